@@ -1,0 +1,36 @@
+"""FSDP workbench: see, debug and teach sharded training from a notebook.
+
+Importing this package loads nothing heavy; ``Workbench`` is imported at first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.workbench import Workbench
+
+__version__ = "0.1.0"
+__all__ = ["Workbench", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
+    if name == "Workbench":
+        from workbench.workbench import Workbench  # noqa: PLC0415 - lazy by design
+
+        return Workbench
+    raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes its InteractiveShell
+    """``%load_ext workbench``: register the ``%fsdp`` magics."""
+    from workbench.magics import register  # noqa: PLC0415 - lazy by design
+
+    register(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:  # noqa: ANN401
+    """``%unload_ext workbench``: stop what was started and remove the magics."""
+    from workbench.magics import unregister  # noqa: PLC0415 - lazy by design
+
+    unregister(shell)

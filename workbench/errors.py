@@ -1,0 +1,63 @@
+"""Exceptions of the workbench; one base, so that one ``except`` catches them.
+
+::
+
+    WorkbenchError
+    |-- UsageError          the request itself is wrong: flag, name, order of commands
+    |-- ClusterError        ranks could not be started, reached or stopped
+    |   `-- RankDied        a rank's process is gone
+    |-- RankError           code on a rank raised
+    `-- TraceError          a trace file is not one, is newer, or breaks a rule
+"""
+
+from __future__ import annotations
+
+
+class WorkbenchError(Exception):
+    """Base of all exceptions raised by the workbench."""
+
+
+class UsageError(WorkbenchError):
+    """The request cannot be carried out as written; the message says what to write instead."""
+
+
+class ClusterError(WorkbenchError):
+    """Ranks could not be started, reached or stopped."""
+
+
+class RankDied(ClusterError):
+    """The process of a rank is gone.
+
+    Attributes:
+        ranks: the dead ranks.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class RankError(WorkbenchError):
+    """Code on one or more ranks raised.
+
+    Attributes:
+        rank: the rank whose exception came first.
+        ename: its exception's class name.
+        evalue: its exception's message.
+        traceback: its traceback, ready to print.
+        also: other ranks that raised an equal exception.
+    """
+
+    def __init__(  # noqa: PLR0913 - one field per column of the report
+        self, message: str, *, rank: int, ename: str, evalue: str, traceback: str = "", also: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.ename = ename
+        self.evalue = evalue
+        self.traceback = traceback
+        self.also = also
+
+
+class TraceError(WorkbenchError):
+    """A trace could not be read or breaks a rule of the schema."""

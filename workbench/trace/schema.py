@@ -1,0 +1,207 @@
+"""The words of a trace: what a row holds, which values its columns take, what the header says.
+
+One row is one *instant* on one rank. A span is a BEGIN row and an END row, never one finished record, so that a
+hang shows what was begun. Rows are packed with :data:`ROW` on the rank and read as :data:`ROW_DTYPE` in the kernel;
+the two describe the same 52 bytes.
+
+Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
+a collective (all-gather: its whole output; reduce-scatter: its whole input), not the bytes on the wire.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+ROW = struct.Struct("<qqqdiiihhBBBB")
+"""One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""
+
+ROW_DTYPE = np.dtype(
+    [
+        ("seq", "<i8"),  # gap-free per rank, from 0
+        ("t_ns", "<i8"),  # the rank's monotonic clock; an END may be earlier than the row before it (see below)
+        ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; else 0
+        ("value", "<f8"),  # METRIC: the number logged; else NaN
+        ("step", "<i4"),  # training step, from 0; -1 outside any step
+        ("module", "<i4"),  # index into Header.strings: metric name, log text, module path; -1 none
+        ("comm_seq", "<i4"),  # n-th collective issued on comm_group; pairs it across ranks; -1 none
+        ("unit", "<i2"),  # index into Header.units; -1 none
+        ("comm_group", "<i2"),  # index into Header.comm_groups; -1 none
+        ("kind", "u1"),  # Kind
+        ("edge", "u1"),  # Edge
+        ("phase", "u1"),  # Phase
+        ("category", "u1"),  # Category; NO_CATEGORY where the row is not ALLOC / FREE
+    ]
+)
+
+NO_CATEGORY = 255
+
+
+class Kind(IntEnum):
+    """What a row is about. BEGIN / END come in pairs except where the comment says INSTANT."""
+
+    STEP = 0  # one training step
+    FORWARD = 1  # a unit's forward
+    BACKWARD = 2  # a unit's backward: from the gradient of its output to the gradients of its parameters
+    OPTIMIZER = 3  # optimizer.step()
+    UNSHARD = 4  # BEGIN: all-gather asked for; END: parameters usable
+    RESHARD = 5  # INSTANT: full parameters given up
+    ALL_GATHER = 6  # BEGIN: issued; END: its last byte arrived (may precede the row before it in time)
+    REDUCE_SCATTER = 7
+    ALL_REDUCE = 8
+    BROADCAST = 9
+    COPY_IN = 10  # into a collective's input
+    COPY_OUT = 11  # out of a collective's output
+    WAIT = 12  # compute blocked on communication: exposed communication
+    ALLOC = 13  # INSTANT: num_bytes > 0 of category came to life
+    FREE = 14  # INSTANT: num_bytes < 0 of category died
+    OFFLOAD = 15  # copy between device and host for offloading
+    GATE = 16  # held by a breakpoint or a pause
+    METRIC = 17  # INSTANT: module names it, value holds it
+    LOG = 18  # INSTANT: module holds the text
+
+
+COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
+
+
+class Edge(IntEnum):
+    """Which end of a span a row is."""
+
+    BEGIN = 0
+    END = 1
+    INSTANT = 2
+
+
+class Phase(IntEnum):
+    """Where in the step the rank was when the row was written."""
+
+    IDLE = 0
+    FORWARD = 1
+    PRE_BACKWARD = 2
+    BACKWARD = 3
+    POST_BACKWARD = 4
+    OPTIMIZER = 5
+
+
+class Category(IntEnum):
+    """Memory class of an ALLOC / FREE row: whose bytes they are."""
+
+    SHARDED_PARAMS = 0  # this rank's shards, padded storage
+    UNSHARDED_PARAMS = 1  # full parameters of a unit between unshard and reshard
+    ALL_GATHER_BUFFERS = 2  # input and output staging of an all-gather
+    UNSHARDED_GRADS = 3  # full gradients between backward and reduce-scatter
+    REDUCE_SCATTER_BUFFERS = 4  # staging of a reduce-scatter
+    SHARDED_GRADS = 5  # this rank's part of the averaged gradients
+    OPTIMIZER_STATE = 6
+    ACTIVATIONS = 7  # saved for backward
+    OTHER = 8
+
+
+class UnitState(IntEnum):
+    """Where a unit's parameters are; :class:`KeyFrame` and the ``states`` fold use it."""
+
+    SHARDED = 0  # each rank holds its shard only
+    ALL_GATHER_IN_FLIGHT = 1  # shard, and an all-gather output filling up
+    UNSHARDED = 2  # shard and full parameters
+    REDUCING = 3  # a gradient reduction of the unit is in flight (parameters may be sharded or not)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """One parameter of a unit.
+
+    Attributes:
+        fqn: name relative to the root module.
+        shape: full shape, in elements.
+        dtype: e.g. ``"float32"``.
+        itemsize: bytes per element.
+        shard_dim: tensor dimension that is split.
+        rows_per_rank: rows of ``shard_dim`` that each shard-rank really holds, without padding.
+        padded_rows: rows of ``shard_dim`` each shard-rank's storage has room for; ``ceil(shape[shard_dim] / F)``.
+        trainable: whether it takes a gradient.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    shard_dim: int
+    rows_per_rank: tuple[int, ...]
+    padded_rows: int
+    trainable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One ``fully_shard`` call: one communication group of parameters.
+
+    Attributes:
+        index: the ``unit`` column's value; never reused within a trace.
+        name: module path relative to the root, ``""`` for the root itself.
+        root: index of the root unit of its model (its own index for the root; -1 before the first forward).
+        params: its parameters, in order.
+        reshard_after_forward: the policy in force (``None`` resolved to a bool once the root is known).
+        shard_size: ranks that share one copy, F.
+        compute_itemsize: bytes per element of the all-gather dtype.
+        reduce_itemsize: bytes per element of the reduce-scatter dtype.
+        retired: True once the unit was undone by ``unshard_module``.
+    """
+
+    index: int
+    name: str
+    root: int
+    params: tuple[Param, ...]
+    reshard_after_forward: bool
+    shard_size: int
+    compute_itemsize: int
+    reduce_itemsize: int
+    retired: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """Where one rank lives. The clock fields are nanoseconds relative to rank 0's clock; 0 and 0 on one host."""
+
+    rank: int
+    host: str
+    device: str
+    pid: int
+    clock_offset_ns: int = 0
+    clock_error_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Everything about a trace that is not a row. The empty header is a valid one."""
+
+    producer: str = ""
+    world_size: int = 0
+    mesh_shape: tuple[int, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
+    ranks: tuple[RankInfo, ...] = ()
+    units: tuple[Unit, ...] = ()
+    comm_groups: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFrame:
+    """State of one rank just before row ``seq``: a fold can start here without the rows before it.
+
+    Attributes:
+        seq: the first row that is *not* in this state.
+        bytes_by_category: live bytes, indexed by :class:`Category`.
+        unit_states: parameter state per unit index (never REDUCING).
+        reducing: gradient reductions in flight per unit index.
+    """
+
+    seq: int = 0
+    bytes_by_category: tuple[int, ...] = (0,) * len(Category)
+    unit_states: dict[int, UnitState] = field(default_factory=dict)
+    reducing: dict[int, int] = field(default_factory=dict)
