@@ -1,0 +1,66 @@
+"""The one parity helper: a sharded model against an unsharded copy that sees every rank's data."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.engine.models import batch, loss_of
+from workbench.engine import fully_shard
+
+
+def shard_net(model: nn.Module, **options: object) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def average_grads(model: nn.Module) -> None:
+    """What the reduction should give: the mean over ranks of every gradient."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+
+
+def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Names, order, values and gradients of every parameter equal the plain copy's."""
+    for (name, s), (plain_name, p) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == plain_name
+        assert isinstance(s, DTensor), name
+        assert s.shape == p.shape
+        assert s.stride() == p.stride()
+        torch.testing.assert_close(s.full_tensor(), p, **tolerance)
+        assert (s.grad is None) == (p.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(s.grad.full_tensor(), p.grad, **tolerance)
+
+
+def check_parity(
+    make: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module], steps: int = 10, clip: float | None = None
+) -> list[float]:
+    """Train both with AdamW for ``steps`` and compare after each; returns this rank's losses."""
+    plain = make()
+    sharded = shard(copy.deepcopy(plain))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, sharded)]
+    losses = []
+    for step in range(steps):
+        tokens = batch(dist.get_rank(), step)
+        reference, loss = loss_of(plain, tokens), loss_of(sharded, tokens)
+        reference.backward()
+        average_grads(plain)
+        loss.backward()
+        torch.testing.assert_close(loss, reference)
+        if clip is not None:
+            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (plain, sharded)]
+            torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        assert_same_shards(sharded, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_same_shards(sharded, plain)
+    return losses

@@ -1,0 +1,85 @@
+"""Run a function on N forked ranks with a gloo process group: torch is imported once, a rank costs a fork."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine import groups
+
+_FORK = multiprocessing.get_context("fork")
+
+
+class RankFailure(AssertionError):
+    """A rank raised or died."""
+
+
+def _rank_main(
+    rank: int, world_size: int, ports: tuple[Connection, ...], job: tuple[Callable[..., Any], tuple]
+) -> None:
+    torch.set_num_threads(1)
+    fn, args = job
+    try:
+        store = _store(rank, ports)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        result = ("ok", fn(*args))
+    except BaseException as error:  # noqa: BLE001 - everything goes to the parent
+        result = (f"{type(error).__name__}: {error}", traceback.format_exc())
+    ports[rank].send(result)
+    groups.forget_all()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(rank: int, ports: tuple[Connection, ...]) -> dist.Store:
+    """Rank 0 listens on a free port and tells the parent, which tells the others."""
+    port = ports[rank]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.send(store.port)
+        return store
+    return dist.TCPStore("127.0.0.1", port.recv(), is_master=False)
+
+
+def outcomes(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90) -> list[tuple[str, Any]]:
+    """Return per rank ("ok", result) or ("Name: message", traceback)."""
+    pairs = [_FORK.Pipe() for _ in range(world_size)]
+    ends = tuple(child for _, child in pairs)
+    processes = [_FORK.Process(target=_rank_main, args=(r, world_size, ends, (fn, args))) for r in range(world_size)]
+    for process in processes:
+        process.start()
+    try:
+        number = pairs[0][0].recv()
+        for parent, _ in pairs[1:]:
+            parent.send(number)
+        return [_result(parent, process, timeout_s) for (parent, _), process in zip(pairs, processes, strict=True)]
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for parent, child in pairs:
+            parent.close()
+            child.close()
+
+
+def _result(parent: Connection, process: Any, timeout_s: float) -> tuple[str, Any]:
+    ready = wait([parent, process.sentinel], timeout_s)
+    if parent in ready or parent.poll():
+        return parent.recv()
+    return ("died" if ready else "timed out", f"exit code {process.exitcode}")
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``fn(*args)`` on every rank and return its results in rank order; raise if any rank did."""
+    results = outcomes(world_size, fn, *args)
+    bad = [f"rank {rank}: {what}\n{detail}" for rank, (what, detail) in enumerate(results) if what != "ok"]
+    if bad:
+        raise RankFailure("\n".join(bad))
+    return [result for _, result in results]

@@ -1,0 +1,176 @@
+"""``fully_shard`` and its inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
+from workbench.engine.mesh import mesh_info
+from workbench.engine.module import FSDPModule, sharded_class
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.state import FSDPState, attach, detach, for_each_unit, state_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+) -> M: ...
+
+
+@overload
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+) -> list[M]: ...
+
+
+def fully_shard(
+    module: M | list[M],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> M | list[M]:
+    """Shard the parameters of a module (or of a list of modules, as one unit) over the ranks of ``mesh``.
+
+    Managed are the parameters below ``module`` that no earlier ``fully_shard`` call took. They become DTensors,
+    ``Shard(0)`` with torch.chunk's split, under the same names; one all-gather makes them full before the module's
+    forward and backward, one reduce-scatter averages their gradients. Call it on the inner modules first.
+
+    Args:
+        module: the module, or modules that always run in the same iteration.
+        mesh: 1-D mesh to shard over; None: all ranks.
+        reshard_after_forward: True frees the full parameters between forward and backward (one more all-gather);
+            False keeps them; None means True, except for the root, which is needed again at once in backward.
+        ignored_params: parameters that are left alone.
+
+    Returns:
+        ``module``, whose class is now a subclass with :class:`FSDPModule` mixed in.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: already sharded, a container without forward, a scalar or non-contiguous parameter, mixed dtypes
+            or devices, or a parameter tied to one in another unit.
+        NotImplementedError: a mesh of more than one axis.
+        RuntimeError: no process group.
+
+    The module is left as it was if the call raises.
+    """
+    modules = tuple(module) if isinstance(module, list) else (module,)
+    _check_modules(modules)
+    info = mesh_info(mesh)
+    ignored = frozenset(id(p) for p in ignored_params or ())
+    infos = _get_param_module_infos(_get_managed_modules(modules), ignored)
+    reshard = True if reshard_after_forward is None else reshard_after_forward
+    group = FSDPParamGroup(infos, info, reshard) if infos else None
+    state = FSDPState(modules, group, auto_reshard=reshard_after_forward is None)
+    mark_taken(infos)
+    for m in modules:
+        attach(m, state)
+        m.__class__ = cast("type[M]", sharded_class(type(m)))
+    return module
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    """Raise TypeError or ValueError for modules that cannot become a unit."""
+    if not modules:
+        raise ValueError("fully_shard got an empty list; give it at least one module")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard takes a module or a list of modules, got {type(module).__name__}")
+        name = type(module).__name__
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(  # noqa: TRY004 - the type is a module; its lack of forward is the problem
+                f"fully_shard cannot hook a {name}: it has no forward; call it on each of its children"
+            )
+        if state_of(module) is not None:
+            raise ValueError(f"fully_shard was already called on this {name}; undo it with unshard_module first")
+
+
+@torch.no_grad()
+def unshard_module(
+    module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Undo every ``fully_shard`` call in ``module``'s tree; collective: all ranks must call it.
+
+    Parameters and gradients keep their values and become plain tensors, in place; hooks and classes go back to what
+    they were. Optimizers that hold the sharded parameters go on with the plain ones, their state gathered.
+
+    Args:
+        module: the root of the tree.
+        optimizers: optimizers to carry along.
+
+    Returns:
+        plain parameter for each sharded parameter.
+
+    Raises:
+        ValueError: nothing in the tree is sharded.
+    """
+    states = list({id(s): s for m in module.modules() if (s := state_of(m)) is not None}.values())
+    if not states:
+        raise ValueError(f"{type(module).__name__} holds no module that fully_shard was called on")
+    mapping: dict[nn.Parameter, nn.Parameter] = {}
+    for_each_unit(module, lambda unit: mapping.update(_unshard_unit(unit)))
+    for state in states:
+        _undo(state)
+    for optimizer in optimizers:
+        remap_optimizer(optimizer, mapping)
+    return mapping
+
+
+def _unshard_unit(unit: FSDPParamGroup) -> dict[nn.Parameter, nn.Parameter]:
+    unit.reshard()
+    mapping = {}
+    for param in unit.fsdp_params:
+        sharded = param.sharded_param
+        plain = nn.Parameter(full_tensor(sharded), requires_grad=sharded.requires_grad)
+        if sharded.grad is not None:
+            plain.grad = full_tensor(sharded.grad)
+        param.info.register(plain)
+        mapping[sharded] = plain
+    unit.retire()
+    return mapping
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` whole and plain: gathered if it is a DTensor (collective), copied if not."""
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def _undo(state: FSDPState) -> None:
+    state.remove_hooks()
+    for module, cls in zip(state.modules, state.original_classes, strict=True):
+        detach(module)
+        module.__class__ = cls
+
+
+def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Make ``optimizer`` go on with other parameters: its groups in place, its DTensor state gathered (collective)."""
+    for group in optimizer.param_groups:
+        group["params"] = [mapping.get(p, p) for p in group["params"]]
+    for old, new in mapping.items():
+        if old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {key: _plain(value) for key, value in state.items()}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    return full_tensor(value) if isinstance(value, DTensor) else value
+
+
+__all__ = ["FSDPModule", "fully_shard", "remap_optimizer", "unshard_module"]

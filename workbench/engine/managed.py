@@ -1,0 +1,91 @@
+"""Which parameters a ``fully_shard`` call manages, and whether it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from workbench.engine.param import ParamModuleInfo
+from workbench.engine.state import state_of
+
+_TAKEN = "_workbench_unit_param"
+
+
+def _get_managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return every module below ``roots`` that no earlier call took, with its path, each once, in definition order."""
+    seen: set[int] = set()
+    return [pair for root in roots for pair in _walk(root, "", seen)]
+
+
+def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module.named_children():
+        if state_of(child) is None:
+            yield from _walk(child, f"{path}.{name}" if path else name, seen)
+
+
+def _get_param_module_infos(
+    modules: Sequence[tuple[str, nn.Module]], ignored: frozenset[int]
+) -> list[tuple[nn.Parameter, ParamModuleInfo]]:
+    """Pair each managed parameter with every place it is registered at, and check that it can be sharded.
+
+    Raises:
+        TypeError, ValueError: see :func:`_check_param` and :func:`_check_uniform`.
+    """
+    infos: dict[int, tuple[nn.Parameter, ParamModuleInfo]] = {}
+    named: list[tuple[str, nn.Parameter]] = []
+    for path, module in modules:
+        for name, param in module._parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            if id(param) in infos:
+                infos[id(param)][1].shared.append((module, name))
+                continue
+            fqn = f"{path}.{name}" if path else name
+            _check_param(fqn, param)
+            infos[id(param)] = (param, ParamModuleInfo(module, name, fqn))
+            named.append((fqn, param))
+    _check_uniform(named)
+    return list(infos.values())
+
+
+def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]]) -> None:
+    """Mark the original parameters, so that one tied into a later unit is noticed."""
+    for param, info in infos:
+        setattr(param, _TAKEN, info.path)
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    taken = getattr(param, _TAKEN, None)
+    if taken is not None:
+        raise ValueError(
+            f"parameter {fqn!r} is tied to {taken!r}, which an earlier fully_shard call sharded; put both into one "
+            "unit: call fully_shard on a module that holds both, or on a list of the two"
+        )
+    if isinstance(param, DTensor):
+        raise TypeError(f"parameter {fqn!r} is a DTensor already; fully_shard takes plain parameters")
+    if param.ndim == 0:
+        raise ValueError(f"parameter {fqn!r} is a scalar, which has no dim 0 to shard; make it 1-D: shape [1]")
+    if not param.is_contiguous():
+        raise ValueError(
+            f"parameter {fqn!r} of shape {list(param.shape)} and stride {param.stride()} is not contiguous; "
+            "assign param.data = param.data.contiguous() first"
+        )
+
+
+def _check_uniform(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """A unit's parameters travel in one buffer: they must share dtype and device."""
+    kinds: dict[tuple[str, str], str] = {}
+    for fqn, param in named:
+        kinds.setdefault((str(param.dtype).removeprefix("torch."), str(param.device)), fqn)
+    if len(kinds) > 1:
+        said = ", ".join(f"{fqn!r} is {dtype} on {device}" for (dtype, device), fqn in kinds.items())
+        raise ValueError(
+            f"the parameters of one unit must share dtype and device: {said}; convert them, or call fully_shard on "
+            "the submodules that differ"
+        )

@@ -1,0 +1,146 @@
+"""The engine's one way to tell what it does, *before* it does it.
+
+:data:`active` is ``None`` by default; then every announcement costs one comparison. The words here are the engine's
+own: whoever plugs a probe in translates them. All byte counts are logical bytes (elements x itemsize).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Kind(Enum):
+    """What an event is about."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    COPY_IN = "copy_in"
+    COPY_OUT = "copy_out"
+    WAIT = "wait"
+
+
+class Edge(Enum):
+    """Which end of a span an event is."""
+
+    BEGIN = "begin"
+    END = "end"
+    INSTANT = "instant"
+
+
+class Phase(Enum):
+    """What a rank's engine is busy with."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    PRE_BACKWARD = "pre_backward"
+    BACKWARD = "backward"
+    POST_BACKWARD = "post_backward"
+
+
+class Category(Enum):
+    """Whose bytes they are."""
+
+    SHARDED_PARAMS = "sharded_params"
+    UNSHARDED_PARAMS = "unsharded_params"
+    ALL_GATHER_BUFFERS = "all_gather_buffers"
+    UNSHARDED_GRADS = "unsharded_grads"
+    REDUCE_SCATTER_BUFFERS = "reduce_scatter_buffers"
+    SHARDED_GRADS = "sharded_grads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamInfo:
+    """One parameter of a unit: full ``shape`` in elements, ``rows_per_rank`` of dim 0 without padding."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    rows_per_rank: tuple[int, ...]
+    padded_rows: int
+    trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitInfo:
+    """One unit as it is now; announced when made, when its root names it, when its policy changes, when undone."""
+
+    index: int
+    name: str
+    root: int
+    params: tuple[ParamInfo, ...]
+    reshard_after_forward: bool
+    shard_size: int
+    retired: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Which collective a row belongs to: ``seq`` counts the collectives issued on ``group``."""
+
+    group: int
+    seq: int
+
+
+class Probe(Protocol):
+    """What a listener implements. It may block (a gate); it must not touch the engine."""
+
+    def event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
+        """Told of an event; ``t_ns`` is set when the event lies in the past (the true end of a collective)."""
+
+    def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
+        """Told that ``delta_bytes`` (signed) of ``category`` came to life or died."""
+
+    def phase(self, phase: Phase) -> None:
+        """Told that the engine's phase changed."""
+
+    def unit(self, info: UnitInfo) -> None:
+        """Told of a new or changed unit."""
+
+    def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
+        """Told of a new communication group."""
+
+
+active: Probe | None = None
+
+
+def event(
+    kind: Kind, edge: Edge, unit: int, num_bytes: int = 0, comm: Comm | None = None, t_ns: int | None = None
+) -> None:
+    """Announce an event to the probe, if there is one."""
+    if active is not None:
+        active.event(kind, edge, unit, num_bytes, comm, t_ns)
+
+
+def memory(category: Category, unit: int, delta_bytes: int) -> None:
+    """Announce bytes that came to life (positive) or died (negative)."""
+    if active is not None and delta_bytes:
+        active.memory(category, unit, delta_bytes)
+
+
+def phase(new: Phase) -> None:
+    """Announce a change of phase."""
+    if active is not None:
+        active.phase(new)
+
+
+class Lease:
+    """Bytes that die with the last reference to this object.
+
+    Attached to tensors whose life the engine does not end itself (gradients are dropped by the user).
+    """
+
+    __slots__ = ("_category", "_num_bytes", "_unit")
+
+    def __init__(self, category: Category, unit: int, num_bytes: int) -> None:
+        self._category, self._unit, self._num_bytes = category, unit, num_bytes
+        memory(category, unit, num_bytes)
+
+    def __del__(self) -> None:
+        memory(self._category, self._unit, -self._num_bytes)

@@ -1,0 +1,76 @@
+"""Do all ranks hold the same units? Asked once, when the root of a model is first run.
+
+Ranks that built different models would hang, return each other's bytes or kill a process in their first collective.
+Comparing a digest of every unit's names, shapes and dtypes costs one 32-byte all-gather; only if digests differ is
+the text itself exchanged, to name the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+
+from workbench.engine.comm import GlooAllGather
+from workbench.engine.errors import RanksDisagreeError
+from workbench.engine.groups import CommGroup
+from workbench.engine.probe import UnitInfo
+
+
+def _lines(units: Sequence[UnitInfo]) -> list[str]:
+    """Return one line per parameter, in the order collectives see them."""
+    return [
+        f"{unit.name or '(root)'}: {p.fqn} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}"
+        for unit in units
+        for p in unit.params
+    ]
+
+
+def _gather_bytes(data: bytes, size: int, group: CommGroup, device: torch.device) -> list[bytes]:
+    """Gather ``data``, padded to ``size`` bytes, from every rank of ``group``; interruptible."""
+    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    output = torch.empty(size * group.size, dtype=torch.uint8, device=device)
+    pending = group.start(lambda pg: GlooAllGather()(output, own, pg), "comparison of the ranks' models")
+    pending.block()
+    group.finished(pending)
+    pending.finish()
+    return [bytes(row.tolist()).rstrip(b"\0") for row in output.cpu().view(group.size, size)]
+
+
+def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> str:
+    """Describe the first position at which not all ranks have the same line.
+
+    Example: ``[["u: a [2]"], ["u: a [3]"]]`` -> ``parameter 0: rank 0 has 'u: a [2]', rank 1 has 'u: a [3]'``.
+    """
+    length = max(map(len, lines_per_rank))
+    for i in range(length):
+        at_i = [lines[i] if i < len(lines) else "nothing" for lines in lines_per_rank]
+        if len(set(at_i)) > 1:
+            holders = {text: [r for r, t in zip(ranks, at_i, strict=True) if t == text] for text in at_i}
+            said = "; ".join(f"rank {', '.join(map(str, who))} has {text!r}" for text, who in holders.items())
+            return f"parameter {i}: {said}"
+    return "the order of their units differs"
+
+
+def check_same_units(units: Sequence[UnitInfo], group: CommGroup, device: torch.device) -> None:
+    """Compare ``units`` across the ranks of ``group``.
+
+    Raises:
+        RanksDisagreeError: on every rank, naming the first parameter that differs and who has what.
+    """
+    lines = _lines(units)
+    text = json.dumps(lines).encode()
+    digest = hashlib.sha256(text).hexdigest().encode()
+    size_text = str(len(text)).encode()
+    answers = _gather_bytes(digest + b" " + size_text, 96, group, device)
+    if len({a.split(b" ")[0] for a in answers}) == 1:
+        return
+    size = max(int(a.split(b" ")[1]) for a in answers)
+    texts = _gather_bytes(text, size, group, device)
+    difference = _first_difference([json.loads(t) for t in texts], group.ranks)
+    raise RanksDisagreeError(
+        f"ranks built different models; {difference}. "
+        "Build the same model with the same fully_shard calls on every rank."
+    )
