@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
 from workbench.engine.mesh import mesh_info
@@ -147,6 +149,27 @@ def _unshard_unit(unit: FSDPParamGroup) -> dict[nn.Parameter, nn.Parameter]:
     return mapping
 
 
+@torch.no_grad()
+def plain_copy(module: M, memo: dict[int, Any]) -> M:
+    """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
+
+    Args:
+        module: the root of a sharded tree; it is left as it was.
+        memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
+    """
+    states = {id(s): s for m in module.modules() if (s := state_of(m)) is not None}.values()
+    for param in module.parameters():
+        if isinstance(param, DTensor):
+            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+            if param.grad is not None:
+                plain.grad = full_tensor(param.grad)
+    memo.update((id(state), None) for state in states)
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.plain_modules())
+        return copy.deepcopy(module, memo)
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` whole and plain: gathered if it is a DTensor (collective), copied if not."""
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
@@ -160,17 +183,29 @@ def _undo(state: FSDPState) -> None:
 
 
 def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make ``optimizer`` go on with other parameters: its groups in place, its DTensor state gathered (collective)."""
+    """Make ``optimizer`` go on with other parameters, in place.
+
+    State follows its parameter: gathered when the new one is plain (collective), split when it is a DTensor.
+
+    Args:
+        optimizer: holds some of the old parameters.
+        mapping: new parameter for each old one, of the same full shape.
+    """
     for group in optimizer.param_groups:
         group["params"] = [mapping.get(p, p) for p in group["params"]]
     for old, new in mapping.items():
         if old in optimizer.state:
             state = optimizer.state.pop(old)
-            optimizer.state[new] = {key: _plain(value) for key, value in state.items()}
+            optimizer.state[new] = {key: _state_like(new, value) for key, value in state.items()}
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    return full_tensor(value) if isinstance(value, DTensor) else value
+def _state_like(param: nn.Parameter, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    """Return a value of optimizer state in the form its parameter has now; what is not of its shape stays."""
+    if isinstance(value, DTensor):
+        value = full_tensor(value)
+    if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
+        return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    return value
 
 
 __all__ = ["FSDPModule", "fully_shard", "remap_optimizer", "unshard_module"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,9 @@ from workbench.engine import probe
 from workbench.engine.waits import PendingWork, Work
 
 _indices = itertools.count()
+
+around_creation: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Entered around the making of every process group; whoever must find its sockets sets this."""
 
 
 class CommGroup:
@@ -42,7 +46,8 @@ class CommGroup:
         self.index = next(_indices)
         self._seq = 0
         self._in_flight.clear()
-        self.process_group = dist.new_group(list(self.ranks))
+        with around_creation():
+            self.process_group = dist.new_group(list(self.ranks))
         if probe.active is not None:
             probe.active.comm_group(self.index, self.ranks)
 

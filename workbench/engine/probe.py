@@ -7,51 +7,51 @@ own: whoever plugs a probe in translates them. All byte counts are logical bytes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum, auto
 from typing import Protocol
 
 
-class Kind(Enum):
+class Kind(IntEnum):
     """What an event is about."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UNSHARD = "unshard"
-    RESHARD = "reshard"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    COPY_IN = "copy_in"
-    COPY_OUT = "copy_out"
-    WAIT = "wait"
+    FORWARD = auto()
+    BACKWARD = auto()
+    UNSHARD = auto()
+    RESHARD = auto()
+    ALL_GATHER = auto()
+    REDUCE_SCATTER = auto()
+    COPY_IN = auto()
+    COPY_OUT = auto()
+    WAIT = auto()
 
 
-class Edge(Enum):
+class Edge(IntEnum):
     """Which end of a span an event is."""
 
-    BEGIN = "begin"
-    END = "end"
-    INSTANT = "instant"
+    BEGIN = auto()
+    END = auto()
+    INSTANT = auto()
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """What a rank's engine is busy with."""
 
-    IDLE = "idle"
-    FORWARD = "forward"
-    PRE_BACKWARD = "pre_backward"
-    BACKWARD = "backward"
-    POST_BACKWARD = "post_backward"
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    BACKWARD = auto()
+    POST_BACKWARD = auto()
 
 
-class Category(Enum):
+class Category(IntEnum):
     """Whose bytes they are."""
 
-    SHARDED_PARAMS = "sharded_params"
-    UNSHARDED_PARAMS = "unsharded_params"
-    ALL_GATHER_BUFFERS = "all_gather_buffers"
-    UNSHARDED_GRADS = "unsharded_grads"
-    REDUCE_SCATTER_BUFFERS = "reduce_scatter_buffers"
-    SHARDED_GRADS = "sharded_grads"
+    SHARDED_PARAMS = auto()
+    UNSHARDED_PARAMS = auto()
+    ALL_GATHER_BUFFERS = auto()
+    UNSHARDED_GRADS = auto()
+    REDUCE_SCATTER_BUFFERS = auto()
+    SHARDED_GRADS = auto()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,13 +55,17 @@ def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> 
 
 
 def check_same_units(units: Sequence[UnitInfo], group: CommGroup, device: torch.device) -> None:
-    """Compare ``units`` across the ranks of ``group``.
+    """Compare ``units`` across the ranks of ``group``; raises as :func:`check_same_lines`."""
+    check_same_lines(_lines(units), group, device)
+
+
+def check_same_lines(lines: Sequence[str], group: CommGroup, device: torch.device) -> None:
+    """Compare descriptions, one line per parameter, across the ranks of ``group``; collective.
 
     Raises:
         RanksDisagreeError: on every rank, naming the first parameter that differs and who has what.
     """
-    lines = _lines(units)
-    text = json.dumps(lines).encode()
+    text = json.dumps(list(lines)).encode()
     digest = hashlib.sha256(text).hexdigest().encode()
     size_text = str(len(text)).encode()
     answers = _gather_bytes(digest + b" " + size_text, 96, group, device)

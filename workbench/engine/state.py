@@ -10,7 +10,8 @@ A step, as the hooks of one unit see it::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,10 +71,21 @@ class FSDPState:
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def hook_ids(self) -> frozenset[int]:
-        """Ids of the hooks, as keys of the modules' hook dictionaries."""
-        return frozenset(handle.id for handle in self._handles)
+    @contextmanager
+    def plain_modules(self) -> Iterator[None]:
+        """Within the body the modules have neither hooks nor the mixed-in class, parameters sharded."""
+        if self._fsdp_param_group is not None:
+            self._fsdp_param_group.reshard()
+        self.remove_hooks()
+        classes = [type(m) for m in self.modules]
+        for module, original in zip(self.modules, self.original_classes, strict=True):
+            module.__class__ = original
+        try:
+            yield
+        finally:
+            for module, cls in zip(self.modules, classes, strict=True):
+                module.__class__ = cls
+            self._handles = self._register_hooks()
 
     def _before_state_dict(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
         if self._fsdp_param_group is not None:

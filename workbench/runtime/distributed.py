@@ -1,0 +1,132 @@
+"""A rank's process groups: joining, leaving, and building new ones after a failure."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from workbench.engine import groups
+from workbench.engine.state import roots
+from workbench.engine.waits import cancellation
+from workbench.errors import ClusterError
+from workbench.runtime.sockets import PeerSockets
+
+LOOPBACK = "127.0.0.1"
+# stalls are found by the workbench, which knows when a rank is merely held; c10d must not end a group by itself
+_NEVER = timedelta(days=7)
+
+
+def choose_device(device: str, rank: int, world_size: int) -> torch.device:
+    """Return the device of ``rank``.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto``: cuda if every rank can have a GPU of its own.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Raises:
+        ClusterError: ``cuda`` was asked for and there are fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus < world_size:
+        raise ClusterError(
+            f"{world_size} ranks need {world_size} GPUs and this machine has {num_gpus}: "
+            f"use --device cpu{f', or -n {num_gpus}' if num_gpus else ''}"
+        )
+    if device == "cpu" or num_gpus < world_size:
+        return torch.device("cpu")
+    return torch.device("cuda", rank)
+
+
+@dataclass
+class ProcessGroups:
+    """The process groups of one rank.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        device: this rank's device.
+        mesh: 1-D mesh over all ranks, axis ``shard``; stays valid when groups are rebuilt.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    _store: Store | None = None
+    _sockets: PeerSockets = field(default_factory=PeerSockets)
+    _mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh; there is one once the rank has joined."""
+        if self._mesh is None:
+            raise ClusterError(f"rank {self.rank} has not joined a process group yet")
+        return self._mesh
+
+    def listen(self) -> tuple[str, int]:
+        """Open the store that all ranks meet at, on a free loopback port (rank 0 only); returns host and port."""
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return LOOPBACK, port
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks; collective."""
+        self._sockets.store_port = port
+        if self._store is None:
+            self._store = TCPStore(host, port, is_master=False)
+        # gloo would otherwise listen on whatever the host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        groups.around_creation = self._sockets.tracked
+        self._init(0)
+        with self._sockets.tracked():
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+
+    def _init(self, generation: int) -> None:
+        if self._store is None:
+            raise ClusterError(f"rank {self.rank} has no store: join first")
+        with self._sockets.tracked():
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                store=PrefixStore(f"generation-{generation}", self._store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=_NEVER,
+            )
+        groups.rebuild_all()
+
+    def abort(self, reason: str) -> None:
+        """Free this rank from whatever collective it is in; thread-safe, never blocks."""
+        cancellation.cancel(reason)
+        self._sockets.shut()
+
+    def rebuild(self, generation: int) -> None:
+        """Drop every process group and make new ones; collective over all ranks.
+
+        The mesh of before keeps working: c10d gives the new default group the name of the old one.
+        """
+        self._sockets.shut()
+        dist.destroy_process_group()
+        cancellation.reset()
+        self._init(generation)
+        for root in list(roots):
+            root.reset_iter_state()
+
+    def leave(self) -> None:
+        """Destroy all groups; a rank that exits without can take its process down hard."""
+        if dist.is_initialized():
+            self._sockets.shut()
+            dist.destroy_process_group()
+        groups.forget_all()

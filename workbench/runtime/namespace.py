@@ -1,0 +1,58 @@
+"""The variables of a rank's cells, and what can be found among them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.errors import UsageError
+
+
+def user_namespace() -> dict[str, Any]:
+    """Return the namespace that cells run in: an IPython kernel makes it the module ``__main__``."""
+    return sys.modules["__main__"].__dict__
+
+
+def lookup(name: str) -> Any:  # noqa: ANN401 - whatever the user bound
+    """Return the object a dotted name stands for.
+
+    Raises:
+        UsageError: there is none on this rank.
+    """
+    first, *rest = name.split(".")
+    namespace = user_namespace()
+    if first not in namespace:
+        raise UsageError(f"there is no variable {first!r} on this rank; define it in a %%fsdp cell")
+    value = namespace[first]
+    for i, part in enumerate(rest):
+        if not hasattr(value, part):
+            raise UsageError(f"{'.'.join([first, *rest[:i]])!r} has no attribute {part!r}")
+        value = getattr(value, part)
+    return value
+
+
+def find_module(name: str) -> nn.Module:
+    """Return the module that ``name`` stands for.
+
+    Raises:
+        UsageError: there is none, or it is something else.
+    """
+    value = lookup(name)
+    if not isinstance(value, nn.Module):
+        raise UsageError(f"{name!r} is a {type(value).__name__}, not a torch.nn.Module")
+    return value
+
+
+def module_names() -> list[str]:
+    """Return the variables that hold a module, in alphabetical order."""
+    return sorted(k for k, v in user_namespace().items() if isinstance(v, nn.Module) and not k.startswith("_"))
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers among the variables that hold a parameter of ``model``."""
+    ids = {id(p) for p in model.parameters()}
+    found = {id(v): v for v in user_namespace().values() if isinstance(v, torch.optim.Optimizer)}
+    return [o for o in found.values() if any(id(p) in ids for g in o.param_groups for p in g["params"])]

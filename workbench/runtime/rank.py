@@ -1,0 +1,226 @@
+"""What one rank does when asked. The cluster calls these functions by name, in the engine's process.
+
+:func:`boot`, :func:`connect`, :func:`execute`, :func:`recover` and :func:`shutdown` run in the main thread;
+:func:`side_door` runs in the control thread while the main thread may be busy, and so only reads state or sets flags.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.commands import Command, Shard, Step, Unshard, Verify, from_dict
+from workbench.engine import groups, probe
+from workbench.errors import ClusterError
+from workbench.runtime import sharding
+from workbench.runtime.distributed import ProcessGroups, choose_device
+from workbench.runtime.namespace import module_names, user_namespace
+from workbench.runtime.recorder import Recorder
+from workbench.runtime.training import Trainer
+from workbench.runtime.verify import verify
+from workbench.trace import header_to_dict, key_frame_to_dict
+from workbench.trace.schema import Edge, Header, Kind, Phase, RankInfo
+
+
+@dataclass
+class RankRuntime:
+    """Everything that one rank's process holds for the workbench.
+
+    Attributes:
+        groups: its process groups.
+        recorder: what it records into.
+        trainer: what runs its steps.
+        doing: the word of the command under way, empty between commands.
+    """
+
+    groups: ProcessGroups
+    recorder: Recorder
+    trainer: Trainer
+    doing: str = ""
+
+    def execute(self, command: Command) -> dict[str, Any]:
+        """Run one command in the calling thread and return its result as plain data."""
+        self.doing = command.word
+        try:
+            return self._execute(command)
+        finally:
+            self.doing = ""
+
+    def _execute(self, command: Command) -> dict[str, Any]:
+        match command:
+            case Shard():
+                result = sharding.shard(command, self.groups.mesh)
+            case Unshard():
+                result = sharding.unshard(command)
+            case Step():
+                return self.trainer.run(command)
+            case Verify():
+                return self._verify(command)
+            case _:
+                raise ValueError(f"a rank cannot do {command.word!r}")
+        self._account_optimizers()
+        return result
+
+    def _account_optimizers(self) -> None:
+        """Record what optimizer state has become after a command exchanged it."""
+        for value in list(user_namespace().values()):
+            if isinstance(value, torch.optim.Optimizer):
+                self.trainer.account(value, changed=True)
+
+    def _verify(self, command: Verify) -> dict[str, Any]:
+        self.trainer.counts_steps = False  # what verify does is recorded, but is no training step
+        steps_before = self.trainer.optimizer_steps
+        try:
+            return verify(command)
+        finally:
+            self.trainer.counts_steps = True
+            self.trainer.optimizer_steps = steps_before
+            self._account_optimizers()
+
+    def position(self) -> dict[str, Any]:
+        """Return where this rank is: JSON data, read from any thread."""
+        row = self.recorder.last_row()
+        here = {
+            "rank": self.groups.rank,
+            "doing": self.doing,
+            "step": self.recorder.step,
+            "unfinished": groups.num_unfinished(),
+            "optimizer_steps": self.trainer.optimizer_steps,
+        }
+        if row is None:
+            return here
+        return here | {
+            "kind": Kind(row["kind"]).name.lower(),
+            "edge": Edge(row["edge"]).name.lower(),
+            "phase": Phase(row["phase"]).name.lower(),
+            "unit": int(row["unit"]),
+            "since_ns": int(row["t_ns"]),
+        }
+
+    def drain(self, known_version: int) -> tuple[dict[str, Any], list[bytes]]:
+        """Return new rows, the header if it changed since ``known_version``, and the state after the rows."""
+        drained = self.recorder.drain()
+        version = self.recorder.header_version
+        content = {
+            "first_seq": drained.first_seq,
+            "count": drained.key_frame.seq - drained.first_seq,
+            "lost": drained.lost,
+            "key_frame": key_frame_to_dict(drained.key_frame),
+            "header": header_to_dict(self.recorder.header) if version != known_version else None,
+            "header_version": version,
+            "position": self.position(),
+        }
+        return content, [drained.rows]
+
+
+_runtime: RankRuntime | None = None
+
+
+def _this_rank() -> RankRuntime:
+    if _runtime is None:
+        raise ClusterError("this process is no rank yet: boot it first")
+    return _runtime
+
+
+def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | None) -> dict[str, Any]:
+    """Make this process rank ``rank`` of ``world_size``.
+
+    Args:
+        rank: from 0.
+        world_size: number of ranks.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        address: where the store listens; None on rank 0, which opens it.
+
+    Returns:
+        ``{"address": [host, port]}`` on rank 0, ``{"address": None}`` elsewhere.
+
+    Raises:
+        ClusterError: fewer GPUs than ranks.
+    """
+    global _runtime  # noqa: PLW0603 - one rank per process, by definition
+    process_groups = ProcessGroups(rank, world_size, choose_device(device, rank, world_size))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    recorder = Recorder(Header(producer="workbench.engine", world_size=world_size))
+    trainer = Trainer(recorder)
+    trainer.install()
+    probe.active = recorder
+    _runtime = RankRuntime(process_groups, recorder, trainer)
+    atexit.register(shutdown)
+    return {"address": process_groups.listen() if rank == 0 else None}
+
+
+def connect(address: tuple[str, int]) -> dict[str, Any]:
+    """Join the process group and give cells their names; collective.
+
+    Returns:
+        this rank's RankInfo fields.
+    """
+    runtime = _this_rank()
+    runtime.groups.join(*address)
+    mine = RankInfo(
+        rank=runtime.groups.rank,
+        host=socket.gethostname(),
+        device=str(runtime.groups.device),
+        pid=os.getpid(),
+    )
+    runtime.recorder.set_run(mine, mesh_shape=(runtime.groups.world_size,), mesh_axes=("shard",))
+    user_namespace().update(
+        rank=runtime.groups.rank,
+        world_size=runtime.groups.world_size,
+        device=runtime.groups.device,
+        mesh=runtime.groups.mesh,
+        log_metric=runtime.recorder.metric,
+    )
+    return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid}
+
+
+def execute(command: dict[str, Any]) -> dict[str, Any]:
+    """Run one command (``commands.to_dict``) in this thread; raises what the command raises."""
+    return _this_rank().execute(from_dict(command))
+
+
+def recover(generation: int) -> dict[str, Any]:
+    """Build new process groups after a failure and make the next step clean; collective over all ranks.
+
+    Args:
+        generation: a number that no earlier call had, equal on all ranks.
+    """
+    runtime = _this_rank()
+    runtime.recorder.give_up_step()
+    runtime.groups.rebuild(generation)
+    return runtime.position()
+
+
+def shutdown() -> None:
+    """Leave the process groups; safe to call more than once."""
+    global _runtime  # noqa: PLW0603 - see boot
+    if _runtime is not None:
+        probe.active = None
+        _runtime.groups.leave()
+        _runtime = None
+
+
+def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+    """Answer a request of the control thread: drain, where, names or abort.
+
+    Raises:
+        ValueError: unknown operation.
+    """
+    runtime = _this_rank()
+    match request.get("op"):
+        case "drain":
+            return runtime.drain(int(request.get("header_version", 0)))
+        case "where":
+            return runtime.position(), []
+        case "names":
+            return {"modules": module_names(), "variables": sorted(user_namespace())}, []
+        case "abort":
+            runtime.groups.abort(str(request.get("reason", "aborted")))
+            return {}, []
+        case other:
+            raise ValueError(f"the side door knows drain, where, names and abort, not {other!r}")

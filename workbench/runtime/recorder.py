@@ -1,0 +1,282 @@
+"""The engine's probe on a rank: every event becomes one packed row of the trace.
+
+The ring holds the newest :data:`CAPACITY` rows. An append costs one ``struct.pack_into`` under a re-entrant lock (a
+freed gradient can announce itself from within an append, through the garbage collector) and never looks at a
+tensor's data. The key frame is folded from the rows themselves, at a drain or when half a ring has passed without
+one, so a drain always comes with the exact state it leaves off at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from workbench.engine import probe
+from workbench.trace import advance
+from workbench.trace.schema import (
+    NO_CATEGORY,
+    ROW,
+    ROW_DTYPE,
+    Category,
+    Edge,
+    Header,
+    KeyFrame,
+    Kind,
+    Param,
+    Phase,
+    RankInfo,
+    Unit,
+)
+
+CAPACITY = 2**18
+NO_STEP = -1
+_NAN = math.nan
+
+E = TypeVar("E", Kind, Edge, Phase, Category)
+
+
+def _translation(source: type[probe.Kind | probe.Edge | probe.Phase | probe.Category], target: type[E]) -> list[int]:
+    """Return the trace's number for each of the engine's, by name; index 0 is unused."""
+    table = [0] * (max(source) + 1)
+    for member in source:
+        table[member] = int(target[member.name])
+    return table
+
+
+_KIND = _translation(probe.Kind, Kind)
+_EDGE = _translation(probe.Edge, Edge)
+_PHASE = _translation(probe.Phase, Phase)
+_CATEGORY = _translation(probe.Category, Category)
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What a drain hands over.
+
+    Attributes:
+        first_seq: number of the first row in ``rows``.
+        rows: packed rows.
+        lost: rows that the ring overwrote since the last drain.
+        key_frame: state after the last row.
+    """
+
+    first_seq: int
+    rows: bytes
+    lost: int
+    key_frame: KeyFrame
+
+
+class Recorder:
+    """See the module docstring; implements :class:`workbench.engine.probe.Probe`.
+
+    Attributes:
+        header: what this rank knows of the trace's header.
+        header_version: grows whenever ``header`` changes.
+        step: number of the step under way, :data:`NO_STEP` outside.
+        on_forward: called when a forward begins outside of any step.
+    """
+
+    def __init__(self, header: Header, capacity: int = CAPACITY) -> None:
+        self.header = header
+        self.header_version = 1
+        self.step = NO_STEP
+        self.on_forward: Callable[[], None] = lambda: None
+        self._next_step = 0
+        self._capacity = capacity
+        self._ring = bytearray(capacity * ROW.size)
+        self._seq = itertools.count()
+        self._lock = threading.RLock()
+        self._head = 0
+        self._drained = 0
+        self._key_frame = KeyFrame()
+        self._phase = int(Phase.IDLE)
+        self._strings: dict[str, int] = {}
+        self._groups: dict[int, int] = {}
+
+    # ---- Probe
+
+    def event(
+        self,
+        kind: probe.Kind,
+        edge: probe.Edge,
+        unit: int,
+        num_bytes: int,
+        comm: probe.Comm | None,
+        t_ns: int | None,
+    ) -> None:
+        """Record an event of the engine."""
+        if comm is None:
+            self._append(_KIND[kind], _EDGE[edge], unit, num_bytes)
+        else:
+            pair = (comm.seq, self._groups.get(comm.group, -1))
+            self._append(_KIND[kind], _EDGE[edge], unit, num_bytes, comm=pair, t_ns=t_ns)
+
+    def memory(self, category: probe.Category, unit: int, delta_bytes: int) -> None:
+        """Record bytes that came to life or died."""
+        self.memory_of(_CATEGORY[category], unit, delta_bytes)
+
+    def phase(self, phase: probe.Phase) -> None:
+        """Stamp the rows that follow with ``phase``."""
+        if phase == probe.Phase.FORWARD and self.step == NO_STEP:
+            self.on_forward()
+        self._phase = _PHASE[phase]
+
+    def unit(self, info: probe.UnitInfo) -> None:
+        """Put a new or changed unit into the header."""
+        others = tuple(u for u in self.header.units if u.index != info.index)
+        units = tuple(sorted((*others, _unit(info)), key=lambda u: u.index))
+        self._change(dataclasses.replace(self.header, units=units))
+
+    def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
+        """Put a new communication group into the header."""
+        names = self.header.comm_groups
+        self._groups[index] = len(names)
+        name = f"group {index}: ranks {', '.join(map(str, ranks))}"
+        self._change(dataclasses.replace(self.header, comm_groups=(*names, name)))
+
+    # ---- what the runtime itself records
+
+    def memory_of(self, category: int, unit: int, delta_bytes: int) -> None:
+        """Record ``delta_bytes`` (signed, not 0) of a trace category."""
+        kind = Kind.ALLOC if delta_bytes > 0 else Kind.FREE
+        self._append(int(kind), int(Edge.INSTANT), unit, delta_bytes, category=category)
+
+    def metric(self, name: str, value: float) -> None:
+        """Record a number under ``name``."""
+        self._append(int(Kind.METRIC), int(Edge.INSTANT), -1, 0, module=self._intern(name), value=value)
+
+    def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
+        """Put this rank and the mesh into the header."""
+        self._change(dataclasses.replace(self.header, ranks=(info,), mesh_shape=mesh_shape, mesh_axes=mesh_axes))
+
+    def begin_step(self) -> None:
+        """Open the next step; one that is still open ends."""
+        self.end_step()
+        self.step = self._next_step
+        self._next_step += 1
+        self._append(int(Kind.STEP), int(Edge.BEGIN), -1, 0)
+
+    def end_step(self) -> None:
+        """Close the step, if one is open."""
+        if self.step != NO_STEP:
+            self._append(int(Kind.STEP), int(Edge.END), -1, 0)
+            self.step = NO_STEP
+
+    def give_up_step(self) -> None:
+        """Leave a step that raised without an END: it has none."""
+        self.step = NO_STEP
+        self._phase = int(Phase.IDLE)
+
+    def optimizer_edge(self, edge: Edge) -> None:
+        """Record the begin or end of an optimizer's step."""
+        if edge is Edge.BEGIN:
+            self._phase = int(Phase.OPTIMIZER)
+        self._append(int(Kind.OPTIMIZER), int(edge), -1, 0)
+        if edge is Edge.END:
+            self._phase = int(Phase.IDLE)
+
+    def _append(  # noqa: PLR0913 - the columns of a row
+        self,
+        kind: int,
+        edge: int,
+        unit: int,
+        num_bytes: int,
+        *,
+        category: int = NO_CATEGORY,
+        comm: tuple[int, int] = (-1, -1),
+        t_ns: int | None = None,
+        module: int = -1,
+        value: float = _NAN,
+    ) -> None:
+        with self._lock:
+            seq = next(self._seq)
+            ROW.pack_into(
+                self._ring,
+                seq % self._capacity * ROW.size,
+                seq,
+                time.monotonic_ns() if t_ns is None else t_ns,
+                num_bytes,
+                value,
+                self.step,
+                module,
+                comm[0],
+                unit,
+                comm[1],
+                kind,
+                edge,
+                self._phase,
+                category,
+            )
+            self._head = max(self._head, seq + 1)
+            if self._head - self._key_frame.seq >= self._capacity // 2:
+                self._fold()
+
+    def _fold(self) -> None:
+        """Bring the key frame up to the newest row, while its rows are still in the ring."""
+        rows = np.frombuffer(self._copy(self._key_frame.seq, self._head), ROW_DTYPE)
+        self._key_frame = advance(self._key_frame, rows)
+
+    def _copy(self, first: int, last: int) -> bytes:
+        """Return the packed rows ``[first, last)``, all of them still in the ring."""
+        size = ROW.size
+        view = memoryview(self._ring)
+        begin, end = first % self._capacity, last % self._capacity
+        if first == last:
+            return b""
+        if begin < end:
+            return bytes(view[begin * size : end * size])
+        return b"".join((view[begin * size :], view[: end * size]))
+
+    def _intern(self, text: str) -> int:
+        if text not in self._strings:
+            self._strings[text] = len(self._strings)
+            self._change(dataclasses.replace(self.header, strings=tuple(self._strings)))
+        return self._strings[text]
+
+    def _change(self, header: Header) -> None:
+        self.header = header
+        self.header_version += 1
+
+    # ---- reading
+
+    def drain(self) -> Drained:
+        """Hand over the rows recorded since the last drain; called from another thread."""
+        with self._lock:
+            first = max(self._drained, self._head - self._capacity)
+            lost = first - self._drained
+            rows = self._copy(first, self._head)
+            self._fold()
+            self._drained = self._head
+            return Drained(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
+
+    def last_row(self) -> np.void | None:
+        """Return the newest row, None if there is none."""
+        with self._lock:
+            if not self._head:
+                return None
+            row: np.void = np.frombuffer(self._copy(self._head - 1, self._head), ROW_DTYPE)[0]
+            return row
+
+
+def _unit(info: probe.UnitInfo) -> Unit:
+    """Return the trace's description of a unit."""
+    itemsize = info.params[0].itemsize if info.params else 0
+    return Unit(
+        index=info.index,
+        name=info.name,
+        root=info.root,
+        params=tuple(Param(**dataclasses.asdict(p), shard_dim=0) for p in info.params),
+        reshard_after_forward=info.reshard_after_forward,
+        shard_size=info.shard_size,
+        compute_itemsize=itemsize,
+        reduce_itemsize=itemsize,
+        retired=info.retired,
+    )

@@ -1,0 +1,80 @@
+"""Freeing a rank that sits in a gloo collective: its process groups' peer sockets, found and shut.
+
+A collective that the user's own code calls (a barrier, ``clip_grad_norm_``) blocks inside C++, where no Python flag is
+seen. Shutting the sockets to the peers ends it in a Python error at once and leaves the process alive. A listening
+socket must never be shut: that ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def _open_sockets() -> dict[int, int]:
+    """Return the inode of every open socket of this process, by descriptor."""
+    found = {}
+    for name in os.listdir("/dev/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue  # the descriptor of the listing itself
+        if stat.S_ISSOCK(status.st_mode):
+            found[int(name)] = status.st_ino
+    return found
+
+
+def _ports(fd: int) -> set[int]:
+    """Return the two ports of a connected TCP socket, nothing for any other."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        if sock.family not in {socket.AF_INET, socket.AF_INET6}:
+            return set()
+        try:
+            return {sock.getsockname()[1], sock.getpeername()[1]}
+        except OSError:
+            return set()  # listening, or not connected yet
+
+
+class PeerSockets:
+    """The sockets that were opened while process groups were made.
+
+    Attributes:
+        store_port: connections to or from this port belong to the store, which must outlive the groups.
+    """
+
+    def __init__(self) -> None:
+        self.store_port = -1
+        self._inodes: dict[int, int] = {}
+
+    @contextmanager
+    def tracked(self) -> Iterator[None]:
+        """Count the connected TCP sockets that the body opens as sockets to peers."""
+        before = _open_sockets()
+        yield
+        now = _open_sockets()
+        new = {fd: inode for fd, inode in now.items() if before.get(fd) != inode}
+        self._inodes |= {fd: inode for fd, inode in new.items() if self._is_peer(fd)}
+
+    def _is_peer(self, fd: int) -> bool:
+        ports = _ports(fd)
+        return bool(ports) and self.store_port not in ports
+
+    def shut(self) -> int:
+        """Shut every tracked socket that is still the same one, and forget all; returns how many."""
+        now = _open_sockets()
+        same = [fd for fd, inode in self._inodes.items() if now.get(fd) == inode]
+        self._inodes.clear()
+        for fd in same:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                _shut(sock)
+        return len(same)
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # the peer was faster: nothing is left to shut

@@ -1,0 +1,182 @@
+"""Steps on a rank: running the user's step function, and noticing optimizers in the user's own loop."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from workbench.commands import Step
+from workbench.engine import StepAborted
+from workbench.engine._torch import local_of
+from workbench.engine.waits import cancellation
+from workbench.errors import UsageError
+from workbench.runtime.namespace import lookup
+from workbench.runtime.recorder import Recorder
+from workbench.trace.schema import Category, Edge
+
+
+def find_step_function(name: str) -> Callable[[], Any]:
+    """Return the user's step function.
+
+    Raises:
+        UsageError: there is none, or it cannot be called.
+    """
+    function = lookup(name)
+    if not callable(function):
+        raise UsageError(f"{name!r} is a {type(function).__name__}, not a function; define it in a %%fsdp cell")
+    called: Callable[[], Any] = function
+    return called
+
+
+def loss_of(result: Any) -> float | None:  # noqa: ANN401 - whatever the user's function returned
+    """Return the number in ``result``, None if it is none.
+
+    Raises:
+        TypeError: a DTensor, whose value on one rank may be only that rank's part.
+    """
+    if isinstance(result, DTensor):
+        raise TypeError(
+            "the step function returned a DTensor; on one rank its value may be only that rank's part: "
+            "return result.full_tensor().item()"
+        )
+    if isinstance(result, torch.Tensor) and result.numel() == 1:
+        return float(result.detach())
+    is_number = isinstance(result, (int, float)) and not isinstance(result, bool)
+    return float(result) if is_number else None
+
+
+class Trainer:
+    """Runs steps and keeps the recorder told of what the engine cannot see: steps, optimizers, metrics.
+
+    Attributes:
+        optimizer_steps: how often an optimizer stepped on this rank.
+        counts_steps: whether a forward and an optimizer outside of :meth:`run` make a step.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._running = False
+        self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
+        self.optimizer_steps = 0
+        self.counts_steps = True
+
+    def install(self) -> list[RemovableHandle]:
+        """Watch every forward and every optimizer of the process; returns the handles that end the latter."""
+        self._recorder.on_forward = self._before_forward
+        return [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+
+    def run(self, command: Step) -> dict[str, Any]:
+        """Call the step function ``command.count`` times.
+
+        Raises:
+            UsageError: there is no such function, or the count is less than 1.
+            StepAborted: this rank was freed because another one failed.
+        """
+        if command.count < 1:
+            raise UsageError(f"step takes a number of at least 1, got {command.count}")
+        function = find_step_function(command.fn)
+        losses, seconds = [], []
+        self._running = True
+        try:
+            for _ in range(command.count):
+                begin = time.monotonic()
+                losses.append(self._one_step(function))
+                seconds.append(time.monotonic() - begin)
+        except RuntimeError as error:
+            raise self._translated(error) from error
+        finally:
+            self._running = False
+            self._recorder.give_up_step()
+        known = [loss for loss in losses if loss is not None]
+        return {
+            "steps_done": len(losses),
+            "losses": known or None,
+            "seconds": seconds,
+            "optimizer_steps": self.optimizer_steps,
+        }
+
+    def _one_step(self, function: Callable[[], Any]) -> float | None:
+        cancellation.check()
+        self._recorder.begin_step()
+        loss = loss_of(function())
+        if loss is not None:
+            self._recorder.metric("loss", loss)
+        self._recorder.end_step()
+        return loss
+
+    @staticmethod
+    def _translated(error: RuntimeError) -> RuntimeError:
+        """Return the reason of an abort in place of what it broke (a shut socket inside a user's collective)."""
+        if isinstance(error, StepAborted):
+            return error
+        try:
+            cancellation.check()
+        except StepAborted as aborted:
+            return aborted
+        return error
+
+    def _before_forward(self) -> None:
+        """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
+        if self.counts_steps and not self._running and torch.is_grad_enabled():
+            self._recorder.begin_step()
+
+    def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        self._recorder.optimizer_edge(Edge.BEGIN)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        self._recorder.optimizer_edge(Edge.END)
+        self.optimizer_steps += 1
+        self.account(optimizer)
+        if self.counts_steps and not self._running:
+            self._recorder.end_step()
+
+    def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:
+        """Record what the bytes of an optimizer's state on this rank have become.
+
+        An optimizer makes its state once; looking at every tensor after each step would cost more than the step's
+        other events together. ``changed`` tells that the state was exchanged.
+        """
+        known = self._state.get(optimizer)
+        if known is None:
+            known = self._state[optimizer] = _StateBytes(self._recorder)
+        if changed or known.entries != len(optimizer.state):
+            known.entries = len(optimizer.state)
+            known.set(state_bytes(optimizer))
+
+
+class _StateBytes:
+    """Bytes of one optimizer's state, recorded as freed when the optimizer is gone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.entries = 0
+        self._recorder = recorder
+        self._num_bytes = 0
+
+    def set(self, num_bytes: int) -> None:
+        """Record the difference to what was known."""
+        delta, self._num_bytes = num_bytes - self._num_bytes, num_bytes
+        if delta:
+            self._recorder.memory_of(Category.OPTIMIZER_STATE, -1, delta)
+
+    def __del__(self) -> None:
+        self.set(0)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's state tensors on this rank, without padding."""
+    values = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    return sum((local_of(v) if isinstance(v, DTensor) else v).nbytes for v in values)

@@ -1,0 +1,166 @@
+"""The command ``verify``: one sharded step against the same step of an unsharded copy, then everything as before.
+
+Both steps start from the same parameters, optimizer state and random numbers. The copy averages its gradients over
+ranks by an all-reduce as soon as they are accumulated, which is what sharded training promises to equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from workbench.commands import Verify
+from workbench.engine import FSDPModule
+from workbench.engine._torch import local_of
+from workbench.engine.api import full_tensor, plain_copy
+from workbench.errors import UsageError
+from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
+from workbench.runtime.training import find_step_function, loss_of
+
+# AdamW divides by the root of a tiny second moment: relative differences of single updates reach 1e-3 in float32
+RTOL, ATOL = 1e-3, 1e-5
+
+
+def verify(command: Verify) -> dict[str, Any]:
+    """Run both steps and compare every parameter; collective.
+
+    Raises:
+        UsageError: no sharded model, several without a name, no step function, or a step function that does not
+            train the variable it should.
+    """
+    model = _find_sharded(command.model)
+    step = find_step_function(command.fn)
+    optimizers = optimizers_of(model)
+    with _restored(model, optimizers):
+        reference, replaced = _unsharded_copies(model, optimizers)
+        with _restored_random_numbers():
+            loss_reference = _run_on(replaced, reference, step)
+        with _restored_random_numbers():
+            loss_sharded = loss_of(step())
+        before = dict(reference.named_parameters())
+        result = _compare(model, before)
+    return result | {"loss_sharded": loss_sharded, "loss_reference": loss_reference}
+
+
+def _find_sharded(name: str) -> nn.Module:
+    if name:
+        model = find_module(name)
+        if not isinstance(model, FSDPModule):
+            raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
+        return model
+    names = [n for n in module_names() if isinstance(user_namespace()[n], FSDPModule)]
+    if len({id(user_namespace()[n]) for n in names}) != 1:
+        raise UsageError(
+            f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
+            if names
+            else "no model is sharded; shard one first: %fsdp shard MODEL"
+        )
+    return find_module(names[0])
+
+
+def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a plain copy of ``model``, and the copies of it and its optimizers by the id of the original."""
+    memo: dict[int, Any] = {}
+    reference = plain_copy(model, memo)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            memo |= {id(v): full_tensor(v) for v in state.values() if isinstance(v, DTensor)}
+    copies = {id(optimizer): copy.deepcopy(optimizer, memo) for optimizer in optimizers}
+    for sharded, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        if isinstance(sharded, DTensor) and plain.requires_grad:
+            plain.register_post_accumulate_grad_hook(_average)
+    return reference, {id(model): reference, **copies}
+
+
+def _average(param: torch.Tensor) -> None:
+    """Average a gradient over ranks; averaging an average again, as accumulation does, changes nothing."""
+    if param.grad is not None:
+        dist.all_reduce(param.grad)
+        param.grad.div_(dist.get_world_size())
+
+
+def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], Any]) -> float | None:
+    """Call ``step`` while the user's variables stand for the copies; returns its loss.
+
+    Raises:
+        UsageError: the step left the copy as it was.
+    """
+    namespace = user_namespace()
+    names = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
+    originals = {name: namespace[name] for name in names}
+    before = [p.detach().clone() for p in reference.parameters()]
+    namespace.update(names)
+    try:
+        loss = loss_of(step())
+    finally:
+        namespace.update(originals)
+    if all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True)):
+        raise UsageError(
+            f"the step did not train {', '.join(names)}: verify swaps these variables for copies, so the step "
+            "function must use them by name, not through a closure, a default argument or another object"
+        )
+    return loss
+
+
+def _compare(model: nn.Module, reference: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Compare values after the step; differences are in the parameters' own unit."""
+    worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
+    for name, param in model.named_parameters():
+        actual, expected = full_tensor(param), reference[name].detach()
+        difference = (actual - expected).abs().max().item() if actual.numel() else 0.0
+        scale = expected.abs().max().item() if actual.numel() else 0.0
+        ok = ok and torch.allclose(actual, expected, rtol=RTOL, atol=ATOL)
+        equal += int(torch.equal(actual, expected))
+        worst_rel = max(worst_rel, difference / scale if scale else difference)
+        if difference >= worst:
+            worst, worst_name = difference, name
+    return {
+        "params": len(reference),
+        "max_abs_diff": worst,
+        "max_rel_diff": worst_rel,
+        "worst_param": worst_name,
+        "equal_bits": equal,
+        "ok": ok,
+        "tolerance": f"rtol {RTOL:g}, atol {ATOL:g}",
+    }
+
+
+@contextmanager
+def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Put parameters, gradients, buffers and optimizer state back afterwards."""
+    tensors = [local_of(p) for p in model.parameters() if isinstance(p, DTensor)]
+    tensors += [p.data for p in model.parameters() if not isinstance(p, DTensor)] + list(model.buffers())
+    values = [t.clone() for t in tensors]
+    grads = [p.grad for p in model.parameters()]
+    grad_values = [None if g is None else g.detach().clone() for g in grads]
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for param, grad in zip(model.parameters(), grad_values, strict=True):
+            param.grad = grad
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+@contextmanager
+def _restored_random_numbers() -> Iterator[None]:
+    """Put torch's random number generators, and those among the user's variables, back afterwards."""
+    generators = [v for v in user_namespace().values() if isinstance(v, torch.Generator)]
+    states = [g.get_state() for g in generators]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
