@@ -102,12 +102,18 @@ class FSDPParamGroup:
         self._shard_lease = probe.Lease(Category.SHARDED_PARAMS, self.index, flat.nbytes)
         return flat
 
+    def _share_lease(self) -> None:
+        """Let the shards count as alive as long as anyone holds one of the parameters."""
+        for fsdp_param in self.fsdp_params:
+            local_of(fsdp_param.registered())._workbench_lease = self._shard_lease  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def _init_shards(self, params: list[nn.Parameter]) -> None:
         self.flat_shard = self._new_flat(params[0])
         for fsdp_param, full, slot in zip(self.fsdp_params, params, self._slots(self.flat_shard), strict=True):
             fsdp_param.shard_from(full, slot, requires_grad=full.requires_grad)
             fsdp_param.to_sharded()
+        self._share_lease()
         self._bind_unsharded()
 
     def _bind_unsharded(self) -> None:
@@ -152,6 +158,7 @@ class FSDPParamGroup:
         self.flat_shard = self._new_flat(locals_[0])
         for fsdp_param, slot in zip(self.fsdp_params, self._slots(self.flat_shard), strict=True):
             fsdp_param.adopt(slot)
+        self._share_lease()
         self._bind_unsharded()
         self.announce()
 
@@ -338,6 +345,7 @@ class FSDPParamGroup:
 
     def reset_iter_state(self) -> None:
         """Drop what an iteration that raised has left, without waiting for anything."""
+        probe.event(Kind.RESET, Edge.INSTANT, self.index)
         self._drop_all_gather()
         if self._reduce is not None:
             probe.memory(Category.REDUCE_SCATTER_BUFFERS, self.index, -self._reduce.num_bytes)
@@ -352,9 +360,12 @@ class FSDPParamGroup:
         self.training_state = TrainingState.IDLE
 
     def retire(self) -> None:
-        """The unit was undone."""
+        """The unit was undone: announce it and let go of its storage, which cycles would keep until collected."""
         self._retired = True
         self.announce()
+        self.fsdp_params = []
+        self._padded_fulls = ()
+        del self.flat_shard, self._full, self._shard_lease
 
     def announce(self) -> None:
         """Tell the probe what this unit is now."""

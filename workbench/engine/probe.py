@@ -23,6 +23,7 @@ class Kind(IntEnum):
     COPY_IN = auto()
     COPY_OUT = auto()
     WAIT = auto()
+    RESET = auto()
 
 
 class Edge(IntEnum):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from workbench.engine.errors import CollectiveFailed, StepAborted
 
 SLICE_S = 0.2
+GRACE_S = 0.3
 
 
 class Work(Protocol):
@@ -29,20 +30,30 @@ class Cancellation:
     """A flag with a reason, set from another thread, that ends every wait of this process."""
 
     def __init__(self) -> None:
-        self._reason: str | None = None
+        self._reason = ""
+        self._cancelled = threading.Event()
 
     def cancel(self, reason: str) -> None:
         """Make current and later waits raise :class:`StepAborted` until :meth:`reset`."""
         self._reason = reason
+        self._cancelled.set()
 
     def reset(self) -> None:
         """Allow waits again."""
-        self._reason = None
+        self._cancelled.clear()
 
     def check(self) -> None:
         """Raise StepAborted if cancelled."""
-        if self._reason is not None:
+        if self._cancelled.is_set():
             raise StepAborted(self._reason)
+
+    def check_after_failure(self) -> None:
+        """Raise StepAborted if cancelled, now or within :data:`GRACE_S`.
+
+        A collective most often fails because a peer was aborted and left; the word of it reaches this rank too.
+        """
+        if self._cancelled.wait(GRACE_S):
+            self.check()
 
 
 cancellation = Cancellation()
@@ -85,6 +96,5 @@ class PendingWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            # an abort closes the sockets under the collective: then the abort is the reason, not the socket
-            cancellation.check()
+            cancellation.check_after_failure()
             raise CollectiveFailed(f"{self._what} failed: {str(error).splitlines()[0]}") from error

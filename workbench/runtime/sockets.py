@@ -7,11 +7,11 @@ socket must never be shut: that ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 def _open_sockets() -> dict[int, int]:
@@ -49,7 +49,7 @@ class PeerSockets:
         self.store_port = -1
         self._inodes: dict[int, int] = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def tracked(self) -> Iterator[None]:
         """Count the connected TCP sockets that the body opens as sockets to peers."""
         before = _open_sockets()
@@ -64,17 +64,23 @@ class PeerSockets:
 
     def shut(self) -> int:
         """Shut every tracked socket that is still the same one, and forget all; returns how many."""
-        now = _open_sockets()
-        same = [fd for fd, inode in self._inodes.items() if now.get(fd) == inode]
-        self._inodes.clear()
-        for fd in same:
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                _shut(sock)
-        return len(same)
+        tracked, self._inodes = self._inodes, {}
+        return sum(_shut(fd, inode) for fd, inode in tracked.items())
 
 
-def _shut(sock: socket.socket) -> None:
+def _shut(fd: int, inode: int) -> bool:
+    """Shut the socket if descriptor ``fd`` is still the one with ``inode``; returns whether it was.
+
+    c10d's threads close sockets at any time, and the number may be another socket's by now: so the descriptor is
+    duplicated first and the duplicate is looked at.
+    """
     try:
-        sock.shutdown(socket.SHUT_RDWR)
+        duplicate = os.dup(fd)
     except OSError:
-        return  # the peer was faster: nothing is left to shut
+        return False
+    if os.fstat(duplicate).st_ino != inode:
+        os.close(duplicate)
+        return False
+    with socket.socket(fileno=duplicate) as sock, contextlib.suppress(OSError):  # the peer may have been faster
+        sock.shutdown(socket.SHUT_RDWR)
+    return True

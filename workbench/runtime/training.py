@@ -83,11 +83,9 @@ class Trainer:
         """Call the step function ``command.count`` times.
 
         Raises:
-            UsageError: there is no such function, or the count is less than 1.
+            UsageError: there is no such function.
             StepAborted: this rank was freed because another one failed.
         """
-        if command.count < 1:
-            raise UsageError(f"step takes a number of at least 1, got {command.count}")
         function = find_step_function(command.fn)
         losses, seconds = [], []
         self._running = True
@@ -124,7 +122,7 @@ class Trainer:
         if isinstance(error, StepAborted):
             return error
         try:
-            cancellation.check()
+            cancellation.check_after_failure()
         except StepAborted as aborted:
             return aborted
         return error

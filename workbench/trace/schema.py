@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
 
@@ -38,6 +39,9 @@ ROW_DTYPE = np.dtype(
         ("category", "u1"),  # Category; NO_CATEGORY where the row is not ALLOC / FREE
     ]
 )
+
+Rows = NDArray[np.void]
+"""A 1-D array of :data:`ROW_DTYPE`."""
 
 NO_CATEGORY = 255
 
@@ -64,6 +68,7 @@ class Kind(IntEnum):
     GATE = 16  # held by a breakpoint or a pause
     METRIC = 17  # INSTANT: module names it, value holds it
     LOG = 18  # INSTANT: module holds the text
+    RESET = 19  # INSTANT: the unit's iteration was given up: it is SHARDED and nothing of it is in flight
 
 
 COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)

@@ -1,0 +1,98 @@
+"""Runs a function on N forked ranks that are booted as the cluster boots them, with a small model to train."""
+
+import multiprocessing
+import sys
+import traceback
+from multiprocessing.connection import wait
+
+import torch
+
+from tests.engine.models import Block, batch, loss_of, make_net
+from workbench import commands
+from workbench.runtime import rank as rank_module
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def namespace():
+    return sys.modules["__main__"].__dict__
+
+
+def prepare(dim=16, **options):
+    """Put a model, an optimizer made from it, and ``train_step`` among the cells' variables."""
+    ns = namespace()
+    ns["model"] = make_net(dim=dim, **options)
+    ns["generator"] = torch.Generator().manual_seed(ns["rank"])
+    ns["opt"] = torch.optim.AdamW(ns["model"].parameters(), lr=1e-2)
+
+    def train_step():
+        tokens = torch.randint(7, (4, 6), generator=ns["generator"])
+        loss = loss_of(ns["model"], tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(ns["model"].parameters(), 1.0)
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    return ns
+
+
+def execute(command):
+    return rank_module.execute(commands.to_dict(command))
+
+
+def drain(version=0):
+    return rank_module.side_door({"op": "drain", "header_version": version})
+
+
+def _main(rank, world_size, port, ask, job):
+    fn, args = job
+    try:
+        address = rank_module.boot(rank, world_size, "cpu", None if rank == 0 else ("", 0))["address"]
+        if rank == 0:
+            port.send(address)
+        rank_module.connect(tuple(ask.recv()))
+        result = ("ok", fn(*args))
+    except BaseException as error:  # noqa: BLE001 - everything goes to the parent
+        result = (f"{type(error).__name__}: {error}", traceback.format_exc())
+    port.send(result)
+    rank_module.shutdown()
+
+
+def run(world_size, fn, *args, timeout_s=60):
+    """Return ``fn(*args)`` of every rank in order; raise with the traceback if one raised."""
+    answers = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    asks = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        _FORK.Process(target=_main, args=(r, world_size, answers[r][1], asks[r][0], (fn, args)))
+        for r in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        address = answers[0][0].recv()
+        for _, ask in asks:
+            ask.send(address)
+        return [_result(answers[r][0], processes[r], r, timeout_s) for r in range(world_size)]
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for reader, writer in (*answers, *asks):
+            reader.close()
+            writer.close()
+
+
+def _result(answer, process, rank, timeout_s):
+    wait([answer, process.sentinel], timeout_s)
+    assert answer.poll(), f"rank {rank} gave no answer; exit code {process.exitcode}"
+    what, value = answer.recv()
+    assert what == "ok", f"rank {rank}: {what}\n{value}"
+    return value
+
+
+__all__ = ["Block", "batch", "drain", "execute", "namespace", "prepare", "run"]

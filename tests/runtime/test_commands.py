@@ -1,0 +1,250 @@
+"""Commands on real ranks: what they answer, what they refuse, and what they leave behind."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.runtime.job import drain, execute, namespace, prepare, run
+from workbench.commands import Shard, Step, Unshard, Verify
+from workbench.engine import FSDPModule, RanksDisagreeError
+from workbench.errors import UsageError
+from workbench.runtime import rank as rank_module
+from workbench.trace import header_from_dict, key_frame_from_dict
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.rules import check
+from workbench.trace.schema import ROW_DTYPE, Category, Edge, KeyFrame, Kind
+
+
+def trace_of(content, buffers):
+    rows = np.frombuffer(buffers[0], ROW_DTYPE)
+    return Trace(
+        header=header_from_dict(content["header"]),
+        ranks=(RankTrace(rank=content["position"]["rank"], rows=rows, start=KeyFrame(), lost=0),),
+    )
+
+
+def refused(command):
+    try:
+        execute(command)
+    except Exception as error:  # noqa: BLE001 - the test asks which one
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def life_of_a_model():
+    ns = prepare()
+    out = {"shard": execute(Shard(model="model", wrap=("Block",)))}
+    out["optimizer holds DTensors"] = all(isinstance(p, DTensor) for p in ns["opt"].param_groups[0]["params"])
+    out["step"] = execute(Step(count=3))
+    out["verify"] = execute(Verify())
+    out["next"] = execute(Step(count=1))
+    content, buffers = drain()
+    trace = trace_of(content, buffers)
+    rows = trace.ranks[0].rows
+    out["rules"] = check(trace)
+    out["steps"] = rows["step"][(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END)].tolist()
+    out["losses"] = rows["value"][rows["kind"] == Kind.METRIC].tolist()
+    out["frame"] = key_frame_from_dict(content["key_frame"])
+    out["units"] = [u.name for u in trace.header.units]
+    out["unshard"] = execute(Unshard(model="model"))
+    out["plain"] = type(ns["model"]).__name__
+    out["after"] = execute(Step(count=1))
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shard_step_verify_unshard(world_size):
+    for out in run(world_size, life_of_a_model):
+        shard = out["shard"]
+        assert shard["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+        assert (shard["num_units"], shard["optimizers"]) == (4, 1)
+        assert shard["bytes_unsharded"] == 4 * shard["num_elements"]
+        assert out["optimizer holds DTensors"]
+        assert out["step"]["optimizer_steps"] == 3
+        assert out["verify"]["ok"]
+        assert out["verify"]["max_abs_diff"] < 1e-6
+        assert out["verify"]["loss_sharded"] == pytest.approx(out["verify"]["loss_reference"], abs=1e-6)
+        # verify left parameters, optimizer and the data's random numbers as they were
+        assert out["next"]["losses"] == [out["verify"]["loss_sharded"]]
+        assert out["rules"] == []
+        assert out["steps"] == [0, 1, 2, 3]
+        assert out["losses"] == out["step"]["losses"] + out["next"]["losses"]
+        assert sorted(out["units"]) == ["", "blocks.0", "blocks.1", "blocks.2"]
+        live = out["frame"].bytes_by_category
+        assert live[Category.SHARDED_PARAMS] == shard["bytes_at_rest"]
+        assert live[Category.OPTIMIZER_STATE] > 0
+        assert sum(live) == live[Category.SHARDED_PARAMS] + live[Category.OPTIMIZER_STATE]
+        assert out["unshard"] == {"model": "model", "num_params": 21, "optimizers": 1}
+        assert out["plain"] == "Net"
+        assert out["after"]["steps_done"] == 1
+
+
+def losses_with(reshard):
+    prepare()
+    execute(Shard(model="model", reshard_after_forward=reshard))
+    losses = execute(Step(count=2))["losses"]
+    execute(Unshard(model="model"))
+    execute(Shard(model="model", reshard_after_forward="true"))
+    return losses + execute(Step(count=2))["losses"]
+
+
+def test_policies_do_not_change_numbers_and_training_goes_on_through_a_reshard():
+    auto, true, false = (run(2, losses_with, policy) for policy in ("auto", "true", "false"))
+    assert auto == true == false
+
+
+def wrong_requests():
+    ns = prepare()
+    ns["number"] = 3
+    said = [
+        refused(Shard(model="nothing")),
+        refused(Shard(model="model.nothing")),
+        refused(Shard(model="number")),
+        refused(Shard(model="model", wrap=("Blok",))),
+        refused(Shard(model="model", ignore=("nope*",))),
+        refused(Unshard(model="model")),
+        refused(Step(fn="nothing")),
+        refused(Step(fn="number")),
+        refused(Verify()),
+        refused(Verify(model="model")),
+    ]
+    untouched = not any(isinstance(m, FSDPModule) for m in ns["model"].modules())
+    execute(Shard(model="model"))
+    said.append(refused(Shard(model="model")))
+    ns["twin"] = prepare()["model"]
+    execute(Shard(model="twin"))
+    ns["model"] = torch.nn.Linear(2, 2)
+    execute(Shard(model="model"))
+    said.append(refused(Verify()))
+    return untouched, said
+
+
+def test_every_wrong_request_says_what_to_do():
+    untouched, said = run(1, wrong_requests)[0]
+    assert untouched
+    parts = [
+        "no variable 'nothing'",
+        "'model' has no attribute 'nothing'",
+        "'number' is a int, not a torch.nn.Module",
+        "no Blok; its classes are: ",
+        "--ignore nope* matches no parameter; there are: ",
+        "not sharded; shard it first: %fsdp shard model",
+        "no variable 'nothing'",
+        "'number' is a int, not a function",
+        "no model is sharded",
+        "'model' is not sharded",
+        "sharded already; undo it first: %fsdp unshard model",
+        "several models are sharded: model, twin",
+    ]
+    for message, part in zip(said, parts, strict=True):
+        assert message.startswith(UsageError.__name__), message
+        assert part in message
+
+
+def refuse_half_way():
+    ns = prepare()
+    ns["model"].scale = torch.nn.Parameter(torch.tensor(1.0))  # the root's own: the blocks are sharded first
+    said = refused(Shard(model="model"))
+    return said, [type(m).__name__ for m in ns["model"].modules() if isinstance(m, FSDPModule)]
+
+
+def test_a_refused_shard_leaves_the_model_as_it_was():
+    for said, sharded in run(2, refuse_half_way):
+        assert said.startswith("ValueError: parameter 'scale' is a scalar")
+        assert sharded == []
+
+
+def different_models():
+    ns = prepare(dim=8 + 8 * namespace()["rank"])
+    said = refused(Shard(model="model"))
+    return said, isinstance(ns["model"], FSDPModule)
+
+
+def test_ranks_with_different_models_are_told_before_anything_changes():
+    for said, sharded in run(2, different_models):
+        assert said.startswith(RanksDisagreeError.__name__)
+        assert "rank 0 has" in said
+        assert "rank 1 has" in said
+        assert not sharded
+
+
+def closure_step():
+    ns = prepare()
+    execute(Shard(model="model"))
+    model, opt = ns["model"], ns["opt"]
+
+    def train_step():
+        model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    ns["train_step"] = train_step
+    return refused(Verify())
+
+
+def test_verify_refuses_a_step_it_cannot_redirect():
+    (said,) = run(1, closure_step)
+    assert "the step did not train" in said
+
+
+def own_loop():
+    ns = prepare()
+    execute(Shard(model="model"))
+    for _ in range(2):
+        ns["train_step"]()
+    with torch.no_grad():
+        ns["model"](torch.zeros(1, 2, dtype=torch.long))
+    trace = trace_of(*drain())
+    rows = trace.ranks[0].rows
+    steps = rows[rows["kind"] == Kind.STEP]
+    return steps["step"].tolist(), check(trace), int(rows["step"][-1])
+
+
+def test_the_user_s_own_loop_is_recorded_in_steps():
+    for steps, broken, last in run(2, own_loop):
+        assert steps == [0, 0, 1, 1]
+        assert broken == []
+        assert last == -1  # evaluation is no step
+
+
+def returns(kind):
+    ns = prepare()
+    execute(Shard(model="model"))
+    values = {"none": None, "text": "x", "int": 3, "tensor": torch.tensor(2.5), "bool": True}
+    values["dtensor"] = next(iter(ns["model"].parameters()))
+    ns["train_step"] = lambda: values[kind]
+    try:
+        return execute(Step())["losses"]
+    except TypeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("none", None), ("text", None), ("bool", None), ("int", [3.0]), ("tensor", [2.5])]
+)
+def test_a_number_returned_is_the_loss(kind, expected):
+    assert run(1, returns, kind) == [expected]
+
+
+def test_a_loss_that_is_a_dtensor_is_refused():
+    assert "full_tensor().item()" in run(1, returns, "dtensor")[0]
+
+
+def position_and_names():
+    prepare()
+    where, _ = rank_module.side_door({"op": "where"})
+    names, _ = rank_module.side_door({"op": "names"})
+    try:
+        rank_module.side_door({"op": "dance"})
+    except ValueError as error:
+        return where, names, str(error)
+    return where, names, ""
+
+
+def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
+    where, names, refusal = run(1, position_and_names)[0]
+    assert (where["rank"], where["unfinished"], where["optimizer_steps"]) == (0, 0, 0)
+    assert "model" in names["modules"]
+    assert {"rank", "world_size", "device", "mesh", "log_metric"} <= set(names["variables"])
+    assert "'dance'" in refusal

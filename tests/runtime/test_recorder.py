@@ -1,0 +1,199 @@
+"""The ring, its key frames, and the translation of the engine's words."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.engine import probe
+from workbench.runtime import recorder as recorder_module
+from workbench.runtime.recorder import NO_STEP, Recorder
+from workbench.trace import advance
+from workbench.trace.schema import ROW, ROW_DTYPE, Category, Edge, Header, KeyFrame, Kind, Phase, UnitState
+
+COMM = probe.Comm(group=0, seq=3)
+
+
+def rows_of(drained):
+    return np.frombuffer(drained.rows, ROW_DTYPE)
+
+
+def emit(recorder, kind, edge=probe.Edge.INSTANT, unit=0, num_bytes=0, comm=None, t_ns=None):
+    recorder.event(kind, edge, unit, num_bytes, comm, t_ns)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(probe.Kind, Kind), (probe.Edge, Edge), (probe.Phase, Phase), (probe.Category, Category)],
+)
+def test_every_word_of_the_engine_has_its_own_in_the_trace(source, target):
+    table = {
+        probe.Kind: recorder_module._KIND,
+        probe.Edge: recorder_module._EDGE,
+        probe.Phase: recorder_module._PHASE,
+        probe.Category: recorder_module._CATEGORY,
+    }[source]
+    assert [target(table[member]).name for member in source] == [member.name for member in source]
+
+
+def test_an_event_becomes_one_row():
+    recorder = Recorder(Header())
+    recorder.comm_group(0, (0, 1))
+    recorder.phase(probe.Phase.BACKWARD)
+    emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.END, unit=2, num_bytes=64, comm=COMM, t_ns=77)
+    (row,) = rows_of(recorder.drain())
+    assert row["seq"] == 0
+    assert row["t_ns"] == 77
+    assert row["num_bytes"] == 64
+    assert (row["comm_group"], row["comm_seq"]) == (0, 3)
+    assert (row["kind"], row["edge"], row["phase"]) == (Kind.ALL_GATHER, Edge.END, Phase.BACKWARD)
+    assert row["unit"] == 2
+    assert row["step"] == NO_STEP
+    assert recorder.header.comm_groups == ("group 0: ranks 0, 1",)
+
+
+def test_memory_is_signed_and_has_its_category():
+    recorder = Recorder(Header())
+    recorder.memory(probe.Category.SHARDED_GRADS, 1, 100)
+    recorder.memory(probe.Category.SHARDED_GRADS, 1, -40)
+    drained = recorder.drain()
+    assert [Kind(k) for k in rows_of(drained)["kind"]] == [Kind.ALLOC, Kind.FREE]
+    assert drained.key_frame.bytes_by_category[Category.SHARDED_GRADS] == 60
+
+
+def test_metrics_are_interned_and_valued():
+    recorder = Recorder(Header())
+    for value in (1.5, 2.5):
+        recorder.metric("loss", value)
+    rows = rows_of(recorder.drain())
+    assert rows["value"].tolist() == [1.5, 2.5]
+    assert {recorder.header.strings[m] for m in rows["module"]} == {"loss"}
+    assert recorder.header.strings == ("loss",)
+
+
+def test_steps_are_numbered_and_close_the_one_before():
+    recorder = Recorder(Header())
+    recorder.begin_step()
+    recorder.begin_step()
+    recorder.end_step()
+    recorder.end_step()
+    rows = rows_of(recorder.drain())
+    assert rows["edge"].tolist() == [Edge.BEGIN, Edge.END, Edge.BEGIN, Edge.END]
+    assert rows["step"].tolist() == [0, 0, 1, 1]
+
+
+def test_a_step_given_up_has_no_end():
+    recorder = Recorder(Header())
+    recorder.begin_step()
+    recorder.give_up_step()
+    recorder.begin_step()
+    rows = rows_of(recorder.drain())
+    assert rows["edge"].tolist() == [Edge.BEGIN, Edge.BEGIN]
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("memory"), st.sampled_from(list(probe.Category)), st.integers(-50, 50).filter(bool)),
+        st.tuples(st.just("unshard"), st.integers(0, 3), st.sampled_from([probe.Edge.BEGIN, probe.Edge.END])),
+        st.tuples(st.just("reshard"), st.integers(0, 3), st.none()),
+        st.tuples(st.just("drain"), st.none(), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS, st.sampled_from([4, 7, 16, 128]))
+def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, capacity):
+    recorder, everything = Recorder(Header(), capacity), Recorder(Header())
+    drains = []
+    for what, a, b in events:
+        for r in (recorder, everything):
+            if what == "memory":
+                r.memory(a, 0, b)
+            elif what == "unshard":
+                emit(r, probe.Kind.UNSHARD, b, unit=a)
+            elif what == "reshard":
+                emit(r, probe.Kind.RESHARD, unit=a)
+        if what == "drain":
+            drains.append(recorder.drain())
+    drains.append(recorder.drain())
+    whole = rows_of(everything.drain())
+    assert sum(d.lost + len(d.rows) // ROW.size for d in drains) == len(whole)
+    at = 0
+    for drained in drains:
+        rows = rows_of(drained)
+        assert drained.first_seq == at + drained.lost
+        assert rows["seq"].tolist() == list(range(drained.first_seq, drained.first_seq + len(rows)))
+        at = drained.first_seq + len(rows)
+        assert drained.key_frame == advance(KeyFrame(), whole[:at])
+
+
+def test_what_the_garbage_collector_announces_within_an_append_is_kept():
+    recorder = Recorder(Header())
+
+    class Dies:
+        def __del__(self):
+            recorder.memory(probe.Category.SHARDED_GRADS, 0, 1)
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(200):
+            cycle = Dies()
+            cycle.self = cycle
+            emit(recorder, probe.Kind.FORWARD, probe.Edge.BEGIN)
+    finally:
+        gc.set_threshold(*before)
+    del cycle
+    gc.collect()
+    rows = rows_of(recorder.drain())
+    assert rows["seq"].tolist() == list(range(400))
+    assert (rows["kind"] == Kind.ALLOC).sum() == 200
+
+
+def test_drains_from_another_thread_lose_nothing():
+    recorder = Recorder(Header())
+    count, got, done = 20_000, [], threading.Event()
+
+    def drain():
+        while not done.is_set():
+            got.append(recorder.drain())
+        got.append(recorder.drain())
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    for _ in range(count):
+        emit(recorder, probe.Kind.FORWARD, probe.Edge.BEGIN)
+    done.set()
+    thread.join()
+    seqs = np.concatenate([rows_of(d)["seq"] for d in got])
+    assert seqs.tolist() == list(range(count))
+
+
+def test_units_are_described_and_replaced():
+    recorder = Recorder(Header())
+    param = probe.ParamInfo(
+        fqn="w", shape=(5, 2), dtype="float32", itemsize=4, rows_per_rank=(3, 2), padded_rows=3, trainable=True
+    )
+    info = {"index": 4, "root": -1, "params": (param,), "reshard_after_forward": True, "shard_size": 2}
+    recorder.unit(probe.UnitInfo(name="", retired=False, **info))
+    version = recorder.header_version
+    recorder.unit(probe.UnitInfo(name="blocks.0", retired=True, **info))
+    (unit,) = recorder.header.units
+    assert (unit.name, unit.retired, unit.compute_itemsize) == ("blocks.0", True, 4)
+    assert unit.params[0].shard_dim == 0
+    assert recorder.header_version > version
+
+
+def test_a_reset_leaves_the_unit_sharded():
+    recorder = Recorder(Header())
+    emit(recorder, probe.Kind.UNSHARD, probe.Edge.END, unit=1)
+    emit(recorder, probe.Kind.REDUCE_SCATTER, probe.Edge.BEGIN, unit=1, comm=COMM)
+    assert recorder.drain().key_frame.unit_states == {1: UnitState.UNSHARDED}
+    emit(recorder, probe.Kind.RESET, unit=1)
+    frame = recorder.drain().key_frame
+    assert frame.unit_states == {}
+    assert frame.reducing == {}

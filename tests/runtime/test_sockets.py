@@ -1,0 +1,73 @@
+"""Only the sockets opened in the tracked body are shut, and never a listening one or the store's."""
+
+import os
+import socket
+
+import pytest
+
+from workbench.runtime.sockets import PeerSockets
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def connect(server):
+    client = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    return client, accepted
+
+
+def test_tracked_sockets_end_and_others_live(listener):
+    sockets = PeerSockets()
+    outside = connect(listener)
+    with sockets.tracked():
+        inside = connect(listener)
+        with socket.create_server(("127.0.0.1", 0)) as second:
+            pass
+    assert sockets.shut() == 2
+    assert inside[0].recv(1) == b""
+    outside[0].sendall(b"x")
+    assert outside[1].recv(1) == b"x"
+    connect_again = connect(listener)
+    for sock in (*outside, *inside, *connect_again, second):
+        sock.close()
+
+
+def test_the_store_s_connections_are_left_alone(listener):
+    sockets = PeerSockets()
+    sockets.store_port = listener.getsockname()[1]
+    with sockets.tracked():
+        client, accepted = connect(listener)
+    assert sockets.shut() == 0
+    client.close()
+    accepted.close()
+
+
+def test_a_descriptor_that_was_reused_is_left_alone(listener):
+    sockets = PeerSockets()
+    with sockets.tracked():
+        client, accepted = connect(listener)
+    number = client.fileno()
+    client.close()
+    accepted.close()
+    left, right = socket.socketpair()
+    os.dup2(left.fileno(), number)
+    assert sockets.shut() == 0
+    right.sendall(b"x")
+    assert left.recv(1) == b"x"
+    os.close(number)
+    left.close()
+    right.close()
+
+
+def test_shutting_twice_does_nothing(listener):
+    sockets = PeerSockets()
+    with sockets.tracked():
+        client, accepted = connect(listener)
+    assert sockets.shut() == 2
+    assert sockets.shut() == 0
+    client.close()
+    accepted.close()

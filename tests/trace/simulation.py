@@ -1,0 +1,382 @@
+"""A pretend FSDP training job that writes the rows a real one would, in the real order, with plausible times.
+
+All ranks run the same program, so each operation is played on every rank at once; a collective ends when the slowest
+rank has joined it. Times are a fixed model plus a jitter from ``Setup.seed``: equal setups give equal traces.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import (
+    NO_CATEGORY,
+    ROW_DTYPE,
+    Category,
+    Edge,
+    Header,
+    Kind,
+    Param,
+    Phase,
+    RankInfo,
+    Unit,
+)
+
+ITEMSIZE = 4
+START_NS = 5_000_000_000  # a monotonic clock does not start at 0
+LATENCY_NS = 40_000
+NS_PER_WIRE_BYTE = 0.8
+NS_PER_COPIED_BYTE = 0.1
+NS_PER_PARAM = 12.0  # forward compute of one parameter element
+TICK_NS = 600  # host work between two rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is trained how. ``num_units`` counts the root, which is the last unit."""
+
+    num_ranks: int = 4
+    num_units: int = 4
+    steps: int = 3
+    reshard_after_forward: bool = True
+    reshard_root: bool = False  # the engine keeps a root unsharded unless told otherwise
+    prefetch: bool = True
+    activations: bool = False
+    width: int = 64
+    vocab: int = 97
+    heads: int = 6
+    seed: int = 0
+
+
+def make_header(setup: Setup) -> Header:
+    """The header of a small GPT: blocks 0.. and a root with the embeddings."""
+    root = setup.num_units - 1
+    d = setup.width
+    units = [
+        _unit(setup, index, f"blocks.{index}", _block_shapes(d, setup.heads), setup.reshard_after_forward)
+        for index in range(root)
+    ]
+    shapes = {"embed.weight": (setup.vocab, d), "norm.weight": (d,), "head.weight": (setup.vocab, d)}
+    keeps = setup.reshard_after_forward and setup.reshard_root
+    ranks = tuple(RankInfo(rank=r, host="localhost", device="cpu", pid=4000 + r) for r in range(setup.num_ranks))
+    return Header(
+        producer="simulation",
+        world_size=setup.num_ranks,
+        mesh_shape=(setup.num_ranks,),
+        mesh_axes=("shard",),
+        ranks=ranks,
+        units=(*units, _unit(setup, root, "", shapes, keeps)),
+        comm_groups=(f"ranks 0-{setup.num_ranks - 1}",),
+        strings=("loss",),
+    )
+
+
+def _block_shapes(d: int, heads: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "norm1.weight": (d,),
+        "attn.qkv.weight": (3 * d, d),
+        "attn.scale": (heads,),  # so few rows that some ranks may hold none
+        "attn.proj.weight": (d, d),
+        "norm2.weight": (d,),
+        "mlp.up.weight": (4 * d, d),
+        "mlp.down.weight": (d, 4 * d),
+    }
+
+
+def _unit(setup: Setup, index: int, name: str, shapes: dict[str, tuple[int, ...]], reshard: bool) -> Unit:
+    prefix = f"{name}." if name else ""
+    return Unit(
+        index=index,
+        name=name,
+        root=setup.num_units - 1,
+        params=tuple(_param(prefix + fqn, shape, setup.num_ranks) for fqn, shape in shapes.items()),
+        reshard_after_forward=reshard,
+        shard_size=setup.num_ranks,
+        compute_itemsize=ITEMSIZE,
+        reduce_itemsize=ITEMSIZE,
+    )
+
+
+def _param(fqn: str, shape: tuple[int, ...], num_shards: int) -> Param:
+    padded = math.ceil(shape[0] / num_shards)
+    rows = tuple(max(0, min(padded, shape[0] - r * padded)) for r in range(num_shards))
+    return Param(
+        fqn=fqn,
+        shape=shape,
+        dtype="float32",
+        itemsize=ITEMSIZE,
+        shard_dim=0,
+        rows_per_rank=rows,
+        padded_rows=padded,
+    )
+
+
+def full_bytes(unit: Unit) -> int:
+    """Bytes of a unit's whole parameters, without padding."""
+    return sum(math.prod(p.shape) * p.itemsize for p in unit.params)
+
+
+def padded_bytes(unit: Unit) -> int:
+    """Payload of a unit's collectives: all shards with their padding."""
+    return sum(p.padded_rows * math.prod(p.shape[1:]) * p.itemsize for p in unit.params) * unit.shard_size
+
+
+def owned_elements(unit: Unit, rank: int) -> int:
+    """Elements of a unit that really are ``rank``'s."""
+    return sum(p.rows_per_rank[rank] * math.prod(p.shape[1:]) for p in unit.params)
+
+
+class Recorder:
+    """The clocks and rows of all ranks."""
+
+    def __init__(self, num_ranks: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.clock = [START_NS + 1_000 * r for r in range(num_ranks)]
+        self.rows: list[list[tuple[float, ...]]] = [[] for _ in range(num_ranks)]
+        self.step, self.phase = -1, Phase.IDLE
+
+    def put(self, kind: Kind, edge: Edge, *, rank: int, t_ns: int | None = None, **columns: float) -> None:
+        """Write one row on one rank; ``t_ns`` only if it is not now."""
+        c = {"num_bytes": 0, "value": math.nan, "module": -1, "comm_seq": -1, "unit": -1, "comm_group": -1} | columns
+        self.clock[rank] += TICK_NS
+        self.rows[rank].append(
+            (
+                len(self.rows[rank]),
+                self.clock[rank] if t_ns is None else t_ns,
+                *(c["num_bytes"], c["value"], self.step, c["module"], c["comm_seq"], c["unit"], c["comm_group"]),
+                *(kind, edge, self.phase, c.get("category", NO_CATEGORY)),
+            )
+        )
+
+    def all(self, kind: Kind, edge: Edge, **columns: float) -> None:
+        """Write the same row on every rank."""
+        for rank in range(len(self.clock)):
+            self.put(kind, edge, rank=rank, **columns)
+
+    def move(self, category: Category, unit: int, num_bytes: int) -> None:
+        """Bytes of ``category`` come to life (positive) or die (negative) on every rank."""
+        if num_bytes:
+            kind = Kind.ALLOC if num_bytes > 0 else Kind.FREE
+            self.all(kind, Edge.INSTANT, category=category, unit=unit, num_bytes=num_bytes)
+
+    def span(self, kind: Kind, unit: int, duration_ns: float, num_bytes: int = 0) -> None:
+        """Write a span on every rank."""
+        self.all(kind, Edge.BEGIN, unit=unit, num_bytes=num_bytes)
+        self.pass_time(duration_ns)
+        self.all(kind, Edge.END, unit=unit, num_bytes=num_bytes)
+
+    def pass_time(self, duration_ns: float) -> None:
+        """Every rank works for about ``duration_ns``."""
+        for rank in range(len(self.clock)):
+            self.clock[rank] += int(duration_ns * self.random.uniform(0.97, 1.08))
+
+
+class Job:
+    """The program of the ranks; its methods are an FSDP engine's."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.header = setup, make_header(setup)
+        self.units, self.root = self.header.units, setup.num_units - 1
+        self.out = Recorder(setup.num_ranks, setup.seed)
+        self.unsharded: set[int] = set()
+        self.gathering: dict[int, int] = {}  # unit -> comm_seq
+        self.reducing: dict[int, int] = {}
+        self.ends_ns: list[int] = []  # of each collective, by comm_seq
+        self.has_grads: set[int] = set()
+
+    def train(self) -> Trace:
+        """Run the whole job."""
+        for unit in self.units:
+            self.out.move(Category.SHARDED_PARAMS, unit.index, padded_bytes(unit) // unit.shard_size)
+        for step in range(self.setup.steps):
+            self.run_step(step)
+        ranks = [
+            RankTrace(rank, np.array(rows, dtype=ROW_DTYPE).reshape(-1)) for rank, rows in enumerate(self.out.rows)
+        ]
+        return Trace(self.header, tuple(ranks))
+
+    def run_step(self, step: int) -> None:
+        self.out.step = step
+        self.out.all(Kind.STEP, Edge.BEGIN)
+        self.zero_grad()
+        self.forward(self.root)
+        self.backward()
+        self.optimize(first=step == 0)
+        for rank in range(self.setup.num_ranks):
+            loss = 1.5 + 3.0 * math.exp(-0.1 * step) + 0.01 * rank
+            self.out.put(Kind.METRIC, Edge.INSTANT, rank=rank, module=0, value=loss)
+        self.out.all(Kind.STEP, Edge.END)
+        self.out.step = -1
+
+    def forward(self, unit: int) -> None:
+        self.out.phase = Phase.FORWARD
+        self.unshard(unit)
+        after = 0 if unit == self.root else unit + 1
+        if self.setup.prefetch and after < self.root:
+            self.unshard(after)
+        self.wait_for_unshard(unit)
+        self.out.all(Kind.FORWARD, Edge.BEGIN, unit=unit)
+        self.compute(unit, 1.0)
+        if unit == self.root:
+            for child in range(self.root):
+                self.forward(child)
+        if self.setup.activations:
+            self.out.move(Category.ACTIVATIONS, unit, full_bytes(self.units[unit]) // 2)
+        self.out.all(Kind.FORWARD, Edge.END, unit=unit)
+        if self.units[unit].reshard_after_forward:
+            self.reshard(unit)
+
+    def backward(self) -> None:
+        self.start_backward(self.root)
+        for unit in reversed(range(self.root)):
+            self.start_backward(unit)
+            self.end_backward(unit)
+        self.end_backward(self.root)
+        self.finish_reductions(keep=0)
+        self.out.phase = Phase.IDLE
+
+    def start_backward(self, unit: int) -> None:
+        self.out.phase = Phase.PRE_BACKWARD
+        self.unshard(unit)
+        if self.setup.prefetch and unit > 0:
+            self.unshard(unit - 1)
+        self.wait_for_unshard(unit)
+        self.out.phase = Phase.BACKWARD
+        self.out.all(Kind.BACKWARD, Edge.BEGIN, unit=unit)
+        self.compute(unit, 2.0)
+
+    def end_backward(self, unit: int) -> None:
+        if self.setup.activations:
+            self.out.move(Category.ACTIVATIONS, unit, -(full_bytes(self.units[unit]) // 2))
+        self.out.all(Kind.BACKWARD, Edge.END, unit=unit)
+        self.out.phase = Phase.POST_BACKWARD
+        grads = full_bytes(self.units[unit])
+        self.out.move(Category.UNSHARDED_GRADS, unit, grads)
+        self.reshard(unit)
+        self.reduce(unit)
+        self.finish_reductions(keep=1)
+
+    def optimize(self, *, first: bool) -> None:
+        self.out.phase = Phase.OPTIMIZER
+        self.out.all(Kind.OPTIMIZER, Edge.BEGIN)
+        for unit in self.units if first else ():
+            for rank in range(self.setup.num_ranks):
+                num_bytes = 2 * ITEMSIZE * owned_elements(unit, rank) + ITEMSIZE * len(unit.params)
+                columns = {"category": Category.OPTIMIZER_STATE, "unit": unit.index, "num_bytes": num_bytes}
+                self.out.put(Kind.ALLOC, Edge.INSTANT, rank=rank, **columns)
+        self.out.pass_time(sum(padded_bytes(u) for u in self.units) / self.setup.num_ranks)
+        self.out.all(Kind.OPTIMIZER, Edge.END)
+        self.out.phase = Phase.IDLE
+
+    def zero_grad(self) -> None:
+        for unit in sorted(self.has_grads):
+            self.out.move(Category.SHARDED_GRADS, unit, -(padded_bytes(self.units[unit]) // self.setup.num_ranks))
+        self.has_grads.clear()
+
+    def compute(self, unit: int, factor: float) -> None:
+        self.out.pass_time(factor * NS_PER_PARAM * full_bytes(self.units[unit]) / ITEMSIZE)
+
+    def copy(self, kind: Kind, unit: int, num_bytes: int) -> None:
+        self.out.span(kind, unit, num_bytes * NS_PER_COPIED_BYTE, num_bytes)
+
+    # unsharding
+
+    def gather_buffer_bytes(self, unit: int) -> int:
+        """The rank's own shard and the output."""
+        payload = padded_bytes(self.units[unit])
+        return payload + payload // self.setup.num_ranks
+
+    def unshard(self, unit: int) -> None:
+        """Issue the all-gather of a unit, if it needs one."""
+        if unit in self.unsharded or unit in self.gathering:
+            return
+        self.out.all(Kind.UNSHARD, Edge.BEGIN, unit=unit)
+        self.gathering[unit] = -1
+        if self.setup.num_ranks > 1:
+            self.out.move(Category.ALL_GATHER_BUFFERS, unit, self.gather_buffer_bytes(unit))
+            self.copy(Kind.COPY_IN, unit, padded_bytes(self.units[unit]) // self.setup.num_ranks)
+            self.gathering[unit] = self.issue(Kind.ALL_GATHER, unit)
+
+    def wait_for_unshard(self, unit: int) -> None:
+        """Make a unit's parameters usable."""
+        if unit in self.unsharded:
+            return
+        comm_seq = self.gathering.pop(unit)
+        if comm_seq >= 0:
+            self.wait(Kind.ALL_GATHER, unit, comm_seq)
+        self.out.move(Category.UNSHARDED_PARAMS, unit, full_bytes(self.units[unit]))
+        self.copy(Kind.COPY_OUT, unit, full_bytes(self.units[unit]))
+        if comm_seq >= 0:
+            self.out.move(Category.ALL_GATHER_BUFFERS, unit, -self.gather_buffer_bytes(unit))
+        self.out.all(Kind.UNSHARD, Edge.END, unit=unit)
+        self.unsharded.add(unit)
+
+    def reshard(self, unit: int) -> None:
+        self.out.all(Kind.RESHARD, Edge.INSTANT, unit=unit)
+        self.out.move(Category.UNSHARDED_PARAMS, unit, -full_bytes(self.units[unit]))
+        self.unsharded.remove(unit)
+
+    # reduction
+
+    def reduce_buffer_bytes(self, unit: int) -> int:
+        """The input and the rank's part of the output."""
+        return self.gather_buffer_bytes(unit)
+
+    def reduce(self, unit: int) -> None:
+        """Issue the reduction of a unit's gradients."""
+        full = full_bytes(self.units[unit])
+        self.has_grads.add(unit)
+        if self.setup.num_ranks == 1:
+            self.out.move(Category.SHARDED_GRADS, unit, padded_bytes(self.units[unit]))
+            self.out.move(Category.UNSHARDED_GRADS, unit, -full)
+            return
+        self.out.move(Category.REDUCE_SCATTER_BUFFERS, unit, self.reduce_buffer_bytes(unit))
+        self.copy(Kind.COPY_IN, unit, full)
+        self.out.move(Category.UNSHARDED_GRADS, unit, -full)
+        self.reducing[unit] = self.issue(Kind.REDUCE_SCATTER, unit)
+
+    def finish_reductions(self, *, keep: int) -> None:
+        """Wait for all but the ``keep`` newest reductions."""
+        for unit in list(self.reducing)[: max(0, len(self.reducing) - keep)]:
+            self.wait(Kind.REDUCE_SCATTER, unit, self.reducing.pop(unit))
+            shard = padded_bytes(self.units[unit]) // self.setup.num_ranks
+            self.out.move(Category.SHARDED_GRADS, unit, shard)
+            self.copy(Kind.COPY_OUT, unit, shard)
+            self.out.move(Category.REDUCE_SCATTER_BUFFERS, unit, -self.reduce_buffer_bytes(unit))
+
+    # collectives
+
+    def issue(self, kind: Kind, unit: int) -> int:
+        """Begin a collective; it moves once the slowest rank is there and the one before it is through."""
+        comm_seq, payload = len(self.ends_ns), padded_bytes(self.units[unit])
+        self.out.all(kind, Edge.BEGIN, unit=unit, num_bytes=payload, comm_seq=comm_seq, comm_group=0)
+        begin = max(self.out.clock + self.ends_ns[-1:])
+        self.ends_ns.append(begin + LATENCY_NS + int(payload * NS_PER_WIRE_BYTE))
+        return comm_seq
+
+    def wait(self, kind: Kind, unit: int, comm_seq: int) -> None:
+        """Wait on every rank; the collective's END carries its true time, which may lie before the wait."""
+        end_ns = self.ends_ns[comm_seq]
+        ids = {"unit": unit, "comm_seq": comm_seq, "comm_group": 0}
+        self.out.all(Kind.WAIT, Edge.BEGIN, **ids)
+        self.out.clock = [max(now, end_ns) for now in self.out.clock]
+        self.out.all(Kind.WAIT, Edge.END, **ids)
+        self.out.all(kind, Edge.END, t_ns=end_ns, num_bytes=padded_bytes(self.units[unit]), **ids)
+
+
+def simulate(setup: Setup) -> Trace:
+    """Return the trace of the job ``setup`` describes."""
+    return Job(setup).train()
+
+
+def example_trace(
+    num_ranks: int = 4, num_units: int = 4, steps: int = 3, *, reshard_after_forward: bool = True
+) -> Trace:
+    """Return one fixed, realistic trace: ``num_units - 1`` blocks and their root (the last unit)."""
+    return simulate(
+        Setup(num_ranks=num_ranks, num_units=num_units, steps=steps, reshard_after_forward=reshard_after_forward)
+    )

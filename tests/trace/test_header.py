@@ -1,0 +1,117 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.trace.strategies import any_headers, any_key_frames, example_trace
+from workbench.errors import TraceError
+from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
+from workbench.trace.header import join, translate
+from workbench.trace.schema import SCHEMA_VERSION, Header, KeyFrame, RankInfo, UnitState
+
+
+@given(any_headers())
+def test_a_header_survives_json(header):
+    data = header_to_dict(header)
+    assert header_from_dict(data) == header
+    assert header_from_dict(json.loads(json.dumps(data))) == header
+
+
+@given(any_key_frames())
+def test_a_key_frame_survives_json(key_frame):
+    data = key_frame_to_dict(key_frame)
+    assert key_frame_from_dict(data) == key_frame
+    back = key_frame_from_dict(json.loads(json.dumps(data)))
+    assert back == key_frame
+    assert all(type(state) is UnitState for state in back.unit_states.values())
+
+
+def test_a_newer_schema_is_refused_whatever_else_it_holds():
+    data = {"schema_version": SCHEMA_VERSION + 1, "surprise": []}
+    with pytest.raises(TraceError, match="schema version 2, this workbench reads up to 1: update fsdp-workbench"):
+        header_from_dict(data)
+
+
+def changed(path: str, value: object) -> dict:
+    """The example's header as JSON, with the entry at ``path`` set to ``value`` (removed: ...)."""
+    data = at = json.loads(json.dumps(header_to_dict(example_trace(steps=0).header)))
+    *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in way:
+        at = at[key]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("units/1/params/0/shape", ..., r"header.units\[1\].params\[0\] lacks \['shape'\]"),
+        ("ranks/0/color", "red", r"header.ranks\[0\] lacks nothing and has unknown \['color'\]"),
+        ("world_size", "4", "header.world_size is '4', expected int"),
+        ("world_size", True, "header.world_size is True, expected int"),
+        ("units/0/retired", 1, r"header.units\[0\].retired is 1, expected bool"),
+        ("strings", "loss", "header.strings is 'loss', expected list or tuple"),
+        ("strings/0", None, r"header.strings\[0\] is None, expected str"),
+        ("units/2", [], r"header.units\[2\] is \[\], expected dict"),
+    ],
+)
+def test_a_wrong_header_is_refused_with_the_place(path, value, sentence):
+    with pytest.raises(TraceError, match=sentence):
+        header_from_dict(changed(path, value))
+
+
+def test_what_is_no_object_is_no_header():
+    with pytest.raises(TraceError, match=r"header is \[1\], expected dict"):
+        header_from_dict([1])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("unit_states", {"x": 1}, "key_frame.unit_states has the key 'x', expected an integer"),
+        ("unit_states", {"0": 9}, r"key_frame.unit_states\[0\] is 9, which is no UnitState"),
+        ("unit_states", {"0": "1"}, r"key_frame.unit_states\[0\] is '1', expected int"),
+        ("reducing", [], r"key_frame.reducing is \[\], expected dict"),
+        ("bytes_by_category", [0, 0], "key_frame.bytes_by_category has 2 entries, expected 9"),
+    ],
+)
+def test_a_wrong_key_frame_is_refused_with_the_place(field, value, sentence):
+    with pytest.raises(TraceError, match=sentence):
+        key_frame_from_dict(key_frame_to_dict(KeyFrame()) | {field: value})
+
+
+@given(any_headers())
+def test_joining_with_nothing_new_changes_no_table(header):
+    once = join(Header(), header)
+    assert join(once, header) == once
+    assert set(once.strings) == set(header.strings)
+    assert len(set(once.strings)) == len(once.strings)
+
+
+def test_join_keeps_places_and_lets_the_newer_win():
+    old = Header(world_size=2, strings=("a", "b"), ranks=(RankInfo(rank=1, host="x", device="cpu", pid=1),))
+    new = dataclasses.replace(
+        old, producer="p", strings=("c", "b"), ranks=(RankInfo(rank=0, host="y", device="cpu", pid=2),)
+    )
+    both = join(old, new)
+    assert both.strings == ("a", "b", "c")
+    assert [r.host for r in both.ranks] == ["y", "x"]
+    assert both.producer == "p"
+    assert join(both, Header(strings=("d",))).producer == "p"
+
+
+def test_rows_are_translated_to_the_joined_tables():
+    rows = example_trace(steps=1).rank(0).rows[:3].copy()
+    rows["module"], rows["comm_group"] = [0, 1, -1], [-1, 0, 0]
+    source = Header(strings=("b", "a"), comm_groups=("g",))
+    target = join(Header(strings=("a",), comm_groups=("f",)), source)
+    moved = translate(rows, source, target)
+    assert moved["module"].tolist() == [1, 0, -1]
+    assert moved["comm_group"].tolist() == [-1, 1, 1]
+    assert rows["module"].tolist() == [0, 1, -1]
+    assert np.shares_memory(translate(rows, source, source), rows)

@@ -1,0 +1,146 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+from hypothesis import given
+
+from tests.trace.strategies import example_trace, traces
+from workbench.trace import RankTrace, Trace, advance, to_perfetto
+from workbench.trace.schema import (
+    COLLECTIVES,
+    NO_CATEGORY,
+    ROW_DTYPE,
+    Category,
+    Edge,
+    Header,
+    Kind,
+    Phase,
+)
+
+
+def events_of(trace: Trace, *types: str) -> list[dict]:
+    return [event for event in to_perfetto(trace)["traceEvents"] if event["ph"] in types]
+
+
+def nanoseconds(event: dict) -> tuple[int, int]:
+    return round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+
+
+def thread_names(trace: Trace) -> dict[tuple[int, int], str]:
+    names = [e for e in events_of(trace, "M") if e["name"] == "thread_name"]
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in names}
+
+
+@given(traces())
+def test_the_export_is_valid_json_without_nan(trace):
+    data = to_perfetto(trace)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert all(e.get("ts", 0) >= 0 for e in data["traceEvents"])
+
+
+@given(traces())
+def test_every_drawn_begin_is_one_span(trace):
+    drawn = events_of(trace, "X")
+    for rank in trace.ranks:
+        begun = rank.rows[(rank.rows["edge"] == Edge.BEGIN) & (rank.rows["kind"] != Kind.UNSHARD)]["seq"]
+        assert sorted(e["args"]["seq"] for e in drawn if e["pid"] == rank.rank) == begun.tolist()
+
+
+@given(traces())
+def test_spans_of_a_thread_nest_and_have_a_name_for_it(trace):
+    names, open_ends = thread_names(trace), {}
+    for event in sorted(events_of(trace, "X"), key=lambda e: (e["ts"], -e["dur"])):
+        begin, end = nanoseconds(event)
+        assert begin <= end
+        stack = open_ends.setdefault((event["pid"], event["tid"]), [])
+        while stack and stack[-1] <= begin:
+            stack.pop()
+        assert not stack or end <= stack[-1]
+        stack.append(end)
+    assert open_ends.keys() == names.keys()
+
+
+@given(traces())
+def test_every_arrow_has_both_ends_on_a_span(trace):
+    spans = {(e["pid"], e["tid"], e["ts"]) for e in events_of(trace, "X")}
+    starts, ends = ({e["id"]: e for e in events_of(trace, ph)} for ph in ("s", "f"))
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        end = ends[number]
+        assert start["ts"] <= end["ts"]
+        assert {(e["pid"], e["tid"], e["ts"]) for e in (start, end)} <= spans
+
+
+@given(traces())
+def test_the_last_counter_is_the_state_at_the_end(trace):
+    for rank in trace.ranks:
+        counters = [e for e in events_of(trace, "C") if e["pid"] == rank.rank and e["name"] == "live bytes"]
+        live = advance(rank.start, rank.rows).bytes_by_category
+        if counters:
+            assert counters[-1]["args"] == {
+                word: live[c] for c in Category if (word := c.name.lower().replace("_", " ")) in counters[-1]["args"]
+            }
+            assert sum(counters[-1]["args"].values()) == sum(live)
+
+
+def test_the_example_has_an_arrow_per_collective_and_its_loss():
+    trace = example_trace(num_ranks=2)
+    begun = [(r.rows["edge"] == Edge.BEGIN) & np.isin(r.rows["kind"], COLLECTIVES) for r in trace.ranks]
+    assert len(events_of(trace, "s")) == sum(int(b.sum()) for b in begun)
+    assert len([e for e in events_of(trace, "C") if e["name"] == "loss"]) == 6
+    processes = [e["args"]["name"] for e in events_of(trace, "M") if e["name"] == "process_name"]
+    assert processes == ["rank 0 (localhost, cpu)", "rank 1 (localhost, cpu)"]
+    assert {"forward blocks.0", "forward (root)", "all gather blocks.1", "step"} <= {
+        e["name"] for e in events_of(trace, "X")
+    }
+
+
+def test_overlapping_collectives_stand_on_further_threads():
+    assert "all-gather 2" in thread_names(example_trace(num_ranks=2)).values()
+
+
+def test_an_empty_trace_has_no_events():
+    assert to_perfetto(Trace.empty())["traceEvents"] == []
+
+
+def rows_of(*entries: dict) -> np.ndarray:
+    rows = np.zeros(len(entries), ROW_DTYPE)
+    for place, entry in enumerate(entries):
+        defaults = {"seq": place, "t_ns": 1000 * place, "value": math.nan, "category": NO_CATEGORY}
+        defaults |= dict.fromkeys(("step", "module", "comm_seq", "unit", "comm_group"), -1)
+        for name, value in (defaults | entry).items():
+            rows[name][place] = value
+    return rows
+
+
+def test_a_span_that_never_ends_reaches_to_the_last_row_and_says_so():
+    rows = rows_of(
+        {"kind": Kind.STEP, "edge": Edge.BEGIN, "phase": Phase.FORWARD},
+        {"kind": Kind.GATE, "edge": Edge.BEGIN},
+        {"kind": Kind.GATE, "edge": Edge.END},
+    )
+    step, gate = events_of(Trace(Header(), (RankTrace(0, rows),)), "X")
+    assert (step["name"], step["dur"], step["args"]["unfinished"]) == ("step", 2.0, True)
+    assert (gate["name"], gate["dur"], "unfinished" in gate["args"]) == ("gate", 1.0, False)
+
+
+def test_logged_texts_are_marks_and_numbers_without_a_json_word_are_left_out():
+    rows = rows_of(
+        {"kind": Kind.LOG, "edge": Edge.INSTANT, "module": 1},
+        {"kind": Kind.METRIC, "edge": Edge.INSTANT, "module": 0, "value": math.inf},
+        {"kind": Kind.METRIC, "edge": Edge.INSTANT, "module": 0, "value": 2.5},
+    )
+    trace = Trace(Header(strings=("loss", "</script>")), (RankTrace(0, rows),))
+    assert [(e["name"], e["ts"]) for e in events_of(trace, "i")] == [("</script>", 0.0)]
+    assert [e["args"] for e in events_of(trace, "C")] == [{"value": 2.5}]
+
+
+def test_times_are_on_rank_0s_clock():
+    trace = example_trace(num_ranks=2, steps=1)
+    ahead = dataclasses.replace(trace.header.ranks[1], clock_offset_ns=5_000_000)
+    header = dataclasses.replace(trace.header, ranks=(trace.header.ranks[0], ahead))
+    rows = trace.rank(1).rows.copy()
+    rows["t_ns"] += 5_000_000
+    shifted = Trace(header, (trace.rank(0), RankTrace(1, rows)))
+    assert to_perfetto(shifted) == to_perfetto(trace)

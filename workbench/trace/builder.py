@@ -1,0 +1,148 @@
+"""Grow a trace from the drains of running ranks, within a bounded number of rows."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from workbench.errors import TraceError
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.header import join, translate
+from workbench.trace.keyframe import advance
+from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
+
+MAX_ROWS = 2_000_000
+_MIN_CAPACITY = 1024
+
+
+class TraceBuilder:
+    """Collects what ranks recorded; its methods may be called from any thread.
+
+    The result does not depend on how the rows were split into drains nor on how the ranks' drains interleaved.
+
+    Args:
+        max_rows: rows kept of all ranks together (52 bytes each). Beyond that the oldest rows of the ranks that have
+            most go, and the state they left stays as the key frame at the left edge.
+    """
+
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+        self._max_rows = max_rows
+        self._lock = threading.Lock()
+        self._header = Header()
+        self._headers: dict[int, Header] = {}
+        self._ranks: dict[int, _RankRows] = {}
+
+    def update_header(self, header: Header, *, rank: int | None = None) -> None:
+        """Take in a new version of the header; tables only ever grow.
+
+        Args:
+            header: its strings and comm_groups continue those of the version before.
+            rank: whose header it is. Ranks number their strings and groups in the order they meet them; the rows of
+                this rank are then translated to the common tables. None: the tables hold for all ranks.
+        """
+        with self._lock:
+            self._header = join(self._header, header)
+            if rank is not None:
+                self._headers[rank] = header
+
+    def append(self, rank: int, packed: bytes | memoryview, *, lost: int = 0, key_frame: KeyFrame) -> None:
+        """Add the rows of one drain.
+
+        Args:
+            rank: who recorded them.
+            packed: rows packed with :data:`~workbench.trace.schema.ROW`, in order.
+            lost: rows the rank had to overwrite before this drain. If any, what is known of the rank no longer
+                leads to these rows: all of it is dropped and the rank starts again at ``key_frame``.
+            key_frame: state of the rank after ``packed``.
+
+        Raises:
+            TraceError: ``packed`` is not whole rows, or does not continue the rank's rows up to ``key_frame.seq``.
+        """
+        with self._lock:
+            entry = self._ranks.setdefault(rank, _RankRows())
+            if lost:
+                self._ranks[rank] = _RankRows(key_frame, entry.lost + lost)
+                return
+            rows = _unpack(rank, packed)
+            _check_continues(rank, entry.end_seq, rows, key_frame)
+            entry.extend(translate(rows, self._headers.get(rank, self._header), self._header))
+            self._trim()
+
+    def snapshot(self) -> Trace:
+        """Return the trace so far; it shares memory with the builder and never changes."""
+        with self._lock:
+            ranks = tuple(RankTrace(rank, entry.rows, entry.start, entry.lost) for rank, entry in self._ranks.items())
+            return Trace(self._header, ranks)
+
+    def _trim(self) -> None:
+        # from what came in, not from what is left: else the result would depend on the order of the drains
+        received = [entry.received for entry in self._ranks.values()]
+        if sum(received) > self._max_rows:
+            longest = _fair_length(received, self._max_rows)
+            for entry in self._ranks.values():
+                entry.drop(max(0, len(entry.rows) - longest))
+
+
+class _RankRows:
+    """The rows of one rank in a buffer that doubles. A row once written is never moved: snapshots look at it."""
+
+    def __init__(self, start: KeyFrame | None = None, lost: int = 0) -> None:
+        self.start = start or KeyFrame()
+        self.lost = lost
+        self.received = 0
+        self._buffer: Rows = np.empty(0, ROW_DTYPE)
+        self._begin = self._end = 0
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that are kept."""
+        return self._buffer[self._begin : self._end]
+
+    @property
+    def end_seq(self) -> int:
+        """``seq`` of the next row."""
+        return self.start.seq + self._end - self._begin
+
+    def extend(self, rows: Rows) -> None:
+        """Append ``rows``; a full buffer is left to the snapshots and replaced by a larger one."""
+        if self._end + len(rows) > len(self._buffer):
+            kept = self.rows
+            self._buffer = np.empty(max(_MIN_CAPACITY, 2 * (len(kept) + len(rows))), ROW_DTYPE)
+            self._begin, self._end = 0, len(kept)
+            self._buffer[: self._end] = kept
+        self._buffer[self._end : self._end + len(rows)] = rows
+        self._end += len(rows)
+        self.received += len(rows)
+
+    def drop(self, count: int) -> None:
+        """Give up the oldest ``count`` rows; what they did stays in ``start``."""
+        self.start = advance(self.start, self.rows[:count])
+        self._begin += count
+
+
+def _unpack(rank: int, packed: bytes | memoryview) -> Rows:
+    """Return packed rows as an array that shares their memory."""
+    num_bytes = memoryview(packed).nbytes
+    if num_bytes % ROW_DTYPE.itemsize:
+        raise TraceError(f"rank {rank}: {num_bytes} bytes are not whole rows of {ROW_DTYPE.itemsize} bytes")
+    return np.frombuffer(packed, ROW_DTYPE)
+
+
+def _check_continues(rank: int, next_seq: int, rows: Rows, key_frame: KeyFrame) -> None:
+    """Raise unless ``rows`` lead from ``next_seq`` to ``key_frame`` without a gap."""
+    end_seq = next_seq + len(rows)
+    if not np.array_equal(rows["seq"], np.arange(next_seq, end_seq)):
+        raise TraceError(f"rank {rank}: rows {next_seq} to {end_seq - 1} are due, got {rows['seq'][[0, -1]].tolist()}")
+    if key_frame.seq != end_seq:
+        raise TraceError(f"rank {rank}: the rows end before row {end_seq}, their key frame before row {key_frame.seq}")
+
+
+def _fair_length(lengths: list[int], room: int) -> int:
+    """Return the largest n for which ``sum(min(length, n)) <= room``; ``room`` is less than the sum of lengths."""
+    rest = sorted(lengths)
+    while rest[0] <= room // len(rest):
+        room -= rest.pop(0)
+    return room // len(rest)

@@ -1,0 +1,79 @@
+"""The key-frame fold: the state of a rank after some rows, from the state before them.
+
+It is what makes a trace cuttable: the rows left of a cut are replaced by one :class:`~workbench.trace.schema.KeyFrame`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.trace.schema import Category, Edge, KeyFrame, Kind, Rows, UnitState
+
+STATE_AFTER: dict[tuple[Kind, Edge], UnitState] = {
+    (Kind.ALL_GATHER, Edge.BEGIN): UnitState.ALL_GATHER_IN_FLIGHT,
+    (Kind.UNSHARD, Edge.END): UnitState.UNSHARDED,
+    (Kind.RESHARD, Edge.INSTANT): UnitState.SHARDED,
+    (Kind.RESET, Edge.INSTANT): UnitState.SHARDED,
+}
+"""The rows that change where a unit's parameters are, and the state they leave it in."""
+
+REDUCTIONS = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+"""Kinds that, with a unit, are a gradient reduction of it."""
+
+
+def advance(key_frame: KeyFrame, rows: Rows) -> KeyFrame:
+    """Return the state just before the row that follows ``rows``.
+
+    The result is canonical: units that are SHARDED and units with no reduction in flight are left out of its dicts.
+    ``advance(advance(k, a), b) == advance(k, a + b)`` for every split of the rows.
+
+    Args:
+        key_frame: state just before ``rows[0]``.
+        rows: consecutive rows of one rank; none is allowed.
+    """
+    return KeyFrame(
+        seq=int(rows["seq"][-1]) + 1 if len(rows) else key_frame.seq,
+        bytes_by_category=_bytes_after(key_frame.bytes_by_category, rows),
+        unit_states=_states_after(key_frame.unit_states, rows),
+        reducing=_reducing_after(key_frame.reducing, rows),
+    )
+
+
+def _bytes_after(before: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+    """Live bytes per category; rows with an unknown category are left to the rules."""
+    moves = rows[np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE)) & (rows["category"] < len(Category))]
+    totals = np.array(before, np.int64)
+    np.add.at(totals, moves["category"], moves["num_bytes"])
+    return tuple(totals.tolist())
+
+
+def _states_after(before: dict[int, UnitState], rows: Rows) -> dict[int, UnitState]:
+    """Parameter state per unit that is not SHARDED: of each unit the last row of :data:`STATE_AFTER` counts."""
+    after = np.full(len(rows), -1, np.int8)
+    for (kind, edge), state in STATE_AFTER.items():
+        after[(rows["kind"] == kind) & (rows["edge"] == edge)] = state
+    changes = np.flatnonzero((after >= 0) & (rows["unit"] >= 0))[::-1]
+    units, newest = np.unique(rows["unit"][changes], return_index=True)
+    states = before | dict(zip(units.tolist(), map(UnitState, after[changes][newest].tolist()), strict=True))
+    return {unit: state for unit, state in states.items() if state != UnitState.SHARDED}
+
+
+def _reducing_after(before: dict[int, int], rows: Rows) -> dict[int, int]:
+    """Gradient reductions in flight per unit that has any; a unit that was reset counts from there."""
+    reset_at = _last_resets(rows)
+    at = np.flatnonzero(np.isin(rows["kind"], REDUCTIONS) & (rows["unit"] >= 0))
+    if reset_at:
+        at = at[at > np.array([reset_at.get(unit, -1) for unit in rows["unit"][at].tolist()])]
+    units, which = np.unique(rows["unit"][at], return_inverse=True)
+    deltas = np.zeros(len(units), np.int64)
+    np.add.at(deltas, which, np.where(rows["edge"][at] == Edge.BEGIN, 1, -1))
+    counts = {unit: count for unit, count in before.items() if unit not in reset_at}
+    for unit, delta in zip(units.tolist(), deltas.tolist(), strict=True):
+        counts[unit] = counts.get(unit, 0) + delta
+    return {unit: count for unit, count in counts.items() if count}
+
+
+def _last_resets(rows: Rows) -> dict[int, int]:
+    """Return the position of the last RESET of each unit that has one."""
+    at = np.flatnonzero(rows["kind"] == Kind.RESET)
+    return dict(zip(rows["unit"][at].tolist(), at.tolist(), strict=True))

@@ -1,0 +1,51 @@
+"""Which END row belongs to which BEGIN row."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.trace.schema import COLLECTIVES, Edge, Rows
+
+
+def partners(rows: Rows) -> NDArray[np.int64]:
+    """Return, per row, the position of the other end of its span; -1 where there is none.
+
+    A collective's ends carry the same kind, unit, ``comm_group`` and ``comm_seq``; other ends the same kind and unit,
+    the innermost span closing first. There is no partner for an INSTANT, a span not ended and one begun before
+    ``rows``.
+
+    Example: ``FORWARD BEGIN 0, FORWARD BEGIN 1, FORWARD END 1, FREE, FORWARD END 0`` -> ``[4, 2, 1, -1, 0]``.
+
+    Args:
+        rows: consecutive rows of one rank.
+    """
+    partner = np.full(len(rows), -1, np.int64)
+    ends = np.flatnonzero(rows["edge"] != Edge.INSTANT)
+    key = _keys(rows[ends])
+    order = np.lexsort(key)
+    ends = ends[order]
+    is_begin = rows["edge"][ends] == Edge.BEGIN
+    run = _runs(key[:, order])
+    # depth within the run; both ends of one span stand on the same level
+    depth = np.cumsum(np.where(is_begin, 1, -1))
+    level = depth + ~is_begin
+    order = np.lexsort((level, run))
+    ends, is_begin, run, level = ends[order], is_begin[order], run[order], level[order]
+    neighbours = (run[1:] == run[:-1]) & (level[1:] == level[:-1])
+    first = np.flatnonzero(neighbours & is_begin[:-1] & ~is_begin[1:])
+    partner[ends[first]], partner[ends[first + 1]] = ends[first + 1], ends[first]
+    return partner
+
+
+def _keys(rows: Rows) -> NDArray[np.int64]:
+    """What both ends of a span share, one column per row."""
+    is_collective = np.isin(rows["kind"], COLLECTIVES)
+    group, comm_seq = (np.where(is_collective, rows[name], -1) for name in ("comm_group", "comm_seq"))
+    return np.array([comm_seq, group, rows["unit"], rows["kind"]], np.int64)
+
+
+def _runs(sorted_keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number the runs of equal columns."""
+    changes = np.any(sorted_keys[:, 1:] != sorted_keys[:, :-1], axis=0)
+    return np.concatenate([np.zeros(min(1, sorted_keys.shape[1]), np.int64), np.cumsum(changes)])

@@ -1,0 +1,206 @@
+"""A trace as Chrome's trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
+
+One process per rank. Its tracks: compute, all-gather, reduce-scatter, wait, other collectives; spans of one track
+that overlap without nesting stand on further tracks of the same name. An arrow leads from where a collective was
+issued to where it was waited for; counters show live bytes and logged numbers. All times are in microseconds from
+the earliest row, on rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.pairs import partners
+from workbench.trace.schema import COLLECTIVES, ROW_DTYPE, Category, Edge, Header, Kind, Phase
+
+Event = dict[str, Any]
+
+# UNSHARD is no span here: it is an all-gather, its wait and its copies
+_TRACKS: dict[str, tuple[Kind, ...]] = {
+    "compute": (
+        Kind.STEP,
+        Kind.FORWARD,
+        Kind.BACKWARD,
+        Kind.OPTIMIZER,
+        Kind.COPY_IN,
+        Kind.COPY_OUT,
+        Kind.OFFLOAD,
+        Kind.GATE,
+    ),
+    "all-gather": (Kind.ALL_GATHER,),
+    "reduce-scatter": (Kind.REDUCE_SCATTER,),
+    "wait": (Kind.WAIT,),
+    "other collectives": (Kind.ALL_REDUCE, Kind.BROADCAST),
+}
+_COMPUTE_THREAD = 0
+_THREADS_PER_TRACK = 1000
+
+
+def to_perfetto(trace: Trace) -> dict[str, Any]:
+    """Return ``trace`` as data for ``json.dump``.
+
+    A span that was never ended reaches to the rank's last row and says ``"unfinished": true``; one that began before
+    the trace's left edge is left out.
+    """
+    offsets = {info.rank: info.clock_offset_ns for info in trace.header.ranks}
+    clocks = [rank.rows["t_ns"] - offsets.get(rank.rank, 0) for rank in trace.ranks]
+    start_ns = min((int(clock.min()) for clock in clocks if len(clock)), default=0)
+    events: list[Event] = []
+    for rank, clock in zip(trace.ranks, clocks, strict=True):
+        events += _rank_events(_process(trace.header, rank, clock - start_ns))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": trace.header.producer}}
+
+
+@dataclass(frozen=True)
+class _Process:
+    """One rank on the way to its events.
+
+    Attributes:
+        columns: the columns of the rank's rows as lists, much faster than arrays to read value by value.
+        clock_ns: time of each row since the start of the whole trace, int64 [rows].
+        micros: the same in microseconds.
+        threads: where each span was drawn, by position of its BEGIN row.
+    """
+
+    header: Header
+    rank: RankTrace
+    columns: dict[str, list[Any]]
+    clock_ns: NDArray[np.int64]
+    micros: list[float]
+    threads: dict[int, int] = field(default_factory=dict)
+
+    def event(self, phase: str, name: str, place: int, **more: Any) -> Event:  # noqa: ANN401 - the format's fields
+        """Return an event of the format's type ``phase`` at the time of the row at ``place``."""
+        return {"ph": phase, "name": name, "pid": self.rank.rank, "ts": self.micros[place], **more}
+
+
+def _process(header: Header, rank: RankTrace, clock_ns: NDArray[np.int64]) -> _Process:
+    columns = {name: rank.rows[name].tolist() for name in ROW_DTYPE.names or ()}
+    return _Process(header, rank, columns, clock_ns, (clock_ns / 1000).tolist())
+
+
+class _Span(NamedTuple):
+    """A BEGIN row at ``place`` and its END, in ns since the start of the trace."""
+
+    place: int
+    begin_ns: int
+    end_ns: int
+    is_finished: bool
+
+
+def _rank_events(process: _Process) -> Iterator[Event]:
+    info = next((i for i in process.header.ranks if i.rank == process.rank.rank), None)
+    where = f" ({info.host}, {info.device})" if info else ""
+    yield _name(process, "process_name", 0, f"rank {process.rank.rank}{where}")
+    partner = partners(process.rank.rows)
+    for track, (name, kinds) in enumerate(_TRACKS.items()):
+        yield from _track(process, name, _spans(process, kinds, partner), track * _THREADS_PER_TRACK)
+    yield from _arrows(process)
+    yield from _memory(process)
+    yield from _instants(process)
+
+
+def _name(process: _Process, what: str, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process.rank.rank, "tid": thread, "args": {"name": name}}
+
+
+def _spans(process: _Process, kinds: Sequence[Kind], partner: NDArray[np.int64]) -> list[_Span]:
+    """Return the spans of ``kinds``, outer ones first."""
+    rows, clock = process.rank.rows, process.clock_ns
+    places = np.flatnonzero(np.isin(rows["kind"], kinds) & (rows["edge"] == Edge.BEGIN))
+    is_finished = partner[places] >= 0
+    ends = np.where(is_finished, clock[partner[places]], clock.max(initial=0))
+    columns = (places, clock[places], ends, is_finished)
+    spans = [_Span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+    return sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns))
+
+
+def _track(process: _Process, name: str, spans: list[_Span], first_thread: int) -> Iterator[Event]:
+    """Draw spans on as many threads as it takes for the spans of each to nest."""
+    open_ends: list[list[int]] = []  # per thread, when its open spans end, outermost first
+    for span in spans:
+        lane = next((n for n, ends in enumerate(open_ends) if _fits(span, ends)), len(open_ends))
+        thread = first_thread + lane
+        if lane == len(open_ends):
+            open_ends.append([])
+            yield _name(process, "thread_name", thread, f"{name} {lane + 1}" if lane else name)
+            yield {**_name(process, "thread_sort_index", thread, ""), "args": {"sort_index": thread}}
+        open_ends[lane].append(span.end_ns)
+        process.threads[span.place] = thread
+        yield _span_event(process, span, thread)
+
+
+def _fits(span: _Span, open_ends: list[int]) -> bool:
+    """Say whether ``span`` nests into what is open on a thread, once what is over by then was taken off."""
+    while open_ends and open_ends[-1] <= span.begin_ns:
+        open_ends.pop()
+    return not open_ends or span.end_ns <= open_ends[-1]
+
+
+def _span_event(process: _Process, span: _Span, thread: int) -> Event:
+    row = {name: column[span.place] for name, column in process.columns.items()}
+    args: dict[str, Any] = {"step": row["step"], "phase": _word(Phase(row["phase"])), "seq": row["seq"]}
+    if row["num_bytes"]:
+        args["bytes"] = row["num_bytes"]
+    if not span.is_finished:
+        args["unfinished"] = True
+    name = f"{_word(Kind(row['kind']))} {_unit_name(process.header, row['unit'])}".strip()
+    duration = (span.end_ns - span.begin_ns) / 1000
+    return process.event("X", name, span.place, tid=thread, dur=duration, args=args)
+
+
+def _arrows(process: _Process) -> Iterator[Event]:
+    """From where a collective was issued to each wait for it."""
+    rows = process.rank.rows
+    begins = rows["edge"] == Edge.BEGIN
+    issued = np.flatnonzero(begins & np.isin(rows["kind"], COLLECTIVES))
+    key_of = list(zip(process.columns["comm_group"], process.columns["comm_seq"], strict=True))
+    place_of = {key_of[place]: place for place in issued.tolist()}
+    for wait in np.flatnonzero(begins & (rows["kind"] == Kind.WAIT)).tolist():
+        issue = place_of.get(key_of[wait])
+        if issue is not None:
+            common = {"cat": "collective", "id": (process.rank.rank << 32) + process.columns["seq"][wait]}
+            yield process.event("s", "issued", issue, tid=process.threads[issue], **common)
+            yield process.event("f", "issued", wait, tid=process.threads[wait], bp="e", **common)
+
+
+def _memory(process: _Process) -> Iterator[Event]:
+    """Live bytes by category, after each row that changes them."""
+    category, num_bytes = process.columns["category"], process.columns["num_bytes"]
+    moves = np.flatnonzero(np.isin(process.rank.rows["kind"], (Kind.ALLOC, Kind.FREE))).tolist()
+    start = process.rank.start.bytes_by_category
+    moved = {category[place] for place in moves}
+    live = {_word(c): start[c] for c in Category if start[c] or c in moved}
+    for place in moves:
+        live[_word(Category(category[place]))] += num_bytes[place]
+        yield process.event("C", "live bytes", place, args=dict(live))
+
+
+def _instants(process: _Process) -> Iterator[Event]:
+    """Reshards and logged texts as marks, logged numbers as counters."""
+    columns = process.columns
+    for place, kind in enumerate(columns["kind"]):
+        if kind == Kind.RESHARD:
+            name = f"reshard {_unit_name(process.header, columns['unit'][place])}"
+            yield process.event("i", name, place, tid=_COMPUTE_THREAD, s="t")
+        elif kind == Kind.LOG:
+            text = process.header.strings[columns["module"][place]]
+            yield process.event("i", text, place, tid=_COMPUTE_THREAD, s="p")
+        elif kind == Kind.METRIC and math.isfinite(columns["value"][place]):  # JSON has no word for the others
+            name = process.header.strings[columns["module"][place]]
+            yield process.event("C", name, place, args={"value": columns["value"][place]})
+
+
+def _unit_name(header: Header, unit: int) -> str:
+    return (header.units[unit].name or "(root)") if unit >= 0 else ""
+
+
+def _word(member: Kind | Phase | Category) -> str:
+    return member.name.lower().replace("_", " ")

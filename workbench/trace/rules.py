@@ -1,0 +1,151 @@
+"""The rules of a valid trace. A producer that breaks one has a bug; consumers may rely on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.pairs import partners
+from workbench.trace.schema import COLLECTIVES, NO_CATEGORY, Category, Edge, Header, Kind, Param, Phase
+
+Rule = Callable[[Header, RankTrace], Iterator[str]]
+
+INSTANTS = (Kind.RESHARD, Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG)
+"""Kinds whose rows are no spans."""
+
+
+def check(trace: Trace) -> list[str]:
+    """Return one sentence per broken rule and rank; a valid trace gives an empty list.
+
+    A trace cut on the left may end spans it has not begun; any trace may have begun spans it does not end.
+    """
+    found = list(_header_fits(trace.header))
+    for rank in trace.ranks:
+        for rule in RULES:
+            found += [f"rank {rank.rank}: {sentence}" for sentence in rule(trace.header, rank)]
+    return found
+
+
+def _report(rank: RankTrace, broken: NDArray[Any], what: str) -> Iterator[str]:
+    """Say ``what`` of the first row for which ``broken`` holds, if there is one."""
+    places = np.flatnonzero(broken)
+    if len(places):
+        yield f"row {rank.start.seq + places[0]}: {what} ({len(places)} such rows)"
+
+
+def _header_fits(header: Header) -> Iterator[str]:
+    """Units stand at their index; parameters add up."""
+    for place, unit in enumerate(header.units):
+        if unit.index != place:
+            yield f"unit {unit.name!r} has index {unit.index} but stands at {place}"
+        if not -1 <= unit.root < len(header.units):
+            yield f"unit {unit.name!r} has root {unit.root}, there are {len(header.units)} units"
+        for param in unit.params:
+            yield from _param_fits(param, unit.shard_size)
+
+
+def _param_fits(param: Param, shard_size: int) -> Iterator[str]:
+    if not 0 <= param.shard_dim < len(param.shape):
+        yield f"parameter {param.fqn!r} of shape {param.shape} is sharded on dimension {param.shard_dim}"
+        return
+    rows, have = param.shape[param.shard_dim], param.rows_per_rank
+    if len(have) != shard_size or sum(have) != rows or max(have) > param.padded_rows:
+        yield (
+            f"parameter {param.fqn!r} has {rows} rows on {shard_size} ranks, "
+            f"its shards have {have} of {param.padded_rows} padded"
+        )
+
+
+def _rank_is_known(header: Header, rank: RankTrace) -> Iterator[str]:
+    if not 0 <= rank.rank < header.world_size:
+        yield f"the world has {header.world_size} ranks"
+
+
+def _seq_has_no_gap(_: Header, rank: RankTrace) -> Iterator[str]:
+    expected = np.arange(rank.start.seq, rank.end_seq)
+    yield from _report(rank, rank.rows["seq"] != expected, "seq does not count up by one from the key frame's")
+
+
+def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
+    for name, words in (("kind", Kind), ("edge", Edge), ("phase", Phase)):
+        yield from _report(rank, rank.rows[name] >= len(words), f"unknown {name}")
+
+
+def _edges_fit_kinds(_: Header, rank: RankTrace) -> Iterator[str]:
+    is_instant = np.isin(rank.rows["kind"], INSTANTS)
+    wrong = is_instant != (rank.rows["edge"] == Edge.INSTANT)
+    yield from _report(rank, wrong, "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC and LOG, BEGIN / END to the rest")
+
+
+def _indices_are_in_range(header: Header, rank: RankTrace) -> Iterator[str]:
+    lengths = {"unit": len(header.units), "module": len(header.strings), "comm_group": len(header.comm_groups)}
+    for name, length in lengths.items():
+        index = rank.rows[name]
+        yield from _report(rank, (index < -1) | (index >= length), f"{name} is not in the header's table of {length}")
+    yield from _report(rank, rank.rows["step"] < -1, "step is less than -1")
+
+
+def _memory_rows_fit(_: Header, rank: RankTrace) -> Iterator[str]:
+    rows, category = rank.rows, rank.rows["category"]
+    is_alloc, is_free = rows["kind"] == Kind.ALLOC, rows["kind"] == Kind.FREE
+    moves = is_alloc | is_free
+    yield from _report(rank, moves & (category >= len(Category)), "ALLOC / FREE without a known category")
+    yield from _report(rank, ~moves & (category != NO_CATEGORY), "a category on a row that is not ALLOC / FREE")
+    yield from _report(rank, is_alloc & (rows["num_bytes"] <= 0), "ALLOC must have num_bytes > 0")
+    yield from _report(rank, is_free & (rows["num_bytes"] >= 0), "FREE must have num_bytes < 0")
+    yield from _report(rank, ~moves & (rows["num_bytes"] < 0), "num_bytes is negative")
+
+
+def _live_bytes_stay_positive(_: Header, rank: RankTrace) -> Iterator[str]:
+    rows = rank.rows
+    moves = np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))
+    for category in Category:
+        deltas = np.where(moves & (rows["category"] == category), rows["num_bytes"], 0)
+        live = rank.start.bytes_by_category[category] + np.cumsum(deltas)
+        yield from _report(rank, live < 0, f"more bytes of {category.name} were freed than were live")
+
+
+def _collectives_are_numbered(_: Header, rank: RankTrace) -> Iterator[str]:
+    rows = rank.rows
+    is_collective = np.isin(rows["kind"], COLLECTIVES)
+    nameless = is_collective & ((rows["comm_group"] < 0) | (rows["comm_seq"] < 0))
+    yield from _report(rank, nameless, "a collective without comm_group and comm_seq")
+    issued = np.flatnonzero(is_collective & (rows["edge"] == Edge.BEGIN))
+    order = issued[np.argsort(rows["comm_group"][issued], kind="stable")]
+    group, comm_seq = rows["comm_group"][order], rows["comm_seq"][order]
+    repeated = np.zeros(len(rows), bool)
+    repeated[order[1:]] = (group[1:] == group[:-1]) & (comm_seq[1:] <= comm_seq[:-1])
+    yield from _report(rank, repeated, "comm_seq does not rise within its comm_group")
+
+
+def _spans_close(_: Header, rank: RankTrace) -> Iterator[str]:
+    rows = rank.rows
+    is_end, partner = rows["edge"] == Edge.END, partners(rows)
+    if rank.start.seq == 0:
+        yield from _report(rank, is_end & (partner < 0), "END without its BEGIN")
+    backwards = is_end & (partner >= 0) & (rows["t_ns"] < rows["t_ns"][partner])
+    yield from _report(rank, backwards, "END is earlier than its BEGIN")
+
+
+def _texts_are_named(_: Header, rank: RankTrace) -> Iterator[str]:
+    nameless = np.isin(rank.rows["kind"], (Kind.METRIC, Kind.LOG)) & (rank.rows["module"] < 0)
+    yield from _report(rank, nameless, "METRIC / LOG without a string")
+
+
+RULES: tuple[Rule, ...] = (
+    _rank_is_known,
+    _seq_has_no_gap,
+    _values_are_known,
+    _edges_fit_kinds,
+    _indices_are_in_range,
+    _memory_rows_fit,
+    _live_bytes_stay_positive,
+    _collectives_are_numbered,
+    _spans_close,
+    _texts_are_named,
+)
+"""What holds of every rank's rows."""
