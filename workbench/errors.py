@@ -7,6 +7,7 @@
     |-- ClusterError        ranks could not be started, reached or stopped
     |   `-- RankDied        a rank's process is gone
     |-- RankError           code on a rank raised
+    |-- Interrupted         Ctrl-C; also a KeyboardInterrupt
     `-- TraceError          a trace file is not one, is newer, or breaks a rule
 """
 
@@ -15,6 +16,10 @@ from __future__ import annotations
 
 class WorkbenchError(Exception):
     """Base of all exceptions raised by the workbench."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the message says what to do, and the notebook's own stack adds nothing."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class UsageError(WorkbenchError):
@@ -46,10 +51,19 @@ class RankError(WorkbenchError):
         evalue: its exception's message.
         traceback: its traceback, ready to print.
         also: other ranks that raised an equal exception.
+        line: line number, in the cell that raised, of the innermost call; None where no cell was involved.
     """
 
-    def __init__(  # noqa: PLR0913 - one field per column of the report
-        self, message: str, *, rank: int, ename: str, evalue: str, traceback: str = "", also: tuple[int, ...] = ()
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        ename: str,
+        evalue: str,
+        traceback: str = "",
+        also: tuple[int, ...] = (),
+        line: int | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -57,6 +71,15 @@ class RankError(WorkbenchError):
         self.evalue = evalue
         self.traceback = traceback
         self.also = also
+        self.line = line
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the rank's own traceback, then the message."""
+        return [*([self.traceback, ""] if self.traceback else []), *super()._render_traceback_()]
+
+
+class Interrupted(WorkbenchError, KeyboardInterrupt):
+    """The user interrupted what was running; the message says what became of the ranks."""
 
 
 class TraceError(WorkbenchError):

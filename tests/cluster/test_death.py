@@ -1,0 +1,184 @@
+"""Processes that die: a rank, the controller, the kernel."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import ROOT, RUNTIME
+from tests.waiting import wait_until
+from workbench.cluster.processes import is_running
+from workbench.cluster.reaper import Reaper, parse
+from workbench.errors import ClusterError, RankDied
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluster):
+    cluster = make_cluster(3)
+    cluster.start()
+    pending = cluster.apply(f"{RUNTIME}:hold")
+    wait_until(lambda: all(reply.content["held"] for reply in cluster.ask({"op": "look"}).values()))
+    os.kill(cluster.rank_info[1]["pid"], signal.SIGKILL)
+    with pytest.raises(RankDied, match="rank 1 died: its process was killed by SIGKILL") as caught:
+        pending.result(1, timeout_s=1)
+    assert caught.value.ranks == (1,)
+    assert not pending.done(0)
+    assert cluster.alive() == (True, False, True)
+
+    begin = time.monotonic()
+    replies = cluster.ask({"op": "release"}, timeout_s=10)
+    assert time.monotonic() - begin < 5  # nobody waits for the dead
+    assert isinstance(replies[1], RankDied)
+    assert (pending.result(0, 10), pending.result(2, 10)) == (True, True)
+
+    later = cluster.run_cell("print(rank)")
+    assert later.wait(10)
+    assert isinstance(later.error(1), RankDied)
+    assert [later.outputs(rank)[0].text for rank in (0, 2)] == ["0\n", "2\n"]
+    cluster.interrupt()
+    with pytest.raises(RankDied):
+        cluster.apply(f"{RUNTIME}:echo").results(10)
+
+
+def test_a_rank_that_dies_while_it_is_asked_at_the_side_door_is_not_waited_for(make_cluster):
+    cluster = make_cluster(1)
+    cluster.start()
+    begin = time.monotonic()
+    replies = cluster.ask({"op": "die"}, timeout_s=30)
+    assert time.monotonic() - begin < 10
+    assert "ended with exit code 7" in str(replies[0])
+    assert isinstance(replies[0], RankDied)
+
+
+def test_a_rank_that_ends_itself_leaves_its_last_words(make_cluster):
+    cluster = make_cluster(2)
+    cluster.start()
+    pending = cluster.run_cell("import os\nos.write(2, b'out of shared memory')\nos._exit(3)", ranks=[0])
+    assert pending.wait(10)
+    message = str(pending.error(0))
+    assert "its process ended with exit code 3" in message
+    assert "out of shared memory" in message
+
+
+def test_without_its_controller_a_cluster_says_so(make_cluster):
+    cluster = make_cluster(2)
+    cluster.start()
+    pending = cluster.apply(f"{RUNTIME}:hold")
+    os.kill(cluster._launch._watched[None].process.pid, signal.SIGKILL)
+    assert pending.wait(10)
+    with pytest.raises(ClusterError, match="rank 0 cannot be reached: the cluster's controller was killed by SIGKILL"):
+        pending.result(0)
+    assert cluster.alive() == (False, False)
+    assert isinstance(cluster.ask({"op": "look"})[1], ClusterError)
+
+
+KERNEL = f"""
+import json, signal, sys
+import psutil
+from workbench.cluster import Cluster
+cluster = Cluster(2, "cpu", runtime="{RUNTIME}")
+cluster.start()
+found = [[p.pid, p.create_time()] for p in psutil.Process().children(recursive=True)]
+print(json.dumps([found, str(cluster._launch._root)]), flush=True)
+if sys.argv[1] == "wait":
+    cluster.run_cell("while True: pass", ranks=[1])
+    signal.pause()
+"""
+
+
+def started_by(kernel):
+    """Processes and private directory of the cluster that another Python has started."""
+    found, root = json.loads(kernel.stdout.readline())
+    processes = [psutil.Process(pid) for pid, _ in found]
+    assert [process.create_time() for process in processes] == [created for _, created in found]
+    return processes, Path(root)
+
+
+def python(*arguments):
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def test_nothing_outlives_a_killed_kernel():
+    with python("-c", KERNEL, "wait") as kernel:
+        processes, root = started_by(kernel)
+        assert len(processes) >= 4
+        assert root.is_dir()
+        kernel.kill()
+    wait_until(lambda: not any(map(is_running, processes)), timeout_s=10)
+    assert not root.exists()
+
+
+def test_nothing_outlives_a_kernel_that_ends_without_a_stop():
+    with python("-c", KERNEL, "end") as kernel:
+        processes, root = started_by(kernel)
+        _, stderr = kernel.communicate(timeout=30)
+    assert (kernel.returncode, stderr) == (0, "")
+    assert not any(map(is_running, processes))
+    assert not root.exists()
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from workbench.cluster.reaper import Reaper
+reaper = Reaper("of a test", Path(sys.argv[1]))
+child = os.fork()
+if child:
+    print(reaper.pid, child, flush=True)
+signal.pause()
+"""
+
+
+def test_a_forked_child_that_keeps_the_pipe_open_does_not_hold_the_reaper(tmp_path):
+    with python("-c", FORKED, str(tmp_path / "files")) as kernel:
+        reaper, child = (psutil.Process(int(pid)) for pid in kernel.stdout.readline().split())
+        kernel.kill()
+        kernel.wait()
+        wait_until(lambda: not is_running(reaper))
+        assert is_running(child)
+        child.kill()
+
+
+def test_the_reaper_ends_what_it_adopted_and_removes_the_files(tmp_path):
+    (tmp_path / "files").mkdir()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as adopted:
+        reaper = Reaper("of a test", tmp_path / "files")
+        reaper.adopt(psutil.Process(adopted.pid))
+        reaper.close(10)
+        assert adopted.wait(10) == -signal.SIGTERM
+    assert not (tmp_path / "files").exists()
+
+
+def test_a_dead_reaper_is_noticed(tmp_path):
+    reaper = Reaper("of a test", tmp_path)
+    os.kill(reaper.pid, signal.SIGKILL)
+    reaper._popen.wait()
+    with pytest.raises(ClusterError, match="has ended early"):
+        reaper.adopt(psutil.Process())
+    reaper.close(10)
+
+
+def test_a_reaper_that_does_not_end_is_killed(tmp_path):
+    reaper = Reaper("of a test", tmp_path)
+    os.kill(reaper.pid, signal.SIGSTOP)
+    reaper.close(0.1)
+    assert reaper._popen.returncode == -signal.SIGKILL
+
+
+def test_a_process_is_named_by_pid_and_creation_time():
+    me = psutil.Process()
+    line = json.dumps({"pid": me.pid, "created_s": me.create_time()}).encode()
+    assert parse(line) == me
+    assert parse(json.dumps({"pid": me.pid, "created_s": 1.5}).encode()) is None
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    assert parse(json.dumps({"pid": gone.pid, "created_s": 1.5}).encode()) is None

@@ -1,0 +1,223 @@
+"""Starting, stopping, and what is left afterwards; requests that cannot be."""
+
+import os
+import stat
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import RUNTIME
+from tests.waiting import wait_until
+from workbench.cluster import Cluster, launch
+from workbench.errors import ClusterError, UsageError
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def private(tmp_path, monkeypatch):
+    """Where clusters of this test keep their private files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def processes_now():
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_a_stop_leaves_nothing(make_cluster, private):
+    processes, threads = processes_now(), set(threading.enumerate())
+    cluster = make_cluster()
+    cluster.start()
+    assert cluster.is_started
+    assert cluster.alive() == (True, True)
+    started = processes_now() - processes
+    assert len(started) >= 4  # reaper, controller, two ranks
+    cluster.stop()
+    assert not any(process.is_running() for process in started)
+    assert set(threading.enumerate()) == threads
+    assert list(private.iterdir()) == []
+    assert not cluster.is_started
+    assert cluster.alive() == (False, False)
+    cluster.stop()  # once more does nothing
+
+
+def test_idle_ranks_leave_their_groups_before_they_end(make_cluster, monkeypatch, tmp_path):
+    monkeypatch.setenv("FAKE_RANK_SHUTDOWN", str(tmp_path / "left"))
+    with make_cluster():
+        pass
+    assert sorted((tmp_path / "left").read_text().split()) == ["0", "1"]
+
+
+def test_a_stop_does_not_wait_for_a_rank_that_is_busy(make_cluster):
+    cluster = make_cluster()
+    cluster.start()
+    pending = cluster.run_cell("while True: pass", ranks=[1])
+    begin = time.monotonic()
+    cluster.stop()
+    assert time.monotonic() - begin < 8
+    with pytest.raises(ClusterError, match="rank 1 was stopped"):
+        pending.result(1, timeout_s=0)
+
+
+def test_a_cluster_can_be_started_again_but_not_twice(make_cluster):
+    cluster = make_cluster(1)
+    cluster.start()
+    with pytest.raises(UsageError, match="started already"):
+        cluster.start()
+    assert cluster.apply(f"{RUNTIME}:echo", 1).result(0, 10) == (1,)
+    cluster.stop()
+    cluster.start()
+    assert cluster.apply(f"{RUNTIME}:echo", 2).result(0, 10) == (2,)
+
+
+def test_sockets_are_on_the_loopback_interface_and_files_are_private(make_cluster, private):
+    processes = processes_now()
+    with make_cluster():
+        (root,) = private.iterdir()
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        keys = (root / "profile" / "security" / "ipcontroller-client.json").read_text()
+        assert '"curve_serverkey": null' not in keys
+        assert '"key": ""' not in keys
+        addresses = {
+            connection.laddr.ip
+            for process in processes_now() - processes
+            for connection in process.net_connections("inet")
+            if connection.status == "LISTEN"
+        }
+        assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, 1000, 2.0, True, "4"])
+def test_a_number_of_ranks_that_cannot_be_is_refused(num_ranks):
+    with pytest.raises(UsageError, match="the number of ranks is 1 to 64, not"):
+        Cluster(num_ranks)
+
+
+def test_a_device_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="one of auto, cpu, cuda, not 'tpu'"):
+        Cluster(2, "tpu")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cluster: cluster.apply("a:b"),
+        lambda cluster: cluster.run_cell("pass"),
+        lambda cluster: cluster.ask({}),
+        lambda cluster: cluster.interrupt(),
+        lambda cluster: cluster.rank_info,
+        lambda cluster: cluster.engine_ids,
+    ],
+)
+def test_nothing_can_be_asked_before_the_start(use):
+    with pytest.raises(UsageError, match="start them first"):
+        use(Cluster(2))
+
+
+def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, private):
+    cluster = make_cluster(device="cuda")
+    with pytest.raises(UsageError, match="2 ranks need 2 GPUs, there are 0: use --device cpu"):
+        cluster.start()
+    assert list(private.iterdir()) == []
+    assert not cluster.is_started
+
+
+def test_a_rank_side_that_fails_at_boot_is_named(private):
+    cluster = Cluster(2, runtime="no.such.runtime")
+    with pytest.raises(ClusterError, match=r"rank [01] did not start: ModuleNotFoundError: No module named 'no'"):
+        cluster.start()
+    assert list(private.iterdir()) == []
+
+
+def replace_rank_1(monkeypatch, code):
+    """Have ``code`` run where the engine of rank 1 should."""
+    real = launch.engine_command
+
+    def command(root, engine, timeout_s):
+        return [sys.executable, "-c", code] if engine.endswith("-rank-1") else real(root, engine, timeout_s)
+
+    monkeypatch.setattr(launch, "engine_command", command)
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_log(make_cluster, monkeypatch, private):
+    replace_rank_1(monkeypatch, "import signal; print('I sleep instead', flush=True); signal.pause()")
+    with pytest.raises(ClusterError, match=r"(?s)rank 1 did not start in time; the end of its log:.*I sleep instead"):
+        make_cluster(start_timeout_s=5).start()
+    assert list(private.iterdir()) == []
+
+
+def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, monkeypatch):
+    replace_rank_1(monkeypatch, "raise SystemExit('no libzmq here')")
+    begin = time.monotonic()
+    with pytest.raises(ClusterError, match=r"(?s)process of rank 1 ended while it started.*no libzmq here"):
+        make_cluster().start()
+    assert time.monotonic() - begin < 20
+
+
+def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypatch):
+    monkeypatch.setattr(launch, "controller_command", lambda root: [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(ClusterError, match=r"the controller ended while it started \(its log is empty\)"):
+        make_cluster().start()
+
+
+def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
+    monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
+    with pytest.raises(ClusterError, match=r"rank 1 did not finish .*:boot in time"):
+        make_cluster(start_timeout_s=6).start()
+
+
+def test_a_profile_that_does_not_exist_is_refused(make_cluster, monkeypatch, tmp_path, private):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    with pytest.raises(UsageError, match=r"'mine' does not exist in .*; there is none"):
+        make_cluster(profile="mine").start()
+    (tmp_path / "ipython" / "profile_other").mkdir(parents=True)
+    with pytest.raises(UsageError, match="there are: other"):
+        make_cluster(profile="mine").start()
+
+
+def test_a_profile_lends_its_configuration_and_startup_files(make_cluster, monkeypatch, tmp_path):
+    profile = tmp_path / "profile_mine"
+    (profile / "startup").mkdir(parents=True)
+    (profile / "startup" / "00_mine.py").write_text("from_startup = 'lent'")
+    (profile / "ipengine_config.py").write_text("import os\nos.environ['LENT_CONFIG'] = '1'\n")
+    (profile / "ipcontroller_config.py").write_text("c.IPController.client_ip = '0.0.0.0'\n")
+    before = sorted(path.name for path in profile.rglob("*"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    with make_cluster(1, profile="mine") as cluster:
+        pending = cluster.run_cell("import os; print(from_startup, os.environ['LENT_CONFIG'])")
+        pending.results(10)
+        assert pending.outputs(0)[0].text == "lent 1\n"
+    assert sorted(path.name for path in profile.rglob("*")) == before
+
+
+def test_a_forked_child_does_not_stop_its_parents_ranks(make_cluster):
+    cluster = make_cluster(1)
+    cluster.start()
+    cluster._stop_at_exit(os.getpid() + 1)
+    assert cluster.apply(f"{RUNTIME}:echo").result(0, 10) == ()
+
+
+def test_the_private_files_are_gone_even_when_a_log_is_asked_for_later(make_cluster, private):
+    started = launch.Launch(1, None, 60, lambda rank, code: None)
+    assert Path(started.wait_for_controller()).exists()
+    started.end()
+    wait_until(lambda: started.exit_code(0) is not None)
+    assert started.log_tail(0) == " (its log is empty)"
+    started.signal(0, 2)  # nobody is there to get it
+    started.end()
+
+
+def test_what_has_started_is_ended_when_the_rest_cannot(make_cluster, monkeypatch, private):
+    def refuse(self, process):
+        raise ClusterError(f"process {process.pid} cannot be adopted")
+
+    monkeypatch.setattr(launch.Reaper, "adopt", refuse)
+    with pytest.raises(ClusterError, match="cannot be adopted"):
+        make_cluster().start()
+    assert list(private.iterdir()) == []

@@ -1,0 +1,41 @@
+"""Fixtures of all tests: no test leaves anything behind; where the browser is."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests import leaks
+
+# time is no law here: machines are shared
+settings.register_profile("laws", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("laws")
+
+
+def pytest_configure():
+    leaks.mark()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks_in_module():
+    with leaks.guard():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_leaks_in_test():
+    with leaks.guard():
+        yield
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """Path of the browser; without one the test fails, unless browser tests are left out on purpose."""
+    from tests.browser import NO_BROWSER, find_chromium
+
+    if os.environ.get(NO_BROWSER):
+        pytest.skip(f"{NO_BROWSER} is set")
+    path = find_chromium()
+    if path is None:
+        pytest.fail(f"neither Chromium nor Chrome was found: install one, or set {NO_BROWSER}=1", pytrace=False)
+    return path

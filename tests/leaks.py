@@ -1,0 +1,99 @@
+"""What a test may leave behind: nothing.
+
+A census counts what belongs to this test run: processes below this one (also those that lost their parent: they carry
+a marker in their environment), threads, listening ports, torch's process group.
+``tests/conftest.py`` compares the census before and after every test and every test module.
+"""
+
+import os
+import sys
+import threading
+import time
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+MARKER = "WORKBENCH_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Census:
+    processes: frozenset
+    threads: frozenset
+    ports: frozenset
+    groups: frozenset
+
+    def describe_beyond(self, before):
+        """Name everything that is in this census and not in the one before."""
+        return [
+            *(f"process {p.pid}: {_command(p)}" for p in self.processes - before.processes),
+            *(f"thread {t.name}" for t in self.threads - before.threads),
+            *(f"listening port {port}" for port in self.ports - before.ports),
+            *(f"process group of {module}" for module in self.groups - before.groups),
+        ]
+
+
+def mark():
+    """Mark this test run; processes started from now on carry the marker."""
+    os.environ[MARKER] = uuid.uuid4().hex
+
+
+def census():
+    return Census(
+        processes=frozenset(p for p in _descendants() if _is_running(p)),
+        threads=frozenset(threading.enumerate()),
+        ports=frozenset(c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"),
+        groups=frozenset(_process_groups()),
+    )
+
+
+def left_over(before, deadline_s=5.0):
+    """Return what is there and was not ``before``; what is just ending gets ``deadline_s`` seconds to do so."""
+    deadline = time.monotonic() + deadline_s
+    while (left := census().describe_beyond(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@contextmanager
+def guard():
+    """Fail when the body leaves something behind."""
+    before = census()
+    yield
+    left = left_over(before)
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _descendants():
+    found = set(psutil.Process().children(recursive=True))
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == os.environ[MARKER]:
+                found.add(process)
+        except (psutil.Error, OSError):
+            continue
+    return found - {psutil.Process()}
+
+
+def _is_running(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.Error:
+        return "just ended"
+
+
+def _process_groups():
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        yield "torch.distributed"

@@ -1,0 +1,345 @@
+"""Everything private of ipyparallel and ipykernel that the cluster uses, on both ends of the wire.
+
+On the engine's end :func:`install` opens the side door: requests of type ``workbench_request`` on the control channel,
+which the engine serves in its own "Control" thread, one at a time, even while the main thread is busy. It also reports
+the line at which a cell failed. :func:`call` runs a function by its name.
+
+On the kernel's end :class:`Wire` sends both kinds of requests to one engine each, and :class:`Exchange` waits for a
+front-door request's reply *and* its last output, which arrive on different sockets.
+
+Private here means: ``Client._send``, its sockets, IO loop and futures; ``MessageFuture.iopub_callbacks``;
+``Kernel.control_handlers``. :func:`check_version` and a test notice when they change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ipyparallel
+from ipyparallel.error import RemoteError
+
+from workbench.cluster.pending import Answer, Output, OutputKind, Reply, settle
+from workbench.errors import ClusterError, RankError
+
+REQUEST, REPLY, WAKE = "workbench_request", "workbench_reply", "workbench_wake"
+INSTALL = f"{__name__}:install"
+ERROR_MIME = "application/vnd.workbench.error+json"
+
+# between a request's reply and its last output (either may be first); longer only when one of them was lost
+_STRAGGLER_S = 1.0
+
+# parameters of Client._send that are used below
+_SEND_PARAMETERS = {"socket", "msg_type", "content", "ident", "track_outstanding", "message_future_hook"}
+
+
+def check_version() -> None:
+    """Check that the ipyparallel installed is one this file was written for.
+
+    Raises:
+        ClusterError: it is another one.
+    """
+    send = getattr(ipyparallel.Client, "_send", None)
+    known = send is not None and inspect.signature(send).parameters.keys() >= _SEND_PARAMETERS
+    if ipyparallel.version_info[0] != 9 or not known:
+        raise ClusterError(
+            f"ipyparallel {ipyparallel.__version__} is installed, 9.2 is needed: pip install 'ipyparallel>=9.2,<10'"
+        )
+
+
+# --------------------------------------------------------------------- on the engine
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Return the function that ``"module:function"`` names, importing its module."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
+    """Call the function ``name`` with ``args``; return ``{"value": ...}`` or ``{"error": ...}`` (:func:`report`)."""
+    try:
+        return {"value": resolve(name)(*args)}
+    except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer
+        below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
+        lines = _kernel().shell.InteractiveTB.structured_traceback(type(error), error, below, tb_offset=0)
+        return {"error": report(error) | {"traceback": "\n".join(lines)}}
+
+
+def install(handler_name: str) -> None:
+    """Open the side door of this engine.
+
+    Args:
+        handler_name: ``"module:function"`` that takes the request (plain data) and returns the reply (plain data) and
+            its binary buffers. It is called in the control thread and must not block.
+    """
+    kernel = _kernel()
+    handler = resolve(handler_name)
+
+    async def serve(stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own types
+        content, buffers = _serve(handler, parent["content"])
+        try:
+            kernel.session.send(stream, REPLY, content, parent, ident=ident, buffers=buffers)
+        except (TypeError, ValueError) as error:  # not plain data: tell the one who asked, who would wait in vain
+            kernel.session.send(stream, REPLY, {"error": report(error)}, parent, ident=ident)
+
+    async def wake(_stream: Any, _ident: Any, _parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own types
+        kernel.io_loop.add_callback(lambda: None)
+
+    kernel.control_handlers.update({REQUEST: serve, WAKE: wake})
+    kernel.shell.events.register("post_run_cell", _publish_error)
+    _repair_await(kernel)
+
+
+class _NoShellThread:
+    """What an engine's kernel has instead of a shell channel thread."""
+
+    parent_thread = threading.main_thread()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _repair_await(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
+    """Let cells use a top-level ``await``.
+
+    ipykernel 7 asks its shell channel thread for its parent before it runs such a cell. An engine has no such thread:
+    the question fails, and the request is never answered.
+    """
+    if kernel.shell_channel_thread is None:
+        type(kernel)._supports_kernel_subshells = False  # a property that would now say True
+        kernel.shell_channel_thread = _NoShellThread()
+
+
+def _serve(handler: Callable[..., Any], request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        content, buffers = handler(request)
+    except Exception as error:  # noqa: BLE001 - whatever it is must reach the one who asked
+        return {"error": report(error)}, []
+    return {"content": content}, buffers
+
+
+def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionResult
+    error = None if result is None else result.error_before_exec or result.error_in_exec
+    if error is not None:
+        _kernel().shell.display_pub.publish({ERROR_MIME: report(error)})
+
+
+def report(error: BaseException) -> dict[str, Any]:
+    """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), ``line`` (int or None)."""
+    return {
+        "ename": type(error).__name__,
+        "evalue": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "line": _cell_line(error, error.__traceback__),
+    }
+
+
+def _cell_line(error: BaseException, trace: TracebackType | None) -> int | None:
+    """Return the line of the innermost frame that belongs to a cell, else that of a cell's syntax error."""
+    is_cell = _kernel().shell.compile.format_code_name
+    line = None
+    for frame, number in traceback.walk_tb(trace):
+        if is_cell(frame.f_code.co_filename) is not None:
+            line = number
+    if line is None and isinstance(error, SyntaxError) and is_cell(error.filename) is not None:
+        line = error.lineno
+    return line
+
+
+def _kernel() -> Any:  # noqa: ANN401 - untyped in ipyparallel
+    from ipyparallel.engine.kernel import IPythonParallelKernel  # noqa: PLC0415 - only an engine has one
+
+    return IPythonParallelKernel.instance()
+
+
+# --------------------------------------------------------------------- on the kernel
+
+
+class Wire:
+    """The connection to a cluster's engines; an engine is named by its session id.
+
+    Args:
+        connection_file: the controller's connection file for clients.
+        timeout_s: how long in seconds the controller may take to answer.
+
+    Raises:
+        ClusterError: it did not answer.
+    """
+
+    def __init__(self, connection_file: Path, timeout_s: float) -> None:
+        check_version()
+        try:
+            self._client = ipyparallel.Client(str(connection_file), timeout=timeout_s)
+        except TimeoutError as error:
+            raise ClusterError(f"the controller has not answered within {timeout_s:.0f} s") from error
+
+    def engines(self) -> dict[str, int]:
+        """Return the ipyparallel engine id of every engine that has registered, by session id."""
+        return {str(self._client._engines[number]): number for number in self._client.ids}
+
+    def call(self, engine: str, name: str, args: Sequence[Any], exchange: Exchange) -> None:
+        """Run ``name`` with ``args`` in the engine's main thread."""
+        client = self._client
+        client.send_apply_request(
+            client._mux_stream, call, [name, args], ident=engine.encode(), message_future_hook=exchange.attach
+        )
+
+    def cell(self, engine: str, code: str, exchange: Exchange) -> None:
+        """Run ``code`` as a cell in the engine's main thread."""
+        content = {
+            "code": code,
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": False,  # else a cell sent right after one that failed is dropped by the engine
+        }
+        client = self._client
+        client._send(
+            client._mux_stream,
+            "execute_request",
+            content=content,
+            ident=engine.encode(),
+            track_outstanding=True,
+            message_future_hook=exchange.attach,
+        )
+
+    def exchange(self, rank: int, answer: Answer) -> Exchange:
+        """Return what receives the reply and the outputs of one front-door request."""
+        return Exchange(self._client._io_loop, rank, answer)
+
+    def ask(self, engine: str, rank: int, request: dict[str, Any], future: Future[Any]) -> str:
+        """Put ``request`` through the engine's side door; ``future`` gets the reply. Returns the message's id."""
+        client = self._client
+        message = client._send(client._control_stream, REQUEST, content=request, ident=engine.encode())
+        message.add_done_callback(lambda done: settle(future, _side_outcome(rank, done.result())))
+        return str(message.msg_id)
+
+    def wake(self, engine: str) -> None:
+        """Make the engine's main thread look at what a signal handler has left for its event loop.
+
+        A cell that awaits is cancelled by a callback that ipykernel's SIGINT handler adds without waking the loop.
+        """
+        client = self._client
+        self.forget(client._send(client._control_stream, WAKE, content={}, ident=engine.encode()).msg_id)
+
+    def forget(self, message_id: str) -> None:
+        """Stop waiting for the reply to a side-door request."""
+        self._client._futures.pop(message_id, None)
+
+    def close(self) -> None:
+        """Close the connection; what was not sent yet is dropped."""
+        self._client.close(linger=0)
+
+
+class Exchange:
+    """One front-door request to one rank: over when its reply and its last output are here.
+
+    Its methods run in the client's IO thread. Should one of the two be lost (a Ctrl-C between two bytecodes of the
+    engine's own can swallow a reply), the other one ends it a moment after the last sign of life.
+    """
+
+    def __init__(self, loop: Any, rank: int, answer: Answer) -> None:  # noqa: ANN401 - tornado's IOLoop
+        self._loop = loop
+        self._rank = rank
+        self._answer = answer
+        self._reply: Any = None
+        self._report: dict[str, Any] = {}
+        self._is_replied = self._is_idle = False
+        self._num_messages = 0
+
+    def attach(self, message: Any) -> None:  # noqa: ANN401 - ipyparallel's MessageFuture
+        """Listen to the request's outputs and reply, before it is sent."""
+        message.iopub_callbacks.append(self._on_output)
+        message.output.add_done_callback(lambda _: self._on_last_output())
+        message.add_done_callback(lambda done: self._on_reply(done.result()))
+
+    def _on_reply(self, reply: Any) -> None:  # noqa: ANN401 - ExecuteReply, RemoteError or a value
+        self._reply, self._is_replied = reply, True
+        self._advance()
+
+    def _on_last_output(self) -> None:
+        self._is_idle = True
+        self._advance()
+
+    def _on_output(self, message: dict[str, Any]) -> None:
+        self._num_messages += 1
+        kind, content = message["header"]["msg_type"], message["content"]
+        if ERROR_MIME in content.get("data", {}):
+            self._report = content["data"][ERROR_MIME]
+        elif (output := as_output(kind, content)) is not None:
+            self._answer.outputs.append(output)
+
+    def _advance(self) -> None:
+        if self._is_replied and self._is_idle:
+            self._finish()
+        elif self._is_replied or self._is_idle:
+            self._loop.call_later(_STRAGGLER_S, self._give_up_unless_heard, self._num_messages)
+
+    def _give_up_unless_heard(self, num_messages: int) -> None:
+        if self._answer.future.done():
+            return
+        if self._num_messages != num_messages:
+            self._loop.call_later(_STRAGGLER_S, self._give_up_unless_heard, self._num_messages)
+            return
+        if not self._is_replied:
+            self._reply = {"error": {"ename": "KeyboardInterrupt", "evalue": "", "traceback": "", "line": None}}
+        self._finish()
+
+    def _finish(self) -> None:
+        settle(self._answer.future, _front_outcome(self._rank, self._reply, self._report))
+
+
+def as_output(kind: str, content: dict[str, Any]) -> Output | None:
+    """Return a message of the Jupyter protocol as an :class:`Output`; None for one that is not an output."""
+    if kind == "stream":
+        return Output("stderr" if content["name"] == "stderr" else "stdout", text=content["text"])
+    kinds: dict[str, OutputKind] = {
+        "display_data": "display",
+        "update_display_data": "update",
+        "execute_result": "result",
+        "clear_output": "clear",
+    }
+    if kind not in kinds:
+        return None
+    return Output(
+        kinds[kind],
+        data=content.get("data", {}),
+        metadata=content.get("metadata", {}),
+        display_id=content.get("transient", {}).get("display_id", ""),
+    )
+
+
+def _front_outcome(rank: int, reply: Any, cell_report: dict[str, Any]) -> Any:  # noqa: ANN401 - any value
+    """Return the value that a rank's reply carries, or the exception."""
+    if isinstance(reply, RemoteError):
+        text = {"ename": reply.ename, "evalue": reply.evalue, "traceback": reply.traceback}
+        return as_error(rank, {"line": cell_report.get("line"), **text})
+    if isinstance(reply, Exception):
+        return ClusterError(f"rank {rank} did not run the request: {reply}")
+    if isinstance(reply, dict) and "error" in reply:
+        return as_error(rank, reply["error"])
+    return reply["value"] if isinstance(reply, dict) else None
+
+
+def _side_outcome(rank: int, message: dict[str, Any]) -> Reply | RankError:
+    content = message["content"]
+    if "error" in content:
+        return as_error(rank, content["error"])
+    return Reply(content["content"], buffers=tuple(message["buffers"]))
+
+
+def as_error(rank: int, reported: dict[str, Any]) -> RankError:
+    """Return what :func:`report` said about an exception on ``rank`` as an exception of ours."""
+    what = ": ".join(part for part in (reported["ename"], reported["evalue"]) if part)
+    where = f"rank {rank}" if reported["line"] is None else f"rank {rank}, line {reported['line']}"
+    return RankError(f"{where}: {what}", rank=rank, **reported)

@@ -1,0 +1,267 @@
+"""A cluster of ranks on this machine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from workbench.cluster._control import INSTALL, Wire
+from workbench.cluster.doors import Doors
+from workbench.cluster.launch import Launch
+from workbench.cluster.pending import Pending, Reply
+from workbench.errors import ClusterError, RankDied, RankError, UsageError
+
+RUNTIME = "workbench.runtime.rank"
+MAX_RANKS = 64
+DEVICES = ("auto", "cpu", "cuda")
+_SHUTDOWN_S = 2.0
+
+
+class Cluster:
+    """Ranks 0 to ``num_ranks - 1``, each in a process of its own on this machine.
+
+    Args:
+        num_ranks: number of ranks, 1 to 64.
+        device: ``cpu``, ``cuda`` (one GPU per rank) or ``auto`` (GPUs when there are enough).
+        profile: an IPython profile whose ``ipcontroller_config.py``, ``ipengine_config.py`` and startup files apply.
+        runtime: module of the rank side, with the functions ``boot, connect, side_door, shutdown``; imported on the
+            ranks only.
+        start_timeout_s: time in seconds :meth:`start` may take.
+
+    A cluster that was not stopped is stopped when Python exits, and taken down by its reaper should Python be killed.
+
+    Raises:
+        UsageError: an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int = 4,
+        device: str = "auto",
+        profile: str | None = None,
+        *,
+        runtime: str = RUNTIME,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= MAX_RANKS:
+            raise UsageError(f"the number of ranks is 1 to {MAX_RANKS}, not {num_ranks!r}")
+        if device not in DEVICES:
+            raise UsageError(f"the device is one of {', '.join(DEVICES)}, not {device!r}")
+        self.num_ranks = num_ranks
+        self.device = device
+        self._profile = profile
+        self._runtime = runtime
+        self._start_timeout_s = start_timeout_s
+        self._launch: Launch | None = None
+        self._doors: Doors | None = None
+        self._rank_info: tuple[dict[str, Any], ...] = ()
+        self._engine_ids: tuple[int, ...] = ()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start all ranks and join them into one process group.
+
+        Raises:
+            UsageError: they are started already; the profile does not exist; the device cannot be had.
+            ClusterError: a rank did not come up in time or failed to; all are stopped again.
+        """
+        if self._launch is not None:
+            raise UsageError("the ranks are started already: stop them first (%fsdp stop)")
+        atexit.register(self._stop_at_exit, os.getpid())
+        try:
+            self._launch = Launch(self.num_ranks, self._profile, self._start_timeout_s, self._on_exit)
+            self._connect(self._launch)
+            self._rank_info = self._boot(self._launch)
+        finally:
+            if not self._rank_info:
+                self.stop()
+
+    def _connect(self, launch: Launch) -> None:
+        wire = Wire(launch.wait_for_controller(), self._start_timeout_s)
+        self._doors = Doors(wire, launch.engines)
+        self._engine_ids = launch.wait_for_engines(wire.engines)
+        for rank in range(self.num_ranks):  # one may have ended before there were doors to tell
+            code = launch.exit_code(rank)
+            if code is not None:
+                self._on_exit(rank, code)
+
+    def _boot(self, launch: Launch) -> tuple[dict[str, Any], ...]:
+        """Build the process group and open the side doors; return what each rank says of itself."""
+        booted = self._on_all(launch, f"{self._runtime}:boot", lambda rank: (rank, self.num_ranks, self.device, None))
+        address = booted[0]["address"]
+        connected = self._on_all(launch, f"{self._runtime}:connect", lambda _: (address,))
+        self._on_all(launch, INSTALL, lambda _: (f"{self._runtime}:side_door",))
+        return tuple(connected.values())
+
+    def _on_all(self, launch: Launch, name: str, args_of: Callable[[int], tuple[Any, ...]]) -> dict[int, Any]:
+        """Call ``name`` on every rank while starting; the first failure ends the start."""
+        pending = self._reach().call(name, {rank: args_of(rank) for rank in range(self.num_ranks)})
+        is_done = pending.wait(max(0.0, launch.deadline - time.monotonic()), or_error=True)
+        try:
+            pending.raise_error()
+        except RankError as error:
+            if error.ename == UsageError.__name__:
+                raise UsageError(error.evalue) from error
+            raise ClusterError(f"rank {error.rank} did not start: {error.ename}: {error.evalue}") from error
+        if not is_done:
+            late = [rank for rank in pending.ranks if not pending.done(rank)]
+            names = ", ".join(map(str, late))
+            raise ClusterError(f"rank {names} did not finish {name} in time{launch.log_tail(late[0])}")
+        return pending.results()
+
+    def stop(self) -> None:
+        """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
+
+        Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later.
+        """
+        if self._doors is not None:
+            self._shut_down(self._doors)
+            self._doors.close()
+        if self._launch is not None:
+            self._launch.end()
+        atexit.unregister(self._stop_at_exit)
+        self._launch = self._doors = None
+        self._rank_info = self._engine_ids = ()
+
+    def _shut_down(self, doors: Doors) -> None:
+        if self._rank_info:
+            idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
+            doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ())).wait(_SHUTDOWN_S)
+
+    def _stop_at_exit(self, pid: int) -> None:
+        if os.getpid() == pid:  # not in a forked child, whose ranks they are not
+            self.stop()
+
+    def _on_exit(self, rank: int | None, code: int) -> None:
+        """Note the end of a process; called in a thread of its own."""
+        launch, doors = self._launch, self._doors
+        if launch is None or doors is None:
+            return
+        if rank is not None:
+            reason = f"rank {rank} died: its process {_ending(code)}{launch.log_tail(rank)}"
+            doors.lose(rank, RankDied(reason, ranks=(rank,)))
+            return
+        for unreachable in range(self.num_ranks):
+            reason = (
+                f"rank {unreachable} cannot be reached: the cluster's controller {_ending(code)}; stop and start again"
+            )
+            doors.lose(unreachable, ClusterError(reason))
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the ranks are started and not stopped."""
+        return bool(self._rank_info)
+
+    @property
+    def rank_info(self) -> tuple[dict[str, Any], ...]:
+        """What each rank said of itself when it joined: ``rank, host, device, pid``."""
+        self._reach()
+        return self._rank_info
+
+    @property
+    def engine_ids(self) -> tuple[int, ...]:
+        """The ipyparallel engine id of each rank; they are in no order."""
+        self._reach()
+        return self._engine_ids
+
+    def alive(self) -> tuple[bool, ...]:
+        """Tell for each rank whether its process runs and can be reached; all False when not started."""
+        launch, doors = self._launch, self._doors
+        if launch is None or doors is None:
+            return (False,) * self.num_ranks
+        return tuple(launch.is_running(rank) and not doors.is_lost(rank) for rank in range(self.num_ranks))
+
+    # ------------------------------------------------------------------ the doors
+
+    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:  # noqa: ANN401 - plain data
+        """Call the function ``"module:function"`` in the main thread of ``ranks`` (default: all).
+
+        Args:
+            name: its module is imported on the rank.
+            args: plain data; the function's value must be plain data as well, for the kernel unpickles it.
+            ranks: the ranks to call.
+
+        Raises:
+            UsageError: the ranks are not started, or there is no such rank.
+        """
+        doors = self._reach()
+        return doors.call(name, dict.fromkeys(self._select(ranks), args))
+
+    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
+        """Run ``code`` as IPython runs a cell, in the user's namespace of ``ranks`` (default: all).
+
+        Raises:
+            UsageError: the ranks are not started, or there is no such rank.
+        """
+        return self._reach().cell(code, self._select(ranks))
+
+    def ask(
+        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, Reply | Exception]:
+        """Ask the control thread of ``ranks`` (default: all), which answers even while the main thread is busy.
+
+        Args:
+            request: plain data for the ``side_door`` function of the rank side.
+            ranks: the ranks to ask.
+            timeout_s: time in seconds after which no answer is waited for.
+
+        Returns:
+            Per rank its reply, or the exception: :class:`RankError` when ``side_door`` raised, :class:`RankDied` when
+            the process is gone, :class:`ClusterError` when it did not answer in time.
+
+        Raises:
+            UsageError: the ranks are not started, or there is no such rank.
+        """
+        doors = self._reach()
+        return doors.ask(request, self._select(ranks), timeout_s)
+
+    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
+        """Send SIGINT to ``ranks`` (default: all); a rank that runs nothing ignores it.
+
+        Raises:
+            UsageError: the ranks are not started, or there is no such rank.
+        """
+        doors = self._reach()
+        for rank in self._select(ranks):
+            if self._launch is not None:
+                self._launch.signal(rank, signal.SIGINT)
+                doors.wake(rank)
+
+    def _reach(self) -> Doors:
+        if self._doors is None:
+            raise UsageError("the ranks are not started: start them first (%fsdp start)")
+        return self._doors
+
+    def _select(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
+        """Return the ranks meant, ascending, each once."""
+        chosen = tuple(sorted(set(range(self.num_ranks) if ranks is None else ranks)))
+        unknown = [rank for rank in chosen if rank not in range(self.num_ranks)]
+        if unknown or not chosen:
+            what = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank was named"
+            raise UsageError(f"{what}: the ranks are 0 to {self.num_ranks - 1}")
+        return chosen
+
+
+def _ending(code: int) -> str:
+    """Say how a process ended. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
+    return f"was killed by {name}" + (" (as when memory runs out)" if name == "SIGKILL" else "")

@@ -1,0 +1,113 @@
+"""The two doors of every rank, and which requests are open at each."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from workbench.cluster._control import Wire
+from workbench.cluster.pending import Answer, Pending, Reply, settle
+from workbench.errors import ClusterError
+
+
+class Doors:
+    """Sends requests to ranks and completes every one of them, also those of a rank that is lost.
+
+    Args:
+        wire: connection to the engines; closed by :meth:`close`.
+        engines: session id of the engine of each rank.
+    """
+
+    def __init__(self, wire: Wire, engines: Sequence[str]) -> None:
+        self._wire = wire
+        self._engines = engines
+        self._lock = threading.Lock()
+        self._lost: dict[int, ClusterError] = {}
+        self._open: dict[int, set[Future[Any]]] = {rank: set() for rank in range(len(engines))}
+
+    def call(self, name: str, args: Mapping[int, Sequence[Any]]) -> Pending:
+        """Call ``"module:function"`` in the main thread of each rank in ``args``, with that rank's arguments."""
+        answers = {rank: Answer() for rank in args}
+        for rank, answer in answers.items():
+            if self._admit(rank, answer.future):
+                self._wire.call(self._engines[rank], name, args[rank], self._wire.exchange(rank, answer))
+        return Pending(answers)
+
+    def cell(self, code: str, ranks: Iterable[int]) -> Pending:
+        """Run ``code`` as a cell in the main thread of each of ``ranks``."""
+        answers = {rank: Answer() for rank in ranks}
+        for rank, answer in answers.items():
+            if self._admit(rank, answer.future):
+                self._wire.cell(self._engines[rank], code, self._wire.exchange(rank, answer))
+        return Pending(answers)
+
+    def ask(self, request: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Reply | Exception]:
+        """Put ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for all."""
+        futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
+        sent = {
+            rank: self._wire.ask(self._engines[rank], rank, request, future)
+            for rank, future in futures.items()
+            if self._admit(rank, future)
+        }
+        concurrent.futures.wait(futures.values(), timeout_s)
+        for rank, future in futures.items():
+            settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))
+        for message_id in sent.values():
+            self._wire.forget(message_id)
+        return {rank: _outcome(future) for rank, future in futures.items()}
+
+    def wake(self, rank: int) -> None:
+        """Wake the main thread of ``rank``, which was sent a signal."""
+        if not self.is_lost(rank):
+            self._wire.wake(self._engines[rank])
+
+    def _admit(self, rank: int, future: Future[Any]) -> bool:
+        """Note that ``future`` is open; False (and it is complete) when its rank is lost."""
+        with self._lock:
+            error = self._lost.get(rank)
+            if error is None:
+                self._open[rank].add(future)
+        if error is not None:
+            settle(future, error)
+            return False
+        future.add_done_callback(lambda done: self._dismiss(rank, done))
+        return True
+
+    def _dismiss(self, rank: int, future: Future[Any]) -> None:
+        with self._lock:
+            self._open[rank].discard(future)
+
+    def is_busy(self, rank: int) -> bool:
+        """Tell whether ``rank`` has requests that it has not answered."""
+        with self._lock:
+            return bool(self._open[rank])
+
+    def lose(self, rank: int, error: ClusterError) -> None:
+        """Complete every open and every later request to ``rank`` with ``error``; the first error stays."""
+        with self._lock:
+            reason = self._lost.setdefault(rank, error)
+            abandoned = tuple(self._open[rank])
+        for future in abandoned:
+            settle(future, reason)
+
+    def is_lost(self, rank: int) -> bool:
+        """Tell whether ``rank`` can be reached no more."""
+        with self._lock:
+            return rank in self._lost
+
+    def close(self) -> None:
+        """Close the connection; every request still open completes with an error."""
+        for rank in range(len(self._engines)):
+            self.lose(rank, ClusterError(f"rank {rank} was stopped"))
+        self._wire.close()
+
+
+def _outcome(future: Future[Any]) -> Reply | Exception:
+    error = future.exception()
+    if isinstance(error, Exception):
+        return error
+    reply: Reply = future.result()
+    return reply

@@ -1,0 +1,238 @@
+"""The processes of one cluster, from its reaper to its last engine, and its private files.
+
+One process routes messages (ipyparallel's controller, with its queues in threads, and a heartbeat process below it),
+one process is each rank (an ipyparallel engine). All sockets are on the loopback interface, encrypted and
+authenticated by keys that lie in files only this user can read. Engines start while the controller does: each waits
+for a connection file that appears, complete, once the controller has written its own.
+
+We wait for the end of every process ourselves (they are our children), which tells at once and with a reason; so
+ipyparallel's own means for that are off: one watching process per engine, and giving up on an engine that was too busy
+to return a few heartbeats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench.cluster import processes
+from workbench.cluster.processes import Watched
+from workbench.cluster.reaper import Reaper
+from workbench.errors import ClusterError, UsageError
+
+LOOPBACK = "127.0.0.1"
+HEARTBEAT_MS = 200  # an engine has registered after its second heartbeat
+STOP_GRACE_S = 2.0
+_NEVER = 10**6
+_POLL_S = 0.01
+_LOG_LINES = 12
+
+
+def profile_directory(name: str) -> Path:
+    """Return the directory of the IPython profile ``name``.
+
+    Raises:
+        UsageError: there is none; the message names those there are.
+    """
+    home = Path(os.environ.get("IPYTHONDIR") or "~/.ipython").expanduser()
+    names = sorted(path.name.removeprefix("profile_") for path in home.glob("profile_*"))
+    if name not in names:
+        known = f"there are: {', '.join(names)}" if names else "there is none"
+        raise UsageError(
+            f"IPython profile {name!r} does not exist in {home}; {known}. Create it: ipython profile create"
+        )
+    return home / f"profile_{name}"
+
+
+def private_directory(profile: str | None) -> Path:
+    """Create the directory of a cluster's files, readable by this user only.
+
+    It holds an IPython profile of its own; a user's profile lends its configuration and its startup files to it, so
+    that keys, sockets and logs stay in one place that can be removed.
+    """
+    lent = profile_directory(profile) if profile is not None else None
+    root = Path(tempfile.mkdtemp(prefix="fsdp-workbench-"))
+    own = root / "profile"
+    own.mkdir(mode=0o700)
+    for path in lent.iterdir() if lent is not None else ():
+        if path.name == "startup" or path.stem.endswith("_config"):
+            (own / path.name).symlink_to(path)
+    return root
+
+
+def controller_command(root: Path) -> list[str]:
+    """Return the command line of the controller."""
+    flags = {
+        "ProfileDir.location": root / "profile",
+        "IPController.engine_ip": LOOPBACK,
+        "IPController.client_ip": LOOPBACK,
+        "IPController.monitor_ip": LOOPBACK,
+        "IPController.location": LOOPBACK,
+        "IPController.enable_curve": True,
+        "IPController.use_threads": True,
+        "IPController.db_class": "NoDB",
+        "IPController.broadcast_scheduler_depth": 0,
+        "IPController.log_level": "CRITICAL",
+        "HeartMonitor.period": HEARTBEAT_MS,
+        "HeartMonitor.max_heartmonitor_misses": _NEVER,
+    }
+    return _command("ipyparallel.controller", flags)
+
+
+def engine_command(root: Path, engine: str, timeout_s: float) -> list[str]:
+    """Return the command line of the engine with the session id ``engine``."""
+    flags = {
+        "ProfileDir.location": root / "profile",
+        "Session.session": engine,
+        "IPEngine.url_file": root / "engine.json",
+        "IPEngine.wait_for_url_file": timeout_s,
+        "IPEngine.timeout": timeout_s,
+        "IPEngine.max_heartbeat_misses": 0,
+        "IPEngine.enable_nanny": False,
+        "IPEngine.log_level": "ERROR",
+    }
+    return _command("ipyparallel.engine", flags)
+
+
+def _command(module: str, flags: dict[str, object]) -> list[str]:
+    return [sys.executable, "-m", module, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+class Launch:
+    """The processes of a cluster of ``num_ranks`` ranks; the constructor starts them all and waits for none.
+
+    Args:
+        num_ranks: number of engines.
+        profile: name of the IPython profile that lends its configuration; None: none.
+        timeout_s: time in seconds the start may take.
+        on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller) and the
+            exit code.
+
+    Attributes:
+        engines: session id of the engine of each rank.
+        deadline: time (monotonic clock, s) at which the start has taken too long.
+
+    Raises:
+        UsageError: the profile does not exist.
+        ClusterError: the reaper did not start.
+    """
+
+    def __init__(
+        self, num_ranks: int, profile: str | None, timeout_s: float, on_exit: Callable[[int | None, int], None]
+    ) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self._id = secrets.token_hex(8)
+        self._on_exit = on_exit
+        self._watched: dict[int | None, Watched] = {}
+        self._root = private_directory(profile)
+        self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
+        self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
+        self._reaper = Reaper(self._id, self._root)
+        try:
+            self._spawn(None, controller_command(self._root))
+            for rank, engine in enumerate(self.engines):
+                self._spawn(rank, engine_command(self._root, engine, timeout_s))
+        except BaseException:  # whatever it was: those that have started must not stay
+            self.end()
+            raise
+
+    def _spawn(self, rank: int | None, command: list[str]) -> None:
+        with self._log_file(rank).open("wb") as log:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the kernel alone
+            )
+        self._watched[rank] = Watched(popen, lambda code: self._on_exit(rank, code))
+        self._reaper.adopt(self._watched[rank].process)
+
+    def wait_for_controller(self) -> Path:
+        """Wait until the controller listens, let the engines connect, and return its connection file for clients.
+
+        Raises:
+            ClusterError: it did not come up.
+        """
+        security = self._root / "profile" / "security"
+        for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
+        while not (_is_complete(for_client) and _is_complete(for_engine)):
+            self._wait_a_moment("the controller did not start", [None])
+        for_engine.rename(self._root / "engine.json")  # appears complete: engines read it as soon as it is there
+        return for_client
+
+    def wait_for_engines(self, registered: Callable[[], dict[str, int]]) -> tuple[int, ...]:
+        """Wait until ``registered()`` has all engines; return the ipyparallel engine id of each rank.
+
+        Raises:
+            ClusterError: some did not come; the message names the ranks and shows the log of one.
+        """
+        while missing := [rank for rank, engine in enumerate(self.engines) if engine not in registered()]:
+            names = ", ".join(map(str, missing))
+            self._wait_a_moment(f"rank {names} did not start", [*missing, None])
+        ids = registered()
+        return tuple(ids[engine] for engine in self.engines)
+
+    def _wait_a_moment(self, complaint: str, awaited: list[int | None]) -> None:
+        """Sleep for a moment, unless a process that is waited for has ended or it takes too long."""
+        ended = [rank for rank in awaited if self.exit_code(rank) is not None]
+        if ended:
+            raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")
+        if time.monotonic() > self.deadline:
+            raise ClusterError(f"{complaint} in time{self.log_tail(awaited[0])}")
+        time.sleep(_POLL_S)
+
+    def exit_code(self, rank: int | None) -> int | None:
+        """Return the exit code of a rank's process (None: of the controller's), None while it runs."""
+        return self._watched[rank].returncode
+
+    def is_running(self, rank: int) -> bool:
+        """Tell whether the process of ``rank`` runs."""
+        return self.exit_code(rank) is None and processes.is_running(self._watched[rank].process)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of ``rank``, if it runs."""
+        if self.is_running(rank):
+            self._watched[rank].process.send_signal(number)
+
+    def log_tail(self, rank: int | None) -> str:
+        """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
+        try:
+            lines = self._log_file(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            lines = []
+        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else " (its log is empty)"
+
+    def _log_file(self, rank: int | None) -> Path:
+        return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")
+
+    def end(self) -> None:
+        """End all processes and remove all files; may be called again."""
+        adopted = [watched.process for watched in self._watched.values()]
+        processes.end(self._id, adopted, grace_s=STOP_GRACE_S)
+        for watched in self._watched.values():
+            watched.join(STOP_GRACE_S)
+        self._reaper.close(STOP_GRACE_S)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _name(rank: int | None) -> str:
+    return "the controller" if rank is None else f"the process of rank {rank}"
+
+
+def _is_complete(path: Path) -> bool:
+    """Tell whether a JSON file is there and was written to its end."""
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,166 @@
+"""The processes of a cluster: their environment, who belongs to it, and how all of them are ended.
+
+Words: a process *belongs* to a cluster when it was adopted by it, descends from one that was, or carries the
+cluster's marker in its environment (so that workers started by a user's code on a rank belong to it too).
+A process is always a :class:`psutil.Process`, which is pid *and* creation time: a reused pid is never signalled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+MARKER = "WORKBENCH_CLUSTER_ID"
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+_POLL_S = 0.02
+
+
+class Watched:
+    """A child process of ours and the thread that waits for its end.
+
+    Args:
+        popen: the process, just started.
+        on_exit: called once, in the waiting thread, with the exit code (negative: the signal that ended it).
+
+    Attributes:
+        process: the process as psutil knows it.
+        returncode: exit code, None while it runs.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:
+        self.process = psutil.Process(popen.pid)
+        self.returncode: int | None = None
+        self._popen = popen
+        self._on_exit = on_exit
+        self._thread = threading.Thread(target=self._watch, name=f"watch(pid={popen.pid})", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        self.returncode = self._popen.wait()
+        self._on_exit(self.returncode)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the waiting thread, thus for the process, to end."""
+        self._thread.join(timeout_s)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may keep busy: its affinity, and a container's CPU quota rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(cgroup)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Return the CPU quota of this container in cores; None where there is none or no cgroup (v2 or v1) to ask."""
+    try:
+        words = (cgroup / "cpu.max").read_text().split()
+    except OSError:
+        try:
+            words = [(cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+        except OSError:
+            return None
+    return None if words[0] in ("max", "-1") else int(words[0]) / int(words[1])
+
+
+def thread_limits(num_ranks: int, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that keep ``num_ranks`` processes from fighting over ``cores`` cores.
+
+    A lower number that is already in ``environ`` is kept.
+
+    Example: 4 ranks, 8 cores, ``{"OMP_NUM_THREADS": "1"}`` -> OMP 1, the others 2.
+    """
+    share = max(1, cores // num_ranks)
+    limits = {}
+    for name in THREAD_VARIABLES:
+        asked = environ.get(name, "")
+        limits[name] = str(min(share, int(asked)) if asked.isdecimal() and int(asked) > 0 else share)
+    return limits
+
+
+def environment(cluster_id: str, num_ranks: int) -> dict[str, str]:
+    """Return the environment of a cluster's processes: ours, without another cluster's settings, with the marker."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("IPP_")}
+    return kept | thread_limits(num_ranks, usable_cores(), kept) | {MARKER: cluster_id}
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Tell whether the process still runs; one that has ended but was not waited for does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def belonging(cluster_id: str, adopted: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """Return all running processes that belong to the cluster, except the calling one."""
+    found = set(adopted) | set(_marked(cluster_id))
+    for process in tuple(found):
+        try:
+            found.update(process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            continue
+    found.discard(psutil.Process())
+    return {process for process in found if is_running(process)}
+
+
+def _marked(cluster_id: str) -> Iterable[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == cluster_id:
+                yield process
+        except (psutil.Error, OSError):  # not ours to read, or just gone: so not one of the cluster's
+            continue
+
+
+def end(cluster_id: str, adopted: Iterable[psutil.Process], *, grace_s: float, deadline_s: float = 5.0) -> bool:
+    """End every process that belongs to the cluster.
+
+    Args:
+        cluster_id: value of the marker.
+        adopted: processes known to belong to it.
+        grace_s: time in seconds between asking (SIGTERM) and killing (SIGKILL).
+        deadline_s: time in seconds after which to give up on processes that do not even die of SIGKILL.
+
+    Returns:
+        True when none is left.
+    """
+    adopted = tuple(adopted)
+    left = belonging(cluster_id, adopted)
+    _signal(left, psutil.Process.terminate)
+    _wait(left, grace_s)
+    deadline = time.monotonic() + deadline_s
+    while (left := belonging(cluster_id, adopted)) and time.monotonic() < deadline:
+        _signal(left, psutil.Process.kill)
+        _wait(left, 0.5)
+    return not left
+
+
+def _signal(processes: Iterable[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
+    for process in processes:
+        try:
+            send(process)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    # not psutil.wait_procs: it would take the exit codes of our children away from those who wait for them
+    deadline = time.monotonic() + timeout_s
+    while any(is_running(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
