@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 ReshardAfterForward = Literal["auto", "true", "false"]
+RESHARD_AFTER_FORWARD: tuple[str, ...] = get_args(ReshardAfterForward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,9 @@ class Shard(Command):
             module (the class of the largest ``ModuleList`` / ``Sequential`` of equal children).
         reshard_after_forward: ``auto`` (True, root kept unsharded), ``true`` or ``false``.
         ignore: glob patterns of parameter names that stay unsharded.
+
+    Raises:
+        ValueError: a field holds something else.
     """
 
     word: ClassVar[str] = "shard"
@@ -39,6 +43,21 @@ class Shard(Command):
     reshard_after_forward: ReshardAfterForward = "auto"
     ignore: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        for cls in self.wrap:
+            if not _is_name(cls):
+                raise ValueError(f"wrap takes names of module classes such as Block, not {cls!r}")
+        if self.reshard_after_forward not in RESHARD_AFTER_FORWARD:
+            raise ValueError(
+                f"reshard_after_forward is one of {', '.join(RESHARD_AFTER_FORWARD)}, "
+                f"not {self.reshard_after_forward!r}"
+            )
+        if not all(_is_pattern(glob) for glob in self.ignore):
+            raise ValueError(
+                f"ignore takes patterns of names without commas or outer spaces, such as *.bias, not {self.ignore}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unshard(Command):
@@ -46,10 +65,16 @@ class Unshard(Command):
 
     Attributes:
         model: as in :class:`Shard`.
+
+    Raises:
+        ValueError: ``model`` is not such a name.
     """
 
     word: ClassVar[str] = "unshard"
     model: str
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +84,19 @@ class Step(Command):
     Attributes:
         count: number of training steps, at least 1.
         fn: name of a function without arguments on the ranks; a number it returns is logged as the loss.
+
+    Raises:
+        ValueError: ``count`` < 1, or ``fn`` is not a name.
     """
 
     word: ClassVar[str] = "step"
     count: int = 1
     fn: str = "train_step"
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise ValueError(f"the number of steps is a whole number of at least 1, not {self.count!r}")
+        _check_function(self.fn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +106,19 @@ class Verify(Command):
     Attributes:
         model: as in :class:`Shard`; empty: the only sharded model there is.
         fn: as in :class:`Step`.
+
+    Raises:
+        ValueError: ``model`` or ``fn`` is not such a name.
     """
 
     word: ClassVar[str] = "verify"
     model: str = ""
     fn: str = "train_step"
+
+    def __post_init__(self) -> None:
+        if self.model:
+            _check_model(self.model)
+        _check_function(self.fn)
 
 
 COMMANDS: dict[str, type[Command]] = {cls.word: cls for cls in (Shard, Unshard, Step, Verify)}
@@ -105,6 +146,9 @@ def from_dict(data: dict[str, Any]) -> Command:
     unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
     if unknown:
         raise ValueError(f"command {word!r} has no field {', '.join(sorted(unknown))}")
+    missing = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING} - fields.keys()
+    if missing:
+        raise ValueError(f"command {word!r} lacks {', '.join(sorted(missing))}")
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
@@ -116,10 +160,32 @@ def to_text(command: Command) -> str:
     words = [command.word]
     for f in dataclasses.fields(command):
         value = getattr(command, f.name)
+        if value == f.default:
+            continue
         if f.name == _POSITIONAL[command.word]:
-            if value != f.default:
-                words.insert(1, shlex.quote(str(value)))
-        elif value != f.default:
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
-            words += ["--" + f.name.replace("_", "-"), shlex.quote(text)]
+            words.insert(1, shlex.quote(str(value)))
+        else:
+            flag, text = "--" + f.name.replace("_", "-"), ",".join(value) if isinstance(value, tuple) else str(value)
+            # argparse takes a separate word that starts with a dash for a flag
+            words += [f"{flag}={shlex.quote(text)}"] if text.startswith("-") else [flag, shlex.quote(text)]
     return " ".join(words)
+
+
+def _check_model(model: object) -> None:
+    """Raise unless ``model`` is a Python name, or a dotted path of names and list places after one."""
+    first, *rest = model.split(".") if isinstance(model, str) else [""]
+    if not _is_name(first) or not all(_is_name(part) or part.isdecimal() for part in rest):
+        raise ValueError(f"a model is named by its variable on the ranks, such as model or model.blocks, not {model!r}")
+
+
+def _check_function(fn: object) -> None:
+    if not _is_name(fn):
+        raise ValueError(f"fn is the name of a function on the ranks, such as train_step, not {fn!r}")
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and text.isidentifier()
+
+
+def _is_pattern(text: object) -> bool:
+    return isinstance(text, str) and bool(text) and "," not in text and text == text.strip()

@@ -16,7 +16,7 @@ from workbench.engine.managed import _get_managed_modules, _get_param_module_inf
 from workbench.engine.mesh import mesh_info
 from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import FSDPState, attach, detach, for_each_unit, state_of
+from workbench.engine.state import FSDPState, attach, detach, roots, state_of, states_below, units_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,9 +65,10 @@ def fully_shard(
         ``module``, whose class is now a subclass with :class:`FSDPModule` mixed in.
 
     Raises:
-        TypeError: not a module.
-        ValueError: already sharded, a container without forward, a scalar or non-contiguous parameter, mixed dtypes
-            or devices, or a parameter tied to one in another unit.
+        TypeError: not a module; an argument of another type than it takes.
+        ValueError: already sharded, a container without forward, a module of the list inside of another, a scalar or
+            non-contiguous parameter, mixed dtypes or devices, a parameter tied to one in another unit, or a mesh
+            without this rank.
         NotImplementedError: a mesh of more than one axis.
         RuntimeError: no process group.
 
@@ -75,13 +76,14 @@ def fully_shard(
     """
     modules = tuple(module) if isinstance(module, list) else (module,)
     _check_modules(modules)
+    _check_policy(reshard_after_forward)
+    ignored = _ids_of(ignored_params or ())
     info = mesh_info(mesh)
-    ignored = frozenset(id(p) for p in ignored_params or ())
     infos = _get_param_module_infos(_get_managed_modules(modules), ignored)
     reshard = True if reshard_after_forward is None else reshard_after_forward
     group = FSDPParamGroup(infos, info, reshard) if infos else None
     state = FSDPState(modules, group, auto_reshard=reshard_after_forward is None)
-    mark_taken(infos)
+    mark_taken(infos, ", ".join(type(m).__name__ for m in modules))
     for m in modules:
         attach(m, state)
         m.__class__ = cast("type[M]", sharded_class(type(m)))
@@ -102,6 +104,27 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if state_of(module) is not None:
             raise ValueError(f"fully_shard was already called on this {name}; undo it with unshard_module first")
+    inner = [m for m in modules for other in modules if other is not m and m in set(other.modules())]
+    if inner or len(set(modules)) < len(modules):
+        what = f"a {type(inner[0]).__name__} that lies inside of another" if inner else "a module twice"
+        raise ValueError(f"the list given to fully_shard holds {what}; give each part of the model once")
+
+
+def _check_policy(reshard_after_forward: object) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+
+
+def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
+    """Return the ids of the parameters to leave alone."""
+    params = list(ignored_params)
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"ignored_params holds a {type(param).__name__} ({param!r:.40}); it takes the parameters themselves, "
+                "e.g. {model.embed.weight}"
+            )
+    return frozenset(map(id, params))
 
 
 @torch.no_grad()
@@ -121,18 +144,35 @@ def unshard_module(
         plain parameter for each sharded parameter.
 
     Raises:
-        ValueError: nothing in the tree is sharded.
+        ValueError: nothing in the tree is sharded, or ``module`` is only a part of what one root shards.
+        RuntimeError: gradients were accumulated without sync and not reduced since.
     """
-    states = list({id(s): s for m in module.modules() if (s := state_of(m)) is not None}.values())
-    if not states:
-        raise ValueError(f"{type(module).__name__} holds no module that fully_shard was called on")
+    states = states_below(module)
+    _check_undoable(module, states)
     mapping: dict[nn.Parameter, nn.Parameter] = {}
-    for_each_unit(module, lambda unit: mapping.update(_unshard_unit(unit)))
+    for unit in units_of(states):
+        mapping.update(_unshard_unit(unit))
     for state in states:
         _undo(state)
     for optimizer in optimizers:
         remap_optimizer(optimizer, mapping)
     return mapping
+
+
+def _check_undoable(module: nn.Module, states: Sequence[FSDPState]) -> None:
+    """Raise as :func:`unshard_module` does, before anything is changed."""
+    name = type(module).__name__
+    if not states:
+        raise ValueError(f"{name} holds no module that fully_shard was called on")
+    part_of = [type(root.modules[0]).__name__ for root in roots if root not in states and root.overlaps(states)]
+    if part_of:
+        raise ValueError(f"{name} is only a part of the FSDP root {part_of[0]}; call unshard_module on the root")
+    held = [p.fqn for unit in units_of(states) for p in unit.fsdp_params if p.has_full_grad]
+    if held:
+        raise RuntimeError(
+            f"{name} holds gradients that were accumulated without sync and not reduced yet, of {', '.join(held)}; "
+            "run a backward after set_requires_gradient_sync(True), or drop them with reset_iter_state()"
+        )
 
 
 def _unshard_unit(unit: FSDPParamGroup) -> dict[nn.Parameter, nn.Parameter]:
@@ -157,7 +197,9 @@ def plain_copy(module: M, memo: dict[int, Any]) -> M:
         module: the root of a sharded tree; it is left as it was.
         memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
     """
-    states = {id(s): s for m in module.modules() if (s := state_of(m)) is not None}.values()
+    states = states_below(module)
+    for unit in units_of(states):
+        unit.reshard()
     for param in module.parameters():
         if isinstance(param, DTensor):
             memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
@@ -176,6 +218,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _undo(state: FSDPState) -> None:
+    roots.discard(state)
     state.remove_hooks()
     for module, cls in zip(state.modules, state.original_classes, strict=True):
         detach(module)

@@ -42,6 +42,7 @@ class ReduceScatterState:
         output: ``[S]``.
         num_bytes: bytes of input and staging.
         payload: bytes of the input.
+        lease: of the output's bytes.
     """
 
     params: list[FSDPParam]
@@ -51,6 +52,7 @@ class ReduceScatterState:
     comm: Comm
     num_bytes: int
     payload: int
+    lease: probe.Lease
 
 
 def _wait(group: CommGroup, pending: PendingWork, unit: int, comm: Comm) -> None:
@@ -86,12 +88,11 @@ def wait_for_all_gather(state: AllGatherState, group: CommGroup, unit: int) -> N
 def foreach_all_gather_copy_out(
     gathered: torch.Tensor, params: Sequence[FSDPParam], padded_fulls: Sequence[torch.Tensor], unit: int
 ) -> None:
-    """Copy ``gathered`` ``[F * S]`` into each parameter's padded full ``[F * s_p]``."""
+    """Copy ``gathered`` ``[F, S]`` into each parameter's padded full ``[F * s_p]``."""
     num_bytes = gathered.nbytes
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, num_bytes)
-    rows = gathered.view(-1, sum(p.slot_numel for p in params))
-    slots = rows.split([p.slot_numel for p in params], dim=1)
-    torch._foreach_copy_([full.view(rows.shape[0], -1) for full in padded_fulls], list(slots))
+    slots = gathered.split([p.slot_numel for p in params], dim=1)
+    torch._foreach_copy_([full.view(slot.shape) for full, slot in zip(padded_fulls, slots, strict=True)], list(slots))
     probe.event(Kind.COPY_OUT, Edge.END, unit, num_bytes)
 
 
@@ -115,7 +116,8 @@ def _copy_in(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks:
     probe.event(Kind.COPY_IN, Edge.BEGIN, unit, chunks.nbytes)
     slots = chunks.split([p.slot_numel for p in params], dim=1)
     pairs = [pair for p, g, s in zip(params, grads, slots, strict=True) for pair in _chunk_pairs(p, g, s)]
-    torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
+    if pairs:
+        torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
     probe.event(Kind.COPY_IN, Edge.END, unit, chunks.nbytes)
 
 
@@ -128,15 +130,16 @@ def foreach_reduce(
     chunks = reduce.allocate(slot_numel * group.size, dtype=dtype, device=device)
     num_bytes = chunks.nbytes + reduce.staging_numel(chunks.numel()) * dtype.itemsize
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit, num_bytes)
-    _copy_in(params, grads, chunks.view(group.size, -1), unit)
+    _copy_in(params, grads, chunks.view(group.size, slot_numel), unit)
     freed = sum(g.nbytes for g in grads)
     grads.clear()
     probe.memory(Category.UNSHARDED_GRADS, unit, -freed)
     output = torch.empty(slot_numel, dtype=dtype, device=device)
+    lease = probe.Lease(Category.SHARDED_GRADS, unit, output.nbytes)
     comm = group.next_comm()
     probe.event(Kind.REDUCE_SCATTER, Edge.BEGIN, unit, chunks.nbytes, comm)
     pending = group.start(lambda pg: reduce(output, chunks, pg), f"reduce-scatter of unit {unit}")
-    return ReduceScatterState(params, chunks, output, pending, comm, num_bytes, chunks.nbytes)
+    return ReduceScatterState(params, chunks, output, pending, comm, num_bytes, chunks.nbytes, lease)
 
 
 def finish_reduce(state: ReduceScatterState, group: CommGroup, unit: int) -> None:
@@ -151,14 +154,13 @@ def finish_reduce(state: ReduceScatterState, group: CommGroup, unit: int) -> Non
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, state.output.nbytes)
     state.pending.finish()
     state.output.div_(group.size)
-    set_sharded_grads(state.params, state.output, unit)
+    set_sharded_grads(state.params, state.output, state.lease)
     probe.event(Kind.COPY_OUT, Edge.END, unit, state.output.nbytes)
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit, -state.num_bytes)
 
 
-def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, unit: int) -> None:
-    """Give each parameter its part of ``flat_grad`` ``[S]``; the bytes live until the user drops the last of them."""
-    lease = probe.Lease(Category.SHARDED_GRADS, unit, flat_grad.nbytes)
+def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.Lease) -> None:
+    """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
     for param, slot in zip(params, flat_grad.split([p.slot_numel for p in params]), strict=True):
         local = param.local_view(slot)
         had_grad = param.sharded_param.grad is not None

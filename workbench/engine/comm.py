@@ -8,6 +8,7 @@ all-reduce), so there the engine picks :class:`GlooAllGather` and :class:`GlooRe
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, Protocol, cast
 
 import torch
@@ -55,6 +56,30 @@ class DefaultAllGather(_Allocator):
         return cast("Work", dist.all_gather_single(output, shard, group=group, async_op=True))
 
 
+class _WaitedInAThread:
+    """Gives a future to work that has none, by waiting for it in a thread."""
+
+    def __init__(self, work: Work) -> None:
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def _run(self, work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Future completed when the work is done."""
+        return self._future
+
+    def wait(self) -> None:
+        """Block until it is; raise if it failed."""
+        self._future.wait()
+
+
 class DefaultReduceScatter(_Allocator):
     """c10d's single-tensor reduce-scatter."""
 
@@ -64,7 +89,8 @@ class DefaultReduceScatter(_Allocator):
 
     def __call__(self, output: torch.Tensor, chunks: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`ReduceScatter`."""
-        return cast("Work", dist.reduce_scatter_single(output, chunks, group=group, async_op=True))
+        work = cast("Work", dist.reduce_scatter_single(output, chunks, group=group, async_op=True))
+        return _WaitedInAThread(work) if output.device.type == "cpu" else work  # gloo's has no future
 
 
 class GlooAllGather(_Allocator):
@@ -72,7 +98,7 @@ class GlooAllGather(_Allocator):
 
     def __call__(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`AllGather`."""
-        views = list(output.view(-1, shard.numel()).unbind(0))
+        views = list(output.view(group.size(), shard.numel()).unbind(0))
         return cast("Work", dist.all_gather(views, shard, group=group, async_op=True))
 
 
@@ -80,7 +106,7 @@ class _SumAfterExchange:
     """An all-to-all whose ``wait`` also sums the received chunks, in rank order: independent of arrival order."""
 
     def __init__(self, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
-        self._work, self._received, self._output = work, received, output
+        self._work, self._received, self._output = work, received, output  # received: [F, S], output: [S]
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
         """Future of the exchange."""
@@ -89,7 +115,7 @@ class _SumAfterExchange:
     def wait(self) -> None:
         """Finish the exchange and sum into the output."""
         self._work.wait()
-        torch.sum(self._received.view(-1, self._output.numel()), dim=0, out=self._output)
+        torch.sum(self._received, dim=0, out=self._output)
 
 
 class GlooReduceScatter(_Allocator):
@@ -103,7 +129,7 @@ class GlooReduceScatter(_Allocator):
         """See :class:`ReduceScatter`."""
         received = self.allocate(chunks.numel(), dtype=chunks.dtype, device=chunks.device)
         work = dist.all_to_all_single(received, chunks, group=group, async_op=True)
-        return _SumAfterExchange(cast("Work", work), received, output)
+        return _SumAfterExchange(cast("Work", work), received.view(group.size(), output.numel()), output)
 
 
 def default_pair(device: torch.device) -> tuple[AllGather, ReduceScatter]:

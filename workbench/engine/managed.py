@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.engine.param import ParamModuleInfo
+from workbench.engine.param import ParamModuleInfo, check_uniform
 from workbench.engine.state import state_of
 
 _TAKEN = "_workbench_unit_param"
@@ -35,7 +35,7 @@ def _get_param_module_infos(
     """Pair each managed parameter with every place it is registered at, and check that it can be sharded.
 
     Raises:
-        TypeError, ValueError: see :func:`_check_param` and :func:`_check_uniform`.
+        TypeError, ValueError: see :func:`_check_param` and :func:`check_uniform`.
     """
     infos: dict[int, tuple[nn.Parameter, ParamModuleInfo]] = {}
     named: list[tuple[str, nn.Parameter]] = []
@@ -50,21 +50,28 @@ def _get_param_module_infos(
             _check_param(fqn, param)
             infos[id(param)] = (param, ParamModuleInfo(module, name, fqn))
             named.append((fqn, param))
-    _check_uniform(named)
+    check_uniform(named)
     return list(infos.values())
 
 
-def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]]) -> None:
-    """Mark the original parameters, so that one tied into a later unit is noticed."""
+def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str) -> None:
+    """Mark parameters in both forms as taken by ``owner``, so that a later call that meets them can say so."""
     for param, info in infos:
-        setattr(param, _TAKEN, info.path)
+        said = f"{info.path!r} of {owner}"
+        setattr(param, _TAKEN, said)
+        setattr(getattr(info.module, info.name), _TAKEN, said)
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
     taken = getattr(param, _TAKEN, None)
+    if taken is not None and isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {fqn!r} is sharded already, as {taken}; call fully_shard on inner modules before outer ones, "
+            "and put a module that two parents share into one unit: a module that holds both, or a list of the two"
+        )
     if taken is not None:
         raise ValueError(
-            f"parameter {fqn!r} is tied to {taken!r}, which an earlier fully_shard call sharded; put both into one "
+            f"parameter {fqn!r} is tied to {taken}, which an earlier fully_shard call sharded; put both into one "
             "unit: call fully_shard on a module that holds both, or on a list of the two"
         )
     if isinstance(param, DTensor):
@@ -75,17 +82,4 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {fqn!r} of shape {list(param.shape)} and stride {param.stride()} is not contiguous; "
             "assign param.data = param.data.contiguous() first"
-        )
-
-
-def _check_uniform(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """A unit's parameters travel in one buffer: they must share dtype and device."""
-    kinds: dict[tuple[str, str], str] = {}
-    for fqn, param in named:
-        kinds.setdefault((str(param.dtype).removeprefix("torch."), str(param.device)), fqn)
-    if len(kinds) > 1:
-        said = ", ".join(f"{fqn!r} is {dtype} on {device}" for (dtype, device), fqn in kinds.items())
-        raise ValueError(
-            f"the parameters of one unit must share dtype and device: {said}; convert them, or call fully_shard on "
-            "the submodules that differ"
         )

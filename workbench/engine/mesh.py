@@ -52,12 +52,22 @@ def mesh_info(mesh: DeviceMesh | None) -> FSDPMeshInfo:
     """Check ``mesh`` (None: all ranks) and pair it with the engine's communication group.
 
     Raises:
+        TypeError: not a mesh.
         NotImplementedError: the mesh is not 1-D.
+        ValueError: this rank is not in the mesh.
+        RuntimeError: no mesh, and ``torch.distributed`` is not initialised.
     """
     mesh = mesh if mesh is not None else _init_default_fully_shard_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh or None, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise NotImplementedError(
             f"fully_shard got a {mesh.ndim}-D mesh of shape {tuple(mesh.shape)}; only 1-D meshes are supported: "
             "pass one of its axes, e.g. mesh['shard']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh, which holds ranks {mesh.mesh.tolist()}: call fully_shard "
+            "only on the ranks of its mesh"
         )
     return FSDPMeshInfo(mesh=mesh, group=group_for(mesh) if mesh.size() > 1 else None)

@@ -8,7 +8,8 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from workbench.engine.state import FSDPState, for_each_unit, state_of
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.state import FSDPState, state_of, states_below, units_of
 
 
 class UnshardHandle:
@@ -68,34 +69,33 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters between forward and backward, or keep them; from the next forward on."""
-        for module in self._targets(recurse=recurse):
-            state = state_of(module)
-            if state is not None:
-                state.auto_reshard = False
-        self._set("reshard_after_forward", reshard_after_forward, recurse=recurse)
+        for state in self._states(recurse=recurse):
+            state.auto_reshard = False
+        for unit in self._set("reshard_after_forward", reshard_after_forward, recurse=recurse):
+            unit.announce()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Free full parameters after backward, or keep them for a next micro-batch."""
         self._set("reshard_after_backward", reshard_after_backward, recurse=recurse)
 
-    def _targets(self, *, recurse: bool) -> list[nn.Module]:
-        module = cast("nn.Module", self)
-        return list(module.modules()) if recurse else [module]
+    def _states(self, *, recurse: bool) -> list[FSDPState]:
+        return states_below(cast("nn.Module", self)) if recurse else [self._get_fsdp_state()]
 
-    def _set(self, attribute: str, value: bool, *, recurse: bool) -> None:
-        for module in self._targets(recurse=recurse):
-            state = state_of(module)
-            unit = state._fsdp_param_group if state is not None else None
-            if unit is not None:
-                setattr(unit, attribute, value)
-                unit.announce()
+    def _set(self, attribute: str, value: bool, *, recurse: bool) -> list[FSDPParamGroup]:
+        units = units_of(self._states(recurse=recurse))
+        for unit in units:
+            setattr(unit, attribute, value)
+        return units
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
         module = cast("nn.Module", self)
-        for_each_unit(module, lambda unit: unit.reshard())
+        units = units_of(states_below(module))
+        for unit in units:
+            unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[misc]
-        for_each_unit(module, lambda unit: unit.adopt_registered())
+        for unit in units:
+            unit.adopt_registered()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

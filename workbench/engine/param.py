@@ -14,6 +14,7 @@ Words for tensors and bytes, used in the whole engine:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -49,10 +50,14 @@ class ParamModuleInfo:
     path: str
     shared: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    @property
+    def places(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Every place."""
+        return ((self.module, self.name), *self.shared)
+
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every place."""
-        set_parameter(self.module, self.name, param)
-        for module, name in self.shared:
+        for module, name in self.places:
             set_parameter(module, name, param)
 
 
@@ -65,7 +70,8 @@ class FSDPParam:
         padded_rows: c.
         slot_numel: ``c * rest_numel``.
         sharded_param: DTensor parameter, Shard(0).
-        unsharded_param: plain parameter ``[d0, *rest]``, a view of the padded full; exists once storage was bound.
+        unsharded_param: plain parameter ``[d0, *rest]``, a view of the padded full; ``[0]`` while sharded. Exists once
+            storage was bound.
         state: which of the two is registered.
     """
 
@@ -119,11 +125,13 @@ class FSDPParam:
             stride=self.stride,
         )
         self.sharded_param = nn.Parameter(dtensor, requires_grad=requires_grad)
+        self._local = local_of(cast("DTensor", self.sharded_param))
 
     @property
     def is_registered(self) -> bool:
-        """True if the DTensor parameter on the module is the one known here."""
-        return getattr(self.info.module, self.info.name) is self.sharded_param
+        """True if the DTensor parameter on the module is the one known here, and wraps what it did."""
+        param = getattr(self.info.module, self.info.name)
+        return param is self.sharded_param and local_of(cast("DTensor", param)) is self._local
 
     def registered(self) -> DTensor:
         """Return the DTensor parameter registered now (a loader or ``.to`` may have put a new one there).
@@ -149,6 +157,7 @@ class FSDPParam:
         if not param.is_meta:
             view.copy_(local_of(param))
         set_local(param, view)
+        self._local = view
         self.sharded_param = cast("nn.Parameter", param)
         self.dtype = view.dtype
 
@@ -158,18 +167,33 @@ class FSDPParam:
         ``.data`` gives it a version counter of its own: copying a new unshard into the storage later must not look
         to autograd like a change of what it saved.
         """
-        view = padded_full[: math.prod(self.full_shape)].view(self.full_shape)
-        self.unsharded_param = nn.Parameter(view.data, requires_grad=self.trainable)
+        self._full = padded_full[: math.prod(self.full_shape)].view(self.full_shape)
+        self._nothing = padded_full.new_empty(0)
+        full = nn.Parameter(self._full.data, requires_grad=self.trainable)
+        if self.has_full_grad:
+            full.grad = cast("torch.Tensor", self.unsharded_param.grad).to(full)
+        full.data = self._nothing
+        self.unsharded_param = full
+
+    @property
+    def has_full_grad(self) -> bool:
+        """True if there is a full gradient that was not reduced yet."""
+        return hasattr(self, "unsharded_param") and self.unsharded_param.grad is not None
 
     def to_unsharded(self) -> None:
-        """Register the full parameter."""
+        """Register the full parameter; its storage must be there."""
+        self.unsharded_param.data = self._full
         if self.unsharded_param.requires_grad != self.trainable:
             self.unsharded_param.requires_grad_(self.trainable)
         self.info.register(self.unsharded_param)
         self.state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
-        """Register the DTensor parameter."""
+        """Register the DTensor parameter.
+
+        The full one is emptied, so that whoever still holds it finds nothing in it rather than freed memory.
+        """
+        self.unsharded_param.data = self._nothing
         self.info.register(self.sharded_param)
         self.state = ShardedState.SHARDED
 
@@ -192,4 +216,21 @@ class FSDPParam:
             rows_per_rank=tuple(last - first for first, last in bounds),
             padded_rows=self.padded_rows,
             trainable=self.trainable,
+        )
+
+
+def check_uniform(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check that parameters, given with their names, can travel in one buffer.
+
+    Raises:
+        ValueError: they differ in dtype or device.
+    """
+    kinds: dict[tuple[str, str], str] = {}
+    for fqn, param in named:
+        kinds.setdefault((str(param.dtype).removeprefix("torch."), str(param.device)), fqn)
+    if len(kinds) > 1:
+        said = ", ".join(f"{fqn!r} is {dtype} on {device}" for (dtype, device), fqn in kinds.items())
+        raise ValueError(
+            f"the parameters of one unit must share dtype and device: {said}; convert them, or call fully_shard on "
+            "the submodules that differ"
         )

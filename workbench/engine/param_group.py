@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from workbench.engine._torch import local_of
 from workbench.engine.collectives import AllGatherState, ReduceScatterState
 from workbench.engine.comm import default_pair
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param import FSDPParam, ParamModuleInfo
+from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState, check_uniform
 from workbench.engine.probe import Category, Edge, Kind, Phase, UnitInfo
 
 _indices = itertools.count()
@@ -77,6 +76,7 @@ class FSDPParamGroup:
         self.reshard_after_backward = True
         self.reduce_grads = True
         self.training_state = TrainingState.IDLE
+        self._is_unsharding = False  # begun and not yet waited for
         self._all_gather: AllGatherState | None = None
         self._reduce: ReduceScatterState | None = None
         self._post_forward_indices: list[int] = []
@@ -99,7 +99,7 @@ class FSDPParamGroup:
     def _new_flat(self, like: torch.Tensor) -> torch.Tensor:
         # zeros: padding travels in collectives, it must not hold signalling garbage
         flat = torch.zeros(self.slot_numel, dtype=like.dtype, device=like.device)
-        self._shard_lease = probe.Lease(Category.SHARDED_PARAMS, self.index, flat.nbytes)
+        self._shard_lease = probe.Lease(Category.SHARDED_PARAMS, self.index, 0 if flat.is_meta else flat.nbytes)
         return flat
 
     def _share_lease(self) -> None:
@@ -112,9 +112,10 @@ class FSDPParamGroup:
         self.flat_shard = self._new_flat(params[0])
         for fsdp_param, full, slot in zip(self.fsdp_params, params, self._slots(self.flat_shard), strict=True):
             fsdp_param.shard_from(full, slot, requires_grad=full.requires_grad)
+        self._bind_unsharded()
+        for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()
         self._share_lease()
-        self._bind_unsharded()
 
     def _bind_unsharded(self) -> None:
         numel = self.slot_numel * self.mesh_info.shard_size
@@ -148,11 +149,7 @@ class FSDPParamGroup:
         if self.is_unsharded:
             return
         locals_ = [local_of(p.registered()) for p in self.fsdp_params]
-        kinds = {(t.dtype, t.device) for t in locals_}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"parameters of unit {self.name!r} must share dtype and device, got {sorted(map(str, kinds))}"
-            )
+        check_uniform([(p.fqn, local) for p, local in zip(self.fsdp_params, locals_, strict=True)])
         if self._owns_registered() and locals_[0].dtype == self.flat_shard.dtype:
             return
         self.flat_shard = self._new_flat(locals_[0])
@@ -167,12 +164,21 @@ class FSDPParamGroup:
     @property
     def is_unsharded(self) -> bool:
         """True while the full parameters are registered on the modules."""
-        return self.fsdp_params[0].state is not self.fsdp_params[0].state.SHARDED
+        return bool(self.fsdp_params) and self.fsdp_params[0].state is ShardedState.UNSHARDED
 
     def unshard(self) -> None:
-        """Start making the parameters full; does nothing if they are or soon will be."""
-        if self.is_unsharded or self._all_gather is not None:
+        """Start making the parameters full; does nothing if they are or soon will be.
+
+        Raises:
+            RuntimeError: the unit was undone; a graph recorded before that cannot run backward any more.
+        """
+        if self.is_unsharded or self._is_unsharding:
             return
+        if self._retired:
+            raise RuntimeError(
+                f"unit {self.name or '(root)'!r} was undone by unshard_module; a backward through a forward from "
+                "before that cannot run: run the forward again"
+            )
         if not all(p.is_registered for p in self.fsdp_params):
             self.adopt_registered()
         probe.event(Kind.UNSHARD, Edge.BEGIN, self.index)
@@ -180,24 +186,26 @@ class FSDPParamGroup:
         if group is not None:
             gather, _ = default_pair(self.flat_shard.device)
             self._all_gather = collectives.foreach_all_gather(self.flat_shard, group, gather, self.index)
+        self._is_unsharding = True
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """Block until the full parameters are there and register them.
+        """Block until the full parameters are there and register them; does nothing if no unshard was begun.
 
         Raises:
             StepAborted: the wait was cancelled.
             CollectiveFailed: a peer died or left.
         """
-        if self.is_unsharded:
+        if not self._is_unsharding:
             return
-        gathered = self._gathered()
+        gathered = self._gathered().view(self.mesh_info.shard_size, self.slot_numel)
         self._resize_full(self._full.numel())
         probe.memory(Category.UNSHARDED_PARAMS, self.index, self._full.nbytes)
         collectives.foreach_all_gather_copy_out(gathered, self.fsdp_params, self._padded_fulls, self.index)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_unsharded()
+        self._is_unsharding = False
         probe.event(Kind.UNSHARD, Edge.END, self.index)
 
     def _gathered(self) -> torch.Tensor:
@@ -218,15 +226,15 @@ class FSDPParamGroup:
 
         An all-gather that was started and never used is waited for first: its output is being written.
         """
-        group = self.mesh_info.group
-        if not self.is_unsharded and self._all_gather is None:
+        if not self.is_unsharded and not self._is_unsharding:
             return
-        if self._all_gather is not None and group is not None:
-            collectives.wait_for_all_gather(self._all_gather, group, self.index)
+        if self._is_unsharding:
+            self._gathered()
             self._drop_all_gather()
         self._to_sharded()
 
     def _to_sharded(self) -> None:
+        self._is_unsharding = False
         probe.event(Kind.RESHARD, Edge.INSTANT, self.index)
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()
@@ -247,12 +255,12 @@ class FSDPParamGroup:
         self.wait_for_unshard()
         probe.event(Kind.FORWARD, Edge.BEGIN, self.index)
 
-    def post_forward(self, *, reshard: bool) -> None:
+    def post_forward(self, *, reshard: bool, backward_follows: bool) -> None:
         """After the unit's forward."""
         probe.event(Kind.FORWARD, Edge.END, self.index)
         if reshard:
             self.reshard()
-        if torch.is_grad_enabled():
+        if backward_follows:
             self._post_forward_indices.append(len(self.comm_ctx.post_forward_order))
             self.comm_ctx.post_forward_order.append(self)
         self.training_state = TrainingState.IDLE
@@ -297,6 +305,11 @@ class FSDPParamGroup:
         probe.memory(Category.UNSHARDED_GRADS, self.index, num_bytes - self._grad_bytes)
         self._grad_bytes = num_bytes
 
+    @property
+    def owes_reduction(self) -> bool:
+        """True if full gradients of earlier micro-batches wait for the reduction that is wanted now."""
+        return self.reduce_grads and any(p.has_full_grad for p in self.fsdp_params)
+
     def _take_grads(self) -> tuple[list[FSDPParam], list[torch.Tensor]]:
         params = [p for p in self.fsdp_params if p.unsharded_param.grad is not None]
         grads = [p.unsharded_param.grad for p in params if p.unsharded_param.grad is not None]
@@ -321,9 +334,10 @@ class FSDPParamGroup:
         """On a single rank a gradient is its own average."""
         num_bytes = sum(g.nbytes for g in grads)
         flat = torch.cat([g.reshape(-1) for g in grads])
+        lease = probe.Lease(Category.SHARDED_GRADS, self.index, flat.nbytes)
         grads.clear()
         probe.memory(Category.UNSHARDED_GRADS, self.index, -num_bytes)
-        collectives.set_sharded_grads(params, flat, self.index)
+        collectives.set_sharded_grads(params, flat, lease)
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
@@ -353,7 +367,7 @@ class FSDPParamGroup:
         for fsdp_param in self.fsdp_params:
             fsdp_param.unsharded_param.grad = None
         self._account_grads()
-        if self.is_unsharded:
+        if self.is_unsharded or self._is_unsharding:
             self._to_sharded()
         self._free_full()
         self._post_forward_indices.clear()
@@ -383,19 +397,3 @@ class FSDPParamGroup:
             shard_size=self.mesh_info.shard_size,
             retired=self._retired,
         )
-
-
-class RegisterPostBackwardFunction(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward runs when the unit's own backward has ended."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: FSDPParamGroup, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-        """Return ``inputs`` unchanged."""
-        ctx.unit = unit
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Run the unit's post-backward, then let the gradients pass."""
-        ctx.unit.post_backward()
-        return (None, *grads)

@@ -1,8 +1,8 @@
 """Do all ranks hold the same units? Asked once, when the root of a model is first run.
 
 Ranks that built different models would hang, return each other's bytes or kill a process in their first collective.
-Comparing a digest of every unit's names, shapes and dtypes costs one 32-byte all-gather; only if digests differ is
-the text itself exchanged, to name the first difference.
+Comparing a digest of every unit's names, shapes, dtypes and policy costs one 96-byte all-gather; only if digests
+differ is the text itself exchanged, to name the first difference.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def _lines(units: Sequence[UnitInfo]) -> list[str]:
     """Return one line per parameter, in the order collectives see them."""
     return [
         f"{unit.name or '(root)'}: {p.fqn} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}"
+        f"{'' if unit.reshard_after_forward else ', kept after forward'}"
         for unit in units
         for p in unit.params
     ]
@@ -42,16 +43,21 @@ def _gather_bytes(data: bytes, size: int, group: CommGroup, device: torch.device
 def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> str:
     """Describe the first position at which not all ranks have the same line.
 
-    Example: ``[["u: a [2]"], ["u: a [3]"]]`` -> ``parameter 0: rank 0 has 'u: a [2]', rank 1 has 'u: a [3]'``.
+    Example: ``[["u: a [2]"], ["u: a [3]"]]`` -> ``parameter 0: rank 0 has 'u: a [2]'; rank 1 has 'u: a [3]'``.
     """
     length = max(map(len, lines_per_rank))
     for i in range(length):
-        at_i = [lines[i] if i < len(lines) else "nothing" for lines in lines_per_rank]
+        at_i = [repr(lines[i]) if i < len(lines) else "nothing" for lines in lines_per_rank]
         if len(set(at_i)) > 1:
             holders = {text: [r for r, t in zip(ranks, at_i, strict=True) if t == text] for text in at_i}
-            said = "; ".join(f"rank {', '.join(map(str, who))} has {text!r}" for text, who in holders.items())
-            return f"parameter {i}: {said}"
+            return f"parameter {i}: {'; '.join(_has(who, text) for text, who in holders.items())}"
     return "the order of their units differs"
+
+
+def _has(ranks: Sequence[int], text: str) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has {text}"
+    return f"ranks {', '.join(map(str, ranks))} have {text}"
 
 
 def check_same_units(units: Sequence[UnitInfo], group: CommGroup, device: torch.device) -> None:

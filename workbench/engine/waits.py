@@ -77,6 +77,11 @@ class PendingWork:
         self.end_ns = time.monotonic_ns()
         self._done.set()
 
+    @property
+    def has_ended(self) -> bool:
+        """True once the collective has ended, well or badly."""
+        return self._done.is_set()
+
     def block(self) -> None:
         """Wait until the collective has ended, well or badly.
 

@@ -1,8 +1,9 @@
 """Freeing a rank that sits in a gloo collective: its process groups' peer sockets, found and shut.
 
 A collective that the user's own code calls (a barrier, ``clip_grad_norm_``) blocks inside C++, where no Python flag is
-seen. Shutting the sockets to the peers ends it in a Python error at once and leaves the process alive. A listening
-socket must never be shut: that ends the process.
+seen. Shutting the sockets to the peers ends it in a Python error at once and leaves the process alive. Only reading is
+shut: gloo takes the end of file for the peer's end and fails everything that is pending, whereas a write that fails
+leaves its sender waiting for ever. A listening socket must never be shut: that ends the process.
 """
 
 from __future__ import annotations
@@ -82,5 +83,5 @@ def _shut(fd: int, inode: int) -> bool:
         os.close(duplicate)
         return False
     with socket.socket(fileno=duplicate) as sock, contextlib.suppress(OSError):  # the peer may have been faster
-        sock.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RD)
     return True

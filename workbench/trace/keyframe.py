@@ -6,6 +6,7 @@ It is what makes a trace cuttable: the rows left of a cut are replaced by one :c
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.trace.schema import Category, Edge, KeyFrame, Kind, Rows, UnitState
 
@@ -20,6 +21,16 @@ STATE_AFTER: dict[tuple[Kind, Edge], UnitState] = {
 REDUCTIONS = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 """Kinds that, with a unit, are a gradient reduction of it."""
 
+Kinds = NDArray[np.uint8]
+
+# indexed by the columns ``kind`` and ``edge``, which may hold any byte
+_IS_MOVE = np.isin(np.arange(256), (Kind.ALLOC, Kind.FREE))
+_IS_REDUCTION = np.isin(np.arange(256), REDUCTIONS)
+_STATE_AFTER = np.full((256, 256), -1, np.int8)
+for (_kind, _edge), _state in STATE_AFTER.items():
+    _STATE_AFTER[_kind, _edge] = _state
+_MAY_CHANGE_STATE = np.isin(np.arange(256), [kind for kind, _ in STATE_AFTER])
+
 
 def advance(key_frame: KeyFrame, rows: Rows) -> KeyFrame:
     """Return the state just before the row that follows ``rows``.
@@ -31,37 +42,40 @@ def advance(key_frame: KeyFrame, rows: Rows) -> KeyFrame:
         key_frame: state just before ``rows[0]``.
         rows: consecutive rows of one rank; none is allowed.
     """
+    kind = np.ascontiguousarray(rows["kind"])  # read several times: side by side that is quick
     return KeyFrame(
         seq=int(rows["seq"][-1]) + 1 if len(rows) else key_frame.seq,
-        bytes_by_category=_bytes_after(key_frame.bytes_by_category, rows),
-        unit_states=_states_after(key_frame.unit_states, rows),
-        reducing=_reducing_after(key_frame.reducing, rows),
+        bytes_by_category=_bytes_after(key_frame.bytes_by_category, rows, kind),
+        unit_states=_states_after(key_frame.unit_states, rows, kind),
+        reducing=_reducing_after(key_frame.reducing, rows, kind),
     )
 
 
-def _bytes_after(before: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+def _bytes_after(before: tuple[int, ...], rows: Rows, kind: Kinds) -> tuple[int, ...]:
     """Live bytes per category; rows with an unknown category are left to the rules."""
-    moves = rows[np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE)) & (rows["category"] < len(Category))]
+    at = np.flatnonzero(_IS_MOVE[kind])
+    category = rows["category"][at]
+    known = category < len(Category)
     totals = np.array(before, np.int64)
-    np.add.at(totals, moves["category"], moves["num_bytes"])
+    np.add.at(totals, category[known], rows["num_bytes"][at][known])
     return tuple(totals.tolist())
 
 
-def _states_after(before: dict[int, UnitState], rows: Rows) -> dict[int, UnitState]:
+def _states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict[int, UnitState]:
     """Parameter state per unit that is not SHARDED: of each unit the last row of :data:`STATE_AFTER` counts."""
-    after = np.full(len(rows), -1, np.int8)
-    for (kind, edge), state in STATE_AFTER.items():
-        after[(rows["kind"] == kind) & (rows["edge"] == edge)] = state
-    changes = np.flatnonzero((after >= 0) & (rows["unit"] >= 0))[::-1]
-    units, newest = np.unique(rows["unit"][changes], return_index=True)
+    at = np.flatnonzero(_MAY_CHANGE_STATE[kind])
+    after, unit = _STATE_AFTER[kind[at], rows["edge"][at]], rows["unit"][at]
+    changes = np.flatnonzero((after >= 0) & (unit >= 0))[::-1]
+    units, newest = np.unique(unit[changes], return_index=True)
     states = before | dict(zip(units.tolist(), map(UnitState, after[changes][newest].tolist()), strict=True))
     return {unit: state for unit, state in states.items() if state != UnitState.SHARDED}
 
 
-def _reducing_after(before: dict[int, int], rows: Rows) -> dict[int, int]:
+def _reducing_after(before: dict[int, int], rows: Rows, kind: Kinds) -> dict[int, int]:
     """Gradient reductions in flight per unit that has any; a unit that was reset counts from there."""
-    reset_at = _last_resets(rows)
-    at = np.flatnonzero(np.isin(rows["kind"], REDUCTIONS) & (rows["unit"] >= 0))
+    reset_at = _last_resets(rows, kind)
+    at = np.flatnonzero(_IS_REDUCTION[kind])
+    at = at[rows["unit"][at] >= 0]
     if reset_at:
         at = at[at > np.array([reset_at.get(unit, -1) for unit in rows["unit"][at].tolist()])]
     units, which = np.unique(rows["unit"][at], return_inverse=True)
@@ -73,7 +87,7 @@ def _reducing_after(before: dict[int, int], rows: Rows) -> dict[int, int]:
     return {unit: count for unit, count in counts.items() if count}
 
 
-def _last_resets(rows: Rows) -> dict[int, int]:
+def _last_resets(rows: Rows, kind: Kinds) -> dict[int, int]:
     """Return the position of the last RESET of each unit that has one."""
-    at = np.flatnonzero(rows["kind"] == Kind.RESET)
+    at = np.flatnonzero(kind == Kind.RESET)
     return dict(zip(rows["unit"][at].tolist(), at.tolist(), strict=True))

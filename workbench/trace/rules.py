@@ -14,7 +14,7 @@ from workbench.trace.schema import COLLECTIVES, NO_CATEGORY, Category, Edge, Hea
 
 Rule = Callable[[Header, RankTrace], Iterator[str]]
 
-INSTANTS = (Kind.RESHARD, Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG)
+INSTANTS = (Kind.RESHARD, Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG, Kind.RESET)
 """Kinds whose rows are no spans."""
 
 
@@ -78,7 +78,8 @@ def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
 def _edges_fit_kinds(_: Header, rank: RankTrace) -> Iterator[str]:
     is_instant = np.isin(rank.rows["kind"], INSTANTS)
     wrong = is_instant != (rank.rows["edge"] == Edge.INSTANT)
-    yield from _report(rank, wrong, "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC and LOG, BEGIN / END to the rest")
+    message = "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET, BEGIN / END to the rest"
+    yield from _report(rank, wrong, message)
 
 
 def _indices_are_in_range(header: Header, rank: RankTrace) -> Iterator[str]:

@@ -1,0 +1,56 @@
+"""What a trace looks like: pure functions from a Trace to a plotly figure; nothing here is ever shown or awaited.
+
+:data:`VIEWS` names them; :func:`draw` finds one by name. Each answers one question about the whole trace, or about
+the step or rank its options pick, asks the ranks nothing, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+import plotly.graph_objects as go
+
+from workbench.errors import UsageError
+from workbench.trace.columns import Trace
+
+# under other names: here each module keeps its own
+from workbench.views.comms import comms as _comms
+from workbench.views.layout import layout as _layout
+from workbench.views.memory import memory as _memory
+from workbench.views.states import states as _states
+from workbench.views.timeline import timeline as _timeline
+from workbench.views.training import training as _training
+
+View = Callable[..., go.Figure]
+"""``view(trace, **options) -> Figure``."""
+
+VIEWS: dict[str, View] = {
+    "layout": _layout,
+    "memory": _memory,
+    "timeline": _timeline,
+    "states": _states,
+    "comms": _comms,
+    "training": _training,
+}
+
+
+def draw(name: str, trace: Trace, **options: object) -> go.Figure:
+    """Return the figure that the view called ``name`` draws of ``trace``.
+
+    Args:
+        name: a key of :data:`VIEWS`.
+        trace: what happened so far; left as it is.
+        options: of that view, for example ``step=3``.
+
+    Raises:
+        UsageError: no such view; the message names the nearest one.
+    """
+    if name not in VIEWS:
+        near = difflib.get_close_matches(name, VIEWS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"there is no view {name!r}; {hint}the views are: {', '.join(VIEWS)}")
+    return VIEWS[name](trace, **options)
+
+
+__all__ = ["VIEWS", "View", "draw"]

@@ -1,0 +1,68 @@
+# make demo | test | lab | bench | clean. Each makes what it needs, once; see README.md.
+#
+#   PYTHON       the interpreter that makes the environment (3.11 or newer)
+#   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
+#                empty: where pip looks. Another choice takes effect after `make clean`.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+TORCH := torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+COLOUR := $(if $(CI),--color=no,)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lab bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
+	@echo "make test    lint, types and all tests (the browser tests need Chromium)"
+	@echo "make lab     open the tour in JupyterLab"
+	@echo "make bench   measure steps; write build/bench.json"
+	@echo "make clean   remove the environment and all that was made"
+
+demo: $(VENV)/installed
+	@$(BIN)/workbench demo
+
+lab: $(VENV)/installed
+	@$(BIN)/workbench lab
+
+bench: $(VENV)/installed
+	@$(BIN)/python -m tests.bench
+
+test: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(COLOUR) --cov --cov-report=term
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "The workbench needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version 2>&1`."; \
+	  echo "Install one, or name it: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12"; exit 1; } >&2
+	@echo "Making the environment $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first, pinned: resolved together with the rest, pip would take the newest one and other GPU libraries
+$(VENV)/torch: $(VENV)/made
+	@echo "Installing $(TORCH) ..."
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml
+	@echo "Installing the workbench ..."
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "Installing what the tests need ..."
+	@$(PIP) install --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,79 @@
+"""A headless Chromium without a network, and what it complains about."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+NO_BROWSER = "WORKBENCH_NO_BROWSER"
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_MAC = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+)
+_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def find_chromium() -> str | None:
+    """Path of the browser to use, None if there is none."""
+    named = os.environ.get("WORKBENCH_CHROMIUM")
+    found = [named] if named else [*map(shutil.which, _NAMES), *_MAC]
+    return next((path for path in found if path and Path(path).exists()), None)
+
+
+@dataclass
+class Opened:
+    """A page, every address it asked for, and every complaint of its console."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def outside(self) -> list[str]:
+        """Requests for anything but files and what the page itself holds."""
+        return [url for url in self.requests if not url.startswith(("file:", "data:", "blob:"))]
+
+
+@contextmanager
+def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
+    """Open a local file with the network off, in a fresh profile."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=_FLAGS)
+        context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900})
+        opened = Opened(context.new_page())
+        opened.page.on("request", lambda request: opened.requests.append(request.url))
+        opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+        opened.page.on(
+            "console",
+            lambda message: opened.complaints.append(message.text) if message.type in {"error", "warning"} else None,
+        )
+        try:
+            opened.page.goto(file.as_uri())
+            yield opened
+        finally:
+            browser.close()
+
+
+def figures(page: Page) -> list[dict[str, float]]:
+    """Of each plotly figure on the page: its size in pixels and how many marks it drew."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".plotly-graph-div")].map(div => {
+            const box = div.getBoundingClientRect();
+            const marks = div.querySelectorAll(".plot path, .plot .point, .trace path, .cell-text, canvas");
+            return {width: box.width, height: box.height, marks: marks.length};
+        })"""
+    )

@@ -1,0 +1,151 @@
+"""The two pairs of collectives, which one is taken, and groups over a part of the ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import check_parity, shard_net
+from tests.engine.ranks import run_ranks
+from tests.engine.recording import recording
+from tests.engine.test_params import train_both
+from workbench.engine import groups
+from workbench.engine.comm import DefaultAllGather, DefaultReduceScatter, GlooAllGather, GlooReduceScatter, default_pair
+from workbench.engine.probe import Category
+
+CPU = torch.device("cpu")
+PAIRS = {
+    "fast": (GlooAllGather, GlooReduceScatter),
+    "default": (DefaultAllGather, DefaultReduceScatter),
+}
+
+
+def collect(name: str, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Gather and reduce numbers that only this rank knows; returns both results, and the staging elements asked."""
+    gather, reduce = (cls() for cls in PAIRS[name])
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    generator = torch.Generator().manual_seed(rank)
+    shard = torch.randn(numel, generator=generator).to(dtype)
+    output = gather.allocate(numel * size, dtype=dtype, device=CPU)
+    gather(output, shard, group).wait()
+    chunks = reduce.allocate(numel * size, dtype=dtype, device=CPU)
+    chunks.copy_(torch.randn(numel * size, generator=generator))
+    total = torch.empty(numel, dtype=dtype)
+    reduce(total, chunks, group).wait()
+    return output, total, reduce.staging_numel(chunks.numel())
+
+
+def expected(world_size: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    shards, chunks = [], []
+    for rank in range(world_size):
+        generator = torch.Generator().manual_seed(rank)
+        shards.append(torch.randn(numel, generator=generator).to(dtype))
+        chunks.append(torch.randn(numel * world_size, generator=generator).to(dtype))
+    return torch.cat(shards), torch.stack(chunks).sum(0).view(world_size, numel)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("numel", "dtype"), [(1, torch.float32), (1000, torch.float64), (7, torch.bfloat16)])
+def test_what_the_collectives_compute(world_size, name, numel, dtype):
+    gathered, sums = expected(world_size, numel, dtype)
+    for rank, (output, total, staging) in enumerate(run_ranks(world_size, collect, name, numel, dtype)):
+        assert torch.equal(output, gathered)
+        if name == "fast":
+            assert torch.equal(total, sums[rank])  # in rank order: bit for bit
+        else:
+            torch.testing.assert_close(total, sums[rank], rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+        assert staging == (numel * world_size if name == "fast" else 0)
+
+
+def test_which_pair_is_taken(monkeypatch):
+    monkeypatch.delenv("WORKBENCH_COMM", raising=False)
+    assert tuple(map(type, default_pair(CPU))) == PAIRS["fast"]
+    assert tuple(map(type, default_pair(torch.device("cuda")))) == PAIRS["default"]
+    monkeypatch.setenv("WORKBENCH_COMM", "")
+    assert tuple(map(type, default_pair(CPU))) == PAIRS["fast"]
+    monkeypatch.setenv("WORKBENCH_COMM", "default")
+    assert tuple(map(type, default_pair(CPU))) == PAIRS["default"]
+    monkeypatch.setenv("WORKBENCH_COMM", "Default")
+    with pytest.raises(ValueError, match="WORKBENCH_COMM='Default' is not known; use 'default', or unset it"):
+        default_pair(CPU)
+
+
+def losses_and_peak() -> tuple[list[float], int]:
+    with recording() as record:
+        losses = check_parity(make_net, shard_net, 3)
+    return losses, record.peak[Category.REDUCE_SCATTER_BUFFERS]
+
+
+def test_training_is_the_same_with_either_pair(monkeypatch):
+    fast = run_ranks(2, losses_and_peak)
+    monkeypatch.setenv("WORKBENCH_COMM", "default")
+    default = run_ranks(2, losses_and_peak)
+    for (losses, peak), (default_losses, default_peak) in zip(fast, default, strict=True):
+        assert losses == pytest.approx(default_losses, rel=1e-6)
+        assert peak == 2 * default_peak  # the fast pair stages what it receives
+
+
+def on_part_of_the_ranks() -> list[tuple[int, ...]]:
+    """Two models side by side, each sharded over one row of a 2 x 2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    seen = []
+    with recording() as record:
+        for axis in ("shard", "replicate"):
+            plain, model = make_net(num_blocks=1), shard_net(make_net(num_blocks=1), mesh=mesh[axis])
+            ranks = mesh[axis].mesh.tolist()
+            _same_as_the_mean(plain, model, ranks)
+            seen.append(tuple(ranks))
+        assert list(record.groups.values()) == seen
+    return seen
+
+
+def _same_as_the_mean(plain: torch.nn.Module, model: torch.nn.Module, ranks: list[int]) -> None:
+    loss_of(model, batch(dist.get_rank(), 0)).backward()
+    for rank in ranks:
+        (loss_of(plain, batch(rank, 0)) / len(ranks)).backward()
+    for value, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value.grad.full_tensor(), wanted.grad)
+
+
+def test_each_row_and_each_column_of_a_mesh_is_a_group_of_its_own():
+    assert run_ranks(4, on_part_of_the_ranks) == [
+        [(0, 1), (0, 2)],
+        [(0, 1), (1, 3)],
+        [(2, 3), (0, 2)],
+        [(2, 3), (1, 3)],
+    ]
+
+
+def one_group_for_all() -> int:
+    models = [shard_net(make_net(num_blocks=1)) for _ in range(2)]
+    mesh = DeviceMesh("cpu", [0, 1])
+    models.append(shard_net(make_net(num_blocks=1), mesh=mesh))
+    unit_groups = {id(m._get_fsdp_state()._fsdp_param_group.mesh_info.group) for m in models}
+    return len(unit_groups)
+
+
+def test_units_over_the_same_ranks_share_one_group():
+    assert run_ranks(2, one_group_for_all) == [1, 1]
+
+
+def rebuilt() -> list[int]:
+    model = shard_net(make_net(num_blocks=1))
+    group = model._get_fsdp_state()._fsdp_param_group.mesh_info.group
+    indices, old = [group.index], group.process_group
+    with recording() as record:
+        for _ in range(2):
+            groups.rebuild_all()
+            indices.append(group.index)
+        assert list(record.groups.items()) == [(index, (0, 1)) for index in indices[1:]]
+    assert group.process_group is not old
+    assert group.next_comm().seq == 0  # counted anew in every generation
+    train_both(make_net(num_blocks=1), model, 1)
+    return indices
+
+
+def test_a_rebuilt_group_has_a_new_index_and_the_units_use_it():
+    indices = run_ranks(2, rebuilt)
+    assert indices[0] == indices[1]
+    assert len(set(indices[0])) == 3

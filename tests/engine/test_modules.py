@@ -1,0 +1,425 @@
+"""Modules of every shape: lists, shared, nested, reused, with odd inputs and outputs, recomputed."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.engine.models import Block, batch, loss_of, make_net
+from tests.engine.parity import assert_same_shards, average_grads, shard_net
+from tests.engine.ranks import run_ranks
+from tests.engine.recording import ROOT, Recording, recording
+from workbench.engine import fully_shard
+from workbench.engine.probe import Edge, Kind
+from workbench.engine.state import tensors_in
+
+DIM = 5
+
+
+def data(step: int) -> torch.Tensor:
+    """Input [4, DIM], different for every rank and step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, DIM, generator=generator)
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], object],
+    loss: Callable[[nn.Module, int], torch.Tensor],
+    steps: int = 2,
+) -> Recording:
+    """Train a plain and a sharded copy alike, compare after each backward; returns the last step's record."""
+    torch.manual_seed(0)
+    plain = make()
+    sharded = copy.deepcopy(plain)
+    with recording() as record:
+        shard(sharded)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, sharded)]
+        for step in range(steps):
+            reference = loss(plain, step)
+            reference.backward()
+            average_grads(plain)
+            record.clear()
+            value = loss(sharded, step)
+            value.backward()
+            torch.testing.assert_close(value, reference)
+            assert_same_shards(sharded, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_shards(sharded, plain)
+    return record
+
+
+def blocks(count: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(Block(DIM) for _ in range(count)))
+
+
+def shard_each(model: nn.Module) -> nn.Module:
+    for child in model.children():
+        fully_shard(child)
+    return fully_shard(model)
+
+
+def squares(model: nn.Module, step: int) -> torch.Tensor:
+    return model(data(step)).square().mean()
+
+
+# ---- lists
+
+
+def first_and_last_in_one_unit(with_root: bool) -> Recording:
+    def shard(model: nn.Module) -> None:
+        fully_shard(model[1])
+        fully_shard([model[0], model[2]])
+        if with_root:
+            fully_shard(model)
+
+    return compare(blocks, shard, squares)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_list_of_modules_is_one_unit(world_size):
+    record = run_ranks(world_size, first_and_last_in_one_unit, True)[0]
+    assert record.count(Kind.FORWARD) == {"0, 2": 1, "1": 1}
+    assert record.count(Kind.FORWARD, Edge.END) == record.count(Kind.FORWARD)
+    if world_size > 1:
+        # one reduction though its backward comes in two parts, and kept in between
+        assert record.count(Kind.REDUCE_SCATTER) == {"0, 2": 1, "1": 1}
+        assert record.count(Kind.ALL_GATHER) == {"0, 2": 2, "1": 2}
+
+
+def test_a_list_can_be_its_own_root():
+    record = run_ranks(2, first_and_last_in_one_unit, False)[0]
+    names = {unit.name: [p.fqn for p in unit.params][:1] for unit in record.units.values()}
+    assert names == {"": ["norm.weight"], "0, 1": ["0.norm.weight"]}
+
+
+class SomeOfTheList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Block(DIM), Block(DIM), Block(DIM)
+        self.used = "abc"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.used:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+def some_of_a_list_run() -> None:
+    def shard(model: nn.Module) -> None:
+        fully_shard([model.a, model.c])
+        fully_shard(model.b)
+        fully_shard(model)
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        model.used = ["abc", "ab", "bc", "b", "cba", "abca"][step]
+        return squares(model, step)
+
+    compare(SomeOfTheList, shard, loss, 6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_some_modules_of_a_list_run(world_size):
+    run_ranks(world_size, some_of_a_list_run)
+
+
+def some_of_a_list_run_in_eval() -> bool:
+    torch.manual_seed(0)
+    plain = SomeOfTheList()
+    model = copy.deepcopy(plain)
+    fully_shard([model.a, model.c])
+    fully_shard(model)
+    for used in ("ab", "cb", "abc"):
+        model.used = plain.used = used
+        with torch.no_grad():
+            torch.testing.assert_close(model(data(0)), plain(data(0)))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    return True
+
+
+def test_a_list_of_which_only_some_ran_is_sharded_after_an_eval_forward():
+    assert run_ranks(2, some_of_a_list_run_in_eval) == [True, True]
+
+
+# ---- the same module in several places, or several times
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(DIM)
+        self.between = nn.Linear(DIM, DIM)
+        self.again = self.block  # a shared module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.between(self.block(x)))
+
+
+def shared_module(own_unit: bool) -> list[str]:
+    def shard(model: nn.Module) -> None:
+        if own_unit:
+            fully_shard(model.block)
+        fully_shard(model)
+
+    record = compare(Twice, shard, squares)
+    return [p.fqn for unit in record.units.values() for p in unit.params]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("own_unit", [True, False])
+def test_a_shared_module_is_sharded_once_and_may_run_twice(world_size, own_unit):
+    fqns = run_ranks(world_size, shared_module, own_unit)[0]
+    assert len(fqns) == len(set(fqns)) == 8
+    assert {fqn.split(".")[0] for fqn in fqns} == {"block", "between"}
+
+
+# ---- several forwards, several backwards
+
+
+def two_forwards(model: nn.Module, step: int) -> torch.Tensor:
+    return model(data(step)).square().mean() + model(data(step + 50)).mean()
+
+
+def retained(model: nn.Module, step: int) -> torch.Tensor:
+    loss = squares(model, step)
+    loss.backward(retain_graph=True)  # the caller's is the second
+    return loss
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("loss", [two_forwards, retained])
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_two_forwards_or_two_backwards(world_size, loss, reshard):
+    def shard(model: nn.Module) -> None:
+        for block in model:
+            fully_shard(block, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+
+    run_ranks(world_size, compare, blocks, shard, loss)
+
+
+def losses_backward_one_by_one() -> None:
+    plain = make_net()
+    sharded = shard_net(copy.deepcopy(plain))
+    for model in (plain, sharded):
+        losses = [loss_of(model, batch(dist.get_rank(), step)) for step in range(3)]
+        losses.pop(1)  # never run backward
+        losses.pop().backward()
+        losses.pop().backward()
+    average_grads(plain)
+    assert_same_shards(sharded, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_backwards_in_another_order_than_the_forwards(world_size):
+    run_ranks(world_size, losses_backward_one_by_one)
+
+
+# ---- no gradients
+
+
+def without_gradients(reshard: bool | None, inference: bool) -> Recording:
+    plain = make_net(num_blocks=2)
+    model = shard_net(copy.deepcopy(plain), reshard_after_forward=reshard)
+    mode = torch.inference_mode if inference else torch.no_grad
+    tokens = batch(dist.get_rank(), 0)
+    with recording() as record, mode():
+        for _ in range(2):
+            record.clear()
+            torch.testing.assert_close(loss_of(model.eval(), tokens), loss_of(plain.eval(), tokens))
+    kept = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert bool(kept) == (reshard is False)
+    loss_of(model.train(), tokens).backward()
+    loss_of(plain.train(), tokens).backward()
+    average_grads(plain)
+    assert_same_shards(model, plain)
+    return record
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("inference", [False, True])
+def test_forward_without_gradients(reshard, inference):
+    (record, _) = run_ranks(2, without_gradients, reshard, inference)
+    gathers = 0 if reshard is False else 1  # asked to keep them, the second forward finds them there
+    assert record.count(Kind.ALL_GATHER) == ({ROOT: 1, "blocks.0": 1, "blocks.1": 1} if gathers else {})
+    assert record.count(Kind.BACKWARD) == {}
+
+
+# ---- inputs and outputs
+
+
+class Containers(nn.Module):
+    """Outputs of every kind, one of them never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, *, options: dict[str, list[torch.Tensor]]) -> dict[str, object]:
+        y = self.inner(x)
+        return {"a": [y, {"b": (y * options["scale"][0], "text")}], "unused": y.sum(), "none": None}
+
+
+class OddInterfaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), Containers()
+
+    def forward(self, *, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
+        hidden = self.first(x)
+        out = self.second(x=hidden, options={"scale": [hidden.mean()]})
+        return hidden, out
+
+
+def odd_loss(model: nn.Module, step: int) -> torch.Tensor:
+    hidden, out = model(x=data(step))
+    return hidden.mean() + out["a"][0].square().mean() + out["a"][1]["b"][0].sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_keyword_inputs_and_nested_outputs(world_size):
+    record = run_ranks(world_size, compare, OddInterfaces, shard_each, odd_loss)[0]
+    assert record.count(Kind.BACKWARD) == {"first": 1, "second": 1}
+    assert record.count(Kind.BACKWARD, Edge.END) == {"first": 1, "second": 1}
+
+
+class NoInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, DIM))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * 2
+
+
+class UsesNoInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = NoInput(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.table().T
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_forward_without_inputs(world_size):
+    run_ranks(world_size, compare, UsesNoInput, shard_each, squares)
+
+
+class NoParameters(nn.Module):
+    """A root that has nothing of its own to shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def shard_blocks_and_root(model: nn.Module) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    assert model.unshard() is None
+    model.unshard(async_op=True).wait()
+    model.reshard()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_root_without_parameters(world_size):
+    record = run_ranks(world_size, compare, NoParameters, shard_blocks_and_root, squares)[0]
+    assert record.count(Kind.FORWARD) == {"blocks.0": 1, "blocks.1": 1}
+
+
+@dataclass(slots=True)
+class Answer:
+    hidden: torch.Tensor
+    scores: list[torch.Tensor]
+    note: str = "none"
+
+
+class AnswersWithObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Answering(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.distributions.Normal:
+        answer = self.first(x)
+        return torch.distributions.Normal(self.second(answer.hidden), answer.scores[0].exp())
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> Answer:
+        return Answer(self.linear(x), [self.linear(x + 1)])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_in_objects_that_are_no_containers(world_size):
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        return -model(data(step)).log_prob(torch.zeros(4, DIM)).mean()
+
+    record = run_ranks(world_size, compare, AnswersWithObjects, shard_each, loss)[0]
+    assert record.count(Kind.BACKWARD) == {"first": 1, "second": 1}
+
+
+def test_where_tensors_are_looked_for():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    loop = SimpleNamespace(c=c, text="x", number=1)
+    loop.itself = loop
+    found = list(tensors_in({"a": [a, None, 1.5], "b": (Answer(b, []), loop, nn.Linear(1, 1), nn.Linear)}))
+    assert {id(t) for t in found} == {id(a), id(b), id(c)}
+    assert len(found) == 3
+
+
+# ---- nesting
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.ModuleList(UsesInner() for _ in range(2))
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for middle in self.middle:
+            x = middle(x)
+        return self.out(x)
+
+
+class UsesInner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(DIM, DIM), Block(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x)))
+
+
+def shard_three_levels(model: nn.Module) -> None:
+    for middle in model.middle:
+        fully_shard(middle.inner)
+        fully_shard(middle)
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_three_levels(world_size):
+    record = run_ranks(world_size, compare, Outer, shard_three_levels, squares)[0]
+    units = ["middle.0", "middle.0.inner", "middle.1", "middle.1.inner", ROOT]
+    assert record.count(Kind.BACKWARD) == dict.fromkeys(units, 1)
+    if world_size > 1:
+        assert record.count(Kind.ALL_GATHER) == dict.fromkeys(units[:4], 2) | {ROOT: 1}
+        assert record.count(Kind.REDUCE_SCATTER) == dict.fromkeys(units, 1)

@@ -1,0 +1,108 @@
+"""Optimizers and clipping on sharded parameters."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import assert_same_shards, average_grads, shard_net
+from tests.engine.ranks import run_ranks
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+OPTIMIZERS = {
+    "SGD with momentum": SGD,
+    "AdamW foreach": functools.partial(ADAMW, foreach=True),
+    "AdamW fused": functools.partial(ADAMW, fused=True),
+    "AdamW one by one": functools.partial(ADAMW, foreach=False),
+}
+
+
+def trains(make_optimizer: functools.partial, clip: float | None) -> list[float]:
+    plain = make_net(num_blocks=2)
+    sharded = shard_net(copy.deepcopy(plain))
+    optimizers = [make_optimizer(m.parameters()) for m in (plain, sharded)]
+    norms = []
+    for step in range(3):
+        for model in (plain, sharded):
+            loss_of(model, batch(dist.get_rank(), step)).backward()
+        average_grads(plain)
+        if clip is not None:
+            expected, norm = (torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (plain, sharded))
+            torch.testing.assert_close(norm.full_tensor(), expected)
+            norms.append(expected.item())
+        assert_same_shards(sharded, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_shards(sharded, plain)
+    for param in sharded.parameters():
+        for value in optimizers[1].state[param].values():
+            # state is as large as the rank's own rows, or a single number
+            assert value.numel() == 1 or value.to_local().shape == param.to_local().shape
+    return norms
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_on_shards(world_size, name):
+    run_ranks(world_size, trains, OPTIMIZERS[name], None)
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+def test_clip_grad_norm(clip):
+    norms = run_ranks(2, trains, ADAMW, clip)
+    assert norms[0] == norms[1]
+    assert all((norm > clip) == (clip < 1) for norm in norms[0])
+
+
+def forward_between_backward_and_step(keep: str) -> None:
+    plain = make_net(num_blocks=2)
+    sharded = shard_net(copy.deepcopy(plain), reshard_after_forward=False if keep == "all" else None)
+    optimizers = [ADAMW(m.parameters()) for m in (plain, sharded)]
+    other = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    for step in range(3):
+        for model in (plain, sharded):
+            loss_of(model, batch(dist.get_rank(), step)).backward()
+            with torch.set_grad_enabled(keep == "root"):
+                loss_of(model, batch(0, 0))  # a look at the loss: full parameters stay
+        average_grads(plain)
+        other.step()
+        assert not isinstance(sharded.embed.weight, DTensor)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(sharded.embed.weight, DTensor)
+    assert_same_shards(sharded, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("keep", ["root", "all"])
+def test_no_forward_sees_parameters_from_before_a_step(world_size, keep):
+    run_ranks(world_size, forward_between_backward_and_step, keep)
+
+
+def twice_from_the_start(reshard: bool | None) -> list[list[float]]:
+    runs = []
+    for _ in range(2):
+        model = shard_net(make_net(num_blocks=2), reshard_after_forward=reshard)
+        optimizer = ADAMW(model.parameters())
+        values = []
+        for step in range(4):
+            loss = loss_of(model, batch(dist.get_rank(), step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        values += [p.full_tensor().double().sum().item() for p in model.parameters()]
+        runs.append(values)
+    return runs
+
+
+def test_two_runs_and_all_policies_are_bit_identical():
+    runs = [run for reshard in (None, True, False) for run in run_ranks(4, twice_from_the_start, reshard)[0]]
+    assert all(run == runs[0] for run in runs[1:])

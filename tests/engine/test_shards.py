@@ -1,0 +1,122 @@
+"""Who holds which rows: laws over shapes and world sizes, on ranks simulated one after another."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.engine.ranks import run_ranks, simulated_rank
+from workbench.engine import collectives, fully_shard
+from workbench.engine.param_group import FSDPParamGroup
+
+SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
+UNITS = st.lists(SHAPES, min_size=1, max_size=4)
+WORLD_SIZES = st.integers(1, 8)
+
+
+def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors of these shapes that hold 1, 2, 3 ..., all different."""
+    ends = torch.tensor([0, *(math.prod(shape) for shape in shapes)]).cumsum(0).tolist()
+    return [torch.arange(a + 1.0, b + 1.0).view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)]
+
+
+def unit_of(tensors: list[torch.Tensor]) -> FSDPParamGroup:
+    module = nn.Module()
+    for i, tensor in enumerate(tensors):
+        module.register_parameter(f"p{i}", nn.Parameter(tensor.clone()))
+    return fully_shard(module)._get_fsdp_state()._fsdp_param_group
+
+
+def units_of_all_ranks(tensors: list[torch.Tensor], world_size: int) -> list[FSDPParamGroup]:
+    units = []
+    for rank in range(world_size):
+        with simulated_rank(rank, world_size):
+            units.append(unit_of(tensors))
+    return units
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, WORLD_SIZES)
+def test_shards_are_torch_chunks_rows(shape, world_size):
+    (full,) = numbered([shape])
+    padded_rows = math.ceil(shape[0] / world_size)
+    chunks = list(full.chunk(world_size)) + [full[:0]] * world_size
+    locals_ = []
+    for rank in range(world_size):
+        with simulated_rank(rank, world_size):
+            (param,) = unit_of([full]).fsdp_params
+            sharded = param.sharded_param
+            assert isinstance(sharded, DTensor)
+            assert (sharded.shape, sharded.stride(), sharded.placements) == (full.shape, full.stride(), (Shard(0),))
+            first, last = param.rows_of(rank)
+            assert torch.equal(sharded.to_local(), full[first:last])
+            assert (param.padded_rows, param.slot_numel) == (padded_rows, padded_rows * math.prod(shape[1:]))
+            assert param.is_even == (shape[0] % world_size == 0)
+            locals_.append(sharded.to_local().detach())
+    assert all(torch.equal(local, chunk) for local, chunk in zip(locals_, chunks, strict=False))
+    assert torch.equal(torch.cat(locals_), full)
+
+
+@settings(max_examples=60, deadline=None)
+@given(UNITS, WORLD_SIZES)
+def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
+    tensors = numbered(shapes)
+    units = units_of_all_ranks(tensors, world_size)
+    assert [u.flat_shard.numel() for u in units] == [units[0].slot_numel] * world_size
+    gathered = torch.stack([u.flat_shard for u in units])
+    assert gathered.count_nonzero() == sum(map(math.prod, shapes))  # the rest is padding, and zero
+    params = units[0].fsdp_params
+    fulls = [torch.full((p.slot_numel * world_size,), math.nan) for p in params]
+    collectives.foreach_all_gather_copy_out(gathered, params, fulls, 0)
+    for full, tensor in zip(fulls, tensors, strict=True):
+        assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
+        assert not full[tensor.numel() :].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(UNITS, WORLD_SIZES)
+def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size):
+    tensors = numbered(shapes)
+    units = units_of_all_ranks(tensors, world_size)
+    chunks = torch.full((world_size, units[0].slot_numel), math.nan)
+    collectives._copy_in(units[0].fsdp_params, tensors, chunks, 0)
+    assert torch.equal(chunks, torch.stack([u.flat_shard for u in units]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(UNITS)
+def test_bytes_of_a_unit(shapes):
+    world_size = 3
+    unit = units_of_all_ranks(numbered(shapes), world_size)[1]
+    rows = [math.ceil(shape[0] / world_size) for shape in shapes]
+    assert unit.flat_shard.nbytes == 4 * sum(c * math.prod(s[1:]) for c, s in zip(rows, shapes, strict=True))
+    info = unit.describe()
+    assert [p.padded_rows for p in info.params] == rows
+    assert [sum(p.rows_per_rank) for p in info.params] == [shape[0] for shape in shapes]
+    assert all(0 <= r <= p.padded_rows for p in info.params for r in p.rows_per_rank)
+
+
+def empty_parameters(shapes: list[tuple[int, ...]]) -> list[float]:
+    """Train a module whose parameters include some without elements."""
+    module = nn.Module()
+    for i, shape in enumerate(shapes):
+        module.register_parameter(f"p{i}", nn.Parameter(torch.ones(shape)))
+    module.forward = lambda x: x * sum(p.sum() for p in module.parameters())
+    fully_shard(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(2):
+        module(torch.ones(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor().sum().item() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_without_elements_train(world_size):
+    assert run_ranks(world_size, empty_parameters, [(0, 5), (3, 0), (2,)])[0] == [0, 0, 0]  # 2 - 2 * 0.5 * 2
+    for shape in [(0, 5), (3, 0)]:
+        assert run_ranks(world_size, empty_parameters, [shape]) == [[0]] * world_size

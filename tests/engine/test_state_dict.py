@@ -1,0 +1,135 @@
+"""state_dict and load_state_dict of a sharded model."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import assert_same_shards, shard_net
+from tests.engine.ranks import run_ranks
+from tests.engine.recording import recording
+from tests.engine.test_params import train_both
+from workbench.engine import fully_shard
+
+
+def shares_storage(a: DTensor, b: DTensor) -> bool:
+    return a.to_local().data_ptr() == b.to_local().data_ptr()
+
+
+def state_dict_of_shards(unsharded_first: bool) -> None:
+    plain = make_net(num_blocks=1)
+    model = shard_net(copy.deepcopy(plain))
+    if unsharded_first:
+        model(batch(0, 0))
+        assert not isinstance(model.embed.weight, DTensor)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for (name, value), param in zip(state.items(), model.parameters(), strict=True):
+        assert isinstance(value, DTensor), name
+        assert shares_storage(value, param)
+        assert torch.equal(value.full_tensor(), plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("unsharded_first", [False, True])
+def test_state_dict_holds_the_shards_themselves(world_size, unsharded_first):
+    run_ranks(world_size, state_dict_of_shards, unsharded_first)
+
+
+def round_trip(assign: bool, unsharded_first: bool) -> None:
+    source = make_net(seed=1, num_blocks=2)
+    state = {name: v.clone() for name, v in shard_net(copy.deepcopy(source)).state_dict().items()}
+    with recording() as record:
+        model = shard_net(make_net(seed=2, num_blocks=2), reshard_after_forward=False)
+        pointers = [p.to_local().data_ptr() for p in model.parameters()]
+        at_rest = record.alive
+        if unsharded_first:
+            with torch.no_grad():
+                model(batch(0, 0))  # all units are full, and stay so: the policy says it
+        assert model.load_state_dict(state, assign=assign).missing_keys == []
+    assert record.alive == at_rest  # what was replaced is gone
+    assert_same_shards(model, source)
+    if not assign:
+        assert [p.to_local().data_ptr() for p in model.parameters()] == pointers
+    train_both(source, model, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("unsharded_first", [False, True])
+def test_load_state_dict_round_trip(world_size, assign, unsharded_first):
+    run_ranks(world_size, round_trip, assign, unsharded_first)
+
+
+def in_pieces() -> None:
+    source = make_net(seed=1, num_blocks=2)
+    state = shard_net(copy.deepcopy(source)).state_dict()
+    model = shard_net(make_net(seed=2, num_blocks=2))
+    train_both(copy.deepcopy(make_net(seed=2, num_blocks=2)), model, 1)
+    names = list(state)
+    for part in (names[::2], names[1::2]):
+        result = model.load_state_dict({name: state[name] for name in part}, strict=False, assign=True)
+        assert sorted(result.missing_keys) == sorted(set(names) - set(part))
+    assert_same_shards(model, source)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_loaded_in_pieces(world_size):
+    run_ranks(world_size, in_pieces)
+
+
+def loaded_on_meta() -> None:
+    source = make_net(num_blocks=2)
+    with torch.device("meta"):
+        model = shard_net(make_net(num_blocks=2))
+    mesh = model.embed.weight.device_mesh
+    state = {
+        name: distribute_tensor(v, mesh, model.get_parameter(name).placements)
+        for name, v in source.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    train_both(source, model, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_assigned_on_meta(world_size):
+    run_ranks(world_size, loaded_on_meta)
+
+
+def plain_values() -> str:
+    model = fully_shard(nn.Linear(2, 3))
+    with pytest.raises(TypeError) as refused:
+        model.load_state_dict({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, assign=True)
+    return str(refused.value)
+
+
+def test_assigning_plain_values_says_which_parameter():
+    (said,) = run_ranks(1, plain_values)
+    assert said.startswith("parameter 'weight' was replaced by a plain Parameter after fully_shard")
+
+
+def of_an_optimizer() -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            loss_of(model, batch(dist.get_rank(), step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    models = [shard_net(make_net(num_blocks=1)) for _ in range(2)]
+    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models)
+    trained(models[0], first, range(2))
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # an optimizer takes tensors over as they are
+    trained(models[0], first, range(2, 4))
+    trained(models[1], second, range(2, 4))
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_model_and_optimizer_go_on_bit_identically_from_their_state_dicts(world_size):
+    run_ranks(world_size, of_an_optimizer)

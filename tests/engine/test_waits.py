@@ -1,0 +1,268 @@
+"""Waits that can be given up, and what is left after that."""
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import eventually, outcomes, run_ranks
+from tests.engine.recording import recording
+from tests.engine.test_params import train_both
+from workbench.engine import CollectiveFailed, StepAborted, groups
+from workbench.engine.comm import _WaitedInAThread
+from workbench.engine.probe import Category, Edge, Kind
+from workbench.engine.waits import PendingWork, cancellation
+
+
+class FakeWork:
+    """A collective that ends when the test says so."""
+
+    def __init__(self, error: str = "") -> None:
+        self.future = torch.futures.Future()
+        self.error = error
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
+
+    def wait(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def in_a_thread(fn: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=fn)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(autouse=True)
+def no_cancellation_left():
+    yield
+    cancellation.reset()
+
+
+def test_a_wait_ends_with_the_collective():
+    work = FakeWork()
+    pending = PendingWork(work, "test")
+    assert pending.end_ns == 0
+    before = time.monotonic_ns()
+    thread = in_a_thread(lambda: work.future.set_result(None))
+    pending.block()
+    pending.finish()
+    thread.join()
+    assert before <= pending.end_ns <= time.monotonic_ns()
+
+
+def test_a_cancelled_wait_ends_within_a_second():
+    pending = PendingWork(FakeWork(), "test")
+    thread = in_a_thread(lambda: cancellation.cancel("rank 3 failed"))
+    begin = time.monotonic()
+    with pytest.raises(StepAborted, match=r"^rank 3 failed$"):
+        pending.block()
+    assert time.monotonic() - begin < 1
+    thread.join()
+    with pytest.raises(StepAborted):
+        pending.block()  # later waits too, though the collective has not ended
+    cancellation.reset()
+    cancellation.check()
+
+
+def test_a_failed_collective_says_which_one():
+    work = FakeWork("Connection closed by peer\n  some C++ frames")
+    pending = PendingWork(work, "all-gather of unit 4")
+    work.future.set_exception(RuntimeError("gone"))
+    pending.block()  # failing is a way of ending
+    with pytest.raises(CollectiveFailed, match=r"^all-gather of unit 4 failed: Connection closed by peer$") as failed:
+        pending.finish()
+    assert isinstance(failed.value, RuntimeError)
+    assert str(failed.value.__cause__) == work.error
+
+
+@pytest.mark.parametrize("when", ["before", "while looking"])
+def test_a_collective_that_an_abort_broke_reports_the_abort(when):
+    work = FakeWork("Connection closed by peer")
+    pending = PendingWork(work, "test")
+    work.future.set_result(None)
+    pending.block()
+    if when == "before":
+        cancellation.cancel("aborted")
+    thread = in_a_thread(lambda: cancellation.cancel("aborted"))
+    with pytest.raises(StepAborted, match=r"^aborted$"):
+        pending.finish()
+    thread.join()
+
+
+# ---- with real ranks
+
+
+def rejoin(generation: int) -> None:
+    """What recovery does: new process groups for everyone, under a fresh prefix of the store."""
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"again{generation}", store), rank=rank, world_size=size)
+    groups.rebuild_all()
+
+
+def cancel_at_wait(kind: Kind) -> Callable:
+    """Return an event listener that has another thread cancel this rank when it starts to wait for a ``kind``."""
+    issued = []
+
+    def listen(event_kind, edge, *_):
+        if edge is Edge.BEGIN and event_kind in {Kind.ALL_GATHER, Kind.REDUCE_SCATTER}:
+            issued.append(event_kind)
+        if event_kind is Kind.WAIT and edge is Edge.BEGIN and issued[-1] is kind:
+            in_a_thread(lambda: cancellation.cancel("by the test"))
+
+    return listen
+
+
+def give_up(model: nn.Module, kind: Kind) -> float:
+    """Run a step that the other rank does not run; returns the seconds from the first wait to the exception."""
+    begins = []
+    with recording() as record:
+        listen = cancel_at_wait(kind)
+
+        def event(event_kind, *rest):
+            if event_kind is Kind.WAIT and not begins:
+                begins.append(time.monotonic())
+            listen(event_kind, *rest)
+
+        record.event = event
+        record.live = dict.fromkeys(Category, 10**9)  # recording starts in the middle
+        with pytest.raises(StepAborted, match=r"^by the test$"):
+            loss_of(model, batch(0, 7)).backward()
+    return time.monotonic() - begins[0]
+
+
+def abandoned(where: str) -> tuple[float, int]:
+    plain = make_net(num_blocks=2)
+    model = shard_net(copy.deepcopy(plain))
+    elapsed, unfinished = 0.0, 0
+    if where != "first forward":
+        train_both(plain, model, 1)
+    if dist.get_rank() == 0:
+        if where == "first forward":
+            thread = in_a_thread(lambda: eventually(lambda: groups.num_unfinished() > 0) and cancellation.cancel("now"))
+            begin = time.monotonic()
+            with pytest.raises(StepAborted, match=r"^now$"):
+                model(batch(0, 7))
+            elapsed = time.monotonic() - begin
+            thread.join()
+        else:
+            elapsed = give_up(model, Kind.ALL_GATHER)
+        unfinished = groups.num_unfinished()
+    cancellation.reset()
+    rejoin(1)
+    model.reset_iter_state()
+    assert groups.num_unfinished() == 0
+    train_both(plain, model, 2)
+    return elapsed, unfinished
+
+
+@pytest.mark.parametrize("where", ["first forward", "a later forward"])
+def test_a_rank_that_waits_for_one_that_never_comes_is_freed_and_all_go_on(where):
+    (elapsed, unfinished), _ = run_ranks(2, abandoned, where)
+    assert elapsed < 1
+    assert unfinished == 1
+
+
+def abandoned_in_backward() -> int:
+    """Both ranks gather and run forward; only rank 0 runs backward, whose first reduction nobody joins."""
+    plain = make_net(num_blocks=2)
+    model = shard_net(copy.deepcopy(plain), reshard_after_forward=False)
+    train_both(plain, model, 1)
+    with recording() as record:
+        record.live = dict.fromkeys(Category, 10**9)
+        loss = loss_of(model, batch(dist.get_rank(), 7))
+        record.event = cancel_at_wait(Kind.REDUCE_SCATTER)
+        if dist.get_rank() == 0:
+            with pytest.raises(StepAborted, match=r"^by the test$"):
+                loss.backward()
+    unfinished = groups.num_unfinished()
+    cancellation.reset()
+    rejoin(1)
+    model.reset_iter_state()
+    train_both(plain, model, 2)
+    return unfinished
+
+
+def test_a_rank_that_waits_in_backward_is_freed_and_all_go_on():
+    assert run_ranks(2, abandoned_in_backward) == [1, 0]
+
+
+def killed_peer() -> tuple[str, float]:
+    model = shard_net(make_net(num_blocks=2))
+    loss_of(model, batch(0, 0)).backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        for step in range(100):
+            loss_of(model, batch(0, step)).backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing happened", 0.0
+
+
+def test_a_killed_peer_is_an_exception_soon():
+    survivor, dead = outcomes(2, killed_peer)
+    assert dead == ("died", "exit code -9")
+    assert survivor[0] == "ok"
+    said, elapsed = survivor[1]
+    assert said.startswith("CollectiveFailed: all-gather of unit ")
+    assert elapsed < 2
+
+
+def counted() -> list[int]:
+    model = shard_net(make_net(num_blocks=2))
+    units = (model, *model.blocks)
+    counts = [groups.num_unfinished()]
+    if dist.get_rank() == 0:
+        handles = [unit.unshard(async_op=True) for unit in units]
+        counts.append(groups.num_unfinished())
+        dist.barrier()  # only now the other rank joins
+    else:
+        dist.barrier()
+        handles = [unit.unshard(async_op=True) for unit in units]
+    for handle in handles:
+        handle.wait()
+    counts.append(groups.num_unfinished())
+    return counts
+
+
+def test_collectives_in_flight_are_counted():
+    assert run_ranks(2, counted) == [[0, 3, 0], [0, 0]]
+
+
+def dropped_by_a_reset() -> list[int]:
+    model = shard_net(make_net(num_blocks=2))
+    loss_of(model, batch(0, 0)).backward()
+    model.unshard(async_op=True)
+    model.reset_iter_state()  # nobody waits for it any more, but it ends well by itself
+    assert eventually(lambda: groups.num_unfinished() == 0)
+    loss_of(model, batch(0, 0)).backward()
+    return groups.num_unfinished()
+
+
+def test_a_collective_that_ended_by_itself_is_not_unfinished():
+    assert run_ranks(2, dropped_by_a_reset) == [0, 0]
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_work_without_a_future_is_waited_for_in_a_thread(error):
+    pending = PendingWork(_WaitedInAThread(FakeWork(error)), "reduce-scatter of unit 0")
+    pending.block()
+    if not error:
+        pending.finish()
+        return
+    with pytest.raises(CollectiveFailed, match=r"^reduce-scatter of unit 0 failed: .*Connection closed by peer"):
+        pending.finish()

@@ -1,0 +1,252 @@
+"""A cluster in this process: ranks follow a script, and what they record is a simulated training job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from tests.trace.strategies import example_trace
+from workbench.cluster.pending import Answer, Output, Pending, Reply, settle
+from workbench.errors import ClusterError, RankDied, RankError
+from workbench.trace import advance, header_to_dict, key_frame_to_dict
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header, KeyFrame, Kind
+
+Act = Callable[["FakeCluster", int, Answer], None]
+"""What one rank does with a front-door request: it settles the answer, or leaves that to a later side-door request."""
+
+
+def gives(value: Any) -> Act:
+    return lambda cluster, rank, answer: settle(answer.future, value)
+
+
+def raises(ename: str, evalue: str = "", *, line: int | None = None, traceback: str = "") -> Act:
+    return lambda cluster, rank, answer: settle(answer.future, rank_error(rank, ename, evalue, line, traceback))
+
+
+def rank_error(rank: int, ename: str, evalue: str, line: int | None = None, traceback: str = "") -> RankError:
+    return RankError(
+        f"rank {rank}: {ename}", rank=rank, ename=ename, evalue=evalue, line=line, traceback=traceback or f"{ename}!\n"
+    )
+
+
+def dies(cluster: FakeCluster, rank: int, answer: Answer) -> None:
+    cluster.dead.add(rank)
+    settle(answer.future, RankDied(f"rank {rank} died: its process was killed by SIGKILL", ranks=(rank,)))
+
+
+def blocks(cluster: FakeCluster, rank: int, answer: Answer) -> None:
+    """Sits in a collective: an abort frees it."""
+    cluster.unfinished[rank] = 1
+    cluster.on_abort[rank] = lambda reason: settle(answer.future, rank_error(rank, "StepAborted", reason))
+
+
+def computes(cluster: FakeCluster, rank: int, answer: Answer) -> None:
+    """Is busy in Python: an abort does nothing, SIGINT ends it."""
+    cluster.on_interrupt[rank] = lambda: settle(answer.future, rank_error(rank, "KeyboardInterrupt", ""))
+
+
+returns = gives(None)
+
+
+def writes(*outputs: Output, then: Act = returns) -> Act:
+    def act(cluster: FakeCluster, rank: int, answer: Answer) -> None:
+        answer.outputs.extend(outputs)
+        then(cluster, rank, answer)
+
+    return act
+
+
+def prints(text: str, then: Act = returns) -> Act:
+    return writes(Output("stdout", text=text), then=then)
+
+
+class FakeRank:
+    """The recorder of one rank: what was recorded so far is a growing part of a simulated job."""
+
+    def __init__(self, whole: RankTrace, header: Header) -> None:
+        self.whole, self.full_header = whole, header
+        self.header = replace(header, units=(), strings=())
+        self.version = 1
+        self.recorded = self.drained = 0
+
+    @property
+    def step_ends(self) -> list[int]:
+        rows = self.whole.rows
+        return [i + 1 for i in range(len(rows)) if rows["kind"][i] == Kind.STEP and rows["edge"][i] == 1]
+
+    def shard(self) -> None:
+        self.header, self.version = self.full_header, self.version + 1
+
+    def drain(self, version: int) -> Reply:
+        rows = self.whole.rows[self.drained : self.recorded]
+        content = {
+            "first_seq": self.drained,
+            "count": len(rows),
+            "lost": 0,
+            "key_frame": key_frame_to_dict(advance(KeyFrame(), self.whole.rows[: self.recorded])),
+            "header": header_to_dict(self.header) if version != self.version else None,
+            "header_version": self.version,
+        }
+        self.drained = self.recorded
+        return Reply(content, buffers=(memoryview(rows.tobytes()),))
+
+
+class FakeCluster:
+    """See the module docstring; has the methods of :class:`workbench.cluster.Cluster`.
+
+    ``script`` holds, by the word of a command or ``"cell"`` or ``"recover"``, what each rank does; a list is one act
+    per rank. ``log`` is what was asked, in order.
+    """
+
+    def __init__(self, num_ranks: int = 4, *, device: str = "auto", profile: str | None = None) -> None:
+        self.num_ranks, self.device, self.profile = num_ranks, device, profile
+        self.job: Trace = example_trace(num_ranks=num_ranks, num_units=3, steps=3)
+        self.ranks = [FakeRank(r, self.job.header) for r in self.job.ranks]
+        self.modules = {rank: ["model"] for rank in range(num_ranks)}
+        self.variables = {rank: ["model", "train_step", "mesh"] for rank in range(num_ranks)}
+        self.script: dict[str, Act | list[Act]] = {"recover": gives({}), "cell": gives(None)}
+        self.log: list[tuple[Any, ...]] = []
+        self.dead: set[int] = set()
+        self.silent: set[int] = set()
+        self.unfinished: dict[int, int] = {}
+        self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
+        self.on_abort: dict[int, Callable[[str], None]] = {}
+        self.on_interrupt: dict[int, Callable[[], None]] = {}
+        self.on_drain: Callable[[], None] = lambda: None
+        self.started = False
+
+    # ---- life
+
+    @property
+    def rank_info(self) -> list[dict[str, Any]]:
+        return [{"rank": r, "host": "<here>", "device": "cpu", "pid": 100 + r} for r in range(self.num_ranks)]
+
+    def start(self) -> None:
+        self.started = True
+        self.log.append(("start",))
+
+    def stop(self) -> None:
+        self.started = False
+        self.log.append(("stop",))
+
+    def alive(self) -> tuple[bool, ...]:
+        return tuple(rank not in self.dead for rank in range(self.num_ranks))
+
+    # ---- front door
+
+    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:
+        function = name.partition(":")[2]
+        self.log.append((function, *args))
+        if function == "recover":
+            self.unfinished.clear()
+        return self._perform(args[0]["word"] if function == "execute" else function, self._chosen(ranks))
+
+    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
+        self.log.append(("cell", code, self._chosen(ranks)))
+        return self._perform("cell", self._chosen(ranks))
+
+    def _perform(self, what: str, ranks: tuple[int, ...]) -> Pending:
+        acts = self.script[what]
+        answers = {rank: Answer() for rank in ranks}
+        for rank, answer in answers.items():
+            (acts[rank] if isinstance(acts, list) else acts)(self, rank, answer)
+        return Pending(answers)
+
+    def _chosen(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
+        return tuple(range(self.num_ranks)) if ranks is None else tuple(ranks)
+
+    # ---- side door
+
+    def ask(
+        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, Reply | Exception]:
+        chosen = self._chosen(ranks)
+        if request["op"] == "abort":
+            self.log.append(("abort", request["reason"], chosen))
+        if request["op"] == "drain":
+            self.on_drain()
+        return {rank: self._answer(rank, request) for rank in chosen}
+
+    def _answer(self, rank: int, request: dict[str, Any]) -> Reply | Exception:
+        if rank in self.dead:
+            return RankDied(f"rank {rank} died", ranks=(rank,))
+        if rank in self.silent:
+            return ClusterError(f"rank {rank} has not answered")
+        match request["op"]:
+            case "drain":
+                reply = self.ranks[rank].drain(request["header_version"])
+                reply.content["position"] = self.position(rank)
+                return reply
+            case "where":
+                return Reply(self.position(rank))
+            case "names":
+                return Reply({"modules": self.modules[rank], "variables": self.variables[rank]})
+            case _:
+                self.on_abort.pop(rank, lambda reason: None)(request["reason"])
+                return Reply({})
+
+    def position(self, rank: int) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "doing": "",
+            "step": -1,
+            "unfinished": self.unfinished.get(rank, 0),
+            "optimizer_steps": self.optimizer_steps[rank],
+        }
+
+    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
+        self.log.append(("interrupt", self._chosen(ranks)))
+        for rank in self._chosen(ranks):
+            self.on_interrupt.pop(rank, lambda: None)()
+
+    # ---- scripts that take a while
+
+    def sharded(self) -> None:
+        """From now on the ranks have units."""
+        for rank in self.ranks:
+            rank.shard()
+
+    def trains(self, steps: int = 3) -> Act:
+        """Every drain finds one more step recorded, and after ``steps`` the ranks answer."""
+        waiting: list[Answer] = []
+        done = 0
+
+        def on_drain() -> None:
+            nonlocal done
+            if done == steps or not waiting:
+                return
+            done += 1
+            for rank in self.ranks:
+                rank.recorded = rank.step_ends[done - 1]
+            if done == steps:
+                for answer in waiting:
+                    settle(answer.future, step_result(steps))
+
+        def act(cluster: FakeCluster, rank: int, answer: Answer) -> None:
+            waiting.append(answer)
+
+        self.on_drain = on_drain
+        return act
+
+
+def step_result(steps: int) -> dict[str, Any]:
+    return {
+        "steps_done": steps,
+        "losses": [4.5 - 0.1 * i for i in range(steps)],
+        "seconds": [0.25] * steps,
+        "optimizer_steps": steps,
+    }
+
+
+SHARD_RESULT = {
+    "model": "model",
+    "units": ["blocks.0", "blocks.1", "(root)"],
+    "num_units": 3,
+    "num_params": 10,
+    "num_elements": 1000,
+    "bytes_unsharded": 4000,
+    "bytes_at_rest": 1000,
+    "optimizers": 0,
+}

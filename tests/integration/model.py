@@ -1,0 +1,39 @@
+"""The cell that the tests run on real ranks: a small model, its optimizer, a step."""
+
+CELL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+torch.manual_seed(0)
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+generator = torch.Generator().manual_seed(rank)
+
+def train_step():
+    loss = model(torch.randn(8, 16, generator=generator)).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+"""

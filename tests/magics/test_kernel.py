@@ -1,0 +1,76 @@
+"""The magics in a real kernel, on a fake cluster: what a saved notebook holds."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
+
+from tests.source import REPO
+from workbench.magics.show import PLOTLY_MIME
+
+SETUP = """
+from tests.fake_cluster import FakeCluster, blocks, raises
+from workbench.magics import register
+from workbench.workbench import Workbench
+
+fakes = []
+def factory(*args, **settings):
+    fakes.append(FakeCluster(*args, **settings))
+    return fakes[-1]
+_ = register(get_ipython(), lambda *args, **settings: Workbench(*args, cluster_factory=factory, **settings))
+"""
+CELLS = {
+    "setup": SETUP,
+    "start": "%fsdp start -n 4\nfakes[-1].sharded()\nfakes[-1].script['step'] = fakes[-1].trains(3)",
+    "step": "%fsdp step 3",
+    "layout": "%fsdp layout\nx = 1",
+    "failing": "fakes[-1].script['step'] = [blocks, raises('ValueError', 'no', line=3), blocks, blocks]\n%fsdp step 2",
+    "usage": "%fsdp shrad",
+    "stop": "%fsdp stop",
+}
+
+
+@pytest.fixture(scope="module")
+def cells():
+    """Outputs of each cell, by its name, and the whole notebook under ``notebook``."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
+    for name, cell in zip(CELLS, notebook.cells, strict=True):
+        cell.metadata["tags"] = ["raises-exception"] if name in {"failing", "usage"} else []
+    NotebookClient(
+        notebook, timeout=60, resources={"metadata": {"path": str(REPO)}}, store_widget_state=False
+    ).execute()
+    found = {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+    return {**found, "notebook": notebook}
+
+
+def test_progress_is_one_output_with_its_end_in_it(cells):
+    bars = [out for out in cells["step"] if "progressbar" in out.get("data", {}).get("text/html", "")]
+    assert len(bars) == 1
+    assert 'aria-valuenow="3"' in bars[0].data["text/html"]
+    assert "step 3 of 3" in bars[0].data["text/plain"]
+    assert "3 steps, loss 4.5 -&gt; 4.3" in cells["step"][-1].data["text/html"]
+
+
+def test_a_figure_is_there_for_jupyterlab(cells):
+    (figure,) = cells["layout"]
+    assert set(figure.data) == {PLOTLY_MIME, "text/plain"}
+    assert "Each of 4 ranks keeps" in figure.data["text/plain"]
+
+
+def test_an_error_is_an_error_with_one_clean_text(cells):
+    *_, error = cells["failing"]
+    assert (error.output_type, error.ename) == ("error", "RankError")
+    text = "\n".join(error.traceback)
+    assert "rank 1 raised ValueError: no (line 3 of the cell)" in text
+    assert "workbench/" not in text
+    (bar,) = [out for out in cells["failing"] if "progressbar" in out.get("data", {}).get("text/html", "")]
+    assert "rank 1 raised ValueError" in bar.data["text/html"]
+    (usage,) = cells["usage"]
+    assert (usage.output_type, usage.ename) == ("error", "UsageError")
+    assert usage.traceback[0].startswith("UsageError: %fsdp has no word 'shrad', did you mean 'shard'?")
+
+
+def test_the_notebook_as_a_page_shows_the_bar(cells):
+    page, _ = HTMLExporter().from_notebook_node(cells["notebook"])
+    assert 'aria-valuenow="3"' in page
+    assert "width:100.0%" in page

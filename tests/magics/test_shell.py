@@ -1,0 +1,239 @@
+import json
+
+import plotly.graph_objects as go
+import pytest
+from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
+
+from tests.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, writes
+from workbench import load_ipython_extension, unload_ipython_extension
+from workbench.cluster.pending import Output
+from workbench.errors import Interrupted, RankError, UsageError
+from workbench.magics import register, unregister
+from workbench.magics.show import PLOTLY_MIME, WIDGET_MIME
+from workbench.reports import ShardReport
+
+
+@pytest.fixture
+def sharded(notebook):
+    notebook.fake.sharded()
+    notebook.fake.script["step"] = notebook.fake.trains(3)
+    return notebook
+
+
+# ---- help and usage
+
+
+def test_help(bare):
+    assert "usage: %fsdp {start,status" in bare.ok("%fsdp").out
+    assert bare.ok("%fsdp help").out == bare.ok("%fsdp -h").out
+    assert bare.ok("%fsdp help shard").out == bare.ok("%fsdp shard --help").out
+    assert "%fsdp shard model --wrap Block" in bare.ok("%fsdp help shard").out
+    assert "usage: %%fsdp [-h] [-t RANKS]" in bare.ok("%%fsdp -h\npass").out
+    assert isinstance(bare.run("%fsdp help shrad").error, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("%fsdp shrad model", "did you mean 'shard'?"),
+        ("%fsdp shard model --warp Block", "did you mean '--wrap'?"),
+        ("%fsdp step", "there are no ranks yet: first %fsdp start -n 4"),
+        ("%fsdp memory", "there are no ranks yet"),
+        ("%%fsdp\n1", "there are no ranks yet"),
+        ("%%fsdp -t x\n1", "such as 1,3 or 0-2"),
+        ("%%fsdp shard model\n1", "on a line of its own write: %fsdp shard model"),
+        ("%fsdp start -n {ranks}", "there is no 'ranks'"),
+    ],
+)
+def test_a_wrong_line_raises_and_shows_one_clean_message(bare, line, says):
+    cell = bare.run(line)
+    assert isinstance(cell.error, UsageError)
+    assert cell.out.startswith("UsageError: ")
+    assert says in cell.out
+    assert "Traceback" not in cell.out
+    assert "workbench/magics" not in cell.out
+
+
+def test_an_error_ends_the_cell(bare):
+    bare.run("%fsdp shrad\nreached = True")
+    assert "reached" not in bare.shell.user_ns
+
+
+# ---- start, stop
+
+
+def test_start_and_stop(bare):
+    assert "4 ranks started" in bare.ok("%fsdp start -n 4 --device cpu").shown[0]["text/plain"]
+    assert (bare.fake.num_ranks, bare.fake.device) == (4, "cpu")
+    assert "the ranks run already" in bare.ok("%fsdp start -n 4 --device cpu").out
+    assert "%fsdp stop first" in bare.run("%fsdp start -n 2").out
+    assert len(bare.fakes) == 1
+    assert "stopped" in bare.ok("%fsdp stop").out
+    assert "no ranks are running" in bare.ok("%fsdp stop").out
+    assert "no ranks are running" in bare.ok("%fsdp status").shown[0]["text/plain"]
+    bare.ok("%fsdp start -n 2")
+    assert [fake.num_ranks for fake in bare.fakes] == [4, 2]
+
+
+def test_names_in_braces_are_expanded_in_n_and_t_only(bare):
+    bare.ok("n = 3\nwho = [0, 2]\n%fsdp start -n {n}")
+    assert bare.fake.num_ranks == 3
+    bare.ok("%%fsdp -t {who}\nx = '{n}'")
+    assert ("cell", "x = '{n}'\n", (0, 2)) in bare.fake.log
+    assert "'{n}'" in bare.run("%fsdp shard {n}").out
+
+
+def test_ipython_expands_nothing_by_itself(bare):
+    magics = bare.shell.magics_manager.registry["FsdpMagics"]
+    assert getattr(magics.fsdp, MAGIC_NO_VAR_EXPAND_ATTR)
+
+
+# ---- commands
+
+
+def test_a_command_shows_its_report_or_returns_it(notebook):
+    notebook.fake.script["shard"] = gives(SHARD_RESULT)
+    shown = notebook.ok("%fsdp shard model --wrap Block").shown
+    assert "model: 3 units on 4 ranks" in shown[0]["text/plain"]
+    assert "<strong>" in shown[0]["text/html"]
+    assert notebook.ok("report = %fsdp shard model").shown == []
+    assert isinstance(notebook.shell.user_ns["report"], ShardReport)
+
+
+def test_step_shows_a_bar_and_its_report(sharded):
+    cell = sharded.ok("%fsdp step 3")
+    assert "step 3 of 3" in cell.out
+    assert "3 steps, loss 4.5 -> 4.3" in cell.shown[-1]["text/plain"]
+
+
+def test_a_name_that_only_the_notebook_has(notebook):
+    notebook.ok("net = object()")
+    assert "'net' is in this notebook, not on the ranks: put the code" in notebook.run("%fsdp shard net").out
+
+
+def test_an_exception_on_a_rank_is_shown_once_and_raised(sharded):
+    traceback = (
+        'Traceback (most recent call last):\n  File "/tmp/ipykernel_1/2.py", line 3, in train_step\nValueError: no\n'
+    )
+    sharded.fake.script["step"] = [blocks, raises("ValueError", "no", line=3, traceback=traceback), blocks, blocks]
+    cell = sharded.run("%fsdp step 3\nreached = True")
+    assert isinstance(cell.error, RankError)
+    assert "reached" not in sharded.shell.user_ns
+    assert cell.out.count("Traceback") == 1
+    assert "RankError: rank 1 raised ValueError: no (line 3, in train_step)" in cell.out
+    assert "workbench/" not in cell.out
+
+
+def test_an_interrupt_is_one_line(sharded):
+    def press(cluster, rank, answer):
+        raise Interrupted("interrupted; the ranks are ready again")
+
+    sharded.fake.script["cell"] = press
+    cell = sharded.run("%%fsdp\nx")
+    assert isinstance(cell.error, KeyboardInterrupt)
+    assert cell.out.strip() == "Interrupted: interrupted; the ranks are ready again"
+
+
+# ---- cells
+
+
+def test_a_cell_streams_one_rank_and_compares_the_rest(notebook):
+    notebook.fake.script["cell"] = prints("hello\n")
+    assert notebook.ok("%%fsdp\nprint('hello')").out == "hello\n--- 4 ranks agree\n"
+    notebook.fake.script["cell"] = [prints(f"{rank}\n") for rank in range(4)]
+    assert notebook.ok("%%fsdp -t 1,3\nprint(rank)").out == "1\n--- rank 3:\n3\n--- above: rank 1\n"
+
+
+def test_rich_output_of_the_first_rank_is_shown(notebook):
+    picture = Output("display", data={"image/png": "abc", "text/plain": "<Figure>"}, metadata={"x": 1}, display_id="d")
+    update = Output("update", data={"text/plain": "newer"}, display_id="d")
+    widget = Output("result", data={WIDGET_MIME: {"model_id": "1"}, "text/plain": "Slider()"})
+    notebook.fake.script["cell"] = writes(picture, update, widget, Output("stderr", text="warning\n"), Output("clear"))
+    cell = notebook.ok("%%fsdp\nplot()")
+    assert [data.get("text/plain") for data in cell.shown[:3]] == ["<Figure>", "newer", "Slider()"]
+    assert cell.shown[0]["image/png"] == "abc"
+    assert cell.shown[0]["transient"] == cell.shown[1]["transient"] == {"display_id": "d"}
+    assert cell.shown[1]["update"]
+    assert WIDGET_MIME not in cell.shown[2]
+    assert "warning\n" in cell.err
+
+
+# ---- views
+
+
+def test_a_view_is_displayed_wherever_its_line_stands(sharded):
+    sharded.ok("%fsdp step 3")
+    shown = sharded.ok("%fsdp layout\n%fsdp training\nx = 1").shown
+    assert len(shown) == 2
+    for data in shown:
+        assert set(data) >= {PLOTLY_MIME, "text/plain"}
+        assert "text/html" not in data
+        json.dumps(data[PLOTLY_MIME])
+    assert "Each of 4 ranks keeps" in shown[0]["text/plain"]
+
+
+def test_a_view_that_is_assigned_is_returned_and_not_displayed(sharded):
+    assert sharded.ok("fig = %fsdp layout --fold true").shown == []
+    assert isinstance(sharded.shell.user_ns["fig"], go.Figure)
+
+
+def test_views_and_export_work_after_stop(sharded, tmp_path):
+    sharded.ok("%fsdp step 3\n%fsdp stop")
+    assert sharded.ok("%fsdp training").shown
+    shown = sharded.ok(f"%fsdp export '{tmp_path}/my run.trace'").shown
+    assert "my run.trace" in shown[0]["text/plain"]
+    assert (tmp_path / "my run.trace").exists()
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%fsdp st", {"start", "status", "stop", "step", "states"}),
+        ("%fsdp shard mo", {"model"}),
+        ("%fsdp shard ", {"model", "--wrap", "--reshard-after-forward", "--ignore", "--help"}),
+        ("%fsdp shard model --w", {"--wrap"}),
+        ("%fsdp shard model --reshard-after-forward f", {"false"}),
+        ("%fsdp shard model --reshard-after-forward=", {"auto", "true", "false"}),
+        ("%fsdp step --fn tr", {"train_step"}),
+        ("%fsdp start --device c", {"cpu", "cuda"}),
+        ("%fsdp help sha", {"shard"}),
+        ("%%fsdp --t", {"--targets"}),
+    ],
+)
+def test_completion(notebook, line, expected):
+    assert set(notebook.complete(line)) == expected
+
+
+def test_unit_names_complete_the_path_of_the_only_model(sharded):
+    assert set(sharded.complete("%fsdp unshard model.b")) == {"model.blocks.0", "model.blocks.1"}
+    sharded.fake.modules[1] = ["model", "teacher"]
+    assert set(sharded.complete("%fsdp unshard ")) >= {"model", "teacher"}
+    assert "model.blocks.0" not in sharded.complete("%fsdp unshard ")
+
+
+def test_completion_in_a_fresh_shell_and_after_nonsense(bare):
+    assert "start" in bare.complete("%fsdp sta")
+    assert "--wrap" in bare.complete("%fsdp shard --")
+    for line in ("%fsdp nonsense x", "%fsdp step 3 x", "%fsdp start -n "):
+        assert isinstance(bare.complete(line), list)
+
+
+# ---- loading
+
+
+def test_the_extension_is_loaded_once_and_unloaded(bare):
+    first = bare.shell.magics_manager.registry["FsdpMagics"]
+    assert register(bare.shell) is first
+    bare.ok("%fsdp start")
+    unload_ipython_extension(bare.shell)
+    assert bare.fake.log[-1] == ("stop",)
+    assert "not found" in bare.run("%fsdp status").err
+    assert "start" not in bare.complete("%fsdp sta")
+    unregister(bare.shell)
+    load_ipython_extension(bare.shell)
+    assert "no ranks yet" in bare.run("%fsdp status").out
+    unload_ipython_extension(bare.shell)
+    unload_ipython_extension(bare.shell)

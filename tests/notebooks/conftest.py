@@ -1,0 +1,97 @@
+"""The demo, run once on four ranks and once on two, for all tests that look at what it made."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARK = "WORKBENCH_TEST_MARK"  # in the environment of everything that a run starts
+TIMEOUT_S = 280
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """What a run of ``workbench demo`` left.
+
+    Attributes:
+        folder: where it wrote.
+        code: its exit code.
+        stdout: what it said.
+        stderr: what it complained about.
+        seconds: how long it took.
+        peak_bytes: most memory that it and all it started had at once; what they share is counted once.
+        survivors: command lines of what was still running some time later.
+    """
+
+    folder: Path
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    peak_bytes: int
+    survivors: tuple[str, ...]
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory) -> DemoRun:
+    return _run(tmp_path_factory.mktemp("demo"), num_ranks=4)
+
+
+@pytest.fixture(scope="session")
+def binder_run(tmp_path_factory) -> DemoRun:
+    return _run(tmp_path_factory.mktemp("binder"), num_ranks=2)
+
+
+def _run(folder: Path, num_ranks: int) -> DemoRun:
+    mark = uuid.uuid4().hex
+    texts = [folder / "stdout", folder / "stderr"]
+    begin, peak_bytes = time.monotonic(), 0
+    with texts[0].open("w") as stdout, texts[1].open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench.cli", "demo", "--out", str(folder)],
+            env=os.environ | {MARK: mark, "WORKBENCH_RANKS": str(num_ranks)},
+            stdout=stdout,
+            stderr=stderr,
+        )
+        while process.poll() is None and time.monotonic() - begin < TIMEOUT_S:
+            peak_bytes = max(peak_bytes, sum(map(_own_bytes, _marked(mark))))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+        process.kill()
+        code = process.wait()
+    seconds = time.monotonic() - begin
+    return DemoRun(folder, code, *(text.read_text() for text in texts), seconds, peak_bytes, _survivors(mark))
+
+
+def _survivors(mark: str, within_s: float = 10) -> tuple[str, ...]:
+    """Processes that carry ``mark``, once they had time to end."""
+    deadline = time.monotonic() + within_s
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        psutil.wait_procs(found, timeout=0.2)
+    return tuple(" ".join(process.cmdline()) for process in found)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    try:
+        memory = process.memory_full_info()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0
+    return getattr(memory, "pss", memory.uss)  # macOS knows no proportional share

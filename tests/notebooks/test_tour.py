@@ -1,0 +1,124 @@
+"""The tour: as it is kept, and as ``workbench demo`` runs it on four ranks."""
+
+import re
+
+import nbformat
+import pytest
+
+from tests.source import REPO
+from workbench.demo import communication
+from workbench.magics import words
+from workbench.replay import collectives, shards, training
+from workbench.trace import check, load, steps
+from workbench.trace.schema import Kind
+
+TOUR = REPO / "notebooks" / "01_tour.ipynb"
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return nbformat.read(TOUR, as_version=4).cells
+
+
+@pytest.fixture(scope="module")
+def trace(demo_run):
+    return load(demo_run.folder / "tour.trace")
+
+
+def test_it_is_kept_without_outputs(cells):
+    notebook = nbformat.read(TOUR, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert all(not c.outputs and c.execution_count is None for c in cells if c.cell_type == "code")
+
+
+def test_its_cells_are_short_and_each_section_teaches(cells):
+    assert max(len(c.source.splitlines()) for c in cells if c.cell_type == "code") <= 16
+    assert sum(c.cell_type == "markdown" for c in cells) >= 15
+    assert cells[0].source.startswith("# ")
+
+
+def test_its_words_are_words_of_fsdp(cells):
+    lines = [line for c in cells if c.cell_type == "code" for line in c.source.splitlines()]
+    used = [
+        words.parse_line(line.removeprefix("%fsdp "), lambda _: "4")[0] for line in lines if line.startswith("%fsdp ")
+    ]
+    assert used[0] == "start"
+    assert used[-1] == "stop"
+    assert set(words.WORDS) - set(used) == {"status", "help"}
+
+
+def test_the_demo_runs_to_its_end(demo_run):
+    assert demo_run.code == 0, demo_run.stdout[-2000:] + demo_run.stderr[-4000:]
+    assert "Traceback" not in demo_run.stderr
+
+
+def test_nothing_is_left_running(demo_run):
+    assert demo_run.survivors == ()
+
+
+def test_the_summary(demo_run):
+    summary = demo_run.stdout.partition("The tour ran from top to bottom")[2]
+    assert re.search(rf"ranks +{RANKS} \(cpu\)", summary)
+    assert re.search(r"parameters +[\d,]{6,} in \d+ tensors", summary)
+    assert re.search(r"at rest +[\d.]+ [KM]iB of parameters on each rank; unsharded it would be [\d.]+ MiB", summary)
+    assert re.search(r"collectives +[\d,]+ calls, [\d,]+ B on each rank in 43 steps; .*: equal", summary)
+    assert re.search(r"step time +[\d.]+ m?s", summary)
+    for name in ("tour.html", "tour.trace"):
+        assert str(demo_run.folder / name) in summary
+
+
+def test_it_learns_more_than_the_frequencies_of_characters(demo_run):
+    before, after, unigram = map(
+        float,
+        re.search(r"([\d.]+) -> ([\d.]+) nats per character; a unigram model has ([\d.]+)", demo_run.stdout).groups(),
+    )
+    assert before > unigram
+    assert after < unigram - 0.4
+
+
+def test_the_trace_obeys_its_rules(trace):
+    assert check(trace) == []
+    assert [r.rank for r in trace.ranks] == list(range(RANKS))
+    assert all(r.lost == 0 for r in trace.ranks)
+
+
+def test_the_trace_holds_the_training(trace):
+    assert steps(trace) == list(range(43))
+    summary = training.summary(trace)
+    assert len(summary.losses) == 43
+    assert summary.losses[39] < summary.losses[0] - 1.5
+
+
+def test_shards_are_a_quarter(trace):
+    total = shards.totals(shards.shards(trace.header))
+    assert total.bytes_at_rest == pytest.approx(total.bytes_unsharded / RANKS, rel=0.02)
+
+
+def test_the_knob_changes_the_number_of_all_gathers(trace):
+    def gathers(step):
+        return sum(c.calls for c in collectives.counts(trace, step) if c.kind == Kind.ALL_GATHER and c.rank == 0)
+
+    assert [gathers(step) for step in (0, 39, 40, 42)] == [9, 9, 5, 5]
+
+
+def test_every_collective_is_as_the_closed_form_says(trace):
+    sent = communication(trace)
+    assert sent.as_expected
+    assert sent.calls == 40 * (9 + 5) + 3 * (5 + 5)
+
+
+def test_it_takes_at_most_90_seconds(demo_run):
+    assert demo_run.seconds < 90
+
+
+def test_two_ranks_fit_into_a_binder(binder_run):
+    assert binder_run.code == 0, binder_run.stdout[-2000:] + binder_run.stderr[-4000:]
+    assert re.search(r"ranks +2 \(cpu\)", binder_run.stdout)
+    assert 0.3 * 2**30 < binder_run.peak_bytes < 1.4 * 2**30  # leaves 0.1 GiB of 1.5 for the server
+
+
+def test_two_ranks_learn_as_well(binder_run):
+    losses = re.search(r"([\d.]+) -> ([\d.]+) nats per character; a unigram model has ([\d.]+)", binder_run.stdout)
+    assert float(losses[2]) < float(losses[3]) - 0.4

@@ -1,0 +1,229 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trace.simulation import padded_bytes
+from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
+from workbench.replay import collectives
+from workbench.replay.collectives import closed_form, compare, counts, ring_bytes, table
+from workbench.trace.builder import TraceBuilder
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import COLLECTIVES, Edge, Header, Kind, Param, Unit
+
+
+def make_unit(*params: Param, **changes: object) -> Unit:
+    defaults = {"index": 0, "name": "", "root": 0, "reshard_after_forward": False, "shard_size": 4}
+    return Unit(params=params, **(defaults | {"compute_itemsize": 2, "reduce_itemsize": 4} | changes))
+
+
+def make_param(shape: tuple[int, ...], padded_rows: int, **changes: object) -> Param:
+    return Param(
+        **(
+            {"fqn": "w", "shape": shape, "dtype": "float32", "itemsize": 4, "shard_dim": 0, "rows_per_rank": ()}
+            | changes
+        ),
+        padded_rows=padded_rows,
+    )
+
+
+# -- the table
+
+
+@given(traces())
+def test_the_table_has_one_entry_per_collective_issued(trace: Trace):
+    for rank in trace.ranks:
+        found = table(rank)
+        begins = np.isin(rank.rows["kind"], COLLECTIVES) & (rank.rows["edge"] == Edge.BEGIN)
+        for column, name in ((found.seq, "seq"), (found.issue_ns, "t_ns"), (found.num_bytes, "num_bytes")):
+            assert column.tolist() == rank.rows[name][begins].tolist()
+        assert len(found) == begins.sum()
+        assert (found.wait_ns >= 0).all()
+        assert (found.time_ns >= 0).all()
+
+
+@given(setups())
+def test_a_wait_is_exposed_time_of_its_collective(setup: Setup):
+    for rank in simulate(setup).ranks:
+        found, rows = table(rank), rank.rows
+        waits = rows["kind"] == Kind.WAIT
+        t_ns = rows["t_ns"][waits].reshape(-1, 2)  # a wait holds nothing else: its ends are neighbours
+        assert found.wait_ns.sum() == (t_ns[:, 1] - t_ns[:, 0]).sum()
+        by_identity = dict(zip(rows["comm_seq"][waits][::2].tolist(), t_ns.tolist(), strict=True))
+        for comm_seq, begin, end in zip(found.comm_seq, found.wait_begin_ns, found.wait_end_ns, strict=True):
+            assert by_identity[comm_seq] == [begin, end]
+        assert (found.time_ns == found.end_ns - found.issue_ns).all()
+
+
+@given(st.data())
+def test_any_interleaving_of_drains_gives_each_rank_the_same_table(data):
+    trace = data.draw(traces(whole=True))
+    builder = TraceBuilder()
+    builder.update_header(trace.header)
+    drains = [(rank, cut) for rank in trace.ranks for cut in data.draw(cuttings(len(rank.rows))) if len(rank.rows[cut])]
+    waiting = {rank.rank: [cut for r, cut in drains if r is rank] for rank in trace.ranks}
+    order = data.draw(st.permutations([rank.rank for rank, _ in drains]))
+    for number in order:
+        rank, cut = trace.rank(number), waiting[number].pop(0)
+        builder.append(number, rank.rows[cut].tobytes(), key_frame=rank.cut(cut.stop, cut.stop).start)
+    for rank in builder.snapshot().ranks:
+        expected = table(trace.rank(rank.rank))
+        for field in dataclasses.fields(expected):
+            assert getattr(table(rank), field.name).tolist() == getattr(expected, field.name).tolist()
+
+
+def test_a_collective_that_has_not_ended_lasts_to_the_last_row():
+    rank = example_trace(steps=1).ranks[0]
+    place = int(np.flatnonzero((rank.rows["kind"] == Kind.WAIT) & (rank.rows["edge"] == Edge.BEGIN))[0])
+    hung = rank.cut(0, place + 1)
+    found = table(hung)
+    last = hung.rows["t_ns"][-1]
+    assert found.end_ns[0] == found.wait_end_ns[0] == -1
+    assert found.wait_begin_ns[0] == last
+    assert found.time_ns[0] == last - found.issue_ns[0]
+
+
+def test_a_wait_for_a_collective_issued_before_the_trace_belongs_to_none():
+    rank = example_trace(steps=1).ranks[0]
+    issued = int(np.flatnonzero(rank.rows["kind"] == Kind.ALL_GATHER)[0])
+    found = table(rank.cut(issued + 1, rank.end_seq))
+    assert len(found) == len(table(rank)) - 1
+    assert found.wait_begin_ns.tolist() == table(rank).wait_begin_ns[1:].tolist()
+    only_waits = rank.cut(int(table(rank).seq[-1]) + 1, rank.end_seq)
+    assert (only_waits.rows["kind"] == Kind.WAIT).any()
+    assert len(table(only_waits)) == 0
+
+
+def test_time_held_at_a_gate_is_neither_time_nor_exposed():
+    rank = example_trace(steps=1).ranks[0]
+    rows = rank.rows
+    place = int(np.flatnonzero((rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END))[0])
+    gate = rows[[place, place]].copy()
+    gate["kind"], gate["edge"] = Kind.GATE, (Edge.BEGIN, Edge.END)
+    gate["comm_seq"] = gate["comm_group"] = gate["unit"] = -1
+    held = np.concatenate([rows[:place], gate, rows[place:]])
+    held["seq"] = np.arange(len(held))
+    held["t_ns"][place + 1 :] += 1_000_000 * (held["t_ns"][place + 1 :] >= gate["t_ns"][0])  # not true ends before it
+    assert table(RankTrace(0, held)).wait_ns.tolist() == table(rank).wait_ns.tolist()
+    assert table(RankTrace(0, held)).time_ns.tolist() == table(rank).time_ns.tolist()
+
+
+# -- counts, the closed form and both beside each other
+
+
+@given(setups())
+def test_number_and_bytes_are_the_closed_forms(setup: Setup):
+    trace = simulate(setup)
+    expected = {(e.unit, e.kind, e.calls, e.num_bytes) for e in closed_form(trace.header) if e.calls}
+    for step in range(setup.steps):
+        for rank in range(setup.num_ranks):
+            found = {(c.unit, c.kind, c.calls, c.num_bytes) for c in counts(trace, step) if c.rank == rank}
+            assert found == expected
+        assert not any(row.differs or row.expected is None for row in compare(trace, step))
+
+
+@given(setups())
+def test_the_closed_form_is_the_formula_of_whole_models(setup: Setup):
+    header = simulate(dataclasses.replace(setup, steps=0)).header
+    gathers, reduces = (
+        [e for e in closed_form(header) if e.kind == kind] for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    )
+    whole, root = sum(map(padded_bytes, header.units)), padded_bytes(header.units[-1])
+    many, g = setup.num_ranks > 1, setup.num_units
+    if setup.reshard_after_forward and setup.reshard_root:
+        calls, num_bytes = 2 * g, 2 * whole
+    elif setup.reshard_after_forward:
+        calls, num_bytes = 2 * g - 1, 2 * whole - root
+    else:
+        calls, num_bytes = g, whole
+    assert (sum(e.calls for e in gathers), sum(e.num_bytes for e in gathers)) == (calls * many, num_bytes * many)
+    assert (sum(e.calls for e in reduces), sum(e.num_bytes for e in reduces)) == (g * many, whole * many)
+
+
+def test_padding_counts_and_frozen_parameters_are_gathered_but_not_reduced():
+    unit = make_unit(make_param((5, 3), 2), make_param((3, 7), 2, trainable=False, shard_dim=1))
+    gather, reduce = closed_form(Header(units=(unit,)))
+    assert (gather.calls, gather.num_bytes) == (1, 2 * (2 * 4 * 3 + 2 * 4 * 3))
+    assert (reduce.calls, reduce.num_bytes) == (1, 4 * (2 * 4 * 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [({"shard_size": 1}, (0, 0)), ({"reshard_after_forward": True}, (2, 1))],
+)
+def test_calls_of_a_unit(changes, calls):
+    found = closed_form(Header(units=(make_unit(make_param((4,), 1), **changes),)))
+    assert tuple(e.calls for e in found) == calls
+
+
+def test_a_unit_of_frozen_parameters_reduces_nothing():
+    found = closed_form(Header(units=(make_unit(make_param((4,), 1, trainable=False)),)))
+    assert [(e.calls, e.num_bytes) for e in found] == [(1, 8), (0, 0)]
+
+
+def without(rank: RankTrace, drop: np.ndarray) -> RankTrace:
+    rows = rank.rows[~drop].copy()
+    rows["seq"] = np.arange(len(rows))
+    return RankTrace(rank.rank, rows)
+
+
+def is_reduction_of(rank: RankTrace, unit: int) -> np.ndarray:
+    return np.isin(rank.rows["kind"], (Kind.REDUCE_SCATTER,)) & (rank.rows["unit"] == unit)
+
+
+def test_a_rank_that_did_less_is_told_apart():
+    trace = example_trace(steps=1)
+    lazy = Trace(trace.header, tuple(without(r, is_reduction_of(r, 1)) if r.rank == 2 else r for r in trace.ranks))
+    alike, different = (row for row in compare(lazy, 0) if row.unit == 1 and row.kind == Kind.REDUCE_SCATTER)
+    assert (alike.ranks, alike.calls, alike.differs) == ((0, 1, 3), 1, False)
+    assert (different.ranks, different.calls, different.num_bytes, different.differs) == ((2,), 0, 0, True)
+    assert different.time_ns == different.exposed_ns == 0
+    assert different.expected == alike.expected
+    assert sum(row.differs for row in compare(lazy, 0)) == 1
+
+
+def test_a_step_that_is_not_whole_is_not_compared():
+    trace = example_trace(steps=2)
+    cut = Trace(trace.header, tuple(r.cut(0, r.end_seq - 5) for r in trace.ranks))
+    assert all(row.expected is None and not row.differs for row in compare(cut, 1))
+    assert all(row.expected is not None for row in compare(cut, 0))
+
+
+def test_a_retired_unit_is_measured_but_not_compared():
+    trace = example_trace(steps=1)
+    units = tuple(dataclasses.replace(u, retired=u.index == 0) for u in trace.header.units)
+    rows = compare(Trace(dataclasses.replace(trace.header, units=units), trace.ranks), 0)
+    assert {row.expected is None for row in rows if row.unit == 0} == {True}
+    assert {row.expected is None for row in rows if row.unit != 0} == {False}
+
+
+def test_a_unit_without_events_is_not_compared():
+    trace = example_trace(steps=1)
+    idle = Trace(trace.header, tuple(without(r, r.rows["unit"] == 1) for r in trace.ranks))
+    assert {row.unit for row in compare(idle, 0)} == {0, 2, 3}
+
+
+def test_times_are_means_over_the_ranks():
+    trace = example_trace(steps=1)
+    row = compare(trace, 0)[0]
+    mine = [c for c in counts(trace, 0) if (c.unit, c.kind) == (row.unit, row.kind)]
+    assert row.ranks == (0, 1, 2, 3)
+    assert row.time_ns == pytest.approx(np.mean([c.time_ns for c in mine]))
+    assert row.exposed_ns == pytest.approx(np.mean([c.exposed_ns for c in mine]))
+
+
+def test_no_such_step_is_no_row():
+    assert compare(example_trace(steps=1), 9) == counts(example_trace(steps=1), 9) == ()
+    assert compare(Trace.empty(), 0) == ()
+
+
+def test_bytes_on_a_ring():
+    assert ring_bytes(Kind.ALL_GATHER, 400, 4) == 300
+    assert ring_bytes(Kind.ALL_REDUCE, 400, 4) == 600
+    assert ring_bytes(Kind.REDUCE_SCATTER, 400, 1) == 0
+
+
+def test_collectives_are_the_schemas():
+    assert {e.kind for e in closed_form(example_trace().header)} <= set(collectives.COLLECTIVES)

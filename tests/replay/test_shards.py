@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, prod
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trace.strategies import Setup, example_trace, setups, simulate
+from workbench.replay import shards as replay_shards
+from workbench.replay.shards import alike, shards, totals, unit_shards
+from workbench.trace.schema import Header, Param, Unit
+
+
+def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
+    room = ceil(shape[shard_dim] / num_shards)
+    rows = tuple(max(0, min(room, shape[shard_dim] - rank * room)) for rank in range(num_shards))
+    return Param(
+        fqn=fqn,
+        shape=shape,
+        dtype="float32",
+        itemsize=itemsize,
+        shard_dim=shard_dim,
+        rows_per_rank=rows,
+        padded_rows=room,
+    )
+
+
+def make_unit(*params, index=0, name="", **fields):
+    defaults = {"root": 0, "reshard_after_forward": True, "compute_itemsize": 4, "reduce_itemsize": 4}
+    size = len(params[0].rows_per_rank) if params else 1
+    return Unit(index=index, name=name, params=params, shard_size=size, **{**defaults, **fields})
+
+
+def only(param):
+    (part,) = unit_shards(make_unit(param))
+    return part
+
+
+@st.composite
+def params(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    return make_param(shape, draw(st.integers(1, 9)), dim, draw(st.sampled_from([1, 2, 4, 8])))
+
+
+def test_the_example_of_the_docstring():
+    part = only(make_param((5,), 4))
+    assert part.begin_rows == (0, 2, 4, 5)
+    assert part.padding_rows == (0, 0, 1, 2)
+    assert part.empty_shards == (3,)
+
+
+@given(params())
+def test_rows_add_up_to_the_dimension_and_no_shard_overflows_its_room(param):
+    part = only(param)
+    assert sum(param.rows_per_rank) == param.shape[param.shard_dim]
+    assert min(part.padding_rows) >= 0
+    assert part.bytes_unsharded == prod(param.shape) * param.itemsize
+    assert part.bytes_at_rest * part.num_shards == part.bytes_unsharded + part.bytes_wasted
+
+
+@given(params())
+def test_the_storages_without_their_padding_are_the_parameter(param):
+    part, dim = only(param), param.shard_dim
+    values = np.arange(prod(param.shape)).reshape(param.shape)
+    storages = []
+    for begin, rows, padding in zip(part.begin_rows, param.rows_per_rank, part.padding_rows, strict=True):
+        own = values.take(range(begin, begin + rows), axis=dim)
+        widths = [(0, padding if axis == dim else 0) for axis in range(values.ndim)]
+        storages.append(np.pad(own, widths, constant_values=-1))
+    assert {s.size * param.itemsize for s in storages} == {part.bytes_at_rest}
+    whole = np.concatenate(storages, axis=dim)
+    real = np.concatenate(
+        [np.arange(param.padded_rows) < rows for rows in param.rows_per_rank],
+    )
+    assert np.array_equal(whole.compress(real, axis=dim), values)
+    assert np.count_nonzero(whole == -1) * param.itemsize == part.bytes_wasted
+
+
+@given(params())
+def test_the_pieces_are_those_of_torch_chunk(param):
+    import torch
+
+    part, dim = only(param), param.shard_dim
+    values = torch.arange(prod(param.shape)).reshape(param.shape)
+    chunks = torch.chunk(values, part.num_shards, dim)
+    for shard, (begin, rows) in enumerate(zip(part.begin_rows, param.rows_per_rank, strict=True)):
+        own = values.narrow(dim, begin, rows)
+        assert torch.equal(own, chunks[shard]) if shard < len(chunks) else rows == 0
+    assert part.empty_shards == tuple(range(len(chunks), part.num_shards))
+
+
+@given(setups())
+def test_totals_follow_the_closed_form(setup):
+    header = simulate(replace(setup, steps=0)).header
+    found = totals(shards(header))
+    every = [param for unit in header.units for param in unit.params]
+    padded = sum(ceil(p.shape[0] / setup.num_ranks) * setup.num_ranks * prod(p.shape[1:]) for p in every)
+    assert found.bytes_at_rest == 4 * padded // setup.num_ranks
+    assert found.num_elements == sum(prod(p.shape) for p in every)
+    assert found.bytes_unsharded == 4 * found.num_elements
+    assert found.bytes_wasted == 4 * (padded - found.num_elements)
+    assert found.num_empty == sum(rows == 0 for p in every for rows in p.rows_per_rank)
+    assert found.num_params == len(every)
+
+
+def test_retired_units_hold_nothing():
+    header = example_trace().header
+    retired = replace(header, units=tuple(replace(unit, retired=True) for unit in header.units))
+    assert shards(retired) == ()
+    assert shards(Header()) == ()
+    assert totals(()) == replay_shards.Totals(
+        num_params=0, num_elements=0, bytes_unsharded=0, bytes_at_rest=0, bytes_wasted=0, num_empty=0
+    )
+
+
+def test_a_parameter_without_elements_has_no_empty_shards():
+    part = only(make_param((4, 0), 2))
+    assert (part.bytes_at_rest, part.bytes_wasted, part.empty_shards) == (0, 0, ())
+
+
+def test_repeated_blocks_are_alike_and_the_root_is_not():
+    header = simulate(Setup(num_units=6, steps=0)).header
+    groups = alike(shards(header))
+    blocks = [group for group in groups if group[0].unit.name]
+    assert {tuple(part.unit.name for part in group) for group in blocks} == {tuple(f"blocks.{i}" for i in range(5))}
+    assert [len(group) for group in groups if not group[0].unit.name] == [1, 1, 1]
+    assert sorted(part.param.fqn for group in groups for part in group) == sorted(
+        part.param.fqn for part in shards(header)
+    )
+
+
+def test_a_block_with_one_other_parameter_stands_apart_as_a_whole():
+    same = [make_unit(make_param((4,), 2, fqn=f"b.{i}.w"), index=i, name=f"b.{i}") for i in range(2)]
+    other = make_unit(make_param((4,), 2, fqn="b.2.w"), make_param((4,), 2, fqn="b.2.extra"), index=2, name="b.2")
+    groups = alike(shards(Header(units=(*same, other))))
+    assert [[part.param.fqn for part in group] for group in groups] == [["b.0.w", "b.1.w"], ["b.2.w"], ["b.2.extra"]]

@@ -1,0 +1,79 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trace.strategies import traces
+from workbench.replay.spans import durations_ns, last_ns, of_kind, owners, spans
+from workbench.trace.columns import Trace
+from workbench.trace.schema import ROW_DTYPE, Edge, Kind
+
+
+def rows_of(*entries):
+    """Rows of (kind, edge, unit, t_ns)."""
+    rows = np.zeros(len(entries), ROW_DTYPE)
+    rows["seq"] = np.arange(len(entries))
+    rows["comm_group"] = rows["comm_seq"] = -1
+    for row, (kind, edge, unit, t_ns) in zip(rows, entries, strict=True):
+        row["kind"], row["edge"], row["unit"], row["t_ns"] = kind, edge, unit, t_ns
+    return rows
+
+
+def test_spans_nest_and_may_be_open():
+    rows = rows_of(
+        (Kind.FORWARD, Edge.BEGIN, 0, 10),
+        (Kind.FORWARD, Edge.BEGIN, 1, 20),
+        (Kind.RESHARD, Edge.INSTANT, 1, 25),
+        (Kind.FORWARD, Edge.END, 1, 30),
+    )
+    found = spans(rows, (Kind.FORWARD,))
+    assert found.unit.tolist() == [0, 1]
+    assert found.begin_ns.tolist() == [10, 20]
+    assert found.end_ns.tolist() == [-1, 30]
+    assert found.end_seq.tolist() == [-1, 3]
+
+
+def test_of_kind_picks_rows():
+    rows = rows_of((Kind.STEP, Edge.BEGIN, -1, 0), (Kind.WAIT, Edge.BEGIN, 0, 1))
+    assert of_kind(rows, (Kind.WAIT, Kind.GATE)).tolist() == [False, True]
+
+
+def test_last_time_is_not_that_of_the_last_row():
+    assert last_ns(rows_of((Kind.WAIT, Edge.END, 0, 90), (Kind.ALL_GATHER, Edge.END, 0, 50))) == 90
+    assert last_ns(np.empty(0, ROW_DTYPE)) == 0
+
+
+def test_time_held_at_a_gate_is_no_duration():
+    rows = rows_of((Kind.GATE, Edge.BEGIN, -1, 40), (Kind.GATE, Edge.END, -1, 90), (Kind.STEP, Edge.END, -1, 100))
+    begin, end = np.array([10, 50, 45, 0, 95]), np.array([100, 60, 95, 40, 99])
+    assert durations_ns(rows, begin, end).tolist() == [40, 0, 5, 40, 4]
+
+
+def test_a_gate_that_still_holds_reaches_to_the_last_row():
+    rows = rows_of((Kind.GATE, Edge.BEGIN, -1, 40), (Kind.LOG, Edge.INSTANT, -1, 70))
+    assert durations_ns(rows, np.array([30]), np.array([70])).tolist() == [10]
+
+
+def test_owners_example():
+    assert owners(np.array([0, 2]), np.array([8, 5]), 9).tolist() == [0, 0, 1, 1, 1, 0, 0, 0, -1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12))
+def test_owners_is_the_painters_algorithm(pairs):
+    pairs.sort(key=lambda pair: pair[0])
+    painted = np.full(31, -1)
+    for number, (begin, end) in enumerate(pairs):
+        painted[begin:end] = number
+    begin, end = (np.array([pair[i] for pair in pairs], np.int64) for i in (0, 1))
+    assert owners(begin, end, 31).tolist() == painted.tolist()
+
+
+@given(traces())
+def test_every_begin_row_is_one_span(trace: Trace):
+    kinds = (Kind.FORWARD, Kind.WAIT, Kind.ALL_GATHER)
+    for rank in trace.ranks:
+        found = spans(rank.rows, kinds)
+        begins = of_kind(rank.rows, kinds) & (rank.rows["edge"] == Edge.BEGIN)
+        assert found.begin_seq.tolist() == rank.rows["seq"][begins].tolist()
+        ended = found.end_seq >= 0
+        assert np.all(found.end_seq[ended] > found.begin_seq[ended])
+        assert np.all((found.end_ns >= 0) == ended)

@@ -1,0 +1,163 @@
+import contextlib
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.shells import ipython_shell
+from workbench.errors import RankDied, RankError
+from workbench.failures import Failure, Position, death_sentence, first_cause, place_of, shorten_traceback, to_error
+
+DIVISION = Failure(rank=2, ename="ZeroDivisionError", evalue="division by zero")
+ABORTED = [Failure(rank=r, ename="StepAborted", evalue="rank 2 raised ZeroDivisionError") for r in (0, 1, 3)]
+CLOSED = Failure(rank=1, ename="RuntimeError", evalue="[/x/gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+DEAD = Failure(rank=1, evalue="rank 1 died: its process was killed by SIGKILL", died=True)
+NEXT = "Correct the code."
+
+CELL_TRACEBACK = """\
+\x1b[31m------\x1b[39m
+\x1b[31mZeroDivisionError\x1b[39m         Traceback (most recent call last)
+\x1b[36mCell\x1b[39m\x1b[36m \x1b[39m\x1b[32mIn[1]\x1b[39m\x1b[32m, line 2\x1b[39m
+\x1b[32m----> \x1b[39m\x1b[32m2\x1b[39m f()
+
+\x1b[36mCell\x1b[39m\x1b[36m \x1b[39m\x1b[32mIn[1]\x1b[39m\x1b[32m, line 3\x1b[39m, in \x1b[36mf\x1b[34m()\x1b[39m
+\x1b[32m----> \x1b[39m\x1b[32m3\x1b[39m     return x / 0
+
+\x1b[31mZeroDivisionError\x1b[39m: division by zero"""
+
+APPLY_TRACEBACK = """\
+Traceback (most recent call last):
+  File "/env/workbench/cluster/_control.py", line 70, in call
+    return {"value": resolve(name)(*args)}
+                     ^^^^^^^^^^^^^
+  File "/env/workbench/runtime/training.py", line 88, in run
+    losses.append(self._one_step(function))
+  File "/tmp/ipykernel_41/123456.py", line 6, in train_step
+    1 / 0
+    ~~^~~
+  File "/env/lib/maths.py", line 2, in divide
+ZeroDivisionError: division by zero
+"""
+
+
+def test_the_cause_is_named_with_place_and_next_thing():
+    cause = Failure(**{**vars(DIVISION), "traceback": APPLY_TRACEBACK})
+    error = to_error(
+        [ABORTED[0], cause, *ABORTED[1:]], {2: Position(step=7, phase="backward", unit="blocks.1")}, next_thing=NEXT
+    )
+    assert isinstance(error, RankError)
+    assert str(error).splitlines() == [
+        "rank 2 raised ZeroDivisionError: division by zero (line 6, in train_step; step 7, backward, unit blocks.1)",
+        NEXT,
+    ]
+    assert (error.rank, error.ename, error.evalue, error.also) == (2, "ZeroDivisionError", "division by zero", ())
+
+
+def test_equal_errors_are_counted_and_others_named():
+    same = [Failure(rank=r, ename="NameError", evalue="no x") for r in (3, 0, 1)]
+    error = to_error([*same, Failure(rank=2, ename="KeyError", evalue="'y'")], {}, next_thing=NEXT)
+    assert str(error).splitlines() == [
+        "rank 0 raised NameError: no x",
+        "and 2 more alike (ranks 1, 3)",
+        "rank 2: KeyError: 'y'",
+        NEXT,
+    ]
+    assert error.also == (1, 3)
+
+
+def test_a_dead_rank_names_the_survivors():
+    closed = Failure(**{**vars(CLOSED), "rank": 0})
+    error = to_error([closed, DEAD], {0: Position(), 2: Position()}, next_thing=NEXT)
+    assert isinstance(error, RankDied)
+    assert error.ranks == (1,)
+    assert str(error).splitlines() == [
+        "rank 1 died: its process was killed by SIGKILL",
+        "without rank 1 no step is possible: %fsdp stop, then %fsdp start; "
+        "ranks 0, 2 can still run cells with %%fsdp -t 0,2",
+    ]
+
+
+def test_an_error_that_killed_another_rank_stays_the_cause():
+    error = to_error([DIVISION, DEAD], {}, next_thing=NEXT)
+    assert isinstance(error, RankError)
+    assert "without rank 1 no step is possible" in str(error)
+    assert NEXT not in str(error)
+
+
+def test_ranks_whose_optimizer_went_ahead_are_named():
+    counts = {rank: Position(optimizer_steps=5 if rank < 2 else 4) for rank in range(4)}
+    error = to_error([DIVISION, *ABORTED], counts, next_thing=NEXT)
+    assert "applied on ranks 0-1 but not on ranks 2-3" in str(error)
+    level = {rank: Position(optimizer_steps=5) for rank in range(4)}
+    assert "optimizer" not in str(to_error([DIVISION], level, next_thing=NEXT))
+
+
+@given(st.permutations([DIVISION, *ABORTED, Failure(**{**vars(CLOSED), "rank": 4})]))
+def test_the_cause_does_not_depend_on_the_order_of_consequences(failures):
+    assert first_cause(failures) is DIVISION
+
+
+def test_a_death_comes_before_its_consequences_and_they_before_nothing():
+    assert first_cause([CLOSED, DEAD]) is DEAD
+    assert first_cause([CLOSED]) is CLOSED
+
+
+@pytest.mark.parametrize(
+    ("failure", "place"),
+    [
+        (Failure(rank=0, traceback=CELL_TRACEBACK, line=3), "line 3, in f"),
+        (Failure(rank=0, traceback=CELL_TRACEBACK.split("\n\n", maxsplit=1)[0]), "line 2 of the cell"),
+        (Failure(rank=0, traceback=APPLY_TRACEBACK), "line 6, in train_step"),
+        (Failure(rank=0, traceback=APPLY_TRACEBACK.replace("train_step", "<module>")), "line 6 of the cell"),
+        (Failure(rank=0, line=4), "line 4 of the cell"),
+        (Failure(rank=0, traceback=CELL_TRACEBACK, line=7), "line 7, in f"),
+        (Failure(rank=0), ""),
+    ],
+)
+def test_the_place_in_the_users_code(failure, place):
+    assert place_of(failure) == place
+
+
+def test_frames_of_the_machinery_are_left_out():
+    assert shorten_traceback(APPLY_TRACEBACK).splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "/tmp/ipykernel_41/123456.py", line 6, in train_step',
+        "    1 / 0",
+        "    ~~^~~",
+        '  File "/env/lib/maths.py", line 2, in divide',
+        "ZeroDivisionError: division by zero",
+    ]
+
+
+def test_so_are_those_that_ipython_rendered():
+    machinery = (
+        "\x1b[36mFile \x1b[39m\x1b[32m/env/workbench/runtime/rank.py:50\x1b[39m, in execute(command)\n---> 50 do()\n\n"
+    )
+    head, frames = CELL_TRACEBACK.split("\x1b[36mCell", maxsplit=1)
+    library = "\x1b[36mFile \x1b[39m/env/torch/nn.py:3, in f()\n----> 3 g()\n\n"
+    whole = f"{head}{machinery}{machinery}{library}\x1b[36mCell{frames}"
+    assert shorten_traceback(whole) == f"{head}{library}\x1b[36mCell{frames}"
+
+
+@pytest.mark.parametrize("text", [CELL_TRACEBACK, "", "no traceback", "a\nb\nc\n\nd"])
+def test_other_tracebacks_stay_whole(text):
+    assert shorten_traceback(text) == text
+
+
+def test_ipython_still_renders_a_cells_frame_like_this():
+    """IPython's rendering is read with a regular expression: notice when it changes."""
+    with ipython_shell() as shell, contextlib.redirect_stdout(io.StringIO()) as out:
+        shell.run_cell("def f():\n    1 / 0\nf()", store_history=True)
+    assert place_of(Failure(rank=0, traceback=out.getvalue())) == "line 2, in f"
+
+
+def test_death_sentence_without_survivors():
+    assert death_sentence([0, 1], []) == "without ranks 0-1 no step is possible: %fsdp stop, then %fsdp start"
+    assert str(Failure(rank=0, died=True)) == "its process is gone"
+
+
+def test_position_in_words():
+    assert str(Position()) == ""
+    assert str(Position(step=-1, phase="idle")) == ""
+    assert str(Position(step=3, phase="forward", unit="")) == "step 3, forward, unit (root)"

@@ -1,0 +1,69 @@
+"""Who may import whom: README's table, checked both ways."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import readme
+from tests.source import PACKAGE, imports, sources
+
+# what a process that only imports the part must not hold
+NEVER_LOADED = {
+    "trace": {"torch", "ipyparallel", "IPython", "plotly"},
+    "replay": {"torch", "ipyparallel", "IPython", "plotly"},
+    "views": {"torch", "ipyparallel", "IPython"},
+    "engine": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
+    "runtime": {"plotly", "ipywidgets"},
+    "cluster": {"torch", "plotly"},
+    "widgets": {"torch"},
+    "magics": {"torch"},
+}
+
+
+def allowed() -> list[tuple[set[str], set[str]]]:
+    """Rows of README's table: parts, and what these may import; a folder ends in a slash."""
+    return [
+        (set(readme.code(parts)), set(packages.replace(",", " ").split()) | set(readme.code(others)))
+        for parts, _, packages, others in readme.table("part of `workbench/`")
+    ]
+
+
+def part_of(module: str) -> str:
+    """The part that a module of the package belongs to, as README writes it."""
+    name = module.split(".")[1] if "." in module else "__init__"
+    return f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
+
+
+def imported_by(parts: set[str]) -> set[str]:
+    """What the files of some parts import, besides Python itself and each other."""
+    modules = {m for source in sources() if part_of(source.module) in parts for m in imports(source)}
+    inside = {part_of(m) for m in modules if m.split(".")[0] == "workbench"}
+    outside = {m.split(".")[0] for m in modules} - {"workbench"} - sys.stdlib_module_names
+    return (inside - parts) | outside
+
+
+def test_every_part_has_its_row():
+    named = [part for parts, _ in allowed() for part in parts]
+    assert sorted(named) == sorted({part_of(source.module) for source in sources()})
+
+
+@pytest.mark.parametrize(("parts", "permitted"), allowed(), ids=lambda value: "+".join(sorted(value)) or "nothing")
+def test_a_part_imports_what_it_may_and_no_less(parts, permitted):
+    found = imported_by(parts)
+    assert sorted(found - permitted) == [], "forbidden imports"
+    assert sorted(permitted - found) == [], "permissions that nothing uses"
+
+
+@pytest.mark.parametrize("folder", NEVER_LOADED)
+def test_importing_a_part_loads_nothing_heavy(folder):
+    modules = [source.module for source in sources() if source.part == folder]
+    program = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) & NEVER_LOADED[folder] == set()
+
+
+def test_the_package_itself_loads_only_python():
+    program = "import sys; before = set(sys.modules); import workbench; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert {name.partition(".")[0] for name in done.stdout.split()} <= {"workbench"} | sys.stdlib_module_names

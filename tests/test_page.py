@@ -1,0 +1,70 @@
+import copy
+import json
+
+import nbformat.v4
+import plotly.graph_objects as go
+import pytest
+
+from tests.browser import figures, open_offline
+from workbench.page import PLOTLY, to_page
+
+FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
+WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
+
+
+def notebook():
+    def shown(data):
+        return nbformat.v4.new_output("display_data", data=data)
+
+    return nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell("# A title"),
+            nbformat.v4.new_code_cell("%fsdp memory", outputs=[shown({PLOTLY: FIGURE, "text/plain": "figure"})]),
+            nbformat.v4.new_code_cell("%fsdp step", outputs=[shown(WIDGET)]),
+            nbformat.v4.new_code_cell("print(1)", outputs=[nbformat.v4.new_output("stream", text="1 < 2\n")]),
+            nbformat.v4.new_code_cell(
+                "%fsdp timeline", outputs=[shown({PLOTLY: FIGURE | {"config": {"displaylogo": False}}})]
+            ),
+        ]
+    )
+
+
+def test_it_names_nothing_outside():
+    page = to_page(notebook(), title="T")
+    assert "src=" not in page.partition("</head>")[2]
+    assert "<link" not in page
+    assert "cdnjs" not in page
+    assert "unpkg" not in page
+
+
+def test_plotly_is_inside_once():
+    page = to_page(notebook(), title="T")
+    one = to_page(nbformat.v4.new_notebook(), title="T")
+    assert page.count("plotly.js v") == one.count("plotly.js v") == 1
+    assert page.count("Plotly.newPlot(") - one.count("Plotly.newPlot(") == 2
+
+
+def test_widgets_are_left_out_and_text_is_escaped():
+    page = to_page(notebook(), title="a <b> title")
+    assert "IntProgress" not in page
+    assert "1 &lt; 2" in page
+    assert "<title>a &lt;b&gt; title</title>" in page
+
+
+def test_the_notebook_is_left_as_it_was():
+    given = notebook()
+    before = copy.deepcopy(given)
+    to_page(given, title="T")
+    assert given == before
+
+
+@pytest.mark.browser
+def test_a_browser_without_network_draws_it(tmp_path, chromium):
+    (tmp_path / "page.html").write_text(to_page(notebook(), title="T"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        opened.page.wait_for_function("document.querySelectorAll('.plotly-graph-div .main-svg').length >= 2")
+        drawn = figures(opened.page)
+        assert len(drawn) == 2
+        assert all(f["width"] > 300 and f["height"] > 200 and f["marks"] >= 3 for f in drawn)
+        assert opened.outside == []
+        assert opened.complaints == []

@@ -1,0 +1,48 @@
+"""What may be imported: ``__all__`` of each package, README's list, and docstrings."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+from tests import readme
+from tests.source import sources
+
+PACKAGES = [s.module for s in sources() if s.path.name == "__init__.py" and re.search(r"^__all__ = ", s.text, re.M)]
+NOT_FOR_PEOPLE = {"__version__", "load_ipython_extension", "unload_ipython_extension"}  # called by IPython and pip
+
+
+def public_names(package):
+    return set(importlib.import_module(package).__all__) - NOT_FOR_PEOPLE
+
+
+def test_readme_lists_every_package():
+    assert [readme.code(row[0])[0] for row in readme.table("module")] == PACKAGES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_readme_lists_every_name(package):
+    listed = {readme.code(row[0])[0]: set(readme.code(row[1])) for row in readme.table("module")}
+    assert listed[package] == public_names(package)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_resolve_and_are_documented(package):
+    module = importlib.import_module(package)
+    assert inspect.getdoc(module)
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_names_nothing_twice(package):
+    names = importlib.import_module(package).__all__
+    assert len(names) == len(set(names))
+
+
+def test_a_name_that_is_not_there_says_so():
+    with pytest.raises(AttributeError, match="'workbench' has no attribute 'Werkbank'"):
+        importlib.import_module("workbench").Werkbank  # noqa: B018 - reading it is the test

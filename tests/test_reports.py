@@ -1,0 +1,121 @@
+from pathlib import Path
+
+import pytest
+
+from workbench.commands import Command
+from workbench.reports import (
+    CellReport,
+    ExportReport,
+    RankStatus,
+    ShardReport,
+    StartReport,
+    StatusReport,
+    StepReport,
+    UnshardReport,
+    VerifyReport,
+)
+from workbench.results import to_report
+
+EVIL = "<img src=x onerror=alert(1)>"
+SHARD = ShardReport(
+    model=EVIL,
+    units=(EVIL, ""),
+    num_params=2,
+    num_elements=1_000,
+    bytes_unsharded=4_000,
+    bytes_at_rest=(2_000, 2_000, 1_000),
+)
+VERIFY = VerifyReport(
+    num_params=2,
+    max_abs_diff=1e-8,
+    max_rel_diff=1e-7,
+    worst_param=EVIL,
+    loss_sharded=1.0,
+    loss_reference=1.5,
+    equal_bits=1,
+    ok=True,
+    tolerance="rtol 0.001",
+)
+REPORTS = [
+    SHARD,
+    VERIFY,
+    UnshardReport(model=EVIL, num_params=2, optimizers=0),
+    StepReport(steps_done=2, losses=(2.0, 1.0), seconds=(0.1, 0.3), optimizer_steps=2),
+    CellReport(texts={0: EVIL, 1: ""}, remarks=""),
+    ExportReport(path=Path(EVIL), what="all events", num_bytes=10),
+    StartReport(num_ranks=2, devices=(EVIL, "cpu"), seconds=1.5),
+    StatusReport(running=True, ranks=(RankStatus(rank=0, alive=True, host=EVIL, device="cpu", pid=1),), units=(EVIL,)),
+]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_every_report_is_a_sentence_and_an_escaped_table(report):
+    assert str(report).splitlines()[0] == report.headline
+    bundle = report._repr_mimebundle_(include=None, exclude=None)
+    assert bundle["text/plain"] == str(report)
+    assert "<img" not in bundle["text/html"]
+    assert (EVIL in str(report)) == ("&lt;img src=x onerror=alert(1)&gt;" in bundle["text/html"])
+
+
+def test_shard_says_bytes_before_and_after_by_rank():
+    assert str(SHARD).splitlines()[1:] == [
+        f"  units      {EVIL}, (root)",
+        "  unsharded  3.91 KiB on every rank",
+        "  at rest    1.95 KiB (50%) on ranks 0-1; 1000 B (25%) on rank 2",
+    ]
+
+
+def test_many_units_are_cut():
+    many = ShardReport(**{**vars(SHARD), "units": (*(f"blocks.{i}" for i in range(48)), "")})
+    assert "blocks.9, ... 38 more ..., (root)" in str(many)
+
+
+@pytest.mark.parametrize(
+    ("report", "headline"),
+    [
+        (
+            StepReport(steps_done=1, losses=(2.0,), seconds=(0.5,), optimizer_steps=1),
+            "1 step, loss 2, 500 ms a step (median)",
+        ),
+        (StepReport(steps_done=0, losses=None, seconds=(), optimizer_steps=0), "0 steps"),
+        (
+            UnshardReport(model="m", num_params=1, optimizers=2),
+            "m is a plain module again on every rank: 1 parameter, state of 2 optimizers carried along",
+        ),
+        (StatusReport(running=False), "no ranks are running: %fsdp start -n 4"),
+        (CellReport(texts={1: "", 3: ""}), "ran on ranks 1, 3"),
+    ],
+)
+def test_headlines(report, headline):
+    assert report.headline == headline
+
+
+def test_no_step_has_no_median():
+    assert str(StepReport(steps_done=0, losses=None, seconds=(), optimizer_steps=0).median_seconds) == "nan"
+
+
+def test_verify_without_a_loss_leaves_it_out():
+    quiet = VerifyReport(**{**vars(VERIFY), "loss_sharded": None, "max_abs_diff": 0.0})
+    assert "loss" not in str(quiet)
+    assert EVIL not in str(quiet)
+
+
+def test_status_says_what_is_missing():
+    lost = StatusReport(running=True, num_rows=1, num_lost=5)
+    assert "nothing yet: %fsdp shard MODEL" in str(lost)
+    assert "1 event, 5 lost" in str(lost)
+
+
+def test_ranks_without_a_loss_do_not_count():
+    from workbench.commands import Step
+
+    quiet = {"steps_done": 1, "losses": None, "seconds": [0.2], "optimizer_steps": 1}
+    assert to_report(Step(), {0: quiet, 1: quiet}).losses is None
+    loud = {**quiet, "losses": [3.0], "seconds": [0.4]}
+    report = to_report(Step(), {0: quiet, 1: loud})
+    assert (report.losses, report.seconds) == ((3.0,), (0.4,))
+
+
+def test_a_command_without_a_report():
+    with pytest.raises(ValueError, match="no report"):
+        to_report(Command(), {})

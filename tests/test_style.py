@@ -1,0 +1,86 @@
+"""The indicators of style that the linters do not measure."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.source import Source, imports, sources
+
+MAX_BODY_LINES = 40
+MAX_FILE_LINES = 400
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = Function | ast.ClassDef
+
+
+def body_lines(function: Function) -> int:
+    """Lines from the first statement that is not the docstring to the last one."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def without_docstring(source: Source) -> list[str]:
+    """Public names of a file, dotted, that have none; ``""`` is the file itself. What a function defines is private."""
+    found = [] if source.text.strip() == "" or ast.get_docstring(source.tree) else [""]
+
+    def look(node: ast.Module | ast.ClassDef, prefix: str) -> None:
+        for child in node.body:
+            if not isinstance(child, Documented) or child.name.startswith("_"):
+                continue
+            if ast.get_docstring(child) is None and not is_overload(child):
+                found.append(prefix + child.name)
+            if isinstance(child, ast.ClassDef):
+                look(child, f"{prefix}{child.name}.")
+
+    look(source.tree, "")
+    return found
+
+
+def is_overload(node: Documented) -> bool:
+    return any(isinstance(name, ast.Name) and name.id == "overload" for name in node.decorator_list)
+
+
+def prints(source: Source) -> list[int]:
+    """Lines on which a file calls ``print``."""
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+def test_functions_are_short():
+    functions = [
+        (source.path, node) for source in sources() for node in ast.walk(source.tree) if isinstance(node, Function)
+    ]
+    assert {f"{path}: {f.name}": lines for path, f in functions if (lines := body_lines(f)) > MAX_BODY_LINES} == {}
+
+
+def test_files_are_short():
+    lengths = {str(source.path): len(source.text.splitlines()) for source in sources()}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_public_names_are_documented():
+    assert {str(source.path): names for source in sources() if (names := without_docstring(source))} == {}
+
+
+def test_nothing_is_printed():
+    assert {str(source.path): lines for source in sources() if (lines := prints(source))} == {}
+
+
+def test_no_import_cycle():
+    known = {source.module for source in sources()}
+    graph = {source.module: imports(source) & known for source in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_the_measures_measure():
+    function = ast.parse(
+        'def f():\n    """One\n\n    two.\n    """\n    a = 1\n\n    return (\n        a\n    )\n'
+    ).body[0]
+    assert body_lines(function) == 5
+    text = "class A:\n    def b(self): ...\n    def _c(self): ...\ndef d():\n    '''Yes.'''\n    def e(): ...\n"
+    assert without_docstring(Source("x.py", "x", text)) == ["", "A", "A.b"]
+    assert prints(Source("x.py", "x", "a = 1\nprint(a)\nb.print()\n")) == [2]

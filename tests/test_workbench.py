@@ -1,0 +1,522 @@
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.browser import figures, open_offline
+from tests.fake_cluster import (
+    SHARD_RESULT,
+    FakeCluster,
+    blocks,
+    computes,
+    dies,
+    gives,
+    prints,
+    raises,
+    step_result,
+    writes,
+)
+from workbench.cluster.pending import Output
+from workbench.commands import Step
+from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
+from workbench.trace.columns import Trace
+from workbench.trace.file import load
+from workbench.workbench import Workbench
+
+
+class Bench(Workbench):
+    """A workbench on a fake cluster, which is at hand as ``fake``."""
+
+    def __init__(self, num_ranks=4, **more):
+        super().__init__(num_ranks, cluster_factory=self._make, **more)
+
+    def _make(self, num_ranks, *, device, profile):
+        self.fake = FakeCluster(num_ranks, device=device, profile=profile)
+        return self.fake
+
+    def asked(self, what):
+        return [entry for entry in self.fake.log if entry[0] == what]
+
+
+@pytest.fixture
+def wb():
+    with Bench() as bench:
+        yield bench
+
+
+@pytest.fixture
+def trained(wb):
+    """A workbench whose model is sharded and whose next step command takes three steps."""
+    wb.fake.sharded()
+    wb.fake.script["step"] = wb.fake.trains(3)
+    return wb
+
+
+# ---- start, stop, status
+
+
+def test_start_and_stop_reach_the_cluster_once():
+    bench = Bench(2, device="cpu", profile="p")
+    report = bench.start()
+    assert (report.num_ranks, report.devices) == (2, ("cpu", "cpu"))
+    assert (bench.fake.num_ranks, bench.fake.device, bench.fake.profile) == (2, "cpu", "p")
+    with pytest.raises(UsageError, match="run already"):
+        bench.start()
+    bench.stop()
+    bench.stop()
+    assert bench.fake.log == [("start",), ("stop",)]
+    assert not bench.running
+
+
+def test_a_cluster_that_does_not_start_leaves_nothing():
+    class Broken(FakeCluster):
+        def start(self):
+            raise ClusterError("no")
+
+    bench = Workbench(2, cluster_factory=Broken)
+    with pytest.raises(ClusterError):
+        bench.start()
+    assert not bench.running
+    assert bench.trace == Trace.empty()
+
+
+def test_what_was_recorded_outlives_the_ranks(trained):
+    trained.step(3)
+    trace = trained.trace
+    trained.stop()
+    assert trained.trace == trace
+    assert trace.num_rows > 0
+    assert "no ranks are running" in str(trained.status())
+    trained.start()
+    assert trained.trace.num_rows == 0
+
+
+def test_status_names_what_is_there(wb):
+    wb.fake.silent = {3}
+    text = str(wb.status())
+    assert "4 ranks running" in text
+    assert "cpu on <here>, pid 102; idle" in text
+    assert "pid 103; no answer" in text
+    assert "nothing yet: %fsdp shard MODEL" in text
+    assert "&lt;here&gt;" in wb.status()._repr_html_()
+    wb.fake.dead = {2}
+    assert "rank 2 of 4 gone: %fsdp stop, then %fsdp start" in str(wb.status())
+
+
+# ---- commands
+
+
+def test_shard_sends_the_command_and_reports(wb):
+    wb.fake.script["shard"] = [gives({**SHARD_RESULT, "bytes_at_rest": 1000 + 8 * (r == 0)}) for r in range(4)]
+    report = wb.shard("model", wrap=["Block"], reshard_after_forward="false", ignore=["*.bias"])
+    sent = {
+        "word": "shard",
+        "model": "model",
+        "wrap": ("Block",),
+        "reshard_after_forward": "false",
+        "ignore": ("*.bias",),
+    }
+    assert wb.asked("execute") == [("execute", sent)]
+    assert report.bytes_at_rest == (1008, 1000, 1000, 1000)
+    assert "model: 3 units on 4 ranks, 1,000 elements in 10 parameters" in str(report)
+
+
+def test_unshard_and_verify_report(trained):
+    trained.fake.script["unshard"] = gives({"model": "model", "num_params": 10, "optimizers": 1})
+    assert "state of 1 optimizer carried along" in str(trained.unshard("model"))
+    result = {
+        "params": 10,
+        "max_abs_diff": 1e-7,
+        "max_rel_diff": 1e-6,
+        "worst_param": "head.weight",
+        "loss_sharded": 4.5,
+        "loss_reference": 4.5,
+        "equal_bits": 8,
+        "ok": True,
+        "tolerance": "rtol 0.001, atol 1e-05",
+    }
+    worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
+    trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]
+    report = trained.verify()
+    assert not report.ok
+    assert (report.max_abs_diff, report.worst_param, report.loss_sharded) == (0.5, "<b>", 4.75)
+    assert "NOT the same" in str(report)
+    assert "&lt;b&gt;" in report._repr_html_()
+
+
+def test_step_follows_the_trace_and_ends_complete(trained):
+    seen = []
+    report = trained.step(3, on_progress=seen.append)
+    assert report.steps_done == 3
+    assert str(report) == "3 steps, loss 4.5 -> 4.3, 250 ms a step (median)"
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+    assert (seen[-1].done, seen[-1].total, seen[-1].step) == (3, 3, 2)
+    assert seen[-1].loss == pytest.approx(1.5 + 3.0 * 0.818731 + 0.015, abs=1e-4)
+    assert seen[-1].step_ns > 0
+    job = trained.fake.job
+    assert [len(r.rows) for r in trained.trace.ranks] == [rank.step_ends[-1] for rank in trained.fake.ranks]
+    assert trained.trace.header.units == job.header.units
+
+
+def test_do_takes_the_command_itself(trained):
+    assert trained.do(Step(count=3)).steps_done == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda wb: wb.step(), "first %fsdp shard model"),
+        (lambda wb: wb.verify(), "first %fsdp shard model"),
+        (lambda wb: wb.shard("modle"), "did you mean 'model'"),
+        (lambda wb: wb.unshard("nothing"), "the ranks have model"),
+        (lambda wb: wb.shard("a b"), "a model is named by its variable"),
+        (lambda wb: wb.step(0), "at least 1"),
+        (lambda wb: wb.shard("model", wrap=[3]), "names of module classes"),
+        (lambda wb: wb.shard(wb), "a model is named by its variable"),
+        (lambda wb: wb.run_cell("x", ranks=[7]), "there is no rank 7: the ranks are 0 to 3"),
+        (lambda wb: wb.run_cell("x", ranks=[]), "no rank is named"),
+        (lambda wb: wb.view("memroy"), "did you mean 'memory'"),
+        (lambda wb: wb.help("dance"), "there is no method 'dance'"),
+        (lambda wb: wb.export("run.xyz"), ".trace"),
+        (lambda wb: wb.export("/does/not/exist/run.json"), "cannot write"),
+    ],
+)
+def test_bad_requests_say_what_to_do_and_ask_no_rank(wb, call, says):
+    with pytest.raises(UsageError) as caught:
+        call(wb)
+    assert says in str(caught.value)
+    assert wb.asked("execute") == wb.asked("cell") == []
+
+
+def test_a_name_on_some_ranks_is_found_before_any_rank_starts(trained):
+    trained.fake.variables[2] = []
+    with pytest.raises(UsageError, match="'train_step' is on ranks 0-1, 3, not on rank 2"):
+        trained.step()
+    trained.fake.modules[1] = trained.fake.variables[1] = []
+    with pytest.raises(UsageError, match="'model' is on ranks 0, 3, not on ranks 1-2"):
+        trained.shard("model.blocks")
+    assert trained.asked("execute") == []
+
+
+def test_a_name_that_only_the_notebook_has():
+    with Bench(2, in_notebook=lambda name: name == "net") as bench, pytest.raises(UsageError, match="in this notebook"):
+        bench.shard("net")
+
+
+@pytest.mark.parametrize("call", [lambda wb: wb.step(), lambda wb: wb.shard("m"), lambda wb: wb.run_cell("1")])
+def test_before_start_it_says_so(call):
+    with pytest.raises(UsageError, match="first %fsdp start -n 4"):
+        call(Bench())
+
+
+# ---- cells and their output
+
+
+def test_the_first_target_streams_and_the_rest_is_compared(wb):
+    wb.fake.script["cell"] = [prints("hello\n"), prints("hello\n"), prints("other\n"), prints("hello\n")]
+    heard = []
+    report = wb.run_cell("print('hello')", on_output=heard.append)
+    assert heard == [Output("stdout", text="hello\n"), Output("stdout", text=report.remarks)]
+    assert report.remarks == "--- rank 2:\nother\n--- ranks 0-1, 3 agree\n"
+    assert report.texts == {0: "hello\n", 1: "hello\n", 2: "other\n", 3: "hello\n"}
+    assert "ran on ranks 0-3" in str(report)
+
+
+def test_a_cell_on_some_ranks_asks_only_those(wb):
+    wb.fake.script["cell"] = prints("x")
+    assert set(wb.run_cell("1", ranks=[3, 1, 3]).texts) == {1, 3}
+    assert wb.asked("cell") == [("cell", "1", (1, 3))]
+
+
+def test_results_count_as_output_and_silence_is_silent(wb):
+    result = Output("result", data={"text/plain": "42", "text/html": "<b>42</b>"})
+    wb.fake.script["cell"] = [writes(result)] * 3 + [writes(Output("display", data={"text/plain": "43"}))]
+    assert wb.run_cell("42").remarks == "--- rank 3:\n43\n--- ranks 0-2 agree\n"
+    wb.fake.script["cell"] = gives(None)
+    assert wb.run_cell("pass").remarks == ""
+
+
+def test_an_error_keeps_what_the_failing_rank_wrote(wb):
+    wb.fake.script["cell"] = [prints("a\n"), prints("b\n", raises("ValueError")), prints("a\n"), prints("a\n")]
+    heard = []
+    with pytest.raises(RankError):
+        wb.run_cell("x", on_output=heard.append)
+    assert heard[-1].text == "--- rank 1:\nb\n--- ranks 0, 2-3 agree\n"
+
+
+# ---- failures
+
+
+def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
+    cause = raises("ZeroDivisionError", "division by zero", line=3)
+    trained.fake.script["step"] = [blocks, blocks, cause, blocks]
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        trained.step()
+    assert time.monotonic() - begin < 1.0
+    assert str(caught.value).splitlines()[0] == "rank 2 raised ZeroDivisionError: division by zero (line 3 of the cell)"
+    assert "ready again" in str(caught.value)
+    assert (caught.value.rank, caught.value.ename) == (2, "ZeroDivisionError")
+    assert caught.value.traceback == "ZeroDivisionError!\n"
+    reason = "rank 2: ZeroDivisionError: division by zero"
+    assert trained.asked("abort") == [("abort", reason, (0, 1, 3))]
+    assert trained.asked("recover") == [("recover", 1)]
+    trained.fake.script["step"] = gives(step_result(1))
+    assert trained.step().steps_done == 1
+    assert trained.asked("recover") == [("recover", 1)]
+
+
+def test_the_place_in_the_step_is_read_off_the_trace(trained):
+    trained.fake.script["step"] = [raises("KeyError", "'x'"), blocks, blocks, blocks]
+    before_backward = 1
+    rank = trained.fake.ranks[0]
+    rows = rank.whole.rows
+    place = next(i for i in range(len(rows)) if rows["kind"][i] == before_backward and rows["unit"][i] == 1)
+    trained.fake.on_drain = lambda: setattr(rank, "recorded", place + 1 if trained.asked("execute") else 0)
+    with pytest.raises(RankError) as caught:
+        trained.step()
+    assert "(step 0, forward, unit blocks.1)" in str(caught.value)
+
+
+def test_a_cell_that_fails_everywhere_by_itself_needs_no_recovery(wb):
+    wb.fake.script["cell"] = raises("NameError", "name 'x' is not defined")
+    with pytest.raises(RankError) as caught:
+        wb.run_cell("x")
+    assert "and 3 more alike (ranks 1-3)" in str(caught.value)
+    assert caught.value.also == (1, 2, 3)
+    assert wb.asked("abort") == wb.asked("recover") == []
+
+
+def raises_with_work_left(cluster, rank, answer):
+    cluster.unfinished[rank] = 1
+    raises("ValueError")(cluster, rank, answer)
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [[gives(None), raises("ValueError"), gives(None), gives(None)], [raises_with_work_left] * 4],
+    ids=["some went on", "a collective is unfinished"],
+)
+def test_it_recovers_when_some_rank_may_be_behind(wb, acts):
+    wb.fake.script["cell"] = acts
+    with pytest.raises(RankError):
+        wb.run_cell("x")
+    assert wb.asked("recover") == [("recover", 1)]
+
+
+def test_it_recovers_after_a_failed_cell_that_trained(wb):
+    wb.fake.sharded()
+    wb.fake.script["cell"] = raises("ValueError")
+    ready = iter([0])
+    wb.fake.on_drain = lambda: next(ready, None) is None and [setattr(r, "recorded", 10) for r in wb.fake.ranks]
+    with pytest.raises(RankError):
+        wb.run_cell("train()")
+    assert wb.asked("recover") == [("recover", 1)]
+
+
+def test_ranks_whose_optimizer_stepped_alone_are_named(trained):
+    def steps_then_blocks(cluster, rank, answer):
+        cluster.optimizer_steps[rank] += 1
+        blocks(cluster, rank, answer)
+
+    trained.fake.optimizer_steps = {0: 5, 1: 4, 2: 4, 3: 4}  # what differed before is not this command's
+    trained.fake.script["step"] = [steps_then_blocks, steps_then_blocks, raises("ValueError"), blocks]
+    with pytest.raises(RankError, match="applied on ranks 0-1 but not on ranks 2-3"):
+        trained.step()
+
+
+def test_what_ranks_refuse_is_a_usage_error(wb):
+    wb.fake.script["shard"] = raises("UsageError", "the model holds no Blok; its classes are: Block (2)")
+    with pytest.raises(UsageError, match=r"^the model holds no Blok"):
+        wb.shard("model", wrap=["Blok"])
+    wb.fake.script["shard"] = [raises("UsageError", "sharded already"), *[blocks] * 3]
+    with pytest.raises(UsageError, match=r"^rank 0: sharded already"):
+        wb.shard("model")
+
+
+def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
+    trained.fake.script["step"] = [blocks, dies, blocks, blocks]
+    with pytest.raises(RankDied) as caught:
+        trained.step()
+    assert caught.value.ranks == (1,)
+    assert "killed by SIGKILL" in str(caught.value)
+    assert "%fsdp stop, then %fsdp start" in str(caught.value)
+    assert "%%fsdp -t 0,2,3" in str(caught.value)
+    assert [entry[2] for entry in trained.asked("abort")] == [(0, 2, 3)]
+    assert trained.asked("recover") == []
+    trained.fake.script["cell"] = prints("still here")
+    assert trained.run_cell("x", ranks=[0, 2, 3]).remarks == "--- 3 ranks agree\n"
+    for call in (trained.step, lambda: trained.run_cell("x"), lambda: trained.run_cell("x", ranks=[1])):
+        with pytest.raises(RankDied, match="rank 1 died earlier"):
+            call()
+
+
+def test_a_cluster_that_is_stopped_meanwhile_is_named(trained):
+    trained.fake.script["step"] = gives(ClusterError("rank was stopped"))
+    with pytest.raises(RankError, match="ClusterError: rank was stopped"):
+        trained.step()
+
+
+def test_a_recovery_that_fails_says_to_start_anew_and_is_tried_again(trained):
+    trained.fake.script["step"] = [raises("ValueError", "my mistake"), blocks, blocks, blocks]
+    trained.fake.script["recover"] = raises("RuntimeError", "no store")
+    with pytest.raises(ClusterError, match="my mistake") as caught:
+        trained.step()
+    assert "%fsdp stop, then %fsdp start" in str(caught.value)
+    with pytest.raises(ClusterError, match="could not be joined again"):
+        trained.run_cell("x")
+    trained.fake.script["recover"] = gives({})
+    trained.run_cell("x")
+    assert [entry[1] for entry in trained.asked("recover")] == [1, 2, 3]
+
+
+def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
+    def broken(progress):
+        raise LookupError("in the callback")
+
+    trained.fake.script["step"] = blocks
+    with pytest.raises(LookupError):
+        trained.step(on_progress=broken)
+    assert trained.asked("abort")[0][2] == (0, 1, 2, 3)
+    trained.fake.script["step"] = gives(step_result(1))
+    trained.step()
+    assert trained.asked("recover") == [("recover", 1)]
+
+
+# ---- Ctrl-C
+
+
+def press_ctrl_c_on_drain(fake, times):
+    """Sends this process SIGINT at each of the next ``times`` drains of a running request."""
+    left = times
+
+    def on_drain():
+        nonlocal left
+        running = any(entry[0] in {"execute", "cell"} for entry in fake.log)
+        if running and left:
+            left -= 1
+            signal.raise_signal(signal.SIGINT)
+
+    fake.on_drain = on_drain
+
+
+def test_ctrl_c_frees_ranks_that_wait(trained):
+    trained.fake.script["step"] = blocks
+    press_ctrl_c_on_drain(trained.fake, 1)
+    with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again") as caught:
+        trained.step()
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert trained.asked("abort") == [("abort", "interrupted", (0, 1, 2, 3))]
+    assert trained.asked("interrupt") == []
+    assert trained.asked("recover") == [("recover", 1)]
+
+
+def test_ctrl_c_signals_ranks_that_compute_after_half_a_second(trained):
+    trained.fake.script["step"] = [blocks, computes, blocks, computes]
+    press_ctrl_c_on_drain(trained.fake, 1)
+    begin = time.monotonic()
+    with pytest.raises(Interrupted):
+        trained.step()
+    assert time.monotonic() - begin >= 0.5
+    assert trained.asked("interrupt") == [("interrupt", (1, 3))]
+
+
+def test_a_second_ctrl_c_signals_at_once(trained):
+    trained.fake.script["step"] = computes
+    press_ctrl_c_on_drain(trained.fake, 2)
+    begin = time.monotonic()
+    with pytest.raises(Interrupted):
+        trained.step()
+    assert time.monotonic() - begin < 0.5
+    assert trained.asked("interrupt") == [("interrupt", (0, 1, 2, 3))]
+
+
+def test_a_third_ctrl_c_stops_waiting(trained):
+    trained.fake.script["step"] = lambda cluster, rank, answer: None
+    press_ctrl_c_on_drain(trained.fake, 3)
+    with pytest.raises(Interrupted, match="ranks 0-3 still run and nobody waits: %fsdp stop"):
+        trained.step()
+    assert trained.asked("recover") == []
+
+
+def test_ctrl_c_because_a_rank_is_gone_still_says_so(trained):
+    trained.fake.script["step"] = [dies, blocks, blocks, blocks]
+    press_ctrl_c_on_drain(trained.fake, 1)
+    with pytest.raises(RankDied):
+        trained.step()
+
+
+def test_ctrl_c_elsewhere_is_as_ever(trained):
+    before = signal.getsignal(signal.SIGINT)
+    trained.step(3)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_it_works_in_another_thread(trained):
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(trained.step(3)))
+    thread.start()
+    thread.join()
+    assert reports[0].steps_done == 3
+
+
+# ---- looking
+
+
+@pytest.mark.parametrize("view", ["layout", "memory", "timeline", "states", "comms", "training"])
+def test_every_view_has_its_method(trained, view):
+    trained.step(3)
+    assert getattr(trained, view)().to_json() == trained.view(view).to_json()
+
+
+def test_views_of_nothing_are_pictures_too():
+    assert Bench().layout().layout.annotations[0].text
+
+
+def test_rows_that_a_late_answer_took_with_it_are_counted_as_lost(trained):
+    trained.fake.script["step"] = trained.fake.trains(1)
+    trained.step(1)
+    rank = trained.fake.ranks[1]
+    first, rank.recorded = rank.recorded, rank.step_ends[1]
+    rank.drain(0)  # an answer nobody waited for
+    rank.recorded = rank.step_ends[2]
+    assert trained.trace.rank(1).lost == rank.step_ends[1] - first
+    assert "lost: ranks were not read often enough" in str(trained.status())
+
+
+def test_export_writes_what_the_suffix_says(trained, tmp_path):
+    trained.step(3)
+    assert "to load again" in str(trained.export(tmp_path / "run.trace"))
+    assert load(tmp_path / "run.trace") == trained.trace
+    trained.export(str(tmp_path / "run.json"))
+    assert "traceEvents" in json.loads((tmp_path / "run.json").read_text())
+    trained.export(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("<!DOCTYPE html>") == 1
+    assert 'src="http' not in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.json", "run.trace"]
+
+
+@pytest.mark.browser
+def test_the_exported_page_draws_every_view_without_a_network(trained, tmp_path, chromium):
+    trained.step(3)
+    trained.export(tmp_path / "run.html")
+    with open_offline(chromium, tmp_path / "run.html") as opened:
+        drawn = figures(opened.page)
+    assert len(drawn) == 6
+    assert all(figure["marks"] and figure["width"] > 300 for figure in drawn)
+    assert (opened.outside, opened.complaints) == ([], [])
+
+
+def test_help_explains_methods(wb):
+    assert "Train ``count`` steps" in wb.help("step")
+    assert "shard: Shard the module" in wb.help()
+
+
+def test_the_notebooks_process_never_loads_torch():
+    code = "import sys, workbench.magics; from workbench import Workbench; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.trace.strategies import Setup, example_trace, simulate
+from tests.views.figures import subtitle, title, words
+from workbench.errors import UsageError
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Edge, Kind
+from workbench.views import theme
+from workbench.views.comms import MAX_ROWS, comms
+
+
+def column(fig, heading):
+    (trace,) = (t for t in fig.data if t.type == "scatter" and t.text[0] == f"<b>{heading}</b>")
+    return list(trace.text[1:])
+
+
+def with_policy(trace, unit, *, reshard):
+    units = tuple(replace(u, reshard_after_forward=reshard) if u.index == unit else u for u in trace.header.units)
+    return Trace(replace(trace.header, units=units), trace.ranks)
+
+
+def lose_a_gather(trace, rank):
+    """One all-gather of unit 0 in the last step becomes something else on one rank."""
+    rows = trace.rank(rank).rows.copy()
+    is_it = (rows["kind"] == Kind.ALL_GATHER) & (rows["unit"] == 0) & (rows["edge"] == Edge.BEGIN)
+    rows["kind"][np.flatnonzero(is_it)[-1]] = Kind.LOG
+    return Trace(trace.header, tuple(RankTrace(rank, rows) if r.rank == rank else r for r in trace.ranks))
+
+
+def test_the_title_says_that_counts_are_those_of_the_closed_form():
+    fig = comms(example_trace())
+    assert title(fig) == "Step 2: all-gathers 7 of 7, reduce-scatters 4 of 4: as the closed form says"
+    assert theme.WRONG not in words(fig)
+
+
+def test_the_table_shows_each_unit_and_kind_beside_the_closed_form():
+    fig = comms(example_trace())
+    assert fig.layout.yaxis.ticktext[:2] == ("blocks.0 all-gather", "blocks.0 reduce-scatter")
+    assert fig.layout.yaxis.ticktext[-1] == "root reduce-scatter"
+    assert column(fig, "calls") == ["2", "1", "2", "1", "2", "1", "1", "1"]
+    assert column(fig, "payload")[:2] == ["385 KiB", "193 KiB"]
+    assert column(fig, "closed form")[:2] == ["= 2 x 193 KiB", "= 1 x 193 KiB"]
+    assert column(fig, "sent")[:2] == ["289 KiB", "144 KiB"]  # 3/4 of the payload on 4 ranks
+    assert "Rank 0: payload 1.79 MiB" in subtitle(fig)
+
+
+def test_a_difference_is_marked_in_the_title_and_the_row():
+    fig = comms(with_policy(example_trace(), 1, reshard=False))
+    assert title(fig) == "Step 2: all-gathers 7 of 6, reduce-scatters 4 of 4: not what the closed form says"
+    assert column(fig, "closed form")[2] == "≠ 1 x 193 KiB"
+    marked = [list(t.textfont.color[1:]) for t in fig.data if t.type == "scatter"]
+    assert all([c == theme.WRONG for c in colours] == [i == 2 for i in range(8)] for colours in marked)
+
+
+def test_a_rank_that_differs_is_named():
+    fig = comms(lose_a_gather(example_trace(), 3))
+    assert "ranks differ: ranks 0-2: all-gathers 7 of 7" in title(fig)
+    assert "rank 3: all-gathers 6 of 7" in title(fig)
+    assert fig.layout.yaxis.ticktext[:2] == ("blocks.0 all-gather, ranks 0-2", "blocks.0 all-gather, rank 3")
+
+
+def test_bars_are_hidden_and_exposed_time_that_add_up():
+    fig = comms(example_trace())
+    total = dict.fromkeys(range(8), 0.0)
+    for trace in fig.data:
+        if trace.type == "bar":
+            for y, x in zip(trace.y, trace.x, strict=True):
+                total[y] += x
+    assert [theme.format_duration(total[y] * 1e3) for y in range(8)] == column(fig, "time")
+
+
+def test_a_step_can_be_chosen_and_must_exist():
+    assert title(comms(example_trace(), step=0)).startswith("Step 0: ")
+    with pytest.raises(UsageError, match="no step 7; its steps are: 0-2"):
+        comms(example_trace(), step=7)
+    with pytest.raises(UsageError, match="none yet"):
+        comms(Trace.empty(), step=0)
+
+
+def test_a_step_still_running_is_not_the_one_shown():
+    trace = example_trace()
+    cut = Trace(trace.header, tuple(r.cut(0, r.end_seq - 10) for r in trace.ranks))
+    assert title(comms(cut)).startswith("Step 1: ")
+    assert "not seen from begin to end" in title(comms(cut, step=2))
+    assert set(column(comms(cut, step=2), "closed form")) == {"-"}
+
+
+def test_one_rank_has_nothing_to_communicate():
+    assert "nothing to send" in words(comms(example_trace(num_ranks=1)))
+
+
+def test_a_retired_unit_is_measured_without_a_closed_form():
+    trace = example_trace()
+    units = tuple(replace(unit, retired=unit.index == 0) for unit in trace.header.units)
+    fig = comms(Trace(replace(trace.header, units=units), trace.ranks))
+    assert column(fig, "closed form")[:2] == ["-", "-"]
+    assert title(fig) == "Step 2: all-gathers 5 of 5, reduce-scatters 3 of 3: as the closed form says"
+
+
+def test_many_units_that_are_alike_share_a_row():
+    fig = comms(simulate(Setup(num_units=33, steps=1)))
+    assert fig.layout.yaxis.ticktext == (
+        "blocks.0-31 all-gather, each of 32",
+        "blocks.0-31 reduce-scatter, each of 32",
+        "root all-gather",
+        "root reduce-scatter",
+    )
+
+
+def test_many_units_that_are_not_alike_stay_bounded_and_differences_are_kept():
+    trace = simulate(Setup(num_units=70, steps=1))
+    units = tuple(replace(unit, name=f"layer{unit.index}" if unit.name else "") for unit in trace.header.units)
+    trace = with_policy(Trace(replace(trace.header, units=units), trace.ranks), 40, reshard=False)
+    fig = comms(trace)
+    assert len(fig.layout.yaxis.ticktext) == MAX_ROWS
+    assert "layer40 all-gather" in fig.layout.yaxis.ticktext
+    assert "80 more rows not drawn" in subtitle(fig)
+
+
+def test_other_collectives_are_shown_with_what_a_ring_sends():
+    trace = example_trace()
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["kind"][(rows["kind"] == Kind.REDUCE_SCATTER) & (rows["unit"] == 0)] = Kind.ALL_REDUCE
+        ranks.append(RankTrace(rank.rank, rows))
+    units = tuple(replace(unit, shard_size=2) for unit in trace.header.units)
+    fig = comms(Trace(replace(trace.header, units=units), tuple(ranks)))
+    place = fig.layout.yaxis.ticktext.index("blocks.0 all-reduce")
+    assert column(fig, "closed form")[place] == "-"
+    assert column(fig, "sent")[place] == column(fig, "payload")[place]  # 2 * (2 - 1) / 2 over the two copies
+
+
+def test_what_was_expected_and_never_issued_is_a_row():
+    trace = example_trace()
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["kind"][(rows["kind"] == Kind.REDUCE_SCATTER) & (rows["unit"] == 0)] = Kind.LOG
+        ranks.append(RankTrace(rank.rank, rows))
+    fig = comms(Trace(trace.header, tuple(ranks)))
+    assert column(fig, "calls")[1] == "0"
+    assert column(fig, "closed form")[1] == "≠ 1 x 193 KiB"
+
+
+def test_a_rank_that_has_not_come_to_the_step_is_left_out():
+    trace = example_trace()
+    late = trace.rank(3).cut(0, 200)
+    fig = comms(Trace(trace.header, (*trace.ranks[:3], late)))
+    assert title(fig).endswith("as the closed form says")
+    assert set(fig.layout.yaxis.ticktext) == set(comms(trace).layout.yaxis.ticktext)

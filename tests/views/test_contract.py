@@ -1,0 +1,188 @@
+"""What every view keeps, whatever it draws."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from functools import cache
+
+import plotly.graph_objects as go
+import plotly.io as pio
+import pytest
+from hypothesis import given, settings
+
+from tests.trace import strategies
+from tests.trace.strategies import Setup, traces
+from tests.views.figures import as_json, axes, num_marks, strings, words
+from workbench.errors import UsageError
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header
+from workbench.views import VIEWS, draw
+
+MAX_MARKS = 12_000
+MAX_TRACES = 200
+MAX_JSON_BYTES = 1_500_000
+
+EVIL = '<script>alert("x")</script><a href="javascript:y">%{evil}$z$'
+
+simulate = cache(strategies.simulate)  # traces do not change
+example_trace = cache(strategies.example_trace)
+
+every_view = pytest.mark.parametrize("name", VIEWS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shown(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a view returns its figure and never shows it")
+
+    monkeypatch.setattr(go.Figure, "show", refuse)
+    monkeypatch.setattr(pio, "show", refuse)
+    default = pio.templates.default
+    yield
+    assert pio.templates.default == default
+
+
+def same_with_names(trace, name):
+    """The trace with everything that a person or a rank names called ``name`` and a number."""
+    units = tuple(
+        replace(unit, name=f"{name}{unit.index}", params=tuple(_renamed(p, name, i) for i, p in enumerate(unit.params)))
+        for unit in trace.header.units
+    )
+    header = replace(
+        trace.header,
+        producer=name,
+        mesh_axes=tuple(name for _ in trace.header.mesh_axes),
+        ranks=tuple(replace(rank, host=name, device=name) for rank in trace.header.ranks),
+        units=units,
+        comm_groups=tuple(name for _ in trace.header.comm_groups),
+        strings=tuple(f"{name}{i}" for i, _ in enumerate(trace.header.strings)),
+    )
+    return Trace(header, trace.ranks)
+
+
+def _renamed(param, name, index):
+    return replace(param, fqn=f"{name}{index}", dtype=name)
+
+
+@every_view
+def test_a_view_returns_a_figure_with_something_in_it(name):
+    fig = draw(name, example_trace())
+    assert type(fig) is go.Figure
+    assert fig.data
+    assert fig.layout.title.text
+
+
+@every_view
+def test_called_twice_it_gives_equal_figures_and_leaves_the_trace_as_it_was(name):
+    trace = example_trace()
+    before = Trace(
+        copy.deepcopy(trace.header),
+        tuple(RankTrace(r.rank, r.rows.copy(), copy.deepcopy(r.start), r.lost) for r in trace.ranks),
+    )
+    assert draw(name, trace).to_json() == draw(name, trace).to_json()
+    assert trace == before
+
+
+@every_view
+@pytest.mark.parametrize("header", [Header(), Header(world_size=4)], ids=["nothing", "ranks only"])
+def test_an_empty_trace_gives_a_sentence(name, header):
+    fig = draw(name, Trace(header))
+    assert not fig.data
+    (annotation,) = fig.layout.annotations
+    assert re.fullmatch(r"[A-Z%].{15,}\.", annotation.text)
+
+
+@every_view
+def test_a_model_sharded_and_not_yet_trained_gives_a_figure(name):
+    assert type(draw(name, example_trace(steps=0))) is go.Figure
+
+
+@every_view
+@settings(max_examples=15)
+@given(trace=traces())
+def test_any_valid_trace_can_be_drawn(name, trace):
+    assert type(draw(name, trace)) is go.Figure
+
+
+@every_view
+@pytest.mark.parametrize("num_ranks", [1, 64])
+def test_one_rank_and_many_ranks_stay_bounded(name, num_ranks):
+    fig = draw(name, simulate(Setup(num_ranks=num_ranks, num_units=6, steps=1)))
+    assert len(fig.data) <= MAX_TRACES
+    assert num_marks(fig) <= MAX_MARKS
+    assert len(fig.to_json()) <= MAX_JSON_BYTES
+
+
+@every_view
+def test_a_long_trace_of_a_large_model_stays_bounded(name):
+    fig = draw(name, simulate(Setup(num_ranks=2, num_units=40, steps=30)))
+    assert len(fig.data) <= MAX_TRACES
+    assert num_marks(fig) <= MAX_MARKS
+    assert len(fig.to_json()) <= MAX_JSON_BYTES
+
+
+@every_view
+def test_a_long_trace_and_a_large_model_fit_on_a_page(name):
+    fig = draw(name, simulate(Setup(num_ranks=16, num_units=100, steps=2)))
+    assert (fig.layout.height or 450) <= 2200
+
+
+@every_view
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_every_axis_has_a_title_with_a_unit_or_names_its_places(name, num_ranks):
+    for axis in axes(draw(name, example_trace(num_ranks=num_ranks))):
+        names_places = axis.type in ("category", "multicategory") or bool(axis.ticktext)
+        hidden = axis.showticklabels is False
+        text = axis.title.text or ""
+        assert names_places or hidden or text, f"an axis of {name} has no title"
+        if not (names_places or hidden) and re.search("time|memory|bytes|payload", text):
+            assert re.search(r"\[(B|KiB|MiB|GiB|µs|ms|s)\]", text), f"{text!r} has no unit"
+
+
+@every_view
+def test_names_are_escaped_and_never_part_of_a_template(name):
+    fig = draw(name, same_with_names(example_trace(), EVIL))
+    found = list(strings(as_json(fig)))
+    for field, text in found:
+        assert "<script" not in text, field
+        assert "<a " not in text, field
+        assert "$z$" not in text, field
+        if field.endswith("template"):
+            assert "evil" not in text, field
+
+
+@every_view
+def test_long_names_are_shortened(name):
+    fig = draw(name, same_with_names(example_trace(), "very_long_name_" * 20))
+    assert all(len(text) < 400 for _, text in strings(as_json(fig)))
+
+
+@every_view
+def test_colours_and_fonts_come_from_the_theme(name):
+    fig = draw(name, example_trace())
+    assert fig.layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)"
+    assert fig.layout.paper_bgcolor is None
+    assert fig.layout.plot_bgcolor is None
+    assert fig.layout.font.color is None
+
+
+@every_view
+def test_it_writes_no_outside_address(name):
+    assert "http" not in words(draw(name, example_trace()))
+
+
+def test_the_six_views_are_registered():
+    assert list(VIEWS) == ["layout", "memory", "timeline", "states", "comms", "training"]
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("memmory", "memory"), ("timelines", "timeline"), ("com", "comms")])
+def test_an_unknown_name_is_answered_with_the_nearest(wrong, near):
+    with pytest.raises(UsageError, match=f"no view '{wrong}'; did you mean '{near}'"):
+        draw(wrong, Trace.empty())
+
+
+def test_a_name_like_no_other_is_answered_with_all():
+    with pytest.raises(UsageError, match=r"no view 'xyzzy'; the views are: layout, memory, .*training"):
+        draw("xyzzy", Trace.empty())

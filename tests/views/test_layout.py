@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+
+from tests.replay.test_shards import make_param, make_unit
+from tests.trace.strategies import Setup, example_trace, simulate
+from tests.views.figures import num_marks, subtitle, title, words
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
+from workbench.views.layout import MAX_BARS, layout
+
+
+def bars(fig, name):
+    return [
+        (y, base, width, text, hover)
+        for trace in fig.data
+        if trace.name == name
+        for y, base, width, text, hover in zip(trace.y, trace.base, trace.x, trace.text, trace.hovertext, strict=True)
+    ]
+
+
+def trace_of(*units, world_size):
+    return Trace(Header(world_size=world_size, units=units))
+
+
+def test_each_rank_gets_a_segment_as_wide_as_its_rows():
+    fig = layout(trace_of(make_unit(make_param((5, 3), 4)), world_size=4))
+    held = bars(fig, "held")
+    assert [text for *_, text, _ in held] == ["rows 0-1", "rows 2-3", "row 4"]
+    assert [round(width, 1) for _, _, width, _, _ in held] == [1.0, 1.0, 0.5]
+    assert [int(base) for _, base, *_ in held] == [0, 1, 2]
+    assert [(int(base), text) for _, base, _, text, _ in bars(fig, "padding")] == [(2, "")]
+    assert [(int(base), text) for _, base, _, text, _ in bars(fig, "empty shard")] == [(3, "empty")]
+
+
+def test_hover_says_rows_shape_and_bytes():
+    fig = layout(trace_of(make_unit(make_param((3, 5), 4, shard_dim=1, fqn="head.weight")), world_size=4))
+    hover = bars(fig, "held")[-1][-1]
+    for part in ("head.weight", "[3, 5] float32", "shard-rank 2", "row 4 of 5 along dim 1", "[3, 1]", "12 B", "24 B"):
+        assert part in hover
+    assert "all padding: 2 rows, 24 B" in bars(fig, "empty shard")[0][-1]
+
+
+def test_title_and_subtitle_total_what_is_at_rest():
+    fig = layout(trace_of(make_unit(make_param((5, 256), 4)), world_size=4))
+    assert title(fig) == "Each of 4 ranks keeps 2.00 KiB of 5.00 KiB of parameters"
+    assert "40.0% of the unsharded bytes" in subtitle(fig)
+    assert "padding wastes 3.00 KiB (60.00%)" in subtitle(fig)
+    assert "1 empty shard" in subtitle(fig)
+
+
+def test_without_padding_nothing_is_hatched():
+    fig = layout(trace_of(make_unit(make_param((8,), 4)), world_size=4))
+    assert {trace.name for trace in fig.data if trace.type == "bar"} == {"held"}
+    assert "no padding" in subtitle(fig)
+
+
+def test_copies_of_a_replicated_model_share_a_column():
+    fig = layout(trace_of(make_unit(make_param((3,), 2)), world_size=4))
+    assert fig.layout.xaxis.ticktext == ("ranks 0, 2", "ranks 1, 3")
+    assert "in each of 2 copies" in subtitle(fig)
+
+
+def test_units_on_different_numbers_of_ranks_use_the_whole_width():
+    units = make_unit(make_param((8,), 4)), make_unit(make_param((8,), 2), index=1, name="experts")
+    fig = layout(trace_of(*units, world_size=4))
+    assert [int(base) for _, base, *_ in bars(fig, "held")] == [0, 1, 2, 3, 0, 2]
+    assert fig.layout.xaxis.ticktext == ()
+
+
+def test_one_rank_keeps_everything():
+    assert title(layout(example_trace(num_ranks=1))).startswith("One rank keeps all ")
+
+
+def test_retired_units_are_left_out():
+    units = make_unit(make_param((8,), 2, fqn="retired.weight"), retired=True), make_unit(make_param((8,), 2), index=1)
+    assert "retired.weight" not in words(layout(trace_of(*units, world_size=2)))
+    assert "%fsdp shard" in words(layout(trace_of(units[0], world_size=2)))
+
+
+def test_blocks_that_are_alike_share_bars_when_there_are_many():
+    trace = simulate(Setup(num_units=25, steps=0))
+    fig = layout(trace)
+    assert "<b>blocks.0-23</b>, 24 units alike" in words(fig)
+    assert len(fig.layout.yaxis.ticktext) == 7 + 3
+    assert f"{24 * 7 + 3} parameters in 25 units" in subtitle(fig)
+    assert len(layout(trace, fold=False).layout.yaxis.ticktext) == MAX_BARS
+
+
+def test_few_parameters_are_drawn_one_by_one_unless_asked():
+    assert len(layout(example_trace()).layout.yaxis.ticktext) == 24
+    assert len(layout(example_trace(), fold=True).layout.yaxis.ticktext) == 10
+
+
+@pytest.mark.parametrize("num_ranks", [64, 512])
+def test_hundreds_of_unlike_parameters_on_many_ranks_stay_bounded(num_ranks):
+    params = [make_param((100 + i, 2), num_ranks, fqn=f"layer{i}.weight") for i in range(300)]
+    fig = layout(trace_of(make_unit(*params), world_size=num_ranks))
+    assert num_marks(fig) <= 3000
+    shown = len(fig.layout.yaxis.ticktext)
+    assert f"{300 - shown} small parameters not drawn" in subtitle(fig)
+    assert fig.layout.yaxis.ticktext[-1] == "layer299.weight [399, 2]"
+    assert len(fig.layout.xaxis.ticktext) <= 16
+
+
+def test_beyond_64_ranks_neighbours_with_equally_many_rows_are_one_segment():
+    fig = layout(trace_of(make_unit(make_param((150, 2), 100)), world_size=100))
+    assert [text for *_, text, _ in bars(fig, "held")] == ["rows 0-149"]
+    assert "shard-ranks 0-74" in bars(fig, "held")[0][-1]
+    assert ceil(150 / 100) == 2
+    assert "shard-ranks 75-99" in bars(fig, "empty shard")[0][-1]
+
+
+def test_a_frozen_parameter_says_so():
+    param = replace(make_param((4,), 2), trainable=False)
+    assert "frozen" in bars(layout(trace_of(make_unit(param), world_size=2)), "held")[0][-1]
+
+
+def test_parameters_without_elements_can_be_drawn():
+    fig = layout(trace_of(make_unit(make_param((4, 0), 2), make_param((0,), 2, fqn="b")), world_size=2))
+    assert title(fig) == "Each of 2 ranks keeps 0 B of 0 B of parameters"

@@ -1,0 +1,143 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.trace.strategies import Setup, example_trace, simulate
+from tests.views.figures import subtitle, title, words
+from workbench.errors import TraceError, UsageError
+from workbench.replay import memory as live
+from workbench.replay.shards import shards, totals
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Category, Kind
+from workbench.views import theme
+from workbench.views.memory import MAX_PANELS, MAX_POINTS, memory
+
+MIB = 2**20
+
+
+def areas(fig, legend=True):
+    return [t for t in fig.data if t.stackgroup and (t.showlegend or not legend)]
+
+
+def named(fig, name):
+    return next(t for t in fig.data if t.name == name)
+
+
+def with_moves(trace, factor_of_rank):
+    """The trace with every rank's moved bytes times a factor of its own."""
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["num_bytes"] = (rows["num_bytes"] * factor_of_rank(rank.rank)).astype(np.int64)
+        ranks.append(RankTrace(rank.rank, rows))
+    return Trace(trace.header, tuple(ranks))
+
+
+def test_the_peak_is_in_the_title_and_in_the_picture_in_words():
+    fig = memory(example_trace())
+    assert title(fig) == "Step 2: memory peaks at 1.40 MiB (backward of blocks.1)"
+    (peak,) = fig.layout.annotations
+    assert peak.text.replace("<br>", " ") == (
+        "<b>peak 1.40 MiB</b> backward of blocks.1: 2 units unsharded, next all-gather (blocks.0) in flight, "
+        "gradients of blocks.2 being reduced"
+    )
+    assert peak.y == max(named(fig, "total").y)
+
+
+def test_the_areas_are_the_bytes_of_each_class_in_order():
+    trace = example_trace()
+    fig, part = memory(trace), trace.slice(step=2).rank(0)
+    series = live.series(part)
+    shown = [c for c in Category if series.num_bytes[:, c].any()]
+    assert [t.name for t in areas(fig)] == [theme.label(c) for c in shown]
+    for area, category in zip(areas(fig), shown, strict=True):
+        assert np.array(area.y[:-1]) * MIB == pytest.approx(series.num_bytes[:, category])
+        assert area.line.shape == "hv"
+        assert area.fillcolor == theme.CATEGORY_COLOURS[category]
+    assert np.array(named(fig, "total").x[:-1]) == pytest.approx((series.t_ns - part.rows["t_ns"][0]) / 1e6)
+    assert fig.layout.legend.traceorder == "reversed"  # the legend reads as the areas lie
+
+
+def test_the_dashed_line_is_the_unsharded_model():
+    trace = example_trace()
+    line = named(memory(trace), "parameters unsharded")
+    assert line.line.dash == "dash"
+    assert list(line.y) == [totals(shards(trace.header)).bytes_unsharded / MIB] * 2
+
+
+def test_an_unsharded_model_far_above_is_told_and_not_drawn():
+    fig = memory(with_moves(example_trace(), lambda _: 0.1))
+    assert "the parameters unsharded would take 626 KiB" in subtitle(fig)
+    assert "parameters unsharded" not in [t.name for t in fig.data]
+
+
+def test_ranks_that_are_alike_share_a_panel_and_the_highest_is_drawn():
+    fig = memory(with_moves(example_trace(), lambda rank: 1 + 0.005 * (rank == 1)))
+    assert "Ranks 0-3 are alike within 2%, rank 1 is drawn" in subtitle(fig)
+    assert len(list(fig.select_yaxes())) == 1
+
+
+def test_ranks_that_differ_have_panels_of_their_own():
+    fig = memory(with_moves(example_trace(), lambda rank: 1 + (rank == 2)))
+    assert title(fig).startswith("Step 2: memory of rank 2 peaks at 2.80 MiB")
+    assert "ranks 0-1, 3 are alike within 2%, rank 0 is drawn" in words(fig)
+    assert len(list(fig.select_yaxes())) == 2
+    assert [t.name for t in areas(fig, legend=False)] == 2 * [t.name for t in areas(fig)]  # each once in the legend
+
+
+def test_of_many_groups_few_are_drawn():
+    fig = memory(with_moves(simulate(Setup(num_ranks=6, steps=1)), lambda rank: 1 + rank))
+    assert len(list(fig.select_yaxes())) == MAX_PANELS
+    assert "2 more groups of ranks not drawn" in subtitle(fig)
+
+
+def test_one_rank_can_be_chosen():
+    fig = memory(with_moves(example_trace(), lambda rank: 1 + (rank == 2)), rank=2)
+    assert len(list(fig.select_yaxes())) == 1
+    assert subtitle(fig).startswith("Rank 2 · ")
+    with pytest.raises(TraceError, match="no rank 9"):
+        memory(example_trace(), rank=9)
+
+
+def test_several_steps_are_marked():
+    fig = memory(example_trace(steps=3), steps=2)
+    assert title(fig).startswith("Steps 1-2:")
+    assert [a.text for a in fig.layout.annotations if a.text.startswith("step")] == ["step 1", "step 2"]
+    with pytest.raises(UsageError, match="no step 7"):
+        memory(example_trace(), step=7)
+
+
+def test_activations_are_said_to_be_missing_only_if_they_are():
+    assert "activations are not measured" in subtitle(memory(example_trace()))
+    fig = memory(simulate(Setup(activations=True)))
+    assert "activations are not measured" not in subtitle(fig)
+    assert "activations" in [t.name for t in areas(fig)]
+
+
+def test_of_many_moments_few_are_drawn_but_never_without_the_peak():
+    trace = simulate(Setup(num_ranks=1, num_units=12, steps=40))
+    fig = memory(trace, steps=40)
+    assert sum(len(t.y) for t in fig.data) <= MAX_POINTS + 200
+    top = live.peak(trace.slice(first=0, last=39).rank(0)).num_bytes
+    assert max(named(fig, "total").y) * MIB == pytest.approx(top)
+
+
+def test_before_the_first_step_the_shards_are_shown():
+    fig = memory(example_trace(steps=0))
+    assert title(fig).startswith("Before the first step: memory peaks at")
+    assert "outside forward and backward" in words(fig)
+
+
+def test_ranks_without_a_byte_give_a_sentence():
+    trace = example_trace()
+    silent = Trace(trace.header, tuple(RankTrace(r.rank, r.rows[r.rows["kind"] == Kind.STEP]) for r in trace.ranks))
+    assert "No memory is recorded yet" in words(memory(silent))
+
+
+def test_long_unit_names_are_shortened():
+    trace = example_trace()
+    units = tuple(replace(unit, name=f"{'x' * 300}.{unit.index}") for unit in trace.header.units)
+    fig = memory(Trace(replace(trace.header, units=units), trace.ranks))
+    assert "xxxxxxxxxx.1)" in title(fig)
+    assert len(title(fig)) < 100

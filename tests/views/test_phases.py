@@ -1,0 +1,39 @@
+from itertools import pairwise
+
+import plotly.graph_objects as go
+
+from tests.trace.strategies import example_trace
+from workbench.trace.schema import Kind
+from workbench.views import theme
+from workbench.views.phases import MAX_PIECES, add_phases
+
+
+def strip(trace):
+    fig = go.Figure()
+    add_phases(fig, trace.rank(0).rows, 1_000)
+    return fig.layout.shapes
+
+
+def test_a_step_is_forward_backward_and_optimizer():
+    shapes = strip(example_trace().slice(step=1))
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
+    assert [shape.fillcolor for shape in shapes] == [theme.KIND_COLOURS[kind] for kind in kinds]
+    assert [shape.label.text for shape in shapes][:2] == ["forward", "backward"]
+    assert all(before.x1 <= after.x0 for before, after in pairwise(shapes))
+
+
+def test_the_strip_begins_where_the_axis_does():
+    trace = example_trace().slice(step=1)
+    rows = trace.rank(0).rows
+    forward = rows[rows["kind"] == Kind.FORWARD]["t_ns"]
+    shape = strip(trace)[0]
+    assert (shape.x0, shape.x1) == tuple((t - rows["t_ns"][0]) / 1_000 for t in (forward[0], forward[-1]))
+
+
+def test_two_steps_have_two_strips():
+    assert len(strip(example_trace(steps=3).slice(first=1, last=2))) == 6
+
+
+def test_a_flicker_is_not_drawn():
+    assert len(strip(example_trace(steps=MAX_PIECES // 3))) == MAX_PIECES // 3 * 3
+    assert not strip(example_trace(steps=MAX_PIECES // 3 + 1))

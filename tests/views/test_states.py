@@ -1,0 +1,105 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.trace.strategies import Setup, example_trace, simulate
+from tests.views.figures import subtitle, title, words
+from workbench.errors import TraceError, UsageError
+from workbench.replay.states import spans
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Edge, Kind, UnitState
+from workbench.views import theme
+from workbench.views.states import MAX_UNITS, states
+
+
+def bar(fig, state):
+    return next((t for t in fig.data if t.name == theme.label(state)), None)
+
+
+def test_rows_are_the_units_with_the_root_on_top():
+    assert states(example_trace()).layout.yaxis.ticktext == ("root", "blocks.0", "blocks.1", "blocks.2")
+
+
+def test_units_are_in_the_order_of_their_forward_whatever_their_numbers():
+    trace = example_trace()
+    turned = [3, 2, 1, 0]
+    units = tuple(replace(trace.header.units[i], index=n, root=0) for n, i in enumerate(turned))
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["unit"] = np.where(rows["unit"] >= 0, 3 - rows["unit"], -1)
+        ranks.append(RankTrace(rank.rank, rows))
+    fig = states(Trace(replace(trace.header, units=units), tuple(ranks)))
+    assert fig.layout.yaxis.ticktext == ("root", "blocks.0", "blocks.1", "blocks.2")
+
+
+@pytest.mark.parametrize("state", list(UnitState))
+def test_every_bar_is_a_span_of_its_state(state):
+    trace = example_trace()
+    drawn, part = bar(states(trace), state), trace.slice(step=2).rank(0)
+    found = spans(part)
+    mine = (found.state == state) & (found.end_ns > found.begin_ns)
+    assert drawn.marker.color == theme.UNIT_STATE_COLOURS[state]
+    begin = (found.begin_ns - part.rows["t_ns"][0])[mine] / 1e6
+    lane = np.array([1, 2, 3, 0])[found.unit[mine]]
+    wide = (found.end_ns - found.begin_ns)[mine] / 1e6 > 0.02  # narrower ones may be merged
+    drawn_bars = {(round(float(b), 6), int(y)) for b, y in zip(drawn.base, drawn.y, strict=True)}
+    assert {(round(float(b), 6), int(y)) for b, y in zip(begin[wide], lane[wide], strict=True)} <= drawn_bars
+
+
+def test_a_sharded_unit_is_a_thin_line():
+    fig = states(example_trace())
+    assert set(bar(fig, UnitState.SHARDED).width) == {0.16}
+    assert set(bar(fig, UnitState.UNSHARDED).width) == {0.74}
+
+
+def test_the_title_counts_what_is_unsharded_at_once():
+    assert title(states(example_trace())) == "Step 2: at most 2 of 4 units unsharded at once"
+    kept = example_trace(reshard_after_forward=False)
+    assert title(states(kept)) == "Step 2: all 4 units unsharded at once"
+    assert title(states(example_trace(steps=0))) == "Before the first step: at most 0 of 4 units unsharded at once"
+
+
+def test_a_bar_says_which_unit_what_and_for_how_long():
+    hover = bar(states(example_trace()), UnitState.UNSHARDED).hovertext[0]
+    assert hover.startswith("<b>root</b> unsharded<br>")
+    assert " ms, from " in hover
+
+
+def test_ranks_that_did_the_same_are_named_and_one_that_differs_too():
+    trace = example_trace()
+    assert "Ranks 0-3 did the same, rank 0 is drawn" in subtitle(states(trace))
+    rows = trace.rank(1).rows.copy()
+    last = np.flatnonzero((rows["kind"] == Kind.RESHARD) & (rows["edge"] == Edge.INSTANT))[-1]
+    rows["kind"][last] = Kind.LOG
+    other = Trace(trace.header, tuple(RankTrace(1, rows) if r.rank == 1 else r for r in trace.ranks))
+    assert "Ranks 0, 2-3 did the same, rank 0 is drawn · differently did rank 1" in subtitle(states(other))
+    chosen = subtitle(states(other, rank=1))
+    assert "Rank 1 · differently did ranks 0, 2-3" in chosen
+    with pytest.raises(TraceError, match="no rank 9"):
+        states(other, rank=9)
+    with pytest.raises(UsageError, match="no step 9"):
+        states(other, step=9)
+
+
+def test_retired_units_are_drawn_only_where_they_did_something():
+    trace = example_trace()
+    units = tuple(replace(unit, retired=True) for unit in trace.header.units)
+    retired = Trace(replace(trace.header, units=units), trace.ranks)
+    assert len(states(retired).layout.yaxis.ticktext) == 4
+    begun = Trace(retired.header, tuple(r.cut(0, 3) for r in retired.ranks))
+    assert "No unit is recorded yet" in words(states(begun))
+
+
+def test_a_rank_without_rows_gives_a_sentence():
+    trace = example_trace()
+    silent = Trace(trace.header, (trace.rank(0), RankTrace(1, trace.rank(1).rows[:0])))
+    assert "No unit is recorded yet" in words(states(silent, rank=1))
+
+
+def test_a_large_model_is_told_apart_as_far_as_there_is_room():
+    fig = states(simulate(Setup(num_ranks=1, num_units=MAX_UNITS + 20, steps=1, width=2, vocab=3)))
+    assert "20 more units not drawn" in subtitle(fig)
+    assert len(fig.layout.yaxis.ticktext) == MAX_UNITS / 2  # every other name
+    assert sum(len(t.y) for t in fig.data) <= 2000

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tests.replay.test_training import logged, make_trace, row, step_rows
+from tests.trace.strategies import example_trace
+from tests.views.figures import subtitle, title, words
+from workbench.trace.schema import Kind
+from workbench.views.training import MAX_PANELS, MAX_POINTS, training
+
+STEP_NS = 1_000_000
+
+
+def losses(*values, loss_rank=0.0):
+    rows = []
+    for step, value in enumerate(values):
+        begin = step * STEP_NS
+        rows += step_rows(step, begin, begin + STEP_NS, logged(value + loss_rank, step=step))
+    return rows
+
+
+def lines(fig):
+    """The mean lines, panel by panel."""
+    return [trace for trace in fig.data if trace.customdata is not None]
+
+
+def axis_titles(fig):
+    return [axis.title.text for axis in fig.select_yaxes()]
+
+
+def test_title_says_first_and_last_loss_and_the_step_time():
+    fig = training(make_trace(losses(4.0, 3.0, 2.0)))
+    assert title(fig) == "Loss 4.000 → 2.000 in 3 steps, 1.00 ms a step"
+    assert axis_titles(fig) == ["loss", "step time [ms]"]
+    assert list(lines(fig)[0].y) == [4.0, 3.0, 2.0]
+    assert list(lines(fig)[1].y) == [1.0, 1.0, 1.0]
+
+
+def test_the_band_is_drawn_only_where_ranks_differ():
+    one = training(make_trace(losses(4.0, 3.0)))
+    assert len(one.data) == 2
+    two = training(make_trace(losses(4.0, 3.0), losses(4.0, 3.0, loss_rank=1.0)))
+    low, high, mean = two.data[:3]
+    assert (list(low.y), list(high.y), list(mean.y)) == ([4.0, 3.0], [5.0, 4.0], [4.5, 3.5])
+    assert high.fill == "tonexty"
+    assert subtitle(two) == "Mean over 2 ranks; the band is the lowest to the highest rank."
+
+
+def test_without_a_loss_the_step_time_is_drawn_and_a_sentence_says_how_to_log_one():
+    fig = training(make_trace(step_rows(0, 0, STEP_NS)))
+    assert title(fig) == "1 step, no loss logged, 1.00 ms a step"
+    assert axis_titles(fig) == ["step time [ms]"]
+    assert "A number that train_step() returns is logged as the loss." in subtitle(fig)
+
+
+def test_a_loss_logged_outside_all_steps_is_drawn_too():
+    fig = training(make_trace([logged(4.0)]))
+    assert title(fig) == "Loss 4.000 → 4.000 in 0 steps"
+    assert list(lines(fig)[0].x) == [-1]
+
+
+def test_every_metric_has_its_panel_up_to_a_limit():
+    rows = [row(Kind.METRIC, module=i, value=1.0, step=0) for i in range(2, 20)]
+    fig = training(make_trace(losses(4.0) + rows))
+    assert len(axis_titles(fig)) == MAX_PANELS
+    assert axis_titles(fig)[:3] == ["loss", "step time [ms]", "metric 2"]
+    assert "8 more metrics not drawn" in subtitle(fig)
+
+
+def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
+    fig = training(make_trace(losses(4.0, math.inf, 2.0)))
+    assert list(np.isnan(lines(fig)[0].y)) == [False, True, False]
+    assert "loss is not a finite number at step 1." in subtitle(fig)
+
+
+def test_a_long_training_is_thinned_and_keeps_its_extremes():
+    values = [1.0] * 1000
+    values[500] = 9.0
+    fig = training(make_trace(losses(*values)))
+    assert len(lines(fig)[0].x) <= MAX_POINTS
+    assert max(trace.y.max() for trace in fig.data if trace.fill == "tonexty") == 9.0
+    assert "Each point is the mean of up to 3 steps" in subtitle(fig)
+    assert lines(fig)[0].mode == "lines"
+
+
+def test_nothing_recorded_says_what_to_run():
+    assert "%fsdp step" in words(training(example_trace(steps=0)))

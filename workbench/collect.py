@@ -1,0 +1,71 @@
+"""Emptying the ranks' recorders through their side doors into one growing trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from workbench.cluster.pending import Reply
+from workbench.trace import header_from_dict, key_frame_from_dict
+from workbench.trace.builder import TraceBuilder
+from workbench.trace.columns import Trace
+
+
+class SideDoor(Protocol):
+    """What of a cluster is needed here."""
+
+    def ask(
+        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = ...
+    ) -> Mapping[int, Reply | Exception]:
+        """Put one request to the side doors of ``ranks`` at the same time."""
+
+
+class Collector:
+    """The trace of one cluster so far, and where each rank was when it was last heard of. Thread-safe.
+
+    Attributes:
+        positions: by rank, the newest answer to "where".
+    """
+
+    def __init__(self) -> None:
+        self.positions: dict[int, dict[str, Any]] = {}
+        self._builder = TraceBuilder()
+        self._versions: dict[int, int] = {}
+        self._next_seq: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def next_seq(self) -> dict[int, int]:
+        """By rank, how many rows it had recorded when it was last heard of."""
+        return dict(self._next_seq)
+
+    @property
+    def trace(self) -> Trace:
+        """What was collected so far."""
+        return self._builder.snapshot()
+
+    def drain(self, door: SideDoor, ranks: Iterable[int], *, timeout_s: float) -> None:
+        """Take what ``ranks`` recorded since the last time; one that does not answer in time is left out."""
+        with self._lock:
+            # a rank sends its header when it is newer than the version we name: ranks of one version are asked at once
+            groups: dict[int, list[int]] = {}
+            for rank in ranks:
+                groups.setdefault(self._versions.get(rank, 0), []).append(rank)
+            for version, members in groups.items():
+                request = {"op": "drain", "header_version": version}
+                for rank, reply in door.ask(request, members, timeout_s=timeout_s).items():
+                    if isinstance(reply, Reply):
+                        self._take(rank, reply)
+
+    def _take(self, rank: int, reply: Reply) -> None:
+        content = reply.content
+        if content["header"] is not None:
+            self._builder.update_header(header_from_dict(content["header"]), rank=rank)
+        self._versions[rank] = content["header_version"]
+        key_frame = key_frame_from_dict(content["key_frame"])
+        # an answer that came after its time was up is rows lost as well
+        missed = content["first_seq"] - self._next_seq.get(rank, 0)
+        self._next_seq[rank] = key_frame.seq
+        self._builder.append(rank, b"".join(reply.buffers), lost=max(missed, content["lost"]), key_frame=key_frame)
+        self.positions[rank] = content["position"]

@@ -1,0 +1,209 @@
+"""``workbench doctor``: what is installed, whether it works here, and what to do about what does not.
+
+Every finding is a :class:`Finding`; nothing in here raises for what it finds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import psutil
+from jupyter_core.paths import jupyter_path
+from packaging.requirements import Requirement
+
+PACKAGE = "fsdp-workbench"
+SELF_TEST_RANKS = 2
+SELF_TEST_S = 10.0
+
+_WIDGETS = {
+    "ipywidgets": "@jupyter-widgets/jupyterlab-manager",
+    "anywidget": "anywidget",
+}  # the package, and the JupyterLab extension that it brings
+
+_MODEL = """
+import torch
+
+torch.manual_seed(0)
+tiny = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
+"""
+_STEP = """
+tiny_optimizer = torch.optim.AdamW(tiny.parameters())
+
+
+def tiny_step():
+    loss = tiny(torch.ones(4, 8, device=device)).square().mean()
+    loss.backward()
+    tiny_optimizer.step()
+    tiny_optimizer.zero_grad()
+    return loss.item()
+"""
+
+
+class Verdict(Enum):
+    """How a finding is to be taken."""
+
+    GOOD = "ok"
+    NOTE = "note"  # the workbench works without it
+    BAD = "BAD"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what it is.
+        verdict: how it is to be taken.
+        found: what is there.
+        advice: what to do about it; empty if nothing.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.verdict.value:>4}  {self.name:<18} {self.found}"
+        return line + "".join(f"\n{'':25}-> {text}" for text in self.advice.splitlines())
+
+
+def run() -> bool:
+    """Look at everything, say it as it is found; returns whether nothing is bad."""
+    well = True
+    for look in (python, packages, machine, devices, widgets, panel, self_test):
+        for finding in look():
+            sys.stdout.write(f"{finding}\n")
+            sys.stdout.flush()
+            well = well and finding.verdict is not Verdict.BAD
+    sys.stdout.write("\nAll is well.\n" if well else "\nSomething is to be done: see the lines with BAD.\n")
+    return well
+
+
+def python() -> Iterator[Finding]:
+    """Yield the interpreter."""
+    yield Finding("python", Verdict.GOOD, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def packages() -> Iterator[Finding]:
+    """Yield each package that the workbench needs: its version, and whether that is one it was made for."""
+    try:
+        needed = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(PACKAGE, Verdict.BAD, "not installed", "pip install -e . in the clone's folder")
+        return
+    for requirement in needed:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield package(requirement)
+
+
+def package(requirement: Requirement) -> Finding:
+    """Return what there is of one package."""
+    advice = f'pip install "{requirement.name}{requirement.specifier}"'
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(requirement.name, Verdict.BAD, "not installed", advice)
+    if requirement.specifier.contains(version, prereleases=True):
+        return Finding(requirement.name, Verdict.GOOD, version)
+    return Finding(requirement.name, Verdict.BAD, f"{version}, needed is {requirement.specifier}", advice)
+
+
+def machine() -> Iterator[Finding]:
+    """Yield cores and memory; ranks share both."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("cores", Verdict.GOOD, f"{cores}; ranks share them, each has at least one thread")
+    free = psutil.virtual_memory().available / 2**30
+    if free < 1.5:
+        advice = "four small ranks take about 1.1 GiB: close something, or start fewer with %fsdp start -n 2"
+        yield Finding("memory", Verdict.NOTE, f"{free:.1f} GiB free", advice)
+    else:
+        yield Finding("memory", Verdict.GOOD, f"{free:.1f} GiB free")
+
+
+def devices() -> Iterator[Finding]:
+    """Yield where ranks can compute, and how they can communicate."""
+    try:
+        import torch  # noqa: PLC0415 - its absence is a finding
+        import torch.distributed as dist  # noqa: PLC0415
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+        yield Finding("devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install torch==2.13.0")
+        return
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Finding("devices", Verdict.GOOD, f"cpu, {', '.join(gpus)}" if gpus else "cpu (no CUDA GPU)")
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    if not has_gloo:
+        yield Finding("backend gloo", Verdict.BAD, "missing", "install a torch that was built with gloo")
+    else:
+        yield Finding("backend gloo", Verdict.GOOD, "for ranks on cpu")
+    if gpus and not has_nccl:
+        yield Finding("backend nccl", Verdict.NOTE, "missing", "ranks on GPUs need a torch that was built with NCCL")
+    elif gpus:
+        yield Finding("backend nccl", Verdict.GOOD, "for ranks on GPUs")
+
+
+def widgets() -> Iterator[Finding]:
+    """Yield whether JupyterLab can draw the widgets: progress bars and controls."""
+    for name, extension in _WIDGETS.items():
+        if _has_extension(extension):
+            yield Finding(f"{name} in Lab", Verdict.GOOD, f"{extension} is installed")
+        else:
+            advice = f"pip install --force-reinstall {name}, in the environment that JupyterLab runs in"
+            yield Finding(f"{name} in Lab", Verdict.NOTE, f"{extension} is not installed", advice)
+
+
+def panel(folder: Path = Path(__file__).parent / "labextension") -> Iterator[Finding]:
+    """Yield whether the JupyterLab panel was built into this package."""
+    if (folder / "package.json").exists():
+        yield Finding("Lab panel", Verdict.GOOD, "installed")
+    else:
+        yield Finding("Lab panel", Verdict.NOTE, "not part of this installation", "nothing: %fsdp works without it")
+
+
+def self_test() -> Iterator[Finding]:
+    """Yield whether two ranks can be started, train a tiny sharded model and stop."""
+    begin = time.monotonic()
+    try:
+        calls = _train()
+    except Exception as error:  # noqa: BLE001 - whatever is wrong here is what is to be found
+        advice = "with all lines above ok this is a bug; else see to them first"
+        yield Finding("self-test", Verdict.BAD, f"{type(error).__name__}: {error}", advice)
+        return
+    seconds = time.monotonic() - begin
+    found = f"{SELF_TEST_RANKS} ranks trained a sharded model, {calls} collectives as expected, {seconds:.1f} s"
+    slow = "ranks start slowly here: is the machine busy?" if seconds > SELF_TEST_S else ""
+    yield Finding("self-test", Verdict.NOTE if slow else Verdict.GOOD, found, slow)
+
+
+def _train() -> int:
+    """Train two steps; returns the collectives that each rank issued.
+
+    Raises:
+        RuntimeError: they are not those of the closed form.
+    """
+    from workbench.demo import communication  # noqa: PLC0415 - needs all packages
+    from workbench.workbench import Workbench  # noqa: PLC0415 - needs all packages
+
+    with Workbench(SELF_TEST_RANKS, device="cpu") as wb:
+        wb.run_cell(_MODEL)
+        wb.shard("tiny", wrap=("Linear",))
+        wb.run_cell(_STEP)
+        wb.step(2, fn="tiny_step")
+        sent = communication(wb.trace)
+    if not sent.as_expected or not sent.calls:
+        raise RuntimeError(f"{sent.calls} collectives were recorded, the closed form says {sent.expected_calls}")
+    return sent.calls
+
+
+def _has_extension(name: str) -> bool:
+    find: Callable[[str], list[str]] = jupyter_path
+    return any((Path(folder) / name / "package.json").exists() for folder in find("labextensions"))

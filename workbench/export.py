@@ -1,0 +1,81 @@
+"""Writing what was recorded to a file; its suffix says what kind."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench.errors import UsageError
+from workbench.reports import ExportReport
+from workbench.trace.columns import Trace
+from workbench.trace.file import save
+from workbench.trace.perfetto import to_perfetto
+from workbench.views import VIEWS, draw
+
+
+def export(trace: Trace, path: str | os.PathLike[str]) -> ExportReport:
+    """Write ``trace`` to ``path``: ``.trace`` to load again, ``.json`` for Perfetto, ``.html`` a page of all views.
+
+    The file appears whole or not at all.
+
+    Raises:
+        UsageError: another suffix, or the file cannot be written.
+    """
+    path = Path(path).expanduser()
+    if path.suffix not in _WRITERS:
+        known = ", ".join(f"{suffix} ({what})" for suffix, (_, what) in _WRITERS.items())
+        raise UsageError(f"cannot tell from {path.name!r} what to write; the name ends in one of: {known}")
+    write, what = _WRITERS[path.suffix]
+    try:
+        write(trace, path)
+        return ExportReport(path=path, what=what, num_bytes=path.stat().st_size)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def to_page(trace: Trace) -> str:
+    """Return a page of all views of ``trace`` that needs nothing from elsewhere: plotly's script is in it, once."""
+    figures = [draw(name, trace) for name in VIEWS]
+    parts = [
+        figure.to_html(full_html=False, include_plotlyjs=place == 0, config={"displaylogo": False})
+        for place, figure in enumerate(figures)
+    ]
+    title = html.escape(f"{trace.header.producer or 'workbench'}: {trace.header.world_size} ranks")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width"></head>'
+        f'<body style="background:#ffffff;margin:16px">{"".join(parts)}</body></html>\n'
+    )
+
+
+def _write_perfetto(trace: Trace, path: Path) -> None:
+    _write_text(path, json.dumps(to_perfetto(trace)))
+
+
+def _write_page(trace: Trace, path: Path) -> None:
+    _write_text(path, to_page(trace))
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write ``path`` whole or not at all, readable by its owner only."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+_WRITERS: dict[str, tuple[Callable[[Trace, Path], None], str]] = {
+    ".trace": (save, "all events, to load again with workbench.trace.file.load"),
+    ".json": (_write_perfetto, "for https://ui.perfetto.dev"),
+    ".html": (_write_page, "a page of all views"),
+}

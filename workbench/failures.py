@@ -1,0 +1,179 @@
+"""From what went wrong on the ranks to the one exception that says why, where, and what to do next. Pure.
+
+Words: a *consequence* is an exception that a rank raised because another rank failed or because it was told to stop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workbench.errors import RankDied, RankError, WorkbenchError
+from workbench.replay.alike import label
+
+_CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
+_CLOSED = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Socket closed", re.I)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_CELL_FRAME = re.compile(r"^Cell In\[\d+\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?", re.M)
+_FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:    .*\n)*', re.M)
+_FIRST_FRAME = re.compile(r"^(?=(?:\x1b\[[0-9;]*m)*File )", re.M)
+_CELL_PATH = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
+_MACHINERY = re.compile(r"[/\\]workbench[/\\](runtime|cluster)[/\\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one rank failed.
+
+    Attributes:
+        rank: which.
+        ename: class name of its exception; ``""`` if its process is gone.
+        evalue: its message; of a process that is gone, how it ended.
+        traceback: as the rank rendered it: Python's way, or IPython's, maybe in colour.
+        line: in the user's cell; None if it does not say.
+        died: whether its process is gone.
+    """
+
+    rank: int
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    line: int | None = None
+    died: bool = False
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that something else failed."""
+        return not self.died and (
+            self.ename in _CONSEQUENCES or (self.ename.endswith("Error") and bool(_CLOSED.search(self.evalue)))
+        )
+
+    def __str__(self) -> str:
+        if self.died:
+            return self.evalue or "its process is gone"
+        return f"{self.ename}: {self.evalue}".rstrip(": ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a rank is, as its side door says it; None where it does not.
+
+    Attributes:
+        step: training step, -1 outside.
+        phase: of the step.
+        unit: name of the unit at work.
+        optimizer_steps: optimizer steps since the rank started.
+        unfinished: collectives begun and not ended.
+    """
+
+    step: int | None = None
+    phase: str | None = None
+    unit: str | None = None
+    optimizer_steps: int | None = None
+    unfinished: int | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.step is not None and self.step >= 0:
+            parts.append(f"step {self.step}")
+        if self.phase and self.phase != "idle":
+            parts.append(self.phase)
+        if self.unit is not None:
+            parts.append(f"unit {self.unit or '(root)'}")
+        return ", ".join(parts)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """Return what started it: the first failure that is no consequence, else a death, else the first.
+
+    Args:
+        failures: at least one, in the order they came in.
+    """
+    causes = [f for f in failures if not f.is_consequence]
+    return (causes or list(failures))[0]
+
+
+def to_error(failures: Sequence[Failure], positions: Mapping[int, Position], *, next_thing: str) -> WorkbenchError:
+    """Return the exception to raise for ``failures``.
+
+    Args:
+        failures: at least one, in the order they came in.
+        positions: of the ranks that answered, after the failure.
+        next_thing: what the user can do now, a sentence; not for a dead rank, which has its own.
+    """
+    cause = first_cause(failures)
+    dead = tuple(sorted(f.rank for f in failures if f.died))
+    split = _split_optimizer(positions)
+    if cause.died:
+        return RankDied("\n".join([str(cause), death_sentence(dead, sorted(positions)), *split]), ranks=dead)
+    alike = sorted((f for f in failures if str(f) == str(cause)), key=lambda f: f.rank)
+    cause, also = alike[0], tuple(f.rank for f in alike[1:])
+    lines = [f"rank {cause.rank} raised {cause}{_place(cause, positions)}"]
+    if also:
+        lines.append(f"and {len(also)} more alike ({label(also)})")
+    lines += [f"{label([f.rank])}: {f}" for f in failures if f not in alike and not f.died and not f.is_consequence]
+    lines += [death_sentence(dead, sorted(positions))] if dead else [*split, next_thing]
+    return RankError(
+        "\n".join(lines),
+        rank=cause.rank,
+        ename=cause.ename,
+        evalue=cause.evalue,
+        traceback=shorten_traceback(cause.traceback),
+        also=also,
+        line=cause.line,
+    )
+
+
+def death_sentence(dead: Sequence[int], living: Sequence[int]) -> str:
+    """Return what can be done when the processes of ``dead`` ranks are gone."""
+    survivors = f"; {label(living)} can still run cells with %%fsdp -t {','.join(map(str, living))}" if living else ""
+    return f"without {label(dead)} no step is possible: %fsdp stop, then %fsdp start{survivors}"
+
+
+def shorten_traceback(text: str) -> str:
+    """Return a rank's traceback without the frames of what runs commands and cells there; colours are kept.
+
+    Python's way each frame is an indented paragraph; IPython's way frames are separated by empty lines.
+    """
+    text = _FRAME.sub(lambda frame: "" if _MACHINERY.search(frame["path"]) else frame[0], text)
+    heading, *frames = _FIRST_FRAME.split(text, maxsplit=1)
+    blocks = "".join(frames).split("\n\n")
+    return heading + "\n\n".join(block for block in blocks if not _is_machinery(block))
+
+
+def _is_machinery(block: str) -> bool:
+    first_line = _ANSI.sub("", block).partition("\n")[0]
+    return first_line.startswith("File ") and bool(_MACHINERY.search(first_line))
+
+
+def place_of(failure: Failure) -> str:
+    """Return where in the user's code it happened, ``"line 3, in train_step"``; ``""`` if nothing says so."""
+    text = _ANSI.sub("", failure.traceback)
+    frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if _CELL_PATH.search(f["path"]))]
+    function = frames[-1]["function"] if frames else None
+    # the rank's own word is better: after a "finally", IPython's rendering names the line of that
+    line = failure.line if failure.line is not None or not frames else int(frames[-1]["line"])
+    if line is None:
+        return ""
+    return f"line {line}, in {function}" if function and function != "<module>" else f"line {line} of the cell"
+
+
+def _place(cause: Failure, positions: Mapping[int, Position]) -> str:
+    found = [place_of(cause), str(positions.get(cause.rank, ""))]
+    places = "; ".join(place for place in found if place)
+    return f" ({places})" if places else ""
+
+
+def _split_optimizer(positions: Mapping[int, Position]) -> list[str]:
+    """Say which ranks did the optimizer's step that others did not do; usually nothing."""
+    counts = {rank: p.optimizer_steps for rank, p in positions.items() if p.optimizer_steps is not None}
+    if len(set(counts.values())) < 2:
+        return []
+    most = max(counts.values())
+    ahead = [rank for rank, count in counts.items() if count == most]
+    behind = [rank for rank, count in counts.items() if count < most]
+    return [
+        f"the optimizer's step was applied on {label(ahead)} but not on {label(behind)}: their parameters no longer "
+        "belong together; build the model again, or load a checkpoint"
+    ]

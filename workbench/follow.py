@@ -1,0 +1,90 @@
+"""How far a running command is, read off the trace as it grows: what a progress bar shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.replay import training
+from workbench.replay.training import TrainingState
+from workbench.trace.columns import Trace
+
+TOKENS = "tokens"
+"""The metric that, logged once a step on each rank, is shown as tokens per second of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a command of several steps is; None where the trace does not say (yet).
+
+    Attributes:
+        done: steps that every rank finished since the command began.
+        total: steps asked for.
+        step: number of the newest step any rank began, -1 before the first.
+        loss: mean over the ranks that logged it, of the newest step with a loss.
+        step_ns: time of the newest step finished on every rank, on the slowest rank, in nanoseconds.
+        tokens_per_s: tokens logged for that step by all ranks, per second of ``step_ns``.
+    """
+
+    done: int
+    total: int
+    step: int = -1
+    loss: float | None = None
+    step_ns: float | None = None
+    tokens_per_s: float | None = None
+
+
+class Follower:
+    """Reads each row of a growing trace once, from where the trace ends when it is made.
+
+    Args:
+        trace: what happened before.
+        num_ranks: ranks that take part.
+        total: steps asked for.
+    """
+
+    def __init__(self, trace: Trace, *, num_ranks: int, total: int) -> None:
+        self._next_seq = {r.rank: r.end_seq for r in trace.ranks}
+        self._states = {rank: training.start() for rank in range(num_ranks)}
+        self._total = total
+
+    def catch_up(self, trace: Trace) -> Progress:
+        """Read what is new in ``trace``, a later state of the same one, and say where the command is."""
+        for rank_trace in trace.ranks:
+            rank = rank_trace.rank
+            seen = self._next_seq.get(rank, 0) - rank_trace.start.seq
+            self._states[rank] = training.advance(self._states[rank], rank_trace.rows[max(seen, 0) :])
+            self._next_seq[rank] = rank_trace.end_seq
+        return self._progress(trace.header.strings)
+
+    def _progress(self, strings: tuple[str, ...]) -> Progress:
+        states = list(self._states.values())
+        done = min(len(s.steps) for s in states)
+        step_ns = max(_time_of(s, done - 1) for s in states) if done else None
+        losses = _values(states, strings, training.LOSS)
+        tokens = _values(states, strings, TOKENS, step=int(states[0].steps["step"][done - 1])) if done else []
+        return Progress(
+            done=done,
+            total=self._total,
+            step=max(s.last_step for s in states),
+            loss=float(np.mean(losses)) if losses else None,
+            step_ns=step_ns,
+            tokens_per_s=sum(tokens) / step_ns * 1e9 if tokens and step_ns else None,
+        )
+
+
+def _time_of(state: TrainingState, index: int) -> float:
+    """Nanoseconds of the ``index``-th finished step, without the time it was held."""
+    step = state.steps[index]
+    return float(step["end_ns"] - step["begin_ns"] - step["held_ns"])
+
+
+def _values(states: list[TrainingState], strings: tuple[str, ...], metric: str, step: int | None = None) -> list[float]:
+    """What the ranks logged as ``metric`` for ``step``, or for the newest step that has it."""
+    if metric not in strings:
+        return []
+    parts = [s.values[s.values["name"] == strings.index(metric)] for s in states]
+    if step is None:
+        step = max((int(part["step"].max()) for part in parts if len(part)), default=-1)
+    return [float(part["value"][part["step"] == step].mean()) for part in parts if (part["step"] == step).any()]

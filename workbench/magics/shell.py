@@ -1,0 +1,213 @@
+"""The magics ``%fsdp`` and ``%%fsdp`` in an IPython shell."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from IPython.core.completer import IPCompleter
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+
+from workbench.commands import Command, Step
+from workbench.errors import UsageError, WorkbenchError
+from workbench.magics.complete import matcher_for
+from workbench.magics.show import emit, result_is_dropped, say, show
+from workbench.magics.words import (
+    CELL,
+    WORDS,
+    HelpAsked,
+    Kind,
+    overview,
+    parse,
+    parse_line,
+    parser_for,
+    split,
+    to_command,
+)
+from workbench.names import everywhere
+from workbench.reports import Report
+from workbench.views import VIEWS
+from workbench.widgets.progress import ProgressDisplay
+from workbench.workbench import Workbench
+
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+@magics_class
+class FsdpMagics(Magics):
+    """Holds the one workbench of a notebook.
+
+    Args:
+        shell: where the magics are.
+        make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
+
+    Attributes:
+        workbench: there is one from the first ``%fsdp start`` on; what it recorded outlives ``%fsdp stop``.
+    """
+
+    def __init__(self, shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> None:
+        super().__init__(shell)
+        self._shell = shell
+        self.workbench: Workbench | None = None
+        self._make = make
+        self._matcher = matcher_for(self._lookup)
+        self._completer.custom_matchers.append(self._matcher)
+
+    @property
+    def _completer(self) -> IPCompleter:
+        completer: IPCompleter = self._shell.Completer
+        return completer
+
+    @no_var_expand
+    @line_cell_magic
+    def fsdp(self, line: str, cell: str | None = None) -> Any:  # noqa: ANN401 - a report, a figure, or nothing
+        """Shard, train and look at models on several ranks; ``%fsdp help`` lists the words."""
+        try:
+            if cell is not None:
+                return self._run_cell(line, cell)
+            value = self._run_line(line)
+        except HelpAsked as asked:
+            say(str(asked))
+            return None
+        if value is None or not result_is_dropped(sys._getframe()):
+            return value
+        show(value)
+        return None
+
+    def close(self) -> None:
+        """Stop what was started, and complete no more."""
+        if self._matcher in self._completer.custom_matchers:
+            self._completer.custom_matchers.remove(self._matcher)
+        self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
+        if self.workbench is not None:
+            self.workbench.stop()
+
+    def _run_line(self, line: str) -> Any:  # noqa: ANN401
+        name, args = parse_line(line, self._expand)
+        if name in _OWN_WORDS:
+            return _OWN_WORDS[name](self, args)
+        workbench = self._running()
+        command = to_command(name, args)
+        if command is not None:
+            return self._do(workbench, command)
+        if name in VIEWS:
+            return workbench.view(name, **vars(args))
+        return workbench.export(args.file)
+
+    def _run_cell(self, line: str, cell: str) -> None:
+        args = split(line)
+        if args and args[0] in WORDS:
+            raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
+        ranks = parse(CELL, args, self._expand).targets
+        self._running().run_cell(cell, ranks=ranks, on_output=emit)
+
+    def _do(self, workbench: Workbench, command: Command) -> Report:
+        if not isinstance(command, Step):
+            return workbench.do(command)
+        bar = ProgressDisplay(command.count)
+        try:
+            report = workbench.do(command, on_progress=bar.update)
+        except WorkbenchError as error:
+            bar.close(str(error))
+            raise
+        bar.close()
+        return report
+
+    def _running(self) -> Workbench:
+        if self.workbench is None:
+            raise UsageError("there are no ranks yet: first %fsdp start -n 4")
+        return self.workbench
+
+    # ---- words that ask the ranks nothing
+
+    def _start(self, args: Namespace) -> Report:
+        wanted = {"num_ranks": args.num_ranks, "device": args.device, "profile": args.profile}
+        if self.workbench is not None and self.workbench.running:
+            if {key: getattr(self.workbench, key) for key in wanted} != wanted:
+                running = f"{self.workbench.num_ranks} ranks run already"
+                raise UsageError(f"{running}: %fsdp stop first, then %fsdp start with other settings")
+            say("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
+            return self.workbench.status()
+        workbench = self._make(**wanted, in_notebook=self._in_notebook)
+        report = workbench.start()
+        self.workbench = workbench
+        return report
+
+    def _status(self, _: Namespace) -> Report:
+        return self._running().status()
+
+    def _stop(self, _: Namespace) -> None:
+        was_running = self.workbench is not None and self.workbench.running
+        self._stop_ranks()
+        say("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
+
+    def _help(self, args: Namespace) -> None:
+        if args.topic in WORDS:
+            say(parser_for(args.topic).format_help())
+        elif args.topic:
+            parse_line(args.topic)  # raises with the nearest match
+        else:
+            say(overview())
+
+    # ---- names
+
+    def _in_notebook(self, name: str) -> bool:
+        return name in self._shell.user_ns
+
+    def _expand(self, text: str) -> str:
+        """Replace ``{name}`` by the notebook's variable: a number, or several ranks."""
+
+        def value_of(found: re.Match[str]) -> str:
+            if found[1] not in self._shell.user_ns:
+                raise UsageError(f"{found[0]} is replaced by a variable of this notebook, and there is no {found[1]!r}")
+            value = self._shell.user_ns[found[1]]
+            return (
+                ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)
+            )
+
+        return _NAME.sub(value_of, text)
+
+    def _lookup(self, kind: Kind) -> Sequence[str]:
+        """Return names on the ranks; a model alone brings the paths of its units along."""
+        if self.workbench is None:
+            return []
+        names = everywhere(self.workbench.names(), kind)
+        if kind == "modules" and len(names) == 1:
+            units = self.workbench.trace.header.units
+            names += [f"{names[0]}.{unit.name}" for unit in units if unit.name and not unit.retired]
+        return names
+
+
+_OWN_WORDS: dict[str, Callable[[FsdpMagics, Namespace], Report | None]] = {
+    "start": FsdpMagics._start,
+    "status": FsdpMagics._status,
+    "stop": FsdpMagics._stop,
+    "help": FsdpMagics._help,
+}
+
+
+def register(shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> FsdpMagics:
+    """Add the magics and their completion to ``shell``; a second time gives those that are there."""
+    there = shell.magics_manager.registry.get(FsdpMagics.__name__)
+    if there is not None:
+        return there  # type: ignore[no-any-return]
+    magics = FsdpMagics(shell, make)
+    shell.register_magics(magics)
+    return magics
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Stop the ranks and take the magics away; nothing happens if they are not there."""
+    manager = shell.magics_manager
+    magics = manager.registry.pop(FsdpMagics.__name__, None)
+    if magics is None:
+        return
+    for kind in ("line", "cell"):
+        manager.magics[kind].pop("fsdp", None)
+    magics.close()

@@ -1,0 +1,355 @@
+"""The words of ``%fsdp``: one argparse parser per word, and text -> words -> :mod:`workbench.commands`.
+
+Nothing here runs anything. A wrong line becomes a :class:`~workbench.errors.UsageError` with the usage line and the
+nearest match; ``-h`` becomes :class:`HelpAsked` with the text to show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from workbench.commands import RESHARD_AFTER_FORWARD, Command, Shard, Step, Unshard, Verify
+from workbench.errors import UsageError
+from workbench.magics.view_options import options_of
+from workbench.views import VIEWS
+
+Expand = Callable[[str], str]
+"""Replaces ``{name}`` in one argument by the notebook's variable of that name."""
+
+Kind = Literal["", "modules", "variables"]
+"""Which names of the ranks an argument takes: a field of :class:`workbench.names.Names`."""
+
+DEVICES = ("auto", "cpu", "cuda")
+CELL = "%%fsdp"
+
+
+class HelpAsked(Exception):
+    """``-h`` was given; the message is the text to show."""
+
+
+class _AskHelp(argparse.Action):
+    """``-h``: raises before argparse misses the arguments that are required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:  # noqa: ANN401 - argparse's signature
+        raise HelpAsked(parser.format_help())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process, and knows what may complete its arguments.
+
+    Args:
+        expand: applied to arguments that take ``{name}``.
+        settings: as for ``ArgumentParser``.
+
+    Attributes:
+        flags: every flag, in order, with what may follow it: words, or a :data:`Kind` of names.
+        positionals: the same for each argument without a flag.
+    """
+
+    def __init__(self, expand: Expand, **settings: Any) -> None:  # noqa: ANN401 - handed on
+        super().__init__(**settings)
+        self.expand = expand
+        self.flags: dict[str, Sequence[str] | Kind] = {}
+        self.positionals: list[Sequence[str] | Kind] = []
+
+    def flag(self, *names: str, complete: Kind = "", **settings: Any) -> None:  # noqa: ANN401 - handed on
+        """Add an argument that is given by name."""
+        self.flags |= dict.fromkeys(names, settings.get("choices", complete))
+        self.add_argument(*names, **settings)
+
+    def positional(self, name: str, *, complete: Sequence[str] | Kind = "", **settings: Any) -> None:  # noqa: ANN401
+        """Add an argument that is given by its place."""
+        self.positionals.append(complete)
+        self.add_argument(name, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UsageError with the usage line."""
+        raise UsageError(f"{self.prog}: {message}\n{self.usage_line()}")
+
+    def usage_line(self) -> str:
+        """Return the usage on one line."""
+        return " ".join(self.format_usage().split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """One word of ``%fsdp``.
+
+    Attributes:
+        summary: what it does, in one line.
+        example: a line that works.
+        add: adds its arguments to a parser.
+    """
+
+    summary: str
+    example: str
+    add: Callable[[_Parser], None] = lambda parser: None
+
+
+def _as_is(text: str) -> str:
+    return text
+
+
+def _number(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return ``"1,3"`` or ``"0-2,5"`` as ranks, each once, ascending.
+
+    Raises:
+        argparse.ArgumentTypeError: written otherwise.
+    """
+    found: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"expected ranks such as 1,3 or 0-2, got {text!r}")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(found))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """``"Block,Embedding"`` -> ``("Block", "Embedding")``."""
+    return tuple(part for part in (part.strip() for part in text.split(",")) if part)
+
+
+def _add_start(parser: _Parser) -> None:
+    parser.flag(
+        "-n",
+        "--num-ranks",
+        type=lambda text: _number(parser.expand(text)),
+        default=4,
+        metavar="N",
+        help="ranks (default 4)",
+    )
+    parser.flag("--device", choices=DEVICES, default="auto", help="where they compute (default auto)")
+    parser.flag("--profile", help="ipyparallel profile (default: none is needed)")
+
+
+def _add_cell(parser: _Parser) -> None:
+    parser.flag(
+        "-t",
+        "--targets",
+        type=lambda text: parse_ranks(parser.expand(text)),
+        metavar="RANKS",
+        help="ranks that run the cell, such as 1,3 or 0-2 (default: all)",
+    )
+
+
+def _add_shard(parser: _Parser) -> None:
+    _add_model(parser)
+    parser.flag(
+        "--wrap",
+        type=_names,
+        default=(),
+        metavar="CLASS,...",
+        help="module classes of which each instance becomes a unit (default: chosen from the model)",
+    )
+    parser.flag(
+        "--reshard-after-forward",
+        choices=RESHARD_AFTER_FORWARD,
+        default="auto",
+        help="free full parameters after forward; auto: all but the root's (default auto)",
+    )
+    parser.flag(
+        "--ignore", type=_names, default=(), metavar="GLOB,...", help="parameters that stay whole, such as *.bias"
+    )
+
+
+def _add_unshard(parser: _Parser) -> None:
+    _add_model(parser)
+
+
+def _add_step(parser: _Parser) -> None:
+    parser.positional("count", nargs="?", type=_number, default=1, metavar="N", help="training steps (default 1)")
+    _add_fn(parser)
+
+
+def _add_verify(parser: _Parser) -> None:
+    about = "default: the only sharded model there is"
+    parser.positional("model", complete="modules", nargs="?", default="", metavar="MODEL", help=about)
+    _add_fn(parser)
+
+
+def _add_export(parser: _Parser) -> None:
+    parser.positional("file", metavar="FILE", help=".trace: to load again; .json: Perfetto; .html: page of figures")
+
+
+def _add_help(parser: _Parser) -> None:
+    parser.positional("topic", complete=list(WORDS), nargs="?", default="", metavar="WORD", help="default: all words")
+
+
+def _add_model(parser: _Parser) -> None:
+    parser.positional("model", complete="modules", metavar="MODEL", help="its variable on the ranks, such as model")
+
+
+def _add_fn(parser: _Parser) -> None:
+    parser.flag(
+        "--fn", complete="variables", default="train_step", metavar="NAME", help="step function (default train_step)"
+    )
+
+
+def _add_view(name: str) -> Callable[[_Parser], None]:
+    def add(parser: _Parser) -> None:
+        for option in options_of(getattr(importlib.import_module(f"workbench.views.{name}"), name)):
+            parser.flag(
+                "--" + option.name.replace("_", "-"),
+                type=_truth if option.type is bool else option.type,
+                default=argparse.SUPPRESS,  # the view's own default holds
+                metavar="true|false" if option.type is bool else option.name.upper(),
+                help=option.about.replace("%", "%%").replace("``", ""),
+            )
+
+    return add
+
+
+def _truth(text: str) -> bool:
+    if text not in {"true", "false"}:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text == "true"
+
+
+_VIEW_SUMMARIES = {
+    "layout": "which rows of which parameter lie on which rank",
+    "memory": "bytes by class over time, and what set the peak",
+    "timeline": "compute, collectives and waits of the last step, per rank",
+    "states": "which unit is sharded, gathering, unsharded or reducing, over time",
+    "comms": "collectives per unit: calls, bytes and time, beside the closed form",
+    "training": "loss, step time and what else is logged",
+}
+
+WORDS: dict[str, Word] = {
+    "start": Word(summary="start the ranks", example="%fsdp start -n 4", add=_add_start),
+    "status": Word(summary="the ranks, what is sharded, what is recorded", example="%fsdp status"),
+    "stop": Word(summary="stop the ranks; what was recorded stays", example="%fsdp stop"),
+    "shard": Word(summary="shard a model with fully_shard", example="%fsdp shard model --wrap Block", add=_add_shard),
+    "unshard": Word(summary="make it a plain module again", example="%fsdp unshard model", add=_add_unshard),
+    "step": Word(summary="train: call train_step() on every rank", example="%fsdp step 40", add=_add_step),
+    "verify": Word(summary="compare a step with an unsharded one", example="%fsdp verify", add=_add_verify),
+    **{name: Word(summary=_VIEW_SUMMARIES[name], example=f"%fsdp {name}", add=_add_view(name)) for name in VIEWS},
+    "export": Word(summary="write what was recorded to a file", example="%fsdp export run.trace", add=_add_export),
+    "help": Word(summary="these words, or one of them", example="%fsdp help shard", add=_add_help),
+}
+_CELL_WORD = Word(summary="run the cell on the ranks", example="%%fsdp -t 0,2\nprint(rank)", add=_add_cell)
+
+
+def parser_for(name: str, expand: Expand = _as_is) -> _Parser:
+    """Return the parser of one word of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
+
+    Args:
+        name: key of :data:`WORDS`, or :data:`CELL`.
+        expand: applied to the arguments that take ``{name}``: ``-n`` and ``-t``.
+    """
+    word = _CELL_WORD if name == CELL else WORDS[name]
+    parser = _Parser(
+        expand,
+        prog=CELL if name == CELL else f"%fsdp {name}",
+        description=word.summary,
+        epilog="example:\n" + "\n".join(f"  {line}" for line in word.example.splitlines()),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100, max_help_position=32),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.flag("-h", "--help", action=_AskHelp, nargs=0, default=argparse.SUPPRESS, help="show this")
+    word.add(parser)
+    return parser
+
+
+def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> argparse.Namespace:
+    """Parse the arguments of one word.
+
+    Raises:
+        UsageError: they are not such arguments.
+        HelpAsked: ``-h`` is among them.
+    """
+    parser = parser_for(name, expand)
+    found, rest = parser.parse_known_args(list(args))
+    if rest:
+        what = "flag" if rest[0].startswith("-") else "argument"
+        hint = did_you_mean(rest[0].partition("=")[0], list(parser.flags)) if what == "flag" else ""
+        parser.error(f"unknown {what} {rest[0]!r}{hint}")
+    return found
+
+
+def split(line: str) -> list[str]:
+    """Split a magic's line into words, quotes honoured.
+
+    Raises:
+        UsageError: a quote is not closed.
+    """
+    try:
+        return shlex.split(line, posix=True)
+    except ValueError as error:
+        raise UsageError(f"cannot split {line!r} into words: {error}") from None
+
+
+def parse_line(line: str, expand: Expand = _as_is) -> tuple[str, argparse.Namespace]:
+    """Return the word of a ``%fsdp`` line and its arguments; an empty line means ``help``.
+
+    Raises:
+        UsageError: no such word, or not its arguments.
+        HelpAsked: ``-h`` is among them.
+    """
+    name, *args = split(line) or ["help"]
+    if name in {"-h", "--help"}:
+        name = "help"
+    if name not in WORDS:
+        raise UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n{usage()}")
+    return name, parse(name, args, expand)
+
+
+def parse_command(text: str) -> Command:
+    """Inverse of :func:`workbench.commands.to_text`.
+
+    Raises:
+        UsageError: ``text`` is no command for the ranks.
+    """
+    name, args = parse_line(text)
+    command = to_command(name, args)
+    if command is None:
+        raise UsageError(f"{name!r} asks the ranks nothing")
+    return command
+
+
+def to_command(name: str, args: argparse.Namespace) -> Command | None:
+    """Return what the ranks are asked by a parsed word; None if it is not for them.
+
+    Raises:
+        UsageError: an argument is not what the command takes.
+    """
+    classes: dict[str, type[Command]] = {cls.word: cls for cls in (Shard, Unshard, Step, Verify)}
+    if name not in classes:
+        return None
+    try:
+        return classes[name](**vars(args))
+    except ValueError as error:
+        raise UsageError(f"%fsdp {name}: {error}\n{parser_for(name).usage_line()}") from None
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def usage() -> str:
+    """Return the usage line of ``%fsdp``."""
+    return f"usage: %fsdp {{{','.join(WORDS)}}} ...  (-h after a word explains it)"
+
+
+def overview() -> str:
+    """Return the help of ``%fsdp``: every word in one line."""
+    width = max(map(len, WORDS))
+    lines = [f"  {name:<{width}}  {word.summary}" for name, word in WORDS.items()]
+    cell = f"  {CELL:<{width}}  first line of a cell: {_CELL_WORD.summary}, all or -t RANKS"
+    return "\n".join([usage(), "", *lines, "", cell])

@@ -1,0 +1,59 @@
+"""What ranks printed, compared: equal output is said once, different output stands apart with its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from workbench.cluster.pending import Output
+from workbench.replay.alike import label
+from workbench.views.theme import plural
+
+MAX_GROUPS = 8
+"""Different outputs shown in full; of more only the ranks are named."""
+
+MAX_LINES = 40
+"""Lines shown of one such output."""
+
+
+def text_of(outputs: Iterable[Output]) -> str:
+    """Return what a rank wrote and showed as plain text; what it later updated or cleared counts as first shown."""
+    parts = []
+    for output in outputs:
+        if output.kind in {"stdout", "stderr"}:
+            parts.append(output.text)
+        elif output.kind in {"display", "result"}:
+            parts.append(str(output.data.get("text/plain", "")) + "\n")
+    return "".join(parts)
+
+
+def compare(texts: Mapping[int, str], shown: int) -> str:
+    r"""Return what is left to print once the output of one rank has been shown; ``""`` if there is nothing to say.
+
+    Example: ``{0: "a", 1: "a", 2: "b"}``, shown 0 -> ``"--- rank 2:\nb\n--- ranks 0-1 agree\n"``.
+
+    Args:
+        texts: all output per rank, as plain text.
+        shown: the rank whose output was shown already.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        groups.setdefault(text.strip(), []).append(rank)
+    if len(texts) < 2 or list(groups) == [""]:
+        return ""
+    if len(groups) == 1:
+        return f"--- {plural(len(texts), 'rank')} agree\n"
+    alike = groups.pop(texts[shown].strip())
+    apart = list(groups.items())
+    lines = [_apart(text, ranks) for text, ranks in apart[:MAX_GROUPS]]
+    if len(apart) > MAX_GROUPS:
+        rest = [rank for _, ranks in apart[MAX_GROUPS:] for rank in ranks]
+        lines.append(f"--- {label(rest)}: different again, not shown\n")
+    lines.append(f"--- above: {label(alike)}\n" if len(alike) == 1 else f"--- {label(alike)} agree\n")
+    return "".join(lines)
+
+
+def _apart(text: str, ranks: list[int]) -> str:
+    lines = text.splitlines()
+    cut = [f"... {plural(len(lines) - MAX_LINES, 'line')} more"] if len(lines) > MAX_LINES else []
+    body = "\n".join([*lines[:MAX_LINES], *cut]) or "(no output)"
+    return f"--- {label(ranks)}:\n{body}\n"

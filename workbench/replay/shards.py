@@ -1,0 +1,145 @@
+"""Where the rows of each parameter lie, and what that costs at rest; read off the header alone.
+
+Words: a parameter is split along its ``shard_dim`` into *rows*; ``F`` is the number of ranks that share one copy, a
+*shard-rank* counts 0..F-1 among them. As ``torch.chunk`` does, every shard-rank has room for ``ceil(rows / F)`` rows;
+the last ones may hold fewer (the rest is *padding*) or none (an *empty shard*)::
+
+    5 rows over F = 4  ->  room for 2 each; held 2, 2, 1, 0; padding 0, 0, 1, 2; shard-rank 3 is empty
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from workbench.replay.alike import pattern
+from workbench.trace.schema import Header, Param, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamShards:
+    """One parameter and how it is split.
+
+    Attributes:
+        unit: the unit it belongs to.
+        param: the parameter.
+        row_bytes: bytes of one row of its ``shard_dim``, all other dimensions in full.
+        begin_rows: first row of each shard-rank, F entries.
+    """
+
+    unit: Unit
+    param: Param
+    row_bytes: int
+    begin_rows: tuple[int, ...]
+
+    @property
+    def num_shards(self) -> int:
+        """F: shard-ranks that share this parameter."""
+        return len(self.param.rows_per_rank)
+
+    @property
+    def padding_rows(self) -> tuple[int, ...]:
+        """Rows of room that hold nothing, per shard-rank."""
+        return tuple(self.param.padded_rows - rows for rows in self.param.rows_per_rank)
+
+    @property
+    def empty_shards(self) -> tuple[int, ...]:
+        """Shard-ranks that hold no element of this parameter though it has some."""
+        if not self.bytes_unsharded:
+            return ()
+        return tuple(i for i, rows in enumerate(self.param.rows_per_rank) if rows == 0)
+
+    @property
+    def bytes_unsharded(self) -> int:
+        """Bytes of the whole parameter, without padding."""
+        return self.row_bytes * sum(self.param.rows_per_rank)
+
+    @property
+    def bytes_at_rest(self) -> int:
+        """Bytes each shard-rank's padded storage takes: ``b_p * padded elements / F``."""
+        return self.row_bytes * self.param.padded_rows
+
+    @property
+    def bytes_wasted(self) -> int:
+        """Bytes of padding in one copy: over its F shard-ranks together."""
+        return self.row_bytes * sum(self.padding_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over parameters.
+
+    Attributes:
+        num_params: parameters.
+        num_elements: elements of the unsharded parameters.
+        bytes_unsharded: what a rank would hold without sharding.
+        bytes_at_rest: what each rank holds between steps, padding included.
+        bytes_wasted: padding in one copy, over its shard-ranks together.
+        num_empty: empty shards in one copy.
+    """
+
+    num_params: int
+    num_elements: int
+    bytes_unsharded: int
+    bytes_at_rest: int
+    bytes_wasted: int
+    num_empty: int
+
+
+def shards(header: Header) -> tuple[ParamShards, ...]:
+    """Return how every parameter is split, units and parameters in the header's order; retired units left out."""
+    return tuple(part for unit in header.units if not unit.retired for part in unit_shards(unit))
+
+
+def unit_shards(unit: Unit) -> tuple[ParamShards, ...]:
+    """Return how one unit's parameters are split."""
+    return tuple(_param_shards(unit, param) for param in unit.params)
+
+
+def totals(split: Iterable[ParamShards]) -> Totals:
+    """Return the sums over some parameters: all of :func:`shards`, or one unit's."""
+    parts = tuple(split)
+    return Totals(
+        num_params=len(parts),
+        num_elements=sum(prod(s.param.shape) for s in parts),
+        bytes_unsharded=sum(s.bytes_unsharded for s in parts),
+        bytes_at_rest=sum(s.bytes_at_rest for s in parts),
+        bytes_wasted=sum(s.bytes_wasted for s in parts),
+        num_empty=sum(len(s.empty_shards) for s in parts),
+    )
+
+
+def alike(split: Iterable[ParamShards]) -> list[tuple[ParamShards, ...]]:
+    """Return parameters with those put together that differ in nothing but the numbers in their names.
+
+    Their units have to be alike as a whole: ``blocks.0`` and ``blocks.1`` of the same parameters, shapes and split.
+    Order: that of each group's first member.
+    """
+    units: dict[int, Hashable] = {}
+    found: dict[Hashable, list[ParamShards]] = {}
+    for part in split:
+        if part.unit.index not in units:
+            units[part.unit.index] = _unit_key(part.unit)
+        found.setdefault((units[part.unit.index], _param_key(part.param)), []).append(part)
+    return [tuple(group) for group in found.values()]
+
+
+def _unit_key(unit: Unit) -> Hashable:
+    params = tuple(_param_key(param) for param in unit.params)
+    return pattern(unit.name), unit.root, unit.shard_size, params
+
+
+def _param_key(param: Param) -> Hashable:
+    return replace(param, fqn=pattern(param.fqn))
+
+
+def _param_shards(unit: Unit, param: Param) -> ParamShards:
+    others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
+    return ParamShards(
+        unit=unit,
+        param=param,
+        row_bytes=param.itemsize * prod(others),
+        begin_rows=tuple(accumulate(param.rows_per_rank, initial=0))[:-1],
+    )

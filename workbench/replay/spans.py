@@ -1,0 +1,174 @@
+"""Spans: what a rank was doing from when to when, put together from BEGIN and END rows.
+
+Times are nanoseconds of the rank's own clock. Arrays: ``N`` spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.trace.pairs import partners
+from workbench.trace.schema import Edge, Kind, Rows
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spans:
+    """Spans of one rank in the order they began; arrays are ``[N]``.
+
+    Attributes:
+        kind: Kind.
+        unit: unit index, -1 none.
+        step: the step each began in, -1 outside any.
+        num_bytes: what the BEGIN row says.
+        comm_group: of a collective or a wait for one, else -1.
+        comm_seq: as comm_group.
+        begin_ns: time of the BEGIN row.
+        end_ns: time of the END row; -1 where there is none (yet).
+        begin_seq: the BEGIN row.
+        end_seq: the END row, -1 where there is none.
+    """
+
+    kind: Ints
+    unit: Ints
+    step: Ints
+    num_bytes: Ints
+    comm_group: Ints
+    comm_seq: Ints
+    begin_ns: Ints
+    end_ns: Ints
+    begin_seq: Ints
+    end_seq: Ints
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+def of_kind(rows: Rows, kinds: Iterable[Kind]) -> NDArray[np.bool_]:
+    """Return which rows are of one of ``kinds``; ``[len(rows)]``."""
+    wanted = np.zeros(256, np.bool_)
+    wanted[list(kinds)] = True
+    found: NDArray[np.bool_] = wanted[rows["kind"]]
+    return found
+
+
+def spans(rows: Rows, kinds: Iterable[Kind]) -> Spans:
+    """Return the spans of ``kinds`` that begin in a rank's ``rows``; one begun before them is left out.
+
+    Example: ``FORWARD BEGIN 0, FORWARD BEGIN 1, FORWARD END 1`` -> unit 0 not ended, unit 1 ended.
+    """
+    rows = rows[of_kind(rows, kinds)]
+    partner = partners(rows)
+    begin = np.flatnonzero(rows["edge"] == Edge.BEGIN)
+    end = partner[begin]
+    opened = {name: rows[name][begin].astype(np.int64) for name in ("kind", "unit", "step", "num_bytes")}
+    comm = {name: rows[name][begin].astype(np.int64) for name in ("comm_group", "comm_seq")}
+    return Spans(
+        **opened,
+        **comm,
+        begin_ns=rows["t_ns"][begin],
+        end_ns=np.where(end >= 0, rows["t_ns"][end], -1),
+        begin_seq=rows["seq"][begin],
+        end_seq=np.where(end >= 0, rows["seq"][end], -1),
+    )
+
+
+def last_ns(rows: Rows) -> int:
+    """Return the latest time of any row; 0 without rows."""
+    return int(rows["t_ns"].max(initial=0))
+
+
+def closed(found: Spans, rows: Rows) -> Spans:
+    """Return spans of which all have an end: one without an END row ends with the last of the ``rows`` of its step.
+
+    A step that was given up leaves spans open; they are not to cover the steps after it.
+    """
+    end_ns, end_seq = found.end_ns.copy(), found.end_seq.copy()
+    is_open = end_seq < 0
+    for step in np.unique(found.step[is_open]):
+        last = int(np.flatnonzero(rows["step"] == step)[-1])
+        mine = is_open & (found.step == step)
+        end_ns[mine] = np.maximum(rows["t_ns"][: last + 1].max(), found.begin_ns[mine])
+        end_seq[mine] = int(rows["seq"][last]) + 1
+    return replace(found, end_ns=end_ns, end_seq=end_seq)
+
+
+def exclusive(found: Spans) -> tuple[Ints, Ints, Ints]:
+    """Return the times in which each span was the last one begun of those going on: what it did itself.
+
+    Example: spans 0..8 and, within it, 2..5 -> pieces of span 0, 1, 0 at 0..2, 2..5, 5..8.
+
+    Args:
+        found: spans that all have an end (:func:`closed`).
+
+    Returns:
+        Position of the span, begin and end in nanoseconds of each piece, in order of time.
+    """
+    seqs, first = np.unique(np.concatenate([found.begin_seq, found.end_seq]), return_index=True)
+    t_ns = np.maximum.accumulate(np.concatenate([found.begin_ns, found.end_ns])[first])
+    top = owners(np.searchsorted(seqs, found.begin_seq), np.searchsorted(seqs, found.end_seq), len(seqs))
+    changes = np.flatnonzero(np.diff(top, prepend=-2))
+    owner, begin_ns, end_ns = top[changes], t_ns[changes], t_ns[np.append(changes[1:], len(seqs) - 1)[: len(changes)]]
+    kept = (owner >= 0) & (end_ns > begin_ns)
+    return owner[kept], begin_ns[kept], end_ns[kept]
+
+
+def durations_ns(rows: Rows, begin_ns: Ints, end_ns: Ints) -> Ints:
+    """Return the length of each interval ``[N]`` without the time its rank was held at a gate in it.
+
+    Example: held from 40 to 90, the interval 10..100 lasts 40 and the interval 50..60 lasts 0.
+    """
+    gates = spans(rows, (Kind.GATE,))
+    gate_end_ns = np.where(gates.end_ns >= 0, gates.end_ns, last_ns(rows))
+    held = _held_before(gates.begin_ns, gate_end_ns, end_ns) - _held_before(gates.begin_ns, gate_end_ns, begin_ns)
+    return end_ns - begin_ns - held
+
+
+def _held_before(gate_begin_ns: Ints, gate_end_ns: Ints, t_ns: Ints) -> Ints:
+    """Nanoseconds the rank was held before each ``t_ns``; gates are in order and do not overlap."""
+    if not len(gate_begin_ns):
+        return np.zeros_like(t_ns)
+    held = np.concatenate([[0], np.cumsum(gate_end_ns - gate_begin_ns)])
+    begun = np.searchsorted(gate_begin_ns, t_ns, side="right")  # gates that began by then
+    rest = np.where(begun > 0, np.maximum(gate_end_ns[begun - 1] - t_ns, 0), 0)
+    return held[begun] - rest
+
+
+def owners(begin: Ints, end: Ints, num_slots: int) -> Ints:
+    """Return, for each slot, which of the spans that cover it began last; -1 where none does. ``[num_slots]``.
+
+    Of nested (or overlapping) spans this leaves what each was doing itself: the slots are rows, or any other axis.
+    Takes ``O((N + num_slots) log num_slots)``: each span is laid down as the two aligned blocks of a power of two
+    slots that cover it, then every block is handed down to its two halves, the later span winning.
+
+    Example: spans 0..8 and 2..5 over 9 slots -> ``[0, 0, 1, 1, 1, 0, 0, 0, -1]``.
+
+    Args:
+        begin: first slot of each span, ``[N]``, ascending.
+        end: the slot after its last; spans with ``end <= begin`` cover nothing.
+        num_slots: slots there are.
+    """
+    length = np.maximum(end - begin, 0)
+    level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that fits
+    number = np.arange(len(begin))
+    top = np.full(num_slots, -1, np.int64)
+    for power in range(int(level.max(initial=0)), -1, -1):
+        size = 1 << power
+        if power < level.max(initial=0):
+            top = _halve(top, size)
+        here = (level == power) & (length > 0)
+        np.maximum.at(top, begin[here], number[here])
+        np.maximum.at(top, end[here] - size, number[here])
+    return top
+
+
+def _halve(top: Ints, size: int) -> Ints:
+    """Turn the winners of blocks of ``2 * size`` slots, named by their first slot, into those of ``size``."""
+    halves = top.copy()
+    np.maximum(halves[size:], top[:-size], out=halves[size:])
+    return halves

@@ -1,0 +1,234 @@
+"""How training went: what was logged, per step over all ranks, and how long each step took.
+
+A fold per rank (:func:`advance`) collects logged values and finished steps; :func:`summary` puts the ranks together.
+Time that a rank was held by a breakpoint or a pause (GATE) is not step time.
+Arrays: ``M`` values logged by a rank, ``S`` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import ROW_DTYPE, Edge, Header, Kind, Rows
+
+LOSS = "loss"
+"""The metric that a step's return value is logged as."""
+
+VALUE_DTYPE = np.dtype([("name", "<i4"), ("step", "<i4"), ("value", "<f8")])  # name: index into Header.strings
+STEP_DTYPE = np.dtype([("step", "<i4"), ("begin_ns", "<i8"), ("end_ns", "<i8"), ("held_ns", "<i8")])
+
+_WANTED = np.isin(np.arange(256), (Kind.STEP, Kind.GATE, Kind.METRIC))  # indexed by the ``kind`` column
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingState:
+    """What one rank's rows up to here say about training. Equal by value (NaN equals NaN).
+
+    Attributes:
+        values: ``[M]`` of VALUE_DTYPE, in the order they were logged.
+        steps: ``[S]`` of STEP_DTYPE, steps that began and ended, in that order.
+        pending: STEP and GATE rows of the step that has begun and not ended; none between steps.
+        last_step: the step begun last, -1 if none: values logged right after a step belong to it.
+    """
+
+    values: NDArray[np.void]
+    steps: NDArray[np.void]
+    pending: Rows
+    last_step: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainingState):
+            return NotImplemented
+        return self._content() == other._content()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _content(self) -> tuple[object, ...]:
+        return self.values.tobytes(), self.steps.tobytes(), self.pending.tobytes(), self.last_step
+
+
+def start() -> TrainingState:
+    """Return the state before any row. A key frame knows nothing of training, so every fold starts here."""
+    return TrainingState(np.empty(0, VALUE_DTYPE), np.empty(0, STEP_DTYPE), np.empty(0, ROW_DTYPE), -1)
+
+
+def advance(state: TrainingState, rows: Rows) -> TrainingState:
+    """Return the state after ``rows``; rows given in pieces or at once lead to the same state."""
+    rows = rows[_WANTED[rows["kind"]]]
+    logged = rows["kind"] == Kind.METRIC
+    steps_now = _step_at(rows, state.last_step)
+    spans = np.concatenate([state.pending, rows[~logged]])
+    return TrainingState(
+        values=np.concatenate([state.values, _values(rows[logged], steps_now[logged])]),
+        steps=np.concatenate([state.steps, _finished(spans)]),
+        pending=_unfinished(spans),
+        last_step=int(steps_now[-1]) if len(steps_now) else state.last_step,
+    )
+
+
+def _step_at(rows: Rows, last_step: int) -> NDArray[np.int64]:
+    """For each row, the step of the last STEP row up to it; ``last_step`` before the first one. ``[rows]``."""
+    places = np.where(rows["kind"] == Kind.STEP, np.arange(len(rows)), -1)
+    latest = np.maximum.accumulate(places) if len(rows) else places
+    return np.where(latest >= 0, rows["step"][latest], last_step).astype(np.int64)
+
+
+def _values(rows: Rows, steps_now: NDArray[np.int64]) -> NDArray[np.void]:
+    values = np.empty(len(rows), VALUE_DTYPE)
+    values["name"], values["value"] = rows["module"], rows["value"]
+    values["step"] = np.where(rows["step"] >= 0, rows["step"], steps_now)
+    return values
+
+
+def _finished(spans: Rows) -> NDArray[np.void]:
+    """Steps whose BEGIN is followed, among the STEP rows, by their own END. ``spans`` holds STEP and GATE rows."""
+    places = np.flatnonzero(spans["kind"] == Kind.STEP)
+    edges, numbers = spans["edge"][places], spans["step"][places]
+    paired = (edges[:-1] == Edge.BEGIN) & (edges[1:] == Edge.END) & (numbers[:-1] == numbers[1:])
+    begin, end = places[:-1][paired], places[1:][paired]
+    held_until = np.cumsum(_held_ns(spans))
+    steps = np.empty(len(begin), STEP_DTYPE)
+    steps["step"] = spans["step"][begin]
+    steps["begin_ns"], steps["end_ns"] = spans["t_ns"][begin], spans["t_ns"][end]
+    steps["held_ns"] = held_until[end] - held_until[begin]
+    return steps
+
+
+def _held_ns(spans: Rows) -> NDArray[np.int64]:
+    """At each GATE END that follows its GATE BEGIN the nanoseconds between them, else 0. ``[spans]``."""
+    held = np.zeros(len(spans), np.int64)
+    is_gate = spans["kind"] == Kind.GATE
+    opened, closed = is_gate & (spans["edge"] == Edge.BEGIN), is_gate & (spans["edge"] == Edge.END)
+    ends = np.flatnonzero(opened[:-1] & closed[1:]) + 1
+    held[ends] = spans["t_ns"][ends] - spans["t_ns"][ends - 1]
+    return held
+
+
+def _unfinished(spans: Rows) -> Rows:
+    places = np.flatnonzero(spans["kind"] == Kind.STEP)
+    open_step = len(places) and spans["edge"][places[-1]] == Edge.BEGIN
+    return spans[places[-1] :] if open_step else spans[:0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Series:
+    """One quantity per step over the ranks that have it; arrays are ``[S]``, steps ascending.
+
+    Attributes:
+        name: as the user logged it.
+        steps: step numbers; -1 for what was logged before the first step.
+        mean: mean over ranks, each rank's own values of a step averaged first.
+        low: smallest rank.
+        high: largest rank.
+        num_ranks: ranks that have it at all.
+    """
+
+    name: str
+    steps: NDArray[np.int64]
+    mean: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    num_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Summary:
+    """Training over all ranks.
+
+    Attributes:
+        metrics: what was logged, by name: the loss first, then in the order of first appearance.
+        step_times: nanoseconds that each finished step took, time held at a gate left out.
+    """
+
+    metrics: dict[str, Series]
+    step_times: Series
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that any rank finished."""
+        return len(self.step_times.steps)
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """Mean loss over ranks, of the steps that logged one. ``[S]``."""
+        loss = self.metrics.get(LOSS)
+        return np.empty(0) if loss is None else loss.mean
+
+    @property
+    def step_ns(self) -> float:
+        """Median step time in nanoseconds; NaN without a finished step."""
+        return float(np.median(self.step_times.mean)) if self.num_steps else float("nan")
+
+
+def fold(rank_trace: RankTrace) -> TrainingState:
+    """Return the state after all rows of a rank."""
+    return advance(start(), rank_trace.rows)
+
+
+def summary(trace: Trace) -> Summary:
+    """Return what the ranks logged and how long their steps took, put together per step."""
+    states = [fold(r) for r in trace.ranks]
+    return Summary(metrics=_metrics(trace.header, states), step_times=_step_times(states))
+
+
+def _metrics(header: Header, states: Sequence[TrainingState]) -> dict[str, Series]:
+    order = dict.fromkeys(int(i) for state in states for i in _first_appearances(state.values["name"]))
+    names = {i: header.strings[i] if 0 <= i < len(header.strings) else f"metric {i}" for i in order}
+    found = {}
+    for index, name in sorted(names.items(), key=lambda item: item[1] != LOSS):
+        parts = [state.values[state.values["name"] == index] for state in states]
+        found[name] = _over_ranks(name, [(part["step"], part["value"]) for part in parts])
+    return found
+
+
+def _first_appearances(names: NDArray[np.int32]) -> NDArray[np.int32]:
+    return names[np.sort(np.unique(names, return_index=True)[1])]
+
+
+def _step_times(states: Sequence[TrainingState]) -> Series:
+    parts = [state.steps for state in states]
+    return _over_ranks("step time", [(s["step"], s["end_ns"] - s["begin_ns"] - s["held_ns"]) for s in parts])
+
+
+def _over_ranks(name: str, parts: Sequence[tuple[NDArray[np.int32], NDArray[np.generic]]]) -> Series:
+    """Put the ranks' ``(steps [M], values [M])`` together; a rank may have any steps, some several times."""
+    filled = [part for part in parts if len(part[0])]
+    steps = np.unique(np.concatenate([part[0] for part in filled])) if filled else np.empty(0, np.int64)
+    means = [_mean_per_step(steps, *part) for part in filled]
+    masks = [np.isin(steps, part[0]) for part in filled]
+    combine = partial(_reduce, len(steps), means, masks)
+    count = np.sum(masks, axis=0) if filled else np.ones(0)
+    return Series(
+        name=name,
+        steps=steps.astype(np.int64),
+        mean=combine(np.add, 0.0) / count,
+        low=combine(np.minimum, np.inf),
+        high=combine(np.maximum, -np.inf),
+        num_ranks=len(filled),
+    )
+
+
+def _mean_per_step(
+    steps: NDArray[np.int64], own_steps: NDArray[np.int32], values: NDArray[np.generic]
+) -> NDArray[np.float64]:
+    """One rank's mean at each of ``steps``; NaN where it has none. ``[S]``."""
+    at = np.searchsorted(steps, own_steps)
+    count = np.bincount(at, minlength=len(steps))
+    total = np.bincount(at, weights=values.astype(np.float64), minlength=len(steps))
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _reduce(
+    num_steps: int, means: list[NDArray[np.float64]], masks: list[NDArray[np.bool_]], ufunc: np.ufunc, initial: float
+) -> NDArray[np.float64]:
+    """Combine the ranks with ``ufunc``, each only at the steps it has. ``[S]``."""
+    result = np.full(num_steps, initial)
+    for mean, mask in zip(means, masks, strict=True):
+        result[mask] = ufunc(result[mask], mean[mask])
+    return result

@@ -1,0 +1,333 @@
+"""What a command answers: small frozen reports that print as sentences and show as a small table.
+
+Everything in them that a person or a rank named is escaped when it becomes HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.replay.alike import label
+from workbench.views.theme import format_bytes, format_duration, plural
+
+_MUTED = "color:var(--jp-ui-font-color2, #757575)"
+
+
+class Report(ABC):
+    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text."""
+
+    @property
+    @abstractmethod
+    def headline(self) -> str:
+        """The result in one sentence."""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return further facts as (name, value), in the order they are read."""
+        return []
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.facts()), default=0)
+        return "\n".join([self.headline, *(f"  {name:<{width}}  {value}" for name, value in self.facts())])
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><td style="text-align:left;{_MUTED}">{html.escape(name)}</td>'
+            f'<td style="text-align:left">{html.escape(value)}</td></tr>'
+            for name, value in self.facts()
+        )
+        table = f'<table style="margin:4px 0 0 0">{rows}</table>' if rows else ""
+        return f"<div><strong>{html.escape(self.headline)}</strong>{table}</div>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank as it is now.
+
+    Attributes:
+        rank: global rank.
+        alive: whether its process is there.
+        host: where it runs.
+        device: e.g. ``cpu`` or ``cuda:0``.
+        pid: of its process.
+        doing: what it is busy with, in words; ``""`` if it did not answer.
+    """
+
+    rank: int
+    alive: bool
+    host: str
+    device: str
+    pid: int
+    doing: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.device} on {self.host}, pid {self.pid}"
+        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusReport(Report):
+    """The ranks, the sharded units, and how much is recorded.
+
+    Attributes:
+        running: whether ranks are started.
+        ranks: one entry per rank; none when stopped.
+        units: names of the units there are, root ``""`` included.
+        num_rows: rows of the trace so far, all ranks together.
+        num_lost: rows overwritten on ranks before they could be read.
+    """
+
+    running: bool
+    ranks: tuple[RankStatus, ...] = ()
+    units: tuple[str, ...] = ()
+    num_rows: int = 0
+    num_lost: int = 0
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        if not self.running:
+            return "no ranks are running: %fsdp start -n 4"
+        dead = [r.rank for r in self.ranks if not r.alive]
+        if dead:
+            return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
+        return f"{plural(len(self.ranks), 'rank')} running"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the ranks, then what is sharded and recorded."""
+        found = [(f"rank {r.rank}", str(r)) for r in self.ranks]
+        if self.running:
+            found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
+        lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
+        return [*found, ("recorded", plural(self.num_rows, "event") + lost)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReport(Report):
+    """A model was sharded.
+
+    Attributes:
+        model: its name on the ranks.
+        units: names of its units, root ``""`` included.
+        num_params: parameters (tensors).
+        num_elements: elements of all parameters.
+        bytes_unsharded: bytes of the whole model.
+        bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
+    """
+
+    model: str
+    units: tuple[str, ...]
+    num_params: int
+    num_elements: int
+    bytes_unsharded: int
+    bytes_at_rest: tuple[int, ...]
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        size = f"{self.num_elements:,} elements in {plural(self.num_params, 'parameter')}"
+        return f"{self.model}: {plural(len(self.units), 'unit')} on {plural(len(self.bytes_at_rest), 'rank')}, {size}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the units and the bytes before and after."""
+        whole = max(self.bytes_unsharded, 1)
+        at_rest = _by_rank([f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest])
+        return [
+            ("units", _names(self.units)),
+            ("unsharded", f"{format_bytes(self.bytes_unsharded)} on every rank"),
+            ("at rest", at_rest),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnshardReport(Report):
+    """A model is a plain module again.
+
+    Attributes:
+        model: its name on the ranks.
+        num_params: parameters (tensors).
+        optimizers: optimizers whose state was carried along.
+    """
+
+    model: str
+    num_params: int
+    optimizers: int
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        carried = f", state of {plural(self.optimizers, 'optimizer')} carried along" if self.optimizers else ""
+        return f"{self.model} is a plain module again on every rank: {plural(self.num_params, 'parameter')}{carried}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(Report):
+    """Training steps were done.
+
+    Attributes:
+        steps_done: steps of this command.
+        losses: mean over ranks per step; None if the step function returned no number.
+        seconds: time of each step on its slowest rank.
+        optimizer_steps: optimizer steps since the ranks started.
+    """
+
+    steps_done: int
+    losses: tuple[float, ...] | None
+    seconds: tuple[float, ...]
+    optimizer_steps: int
+
+    @property
+    def median_seconds(self) -> float:
+        """Median step time in seconds; NaN without a step."""
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        parts = [plural(self.steps_done, "step")]
+        if self.losses:
+            first, last = self.losses[0], self.losses[-1]
+            parts.append(f"loss {first:.4g}" if len(self.losses) == 1 else f"loss {first:.4g} -> {last:.4g}")
+        if self.seconds:
+            parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport(Report):
+    """One sharded step compared with the same step of an unsharded copy.
+
+    Attributes:
+        num_params: parameters compared.
+        max_abs_diff: largest absolute difference of any element, on any rank.
+        max_rel_diff: largest relative difference.
+        worst_param: the parameter that has it.
+        loss_sharded: mean over ranks.
+        loss_reference: of the unsharded copy, mean over ranks.
+        equal_bits: parameters that are equal bit by bit.
+        ok: whether all differences are within the tolerance.
+        tolerance: what is allowed, in words.
+    """
+
+    num_params: int
+    max_abs_diff: float
+    max_rel_diff: float
+    worst_param: str
+    loss_sharded: float | None
+    loss_reference: float | None
+    equal_bits: int
+    ok: bool
+    tolerance: str
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        verdict = "the same as" if self.ok else "NOT the same as"
+        return (
+            f"sharded training is {verdict} unsharded: {plural(self.num_params, 'parameter')} compared after one step"
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the differences, term by term."""
+        worst = f", in {self.worst_param}" if self.max_abs_diff else ""
+        found = [
+            ("largest difference", f"{self.max_abs_diff:.3g} absolute, {self.max_rel_diff:.3g} relative{worst}"),
+            ("allowed", self.tolerance),
+            ("equal bit by bit", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
+        ]
+        if self.loss_sharded is not None and self.loss_reference is not None:
+            found.append(("loss", f"{self.loss_sharded:.6g} sharded, {self.loss_reference:.6g} unsharded"))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport(Report):
+    """A file was written.
+
+    Attributes:
+        path: where.
+        what: what is in it, in words.
+        num_bytes: its size.
+    """
+
+    path: Path
+    what: str
+    num_bytes: int
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"wrote {self.path} ({format_bytes(self.num_bytes)}): {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellReport(Report):
+    """A cell ran on ranks.
+
+    Attributes:
+        texts: what each rank wrote and showed, as plain text, by rank.
+        remarks: how the ranks' output differs, or that it does not; ``""`` if there was none.
+    """
+
+    texts: Mapping[int, str]
+    remarks: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"ran on {label(self.texts)}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what each rank wrote."""
+        return [(f"rank {rank}", text.strip()) for rank, text in self.texts.items() if text.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartReport(Report):
+    """Ranks were started.
+
+    Attributes:
+        num_ranks: how many.
+        devices: of each rank.
+        seconds: how long it took.
+    """
+
+    num_ranks: int
+    devices: tuple[str, ...]
+    seconds: float
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        devices = _by_rank(list(self.devices))
+        return f"{plural(self.num_ranks, 'rank')} started in {self.seconds:.1f} s: {devices}"
+
+
+def unit_name(name: str) -> str:
+    """Return how a person names a unit: the root, whose name is empty, is ``(root)``."""
+    return name or "(root)"
+
+
+def _names(units: Sequence[str], limit: int = 12) -> str:
+    """List units by name; the middle of a long list is left out."""
+    names = [unit_name(name) for name in units]
+    if len(names) > limit:
+        names = [*names[: limit - 2], f"... {len(names) - limit + 1} more ...", names[-1]]
+    return ", ".join(names)
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Say a text per rank, equal ones once: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) == 1:
+        return f"{values[0]} on every rank"
+    return "; ".join(f"{value} on {label(own)}" for value, own in ranks.items())

@@ -1,0 +1,73 @@
+"""From what the ranks answer to a command, plain dicts, to the report of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from workbench.commands import Command, Shard, Step, Unshard, Verify
+from workbench.reports import Report, ShardReport, StepReport, UnshardReport, VerifyReport
+
+
+def to_report(command: Command, results: Mapping[int, dict[str, Any]]) -> Report:
+    """Return the report of ``command`` from the result of every rank.
+
+    Raises:
+        ValueError: there is no report of such a command.
+    """
+    by_rank = [results[rank] for rank in sorted(results)]
+    match command:
+        case Shard():
+            return _shard(by_rank)
+        case Unshard():
+            first = by_rank[0]
+            return UnshardReport(model=first["model"], num_params=first["num_params"], optimizers=first["optimizers"])
+        case Step():
+            return _step(by_rank)
+        case Verify():
+            return _verify(by_rank)
+        case _:
+            raise ValueError(f"there is no report of {command.word!r}")
+
+
+def _shard(by_rank: list[dict[str, Any]]) -> ShardReport:
+    first = by_rank[0]
+    return ShardReport(
+        model=first["model"],
+        units=tuple(first["units"]),
+        num_params=first["num_params"],
+        num_elements=first["num_elements"],
+        bytes_unsharded=first["bytes_unsharded"],
+        bytes_at_rest=tuple(result["bytes_at_rest"] for result in by_rank),
+    )
+
+
+def _step(by_rank: list[dict[str, Any]]) -> StepReport:
+    logged = [result["losses"] for result in by_rank if result["losses"]]
+    return StepReport(
+        steps_done=min(result["steps_done"] for result in by_rank),
+        losses=tuple(map(fmean, zip(*logged, strict=False))) if logged else None,
+        seconds=tuple(map(max, zip(*(result["seconds"] for result in by_rank), strict=False))),
+        optimizer_steps=min(result["optimizer_steps"] for result in by_rank),
+    )
+
+
+def _verify(by_rank: list[dict[str, Any]]) -> VerifyReport:
+    worst = max(by_rank, key=lambda result: float(result["max_abs_diff"]))
+    return VerifyReport(
+        num_params=worst["params"],
+        max_abs_diff=worst["max_abs_diff"],
+        max_rel_diff=max(result["max_rel_diff"] for result in by_rank),
+        worst_param=worst["worst_param"],
+        loss_sharded=_mean(by_rank, "loss_sharded"),
+        loss_reference=_mean(by_rank, "loss_reference"),
+        equal_bits=min(result["equal_bits"] for result in by_rank),
+        ok=all(result["ok"] for result in by_rank),
+        tolerance=worst["tolerance"],
+    )
+
+
+def _mean(by_rank: list[dict[str, Any]], name: str) -> float | None:
+    values = [result[name] for result in by_rank if result[name] is not None]
+    return fmean(values) if values else None

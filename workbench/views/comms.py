@@ -1,0 +1,255 @@
+"""What was communicated in a step, for which unit and how, beside what the closed form says; a difference is marked.
+
+Payload is the logical size of a collective. Bytes sent are those of a ring, computed from the payload: what really
+went over the wire depends on the backend and is not in a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import plotly.graph_objects as go
+
+from workbench.replay.alike import join_names, label, pattern
+from workbench.replay.collectives import Comparison, compare, ring_bytes
+from workbench.replay.units import unit_name
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header, Kind
+from workbench.views import theme
+from workbench.views.window import Window, window
+
+MAX_UNFOLDED = 24
+"""Rows drawn one by one; with more, units that are alike in all but a number share a row."""
+
+MAX_ROWS = 60
+
+_ROW_HEIGHT = 25  # pixels
+_TABLE_WIDTH = 0.64  # of the plot; the bars take the rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the picture.
+
+    Attributes:
+        said: what was measured and expected; its times are means over the units.
+        units: the units that share the row.
+    """
+
+    said: Comparison
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table: its heading, where its text ends (0 to 1), and what it says."""
+
+    heading: str
+    right: float
+    text: Callable[[Header, Comparison], str]
+
+
+def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
+    """Return the figure of what was communicated in one step.
+
+    Args:
+        trace: what happened.
+        step: which step; None: the last one that ended.
+
+    Raises:
+        UsageError: the trace has nothing of this step.
+    """
+    chosen = window(trace, step, 2 if step is None else 1)
+    if chosen.last < 0:
+        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
+    shown, rows = _rows(trace, chosen)
+    if not rows:
+        return theme.empty(f"No rank communicated in step {shown}: with one rank per shard there is nothing to send.")
+    drawn, num_left_out = _most_telling(_fold(trace.header, rows))
+    fig = theme.figure(
+        f"Step {shown}: {_verdict(rows)}",
+        _subtitle(trace.header, rows, num_left_out),
+        height=220 + _ROW_HEIGHT * len(drawn),
+        barmode="stack",
+        legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
+        margin_b=theme.LEGEND_MARGIN,
+    )
+    _add_table(fig, trace.header, drawn)
+    _add_bars(fig, drawn)
+    _set_axes(fig, trace.header, drawn)
+    return fig
+
+
+def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...]]:
+    """Return the last of these steps that the closed form speaks of, as one still running it does not; or the last."""
+    part = Trace(trace.header, tuple(chosen.stateless(rank) for rank in trace.ranks))
+    found = {step: compare(part, step) for step in range(chosen.first, chosen.last + 1)}
+    ended = [step for step, rows in found.items() if any(row.expected for row in rows)]
+    shown = ended[-1] if ended else chosen.last
+    return shown, found[shown]
+
+
+def _fold(header: Header, rows: Sequence[Comparison]) -> list[Row]:
+    if len(rows) <= MAX_UNFOLDED:
+        return [Row(said=row, units=(row.unit,)) for row in rows]
+    found: dict[Hashable, list[Comparison]] = {}
+    for row in rows:
+        expected = row.expected and (row.expected.calls, row.expected.num_bytes)
+        key = (pattern(unit_name(header, row.unit)), row.kind, row.ranks, row.calls, row.num_bytes, expected)
+        found.setdefault(key, []).append(row)
+    return [_together(alike) for alike in found.values()]
+
+
+def _together(alike: list[Comparison]) -> Row:
+    time_ns = sum(row.time_ns for row in alike) / len(alike)
+    exposed_ns = sum(row.exposed_ns for row in alike) / len(alike)
+    said = replace(alike[0], time_ns=time_ns, exposed_ns=exposed_ns)
+    return Row(said=said, units=tuple(row.unit for row in alike))
+
+
+def _most_telling(rows: list[Row]) -> tuple[list[Row], int]:
+    """Return what fits into the picture, in its order (differences, then most bytes), and how much is left out."""
+    by_weight = sorted(range(len(rows)), key=lambda i: (not rows[i].said.differs, -rows[i].said.num_bytes))
+    return [rows[i] for i in sorted(by_weight[:MAX_ROWS])], len(by_weight[MAX_ROWS:])
+
+
+def _verdict(rows: Sequence[Comparison]) -> str:
+    """Return what was issued against what was expected, in one sentence."""
+    told = [row for row in rows if row.expected]
+    if not told:
+        return "not seen from begin to end, so there is no closed form beside it"
+    ranks = sorted({rank for row in told for rank in row.ranks})
+    totals = {rank: _totals([row for row in told if rank in row.ranks]) for rank in ranks}
+    alike: dict[str, list[int]] = {}
+    for rank, text in totals.items():
+        alike.setdefault(text, []).append(rank)
+    if len(alike) > 1:
+        return "ranks differ: " + "; ".join(f"{label(same)}: {text}" for text, same in list(alike.items())[:3])
+    (text,) = alike
+    wrong = sum(row.differs for row in told)
+    return f"{text}: {'as the closed form says' if not wrong else 'not what the closed form says'}"
+
+
+def _totals(rows: Sequence[Comparison]) -> str:
+    """``"all-gathers 7 of 7, reduce-scatters 4 of 4"``: calls of one rank, and how many were expected."""
+    parts = []
+    for kind in sorted({row.kind for row in rows}):
+        some = [row for row in rows if row.kind == kind]
+        expected = sum(row.expected.calls for row in some if row.expected)
+        parts.append(f"{theme.label(kind)}s {sum(row.calls for row in some)} of {expected}")
+    return ", ".join(parts)
+
+
+def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> str:
+    rank = min(rank for row in rows for rank in row.ranks)
+    own = [row for row in rows if rank in row.ranks]
+    payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(header, row) for row in own)
+    time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
+    sentences = [
+        f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}, "
+        f"of which a ring sends {theme.format_bytes(sent)} per rank",
+        f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
+        "compute stood still",
+        "≠ is right only where gradients were accumulated, units skipped or unsharded by hand"
+        if any(row.differs for row in rows)
+        else "",
+        f"{theme.plural(num_left_out, 'more row')} not drawn" if num_left_out else "",
+    ]
+    return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _sent_bytes(header: Header, row: Comparison) -> float:
+    """Bytes a rank sends on a ring for a row's collectives."""
+    size = header.units[row.unit].shard_size if 0 <= row.unit < len(header.units) else header.world_size
+    if row.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and size < header.world_size:
+        size = header.world_size // size  # over the copies, not over the shards of one
+    return ring_bytes(row.kind, row.num_bytes, max(size, 1))
+
+
+def _closed_form(_: Header, row: Comparison) -> str:
+    """``"= 2 x 193 KiB"``; ``"≠ none"`` where nothing was expected and something happened."""
+    if row.expected is None:
+        return "-"
+    calls = row.expected.calls
+    form = f"{calls} x {theme.format_bytes(row.expected.num_bytes / calls)}" if calls else "none"
+    return f"{'≠' if row.differs else '='} {form}"
+
+
+_COLUMNS = (
+    Column(heading="calls", right=0.1, text=lambda _, row: f"{row.calls}"),
+    Column(heading="payload", right=0.28, text=lambda _, row: theme.format_bytes(row.num_bytes)),
+    Column(heading="closed form", right=0.52, text=_closed_form),
+    Column(heading="sent", right=0.68, text=lambda header, row: theme.format_bytes(_sent_bytes(header, row))),
+    Column(heading="time", right=0.83, text=lambda _, row: theme.format_duration(row.time_ns)),
+    Column(heading="exposed", right=0.99, text=lambda _, row: theme.format_duration(row.exposed_ns)),
+)
+
+
+def _add_table(fig: go.Figure, header: Header, rows: list[Row]) -> None:
+    for column in _COLUMNS:
+        fig.add_scatter(
+            x=[column.right] * (len(rows) + 1),
+            y=list(range(-1, len(rows))),
+            text=[f"<b>{column.heading}</b>", *(column.text(header, row.said) for row in rows)],
+            textfont={"color": [theme.INK, *(theme.WRONG if row.said.differs else theme.INK for row in rows)]},
+            textposition="middle left",
+            mode="text",
+            hoverinfo="skip",
+            showlegend=False,
+        )
+
+
+def _add_bars(fig: go.Figure, rows: list[Row]) -> None:
+    divisor, unit = _scale(rows)
+    for kind in sorted({row.said.kind for row in rows}):
+        some = {y: row.said for y, row in enumerate(rows) if row.said.kind == kind}
+        hidden = {y: max(said.time_ns - said.exposed_ns, 0) / divisor for y, said in some.items()}
+        _add_bar(fig, hidden, theme.label(kind), theme.KIND_COLOURS[kind], unit)
+    exposed = {y: row.said.exposed_ns / divisor for y, row in enumerate(rows)}
+    _add_bar(fig, exposed, "exposed", theme.KIND_COLOURS[Kind.WAIT], unit)
+
+
+def _add_bar(fig: go.Figure, lengths: dict[int, float], name: str, colour: str, unit: str) -> None:
+    fig.add_bar(
+        y=list(lengths),
+        x=list(lengths.values()),
+        orientation="h",
+        width=0.6,
+        name=name,
+        marker_color=colour,
+        hovertemplate=f"{name}: %{{x:.3g}} {unit}<extra></extra>",
+        xaxis="x2",
+    )
+
+
+def _scale(rows: list[Row]) -> tuple[int, str]:
+    return theme.time_unit(max(row.said.time_ns for row in rows))
+
+
+def _set_axes(fig: go.Figure, header: Header, rows: list[Row]) -> None:
+    ranks = {rank for row in rows for rank in row.said.ranks}
+    fig.update_layout(
+        yaxis={
+            "range": [len(rows) - 0.4, -1.6],
+            "tickmode": "array",
+            "tickvals": list(range(len(rows))),
+            "ticktext": [_tick(header, row, all_ranks=len(row.said.ranks) == len(ranks)) for row in rows],
+            "ticklabelstandoff": 4,
+            "showgrid": False,
+        },
+        xaxis={"domain": [0, _TABLE_WIDTH], "range": [0, 1], "visible": False},
+        xaxis2={
+            "domain": [_TABLE_WIDTH + 0.01, 1],
+            "anchor": "y",
+            "rangemode": "tozero",
+            "title": {"text": f"time from issue to end [{_scale(rows)[1]}]"},
+        },
+    )
+
+
+def _tick(header: Header, row: Row, *, all_ranks: bool) -> str:
+    name = theme.escape(theme.shorten(join_names([unit_name(header, unit) for unit in row.units]), 20))
+    several = f", each of {len(row.units)}" if len(row.units) > 1 else ""
+    ranks = "" if all_ranks else f", {theme.shorten(label(row.said.ranks), 20)}"
+    return f"{name} {theme.label(row.said.kind)}{several}{ranks}"

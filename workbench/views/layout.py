@@ -1,0 +1,278 @@
+"""Which rows of which parameter lie on which rank: one bar per parameter, one column per rank.
+
+A column is the room a rank's storage has for the parameter (``padded_rows``), so padding and empty shards are seen
+where they are. Read off the header alone: it can be drawn before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import plotly.graph_objects as go
+
+from workbench.replay.alike import join_names, label, ranges
+from workbench.replay.shards import ParamShards, Totals, alike, shards, totals, unit_shards
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
+from workbench.views import theme
+
+MAX_UNFOLDED = 32
+"""Parameters drawn one by one; with more, those that are alike share a bar."""
+
+MAX_BARS = 60
+MAX_SEGMENTS = 2000
+MAX_COLUMNS = 64
+"""Shard-ranks drawn one by one; with more, neighbours that hold equally many rows are drawn as one."""
+
+_ROW_HEIGHT = 25  # pixels
+
+_HATCH_COLOUR = "rgba(128,128,128,0.5)"
+
+Role = Literal["held", "padding", "empty shard"]
+_HATCHES: dict[Role, str] = {"held": "", "padding": "/", "empty shard": "x"}
+Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one stands for all
+Place = Group | str  # what stands in a row of the picture: a bar, or the heading of a unit (escaped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A piece of a bar.
+
+    Attributes:
+        role: what it shows.
+        y: the bar's row, counted from the top.
+        begin: its left end, in columns of the most finely split parameter.
+        width: likewise.
+        colours: fill and text colour.
+        text: written on it, escaped.
+        hover: shown for it, escaped.
+    """
+
+    role: Role
+    y: int
+    begin: float
+    width: float
+    colours: tuple[str, str]
+    text: str
+    hover: str
+
+
+def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
+    """Return the layout figure.
+
+    Args:
+        trace: only its header is read.
+        fold: draw parameters that are alike in all but a number (``blocks.0-3``) as one bar; None: only if many.
+    """
+    header, split = trace.header, shards(trace.header)
+    if not split:
+        return theme.empty("Nothing is sharded yet: %fsdp shard MODEL splits a model over the ranks.")
+    columns = max(part.num_shards for part in split)
+    folded = len(split) > MAX_UNFOLDED if fold is None else fold
+    groups, num_left_out = _largest(alike(split) if folded else [(part,) for part in split], columns)
+    places = list(_places(groups))
+    fig = theme.figure(
+        _title(header, totals(split)),
+        _subtitle(header, totals(split), num_left_out),
+        height=220 + _ROW_HEIGHT * len(places),
+        barmode="overlay",
+        legend=theme.LEGEND_BELOW,
+        margin_b=theme.LEGEND_MARGIN,
+        uniformtext={"minsize": 9, "mode": "hide"},
+    )
+    _add_bars(fig, [segment for y, place in enumerate(places) for segment in _segments(y, place, columns)])
+    _add_labels(fig, places, columns)
+    _set_axes(fig, places, header, {part.num_shards for part in split})
+    return fig
+
+
+def _largest(groups: list[Group], columns: int) -> tuple[list[Group], int]:
+    """Return the largest groups that fit into the picture, in their order, and the number of parameters left out."""
+    limit = min(MAX_BARS, max(8, MAX_SEGMENTS // min(columns, MAX_COLUMNS)))
+    by_size = sorted(range(len(groups)), key=lambda i: -totals(groups[i]).bytes_unsharded)
+    return [groups[i] for i in sorted(by_size[:limit])], sum(len(groups[i]) for i in by_size[limit:])
+
+
+def _title(header: Header, total: Totals) -> str:
+    whole = theme.format_bytes(total.bytes_unsharded)
+    if header.world_size <= 1:
+        return f"One rank keeps all {whole} of parameters"
+    return f"Each of {header.world_size} ranks keeps {theme.format_bytes(total.bytes_at_rest)} of {whole} of parameters"
+
+
+def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
+    live = [unit for unit in header.units if not unit.retired]
+    copies = header.world_size // max(unit.shard_size for unit in live)
+    each = f" in each of {copies} copies" if copies > 1 else ""
+    whole = max(total.bytes_unsharded, 1)
+    waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({total.bytes_wasted / whole:.2%}){each}"
+    sentences = [
+        f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}",
+        f"at rest a rank holds {total.bytes_at_rest / whole:.1%} of the unsharded bytes",
+        waste if total.bytes_wasted else "no padding",
+        f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
+        f"{theme.plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
+    ]
+    return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _places(groups: list[Group]) -> Iterator[Place]:
+    """Yield the rows of the picture from the top: a heading per run of alike units, then its bars."""
+    for _, run in groupby(groups, key=lambda group: group[0].unit.index):
+        members = list(run)
+        yield _heading(members)
+        yield from members
+
+
+def _heading(members: list[Group]) -> str:
+    units = {part.unit.index: part.unit for group in members for part in group}
+    name = theme.shorten(join_names([unit.name for unit in units.values()])) or "root"
+    at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
+    several = f", {len(units)} units alike: {at_rest} of each" if len(units) > 1 else f": {at_rest}"
+    return f"<b>{theme.escape(name)}</b>{several} on a rank"
+
+
+def _segments(y: int, place: Place, columns: int) -> Iterator[Segment]:
+    """Yield the pieces of one row, left to right; none for a heading."""
+    if isinstance(place, str):
+        return
+    part, about = place[0], _about(place)
+    colours = theme.rank_colours(part.num_shards)
+    for first, last in _runs(part):
+        for role, begin, width in _pieces(part, first, last, columns):
+            text, hover = _words(role, part, first, last)
+            look = colours[first] if role == "held" else (theme.CLEAR, theme.INK)
+            yield Segment(role=role, y=y, begin=begin, width=width, colours=look, text=text, hover=about + hover)
+
+
+def _pieces(part: ParamShards, first: int, last: int, columns: int) -> Iterator[tuple[Role, float, float]]:
+    """Yield ``(role, begin, width)`` of what some neighbouring shard-ranks have room for."""
+    held, padding = part.param.rows_per_rank[first], part.padding_rows[first]
+    gap = min(0.1, 0.004 * columns)
+    begin = first * columns / part.num_shards + gap / 2
+    width = (last + 1 - first) * columns / part.num_shards - gap
+    if held:
+        yield "held", begin, width * held / (held + padding)
+    if padding:
+        share = padding / (held + padding)
+        yield ("padding" if held else "empty shard"), begin + width * (1 - share), width * share
+
+
+def _runs(part: ParamShards) -> Iterator[tuple[int, int]]:
+    """Yield first and last of the shard-ranks that a segment stands for."""
+    if part.num_shards <= MAX_COLUMNS:
+        yield from ((i, i) for i in range(part.num_shards))
+        return
+    for _, run in groupby(range(part.num_shards), key=lambda i: part.param.rows_per_rank[i]):
+        members = list(run)
+        yield members[0], members[-1]
+
+
+def _about(group: Group) -> str:
+    param = group[0].param
+    names = theme.escape(theme.shorten(join_names([part.param.fqn for part in group]), 80))
+    trainable = "" if param.trainable else ", frozen"
+    return f"<b>{names}</b><br>{list(param.shape)} {theme.escape(theme.shorten(param.dtype))}{trainable}<br>"
+
+
+def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, str]:
+    """Return what is written on a segment and what its hover adds."""
+    param = part.param
+    if role != "held":
+        rows = part.padding_rows[first]
+        nothing = "padding" if role == "padding" else "empty shard, all padding"
+        wasted = theme.format_bytes(rows * part.row_bytes)
+        return ("empty" if role == "empty shard" else ""), f"{_who(first, last)}: {nothing}: {rows} rows, {wasted}"
+    rows, begin = param.rows_per_rank[first], part.begin_rows[first]
+    end = part.begin_rows[last] + rows - 1
+    span = f"row {begin}" if begin == end else f"rows {begin}-{end}"
+    local = [rows if dim == param.shard_dim else size for dim, size in enumerate(param.shape)]
+    return span, (
+        f"{_who(first, last)}: {span} of {sum(param.rows_per_rank)} along dim {param.shard_dim}<br>"
+        f"a shard of {local}, {theme.format_bytes(rows * part.row_bytes)}; "
+        f"{theme.format_bytes(part.bytes_at_rest)} at rest"
+    )
+
+
+def _who(first: int, last: int) -> str:
+    return f"shard-{label(range(first, last + 1))}"
+
+
+def _add_bars(fig: go.Figure, segments: list[Segment]) -> None:
+    for role, hatch in _HATCHES.items():
+        some = [segment for segment in segments if segment.role == role]
+        if some:
+            line = {"color": theme.GRID, "width": 1 if hatch else 0}
+            pattern = {"shape": hatch, "fgcolor": _HATCH_COLOUR, "bgcolor": theme.CLEAR, "size": 7, "solidity": 0.2}
+            # plotly draws no pattern in bars that have a colour each
+            marker = {"color": theme.CLEAR if hatch else [s.colours[0] for s in some], "line": line, "pattern": pattern}
+            fig.add_bar(**_bar(some), marker=marker, name=role, showlegend=bool(hatch))
+
+
+def _bar(segments: list[Segment]) -> dict[str, object]:
+    return {
+        "orientation": "h",
+        "y": [s.y for s in segments],
+        "base": [s.begin for s in segments],
+        "x": [s.width for s in segments],
+        "width": 0.76,
+        "text": [s.text for s in segments],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "insidetextfont": {"color": [s.colours[1] for s in segments]},
+        "textangle": 0,
+        "hovertext": [s.hover for s in segments],
+        "hoverinfo": "text",
+    }
+
+
+def _add_labels(fig: go.Figure, places: list[Place], columns: int) -> None:
+    """Write the headings above their bars, and beside each bar the bytes that a rank keeps of it."""
+    headings = [(y, place) for y, place in enumerate(places) if isinstance(place, str)]
+    sizes = [(y, theme.format_bytes(p[0].bytes_at_rest)) for y, p in enumerate(places) if not isinstance(p, str)]
+    for x, labels in ((0, headings), (columns, [(0, "<b>a rank</b>"), *sizes])):
+        fig.add_scatter(
+            x=[x] * len(labels),
+            y=[y for y, _ in labels],
+            text=[text for _, text in labels],
+            mode="text",
+            textposition="middle right",
+            hoverinfo="skip",
+            showlegend=False,
+            cliponaxis=False,
+        )
+
+
+def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: set[int]) -> None:
+    columns = max(num_shards)
+    bars = {y: _tick(place) for y, place in enumerate(places) if not isinstance(place, str)}
+    fig.update_yaxes(
+        ticklabelstandoff=4,
+        range=[len(places) - 0.4, -0.6],
+        tickmode="array",
+        tickvals=list(bars),
+        ticktext=list(bars.values()),
+        showgrid=False,
+    )
+    shown = range(0, columns, -(-columns // 16)) if len(num_shards) == 1 else range(0)
+    # a mesh is (replicate, shard): shard-rank i of every copy is rank i, i + F, i + 2 F, ...
+    copies = [range(i, max(header.world_size, columns), columns) for i in shown]
+    fig.update_xaxes(
+        title_text="rank: each column is its room for rows of the parameter",
+        range=[0, columns * 1.12],
+        tickmode="array",
+        tickvals=[i + 0.5 for i in shown],
+        ticktext=[label(ranks) if columns <= 8 else ranges(ranks) for ranks in copies],
+        tickangle=0,
+        ticks="",
+        showgrid=False,
+        showline=False,
+    )
+
+
+def _tick(group: Group) -> str:
+    names = join_names([part.param.fqn.removeprefix(f"{part.unit.name}.") for part in group])
+    return f"{theme.escape(theme.shorten(names, 30))} {list(group[0].param.shape)}"

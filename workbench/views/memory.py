@@ -1,0 +1,282 @@
+"""How many bytes of which class a rank holds over time, and what is going on when they are most.
+
+The bytes are those the engine owns, exact, in the order the rank's program asked for them. One panel per group of
+ranks whose bytes are alike.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+from workbench.replay import memory as live
+from workbench.replay.alike import label
+from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
+from workbench.replay.shards import shards, totals
+from workbench.replay.spans import Ints, last_ns
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Category, Edge, Header, Kind
+from workbench.views import theme
+from workbench.views.phases import STRIP_HEIGHT, add_phases
+from workbench.views.window import Window, window
+
+MAX_PANELS = 4
+MAX_POINTS = 9_000
+"""Points of all lines together; of more moments each bin of time keeps its lowest and its highest."""
+
+ALIKE = 0.02
+"""Ranks share a panel if no class differs by more than this part of the peak."""
+
+_PANEL_HEIGHT = 330  # pixels
+_HEADROOM = 1.5  # of the axis over the highest peak: room for the words about it
+_FAR = 2.5  # an unsharded model this many times the highest peak is named, not drawn: it would flatten the areas
+_MAX_MARKED_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """What one panel shows.
+
+    Attributes:
+        ranks: the ranks it stands for.
+        shown: the one that is drawn, of these the one with the highest peak; its rows in the window.
+        peak: its peak.
+    """
+
+    ranks: tuple[int, ...]
+    shown: RankTrace
+    peak: Peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Units of the axes: bytes and nanoseconds in one of them, and its name."""
+
+    num_bytes: int
+    byte_unit: str
+    ns: int
+    time_unit: str
+
+
+def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
+    """Return the memory figure.
+
+    Args:
+        trace: what happened.
+        step: the last step to show; None: the last one there is.
+        steps: how many steps, up to that one.
+        rank: show this rank alone; None: one rank of each group of alike ones.
+
+    Raises:
+        UsageError: the trace has nothing of ``step``.
+        TraceError: the trace has no such rank.
+    """
+    shown = window(trace, step, steps)
+    parts = [shown.cut(rank_trace) for rank_trace in (trace.ranks if rank is None else (trace.rank(rank),))]
+    groups = _groups([part for part in parts if len(part.rows)])
+    panels = [_panel(group) for group in groups[:MAX_PANELS]]
+    if not any(panel.peak.num_bytes for panel in panels):
+        return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
+    unsharded = totals(shards(trace.header)).bytes_unsharded
+    header = _with_short_names(trace.header)
+    fig = theme.figure(
+        _title(header, shown, panels),
+        _subtitle(panels, len(groups) - len(panels), unsharded),
+        height=130 + _PANEL_HEIGHT * len(panels),
+        hovermode="x unified",
+        legend={"traceorder": "reversed"},
+    )
+    make_subplots(len(panels), 1, figure=fig, shared_xaxes=True, vertical_spacing=0.2 / len(panels))
+    _draw(fig, header, panels, unsharded)
+    return fig
+
+
+# -- which ranks
+
+
+def _groups(parts: Sequence[RankTrace]) -> list[list[tuple[RankTrace, MemoryState]]]:
+    """Return the ranks, alike ones together, each with its state after its rows."""
+    groups: list[list[tuple[RankTrace, MemoryState]]] = []
+    founders: list[Ints] = []
+    for part in parts:
+        state = live.advance(live.start(part.start), part.rows)
+        marks = np.array([*part.start.bytes_by_category, *state.peak_bytes_by_category, *state.bytes_by_category])
+        near = (i for i, f in enumerate(founders) if np.abs(marks - f).max() <= ALIKE * state.peak_bytes)
+        place = next(near, len(groups))
+        if place == len(groups):
+            groups.append([])
+            founders.append(marks)
+        groups[place].append((part, state))
+    return sorted(groups, key=lambda group: -len(group))
+
+
+def _panel(group: list[tuple[RankTrace, MemoryState]]) -> Panel:
+    highest, _ = max(group, key=lambda entry: entry[1].peak_bytes)
+    return Panel(ranks=tuple(part.rank for part, _ in group), shown=highest, peak=live.peak(highest))
+
+
+# -- words
+
+
+def _title(header: Header, shown: Window, panels: Sequence[Panel]) -> str:
+    top = max(panels, key=lambda panel: panel.peak.num_bytes)
+    where = f" of {label([top.shown.rank])}" if len(panels) > 1 else ""
+    amount = theme.format_bytes(top.peak.num_bytes)
+    return f"{shown}: memory{where} peaks at {amount} ({moment(header, top.peak)})"
+
+
+def _with_short_names(header: Header) -> Header:
+    return replace(header, units=tuple(replace(unit, name=theme.shorten(unit.name)) for unit in header.units))
+
+
+def _subtitle(panels: Sequence[Panel], num_left_out: int, unsharded: int) -> str:
+    measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
+    alike = _who(panels[0]) if len(panels) == 1 else ""
+    sentences = [
+        alike,
+        "bytes the engine owns, exact, in the order the program asked for them",
+        "" if measured else "activations are not measured",
+        f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
+        f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
+    ]
+    text = " · ".join(sentence for sentence in sentences if sentence)
+    return text[:1].upper() + text[1:]
+
+
+def _who(panel: Panel) -> str:
+    if len(panel.ranks) == 1:
+        return label(panel.ranks)
+    return f"{label(panel.ranks)} are alike within {ALIKE:.0%}, {label([panel.shown.rank])} is drawn"
+
+
+def _has(shown: RankTrace, category: Category) -> bool:
+    return bool(shown.start.bytes_by_category[category] or (shown.rows["category"] == category).any())
+
+
+# -- the picture
+
+
+def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int) -> None:
+    top = max(panel.peak.num_bytes for panel in panels)
+    is_near = unsharded <= _FAR * top
+    high = max(top * _HEADROOM, unsharded * 1.15 if is_near else 0)
+    long_ns = max(last_ns(panel.shown.rows) - _origin_ns(panel) for panel in panels)
+    (num_bytes, byte_unit), (ns, time_unit) = theme.byte_unit(high), theme.time_unit(long_ns)
+    scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, ns=ns, time_unit=time_unit)
+    classes = [c for c in Category if any(_has(panel.shown, c) for panel in panels)]
+    max_moments = MAX_POINTS // (len(panels) * (len(classes) + 1))
+    for row, panel in enumerate(panels, start=1):
+        series = live.series(panel.shown, max_moments)
+        _add_areas(fig, panel, series, classes, scale, row)
+        _add_peak(fig, header, panel, scale, row)
+        add_phases(fig, panel.shown.rows, scale.ns, row=row, col=1)
+        _add_steps(fig, panel, scale, row)
+        if unsharded and is_near:
+            _add_unsharded(fig, panel, unsharded, scale, row)
+        if len(panels) > 1:
+            said = {"text": _who(panel), "yshift": STRIP_HEIGHT, "showarrow": False}
+            fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **said)
+    fig.update_xaxes(range=[0, long_ns / scale.ns])
+    fig.update_xaxes(title_text=f"time from the start [{scale.time_unit}]", row=len(panels), col=1)
+    fig.update_yaxes(title_text=f"memory [{scale.byte_unit}]", range=[0, high / scale.num_bytes])
+    fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT + (20 if len(panels) > 1 else 0))
+
+
+def _origin_ns(panel: Panel) -> int:
+    return int(panel.shown.rows["t_ns"][0])
+
+
+def _moments(panel: Panel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
+    """Times on the axis: from the panel's start, never running back, and once more its end."""
+    ends = np.append(t_ns, last_ns(panel.shown.rows))
+    return np.asarray((np.maximum.accumulate(ends) - _origin_ns(panel)) / scale.ns)
+
+
+def _add_areas(
+    fig: go.Figure, panel: Panel, series: MemorySeries, classes: Sequence[Category], scale: Scale, row: int
+) -> None:
+    """Stack the classes in their order, the first at the bottom, under a line of all together."""
+    common = {
+        "x": _moments(panel, series.t_ns, scale),
+        "mode": "lines",
+        "showlegend": row == 1,
+        "hovertemplate": f"%{{y:.4g}} {scale.byte_unit}",
+    }
+    for category in classes:
+        colour, amount = theme.CATEGORY_COLOURS[category], series.num_bytes[:, category] / scale.num_bytes
+        fig.add_scatter(
+            **common,
+            y=np.append(amount, amount[-1]),
+            name=theme.label(category),
+            legendgroup=category.name,
+            stackgroup="live",
+            line={"shape": "hv", "width": 0, "color": colour},
+            fillcolor=colour,
+            row=row,
+            col=1,
+        )
+    total = series.total / scale.num_bytes
+    line = {"shape": "hv", "width": 1, "color": theme.INK}
+    fig.add_scatter(
+        **common, y=np.append(total, total[-1]), name="total", legendgroup="total", line=line, row=row, col=1
+    )
+
+
+def _place(row: int, x: float, y: float) -> dict[str, object]:
+    """Annotation fields for a point of a panel: fractions of its width and height."""
+    return {"x": x, "y": y, "xref": "x domain", "yref": "y domain", "xanchor": "left", "row": row, "col": 1}
+
+
+def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: int) -> None:
+    """Mark the peak and say what was going on."""
+    t_ns = panel.peak.t_ns - _origin_ns(panel)
+    x, y = max(t_ns, 0) / scale.ns, panel.peak.num_bytes / scale.num_bytes
+    left = t_ns > (last_ns(panel.shown.rows) - _origin_ns(panel)) / 2
+    words = [theme.escape(line) for line in textwrap.wrap(describe_peak(header, panel.peak), 72)]
+    fig.add_annotation(
+        x=x,
+        y=y,
+        ax=-28 if left else 28,
+        ay=-20,
+        xanchor="right" if left else "left",
+        yanchor="bottom",
+        align="right" if left else "left",
+        text="<br>".join([f"<b>peak {theme.format_bytes(panel.peak.num_bytes)}</b>", *words]),
+        arrowcolor=theme.INK,
+        arrowhead=6,
+        arrowwidth=1,
+        row=row,
+        col=1,
+    )
+
+
+def _add_unsharded(fig: go.Figure, panel: Panel, unsharded: int, scale: Scale, row: int) -> None:
+    fig.add_scatter(
+        x=_moments(panel, panel.shown.rows["t_ns"][:1], scale),
+        y=[unsharded / scale.num_bytes] * 2,
+        mode="lines",
+        line={"dash": "dash", "width": 2, "color": theme.INK},
+        name="parameters unsharded",
+        legendgroup="unsharded",
+        showlegend=row == 1,
+        hovertemplate=f"%{{y:.4g}} {scale.byte_unit}",
+        row=row,
+        col=1,
+    )
+
+
+def _add_steps(fig: go.Figure, panel: Panel, scale: Scale, row: int) -> None:
+    """Mark where each step begins, if there are several and few."""
+    rows = panel.shown.rows
+    begins = rows[(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN)]
+    for begin in begins if 1 < len(begins) <= _MAX_MARKED_STEPS else ():
+        x = (int(begin["t_ns"]) - _origin_ns(panel)) / scale.ns
+        fig.add_vline(x=x, line={"width": 1, "dash": "dot", "color": theme.INK}, row=row, col=1)
+        text = {"text": f"step {begin['step']}", "font_size": 11, "showarrow": False}
+        fig.add_annotation(**_place(row, 0, 1) | {"x": x, "xref": "x"}, yanchor="top", **text)

@@ -1,0 +1,162 @@
+"""Which unit is sharded, on its way, unsharded or reducing, and when: one row per unit, the root on top.
+
+A sharded unit is a thin line, for it holds little; what takes memory beside the shards is a full bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.replay.alike import groups, label
+from workbench.replay.spans import last_ns, of_kind
+from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
+from workbench.replay.units import unit_name
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header, Kind, UnitState
+from workbench.views import theme
+from workbench.views.phases import STRIP_HEIGHT, add_phases
+from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
+from workbench.views.window import Window, window
+
+MAX_UNITS = 200
+_HEIGHT = 900  # pixels that the rows may take together
+_ROW_HEIGHTS = (8, 28)  # pixels of one row
+_LABEL_HEIGHT = 14  # pixels
+_NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the ranks."
+
+
+def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
+    """Return the figure of the units' states.
+
+    Args:
+        trace: what happened.
+        step: the last step to show; None: the last one there is.
+        steps: how many steps, up to that one.
+        rank: the rank to show; None: one of the largest group of alike ones.
+
+    Raises:
+        UsageError: the trace has nothing of ``step``.
+        TraceError: the trace has no such rank.
+    """
+    shown = window(trace, step, steps)
+    alike = _alike(trace, shown)
+    if rank is None and not alike:
+        return theme.empty(_NOTHING)
+    drawn = shown.cut(trace.rank(alike[0][0] if rank is None else rank))
+    units = _units(trace.header, drawn)
+    if not units or not len(drawn.rows):
+        return theme.empty(_NOTHING)
+    found = spans(drawn, units)
+    fig = theme.figure(
+        _title(shown, found, len(units)),
+        _subtitle(drawn.rank, alike, len(units) - MAX_UNITS),
+        height=190 + _row_height(units) * len(units[:MAX_UNITS]),
+        barmode="overlay",
+        legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
+        margin_b=theme.LEGEND_MARGIN,
+    )
+    _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
+    return fig
+
+
+def _alike(trace: Trace, shown: Window) -> list[tuple[int, ...]]:
+    """Return the ranks that changed states in the window in the same order, the largest group first."""
+    parts = tuple(shown.stateless(rank_trace) for rank_trace in trace.ranks)
+    return groups(Trace(trace.header, tuple(part for part in parts if len(part.rows))), _changes)
+
+
+def _changes(rank_trace: RankTrace) -> bytes:
+    rows = rank_trace.rows[of_kind(rank_trace.rows, CHANGING_KINDS)]
+    return b"".join(rows[name].tobytes() for name in ("kind", "edge", "unit"))
+
+
+def _units(header: Header, drawn: RankTrace) -> list[int]:
+    """Return the units to draw from the top: each root, then its units in the order of their first forward.
+
+    A retired unit is drawn only if it did anything.
+    """
+    rows = drawn.rows[of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
+    live = {unit.index for unit in header.units if not unit.retired}
+    roots = {unit.index: unit.root if unit.root >= 0 else unit.index for unit in header.units}
+    forwards = rows["unit"][rows["kind"] == Kind.FORWARD].tolist()
+    order = {unit: place for place, unit in enumerate(dict.fromkeys(forwards))}
+
+    def key(unit: int) -> tuple[int, bool, int, int]:
+        return roots.get(unit, unit), roots.get(unit) != unit, order.get(unit, len(order)), unit
+
+    return sorted({*rows["unit"].tolist(), *live}, key=key)
+
+
+def _title(shown: Window, found: StateSpans, num_units: int) -> str:
+    most = _most_at_once(found)
+    if most == num_units > 1:
+        return f"{shown}: all {num_units} units unsharded at once"
+    return f"{shown}: at most {most} of {theme.plural(num_units, 'unit')} unsharded at once"
+
+
+def _most_at_once(found: StateSpans) -> int:
+    full = (found.state == UnitState.UNSHARDED) & (found.end_ns > found.begin_ns)
+    times = np.concatenate([found.end_ns[full], found.begin_ns[full]])  # ends first, where they are equal
+    moves = np.repeat([-1, 1], full.sum())
+    return int(np.cumsum(moves[np.argsort(times, kind="stable")]).max(initial=0))
+
+
+def _subtitle(rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int) -> str:
+    group = next((ranks for ranks in alike if rank in ranks), (rank,))
+    others = [label(ranks) for ranks in alike if ranks is not group]
+    sentences = [
+        f"{label(group).capitalize()}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
+        f"differently did {'; '.join(others[:4])}{' and others' if len(others) > 4 else ''}" if others else "",
+        "a thin line: each rank holds its shard only",
+        f"{theme.plural(num_left_out, 'more unit')} not drawn" if num_left_out > 0 else "",
+    ]
+    return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _row_height(units: Sequence[int]) -> int:
+    low, high = _ROW_HEIGHTS
+    return min(max(_HEIGHT // len(units), low), high)
+
+
+def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int], found: StateSpans) -> None:
+    begin_ns, end_ns = int(drawn.rows["t_ns"][0]), last_ns(drawn.rows)
+    axis = time_axis(begin_ns, end_ns)
+    bars = for_screen(_bars(found, units))
+    names = {unit: theme.escape(theme.shorten(unit_name(header, unit))) for unit in units}
+    looks = {int(state): (theme.label(state), theme.UNIT_STATE_COLOURS[state]) for state in UnitState}
+    height = np.where(bars.colour == UnitState.SHARDED, 0.16, 0.74)
+    add_bars(fig, bars, looks, bars.lane.astype(np.float64), height, _hovers(bars, names, axis), axis)
+    add_phases(fig, drawn.rows, axis.ns)
+    fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT)
+    fig.update_xaxes(title_text=f"time from the start [{axis.unit}]", range=[0, max(end_ns - begin_ns, 1) / axis.ns])
+    every = -(-_LABEL_HEIGHT // _row_height(units))
+    fig.update_yaxes(
+        range=[len(units) - 0.4, -0.6],
+        tickmode="array",
+        tickvals=list(range(len(units)))[::every],
+        ticktext=[names[unit] for unit in units][::every],
+        ticklabelstandoff=4,
+        showgrid=False,
+    )
+
+
+def _bars(found: StateSpans, units: Sequence[int]) -> Rectangles:
+    place = {unit: lane for lane, unit in enumerate(units)}
+    lane = np.array([place.get(unit, -1) for unit in found.unit.tolist()], np.int64)
+    bars = rectangles(lane, found.state, found.begin_ns, found.end_ns, found.unit)
+    return bars[(lane >= 0) & (found.end_ns > found.begin_ns)]
+
+
+def _hovers(bars: Rectangles, names: dict[int, str], axis: TimeAxis) -> list[str]:
+    said = []
+    for i in range(len(bars)):
+        times = f"{bars.count[i]} times, together " if bars.count[i] > 1 else ""
+        begin, end = axis(bars.begin_ns[i : i + 1])[0], axis(bars.end_ns[i : i + 1])[0]
+        said.append(
+            f"<b>{names[int(bars.unit[i])]}</b> {theme.label(UnitState(bars.colour[i]))}<br>"
+            f"{times}{theme.format_duration(bars.duration_ns[i])}, from {begin:.4g} to {end:.4g} {axis.unit}"
+        )
+    return said

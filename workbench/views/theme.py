@@ -1,0 +1,242 @@
+"""The one look of every figure: colours, template, number formats, and text made safe for HTML.
+
+The background is transparent and all text is one mid grey with a contrast of more than 4 : 1 on white and on
+JupyterLab's dark page, so one figure serves both. Data colours keep at least 1.8 : 1 on both. Colours that can meet
+in one figure stay apart for normal sight, protanopia, deuteranopia and tritanopia (a test measures CIEDE2000).
+
+Text that a person or a rank named (unit, parameter, metric, host) goes through :func:`escape` before it becomes part
+of a figure, and never into a ``hovertemplate`` or ``texttemplate``: there ``%{...}`` would be read. :func:`figure`
+and :func:`empty` escape what they are given; everything else takes ``escape(name)``.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from enum import IntEnum
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale, sequential
+
+from workbench.trace.schema import Category, Kind, UnitState
+
+INK = "#757575"
+"""Text and axis lines: legible on white and on dark pages."""
+
+GRID = "rgba(128,128,128,0.22)"
+FAINT = "rgba(128,128,128,0.14)"
+"""Areas that hold nothing: empty tracks, table headers."""
+
+CLEAR = "rgba(0,0,0,0)"
+WRONG = "#d6336c"
+"""What differs from what was expected, and nothing else in a table."""
+
+LEGEND_BELOW = {
+    "orientation": "h",
+    "xref": "container",
+    "x": 0.99,
+    "xanchor": "right",
+    "yref": "container",
+    "y": 0.01,
+    "yanchor": "bottom",
+    "bgcolor": CLEAR,
+}
+"""A legend under the plot that takes no width; give the figure a bottom margin of :data:`LEGEND_MARGIN`."""
+
+LEGEND_MARGIN = 72  # pixels
+
+FONT_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+
+CATEGORY_COLOURS: dict[Category, str] = {
+    Category.SHARDED_PARAMS: "#5c70c6",
+    Category.UNSHARDED_PARAMS: "#5fb6f1",
+    Category.ALL_GATHER_BUFFERS: "#1a969d",
+    Category.UNSHARDED_GRADS: "#b43806",
+    Category.REDUCE_SCATTER_BUFFERS: "#eba51c",
+    Category.SHARDED_GRADS: "#dbafc7",
+    Category.OPTIMIZER_STATE: "#5740a6",
+    Category.ACTIVATIONS: "#968b35",
+    Category.OTHER: "#8a8c83",
+}
+"""One colour per memory class. Blues: parameters; reds: gradients; teal and amber: what communication holds."""
+
+UNIT_STATE_COLOURS: dict[UnitState, str] = {
+    UnitState.SHARDED: CATEGORY_COLOURS[Category.SHARDED_PARAMS],
+    UnitState.ALL_GATHER_IN_FLIGHT: CATEGORY_COLOURS[Category.ALL_GATHER_BUFFERS],
+    UnitState.UNSHARDED: CATEGORY_COLOURS[Category.UNSHARDED_PARAMS],
+    UnitState.REDUCING: CATEGORY_COLOURS[Category.REDUCE_SCATTER_BUFFERS],
+}
+"""A state has the colour of the memory class it brings to life."""
+
+KIND_COLOURS: dict[Kind, str] = {
+    Kind.STEP: "#8a8c83",
+    Kind.FORWARD: "#69b0ee",
+    Kind.BACKWARD: "#274b8e",
+    Kind.OPTIMIZER: "#8760b0",
+    Kind.UNSHARD: "#5fb6f1",
+    Kind.RESHARD: "#5c70c6",
+    Kind.ALL_GATHER: "#1a969d",
+    Kind.REDUCE_SCATTER: "#eba51c",
+    Kind.ALL_REDUCE: "#b43806",
+    Kind.BROADCAST: "#dbafc7",
+    Kind.COPY_IN: "#8d8929",
+    Kind.COPY_OUT: "#a9a96b",
+    Kind.WAIT: "#c2185b",
+    Kind.ALLOC: "#8a8c83",
+    Kind.FREE: "#8a8c83",
+    Kind.OFFLOAD: "#6b6b1f",
+    Kind.GATE: "#8a8c83",
+    Kind.METRIC: "#5c70c6",
+    Kind.LOG: "#8a8c83",
+    Kind.RESET: "#8a8c83",
+    Kind.RESET: "#d6336c",
+}
+"""One colour per kind of event; WAIT, exposed communication, has its own."""
+
+_COMPOUND = {"ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_REDUCE": "all-reduce"}
+
+
+def label(word: IntEnum) -> str:
+    """Return an enum member as people write it: ``Category.ALL_GATHER_BUFFERS`` -> ``"all-gather buffers"``."""
+    name = word.name
+    for compound, written in _COMPOUND.items():
+        name = name.replace(compound, written)
+    return name.lower().replace("_", " ")
+
+
+def rank_colours(num_ranks: int) -> list[tuple[str, str]]:
+    """Return ``(fill, text on it)`` per rank, from dark blue for rank 0 to light green: an order, however many."""
+    points = [0.2 + 0.6 * (0.5 if num_ranks == 1 else i / (num_ranks - 1)) for i in range(num_ranks)]
+    fills = sample_colorscale(sequential.Viridis, points)
+    return [(fill, "#ffffff" if point <= 0.5 else "#111111") for fill, point in zip(fills, points, strict=True)]
+
+
+def escape(text: str) -> str:
+    """Return ``text`` so that plotly shows it letter by letter: no tags, no entities, no TeX between dollars."""
+    return html.escape(text, quote=True).replace("&quot;", "&#34;").replace("$", "&#36;")  # plotly knows no &quot;
+
+
+def shorten(text: str, width: int = 32) -> str:
+    """Return plain ``text`` with its middle left out when it is longer than ``width`` characters.
+
+    The end of a parameter's name says more than its middle: ``"transformer.blocks.11.attention.qkv.weight"`` ->
+    ``"transformer…ention.qkv.weight"``. Escape afterwards, or half an entity may be left.
+    """
+    if len(text) <= width:
+        return text
+    head = (width - 1) * 2 // 5
+    return f"{text[:head]}…{text[head + 1 - width :]}"
+
+
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_TIME_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """Return ``(divisor, unit)`` for an axis up to ``largest`` bytes: ``2e6`` -> ``(2**20, "MiB")``."""
+    power = 0
+    while abs(largest) >= 1024 ** (power + 1) and power < len(_BYTE_UNITS) - 1:
+        power += 1
+    return 1024**power, _BYTE_UNITS[power]
+
+
+def time_unit(largest_ns: float) -> tuple[int, str]:
+    """Return ``(divisor, unit)`` for an axis up to ``largest_ns``: ``3e6`` -> ``(10**6, "ms")``."""
+    for divisor, unit in _TIME_UNITS:
+        if abs(largest_ns) >= divisor:
+            return divisor, unit
+    return 1_000, "µs"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with three digits: ``7414784`` -> ``"7.07 MiB"``, ``512`` -> ``"512 B"``."""
+    divisor, unit = byte_unit(num_bytes)
+    return f"{num_bytes:.0f} B" if divisor == 1 else f"{_three_digits(num_bytes / divisor)} {unit}"
+
+
+def format_duration(duration_ns: float) -> str:
+    """Return a duration in nanoseconds with three digits: ``1234567`` -> ``"1.23 ms"``."""
+    divisor, unit = time_unit(duration_ns)
+    return f"{_three_digits(duration_ns / divisor)} {unit}"
+
+
+def _three_digits(number: float) -> str:
+    size = abs(number)
+    return f"{number:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``"1 rank"``, ``"4 ranks"``, ``"12,000 events"``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _template() -> go.layout.Template:
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": INK,
+        "tickcolor": INK,
+        "zeroline": False,
+        "automargin": True,
+        "exponentformat": "power",
+        "minexponent": 4,
+        "title": {"font": {"size": 13}},
+    }
+    table = {
+        "header": {"fill": {"color": FAINT}, "line": {"color": GRID}, "font": {"color": INK}},
+        "cells": {"fill": {"color": CLEAR}, "line": {"color": GRID}, "font": {"color": INK}},
+    }
+    return go.layout.Template(
+        layout={
+            "paper_bgcolor": CLEAR,
+            "plot_bgcolor": CLEAR,
+            "font": {"family": FONT_FAMILY, "size": 12, "color": INK},
+            "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 16}, "font": {"size": 17}},
+            "colorway": list(CATEGORY_COLOURS.values()),
+            "hoverlabel": {"align": "left", "namelength": -1, "font": {"family": FONT_FAMILY}},
+            "legend": {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top"},
+            "modebar": {"bgcolor": CLEAR, "color": GRID, "activecolor": INK},
+            "margin": {"l": 24, "r": 24, "t": 84, "b": 36},
+            "xaxis": {**axis, "showline": True, "ticks": "outside"},
+            "yaxis": axis,
+        },
+        data={"table": [go.Table(table)]},
+    )
+
+
+TEMPLATE = _template()
+"""The plotly template of every figure; handed to each one, so that no global default is changed."""
+
+_TITLE_LINE, _SUBTITLE_LINE = 24, 17  # pixels
+
+
+def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: object) -> go.Figure:
+    """Return an empty figure in the theme, with room at the top for its title and subtitle.
+
+    Args:
+        title: plain text (escaped here): what the picture answers, as a sentence where it can.
+        subtitle: plain text (escaped here), wrapped at 115 characters.
+        height: of the whole figure, in pixels; the width follows the page.
+        layout: further ``go.Layout`` fields.
+    """
+    titles, subtitles = textwrap.wrap(title, 76), textwrap.wrap(subtitle, 115)
+    top = 38 + _TITLE_LINE * len(titles) + _SUBTITLE_LINE * len(subtitles)
+    first_line = {"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 14 + 10 * (len(titles) - 1)}}
+    heading: dict[str, Any] = {"text": _lines(titles), **first_line}
+    if subtitles:
+        heading["subtitle"] = {"text": _lines(subtitles), "font": {"size": 13}}
+    fig = go.Figure(layout={"template": TEMPLATE, "height": height, "title": heading})
+    fig.update_layout(margin_t=top, **layout)
+    return fig
+
+
+def _lines(lines: list[str]) -> str:
+    return "<br>".join(escape(line) for line in lines)
+
+
+def empty(sentence: str, title: str = "") -> go.Figure:
+    """Return a figure that says in one plain sentence why there is nothing to draw and what to do about it."""
+    fig = figure(title, height=200, xaxis_visible=False, yaxis_visible=False)
+    text = _lines(textwrap.wrap(sentence, 90))
+    fig.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=15)
+    return fig

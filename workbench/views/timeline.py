@@ -1,0 +1,282 @@
+"""What each rank did when: compute, all-gathers, reduce-scatters, and the waits in which compute stood still.
+
+One block per rank. A collective reaches from its issue to its true end; a thin arrow leads from its issue to the wait
+for it. Of many ranks that did the same, the one that waited least and the one that waited most are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from workbench.replay.alike import groups, label
+from workbench.replay.spans import Ints, durations_ns, last_ns, spans
+from workbench.replay.units import unit_name
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import COLLECTIVES, Header, Kind
+from workbench.views import theme
+from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
+from workbench.views.tracks import LANES, TRACKS, WAIT_TRACK, Tracks, tracks
+from workbench.views.window import Window, window
+
+MAX_RANKS = 8
+"""Blocks drawn; with more ranks, those that did the same share at most two."""
+
+MAX_ARROWS = 48
+_OPEN = 0.04  # of the picture's width: how far what has not ended reaches beyond the last row
+_HEIGHT = 720  # pixels that the tracks may take together
+_ROW_HEIGHTS = (15, 24)  # pixels of one track
+_GAP = 0.7  # tracks between two ranks
+_PLACES = np.array([0.0, -0.2, 0.2])  # of a lane within its track
+_BAR_HEIGHTS = np.array([0.8, 0.38, 0.38])  # of a lane, in tracks
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """A rank that is drawn: its name beside the picture, and what is drawn of it."""
+
+    name: str
+    tracks: Tracks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The y axis: blocks from the top, in each the tracks that any block has something on.
+
+    A *lane* here counts over all blocks: ``LANES * (len(TRACKS) * block + track) + lane of the track``.
+    """
+
+    num_blocks: int
+    tracks: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> float:
+        """Height of the picture, in tracks."""
+        return self.num_blocks * (len(self.tracks) + _GAP)
+
+    def middle(self, lane: Ints) -> NDArray[np.float64]:
+        """Where the middle of each lane is."""
+        block, track = np.divmod(lane // LANES, len(TRACKS))
+        row = np.searchsorted(self.tracks, track)
+        return np.asarray(block * (len(self.tracks) + _GAP) + row + _PLACES[lane % LANES])
+
+
+def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
+    """Return the timeline figure.
+
+    Args:
+        trace: what happened.
+        step: the last step to show; None: the last one there is.
+        steps: how many steps, up to that one.
+        rank: show this rank alone; None: all of them, alike ones together if they are many.
+
+    Raises:
+        UsageError: the trace has nothing of ``step``.
+        TraceError: the trace has no such rank.
+    """
+    shown = window(trace, step, steps)
+    ranks = trace.ranks if rank is None else (trace.rank(rank),)
+    parts = [part for part in (shown.stateless(rank_trace) for rank_trace in ranks) if len(part.rows)]
+    names, folded = _chosen(trace.header, parts)
+    blocks = _blocks(trace.header, shown, [part for part in parts if part.rank in names], names)
+    bars = _bars(blocks)
+    if not len(bars):
+        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
+    grid = Grid(num_blocks=len(blocks), tracks=_tracks_used(bars))
+    low, high = _ROW_HEIGHTS
+    fig = theme.figure(
+        _title(shown, parts, blocks),
+        _subtitle(trace.header, folded, has_collectives=len(grid.tracks) > 1),
+        height=round(170 + grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high)),
+        barmode="overlay",
+        legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
+        margin_b=theme.LEGEND_MARGIN,
+    )
+    _draw(fig, trace.header, blocks, grid, bars)
+    return fig
+
+
+# -- which ranks
+
+
+def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str], str]:
+    """Return the ranks to draw with their names, and a sentence on the ranks they stand for."""
+    if len(parts) <= MAX_RANKS:
+        return {part.rank: label([part.rank]) for part in parts}, ""
+    alike = groups(Trace(header, tuple(parts)), _did)
+    waited = {part.rank: _waited_ns(part) for part in parts}
+    names: dict[int, str] = {}
+    for ranks in alike:
+        least, most = min(ranks, key=lambda r: (waited[r], r)), max(ranks, key=lambda r: (waited[r], -r))
+        if len(names) + (least != most) < MAX_RANKS:
+            names |= {least: f"{label([least])}: waited least", most: f"{label([most])}: waited most"}
+            if least == most:
+                names[least] = label([least])
+    together = "; ".join(f"{label(ranks)} did the same" for ranks in alike[:3] if len(ranks) > 1)
+    chosen = f"{together}: the ones that waited least and most are drawn" if together else ""
+    num_left_out = sum(len(ranks) for ranks in alike if not names.keys() & set(ranks))
+    left_out = f"{theme.plural(num_left_out, 'rank')} not drawn" if num_left_out else ""
+    return dict(sorted(names.items())), " · ".join(text for text in (chosen, left_out) if text)
+
+
+def _did(part: RankTrace) -> bytes:
+    """What a rank did, in order, whenever it was."""
+    return b"".join(part.rows[name].tobytes() for name in ("kind", "edge", "unit", "comm_group", "comm_seq"))
+
+
+def _waited_ns(part: RankTrace) -> int:
+    waits = spans(part.rows, (Kind.WAIT,))
+    until_ns = np.where(waits.end_ns >= 0, waits.end_ns, last_ns(part.rows))
+    return int(durations_ns(part.rows, waits.begin_ns, until_ns).sum())
+
+
+def _blocks(header: Header, shown: Window, parts: Sequence[RankTrace], names: dict[int, str]) -> list[Block]:
+    offsets = {info.rank: info.clock_offset_ns for info in header.ranks}
+    begin_ns = min((int(part.rows["t_ns"].min()) - offsets.get(part.rank, 0) for part in parts), default=0)
+    end_ns = max((last_ns(part.rows) - offsets.get(part.rank, 0) for part in parts), default=0)
+    if not all(shown.has_ended(part.rows) for part in parts):
+        end_ns += max(int(_OPEN * (end_ns - begin_ns)), 1)
+    return [Block(name=names[part.rank], tracks=tracks(part, offsets.get(part.rank, 0), end_ns)) for part in parts]
+
+
+# -- words
+
+
+def _title(shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
+    longest = max(block.tracks.total_ns for block in blocks)
+    has_ended = all(shown.has_ended(part.rows) for part in parts)
+    shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    share = low if low == high else f"{low.rstrip('%')} to {high}"
+    waits = f"for communication {share} of the time" if any(shares) else "for no communication"
+    duration = theme.format_duration(longest)
+    begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
+    return f"{begun}, compute waits {waits}"
+
+
+def _subtitle(header: Header, folded: str, *, has_collectives: bool) -> str:
+    error_ns = max((info.clock_error_ns for info in header.ranks), default=0)
+    sentences = [
+        folded,
+        "a collective reaches from its issue to its last byte, its arrow to the wait for it" if has_collectives else "",
+        "compute is each unit's own, without the units inside it",
+        f"between hosts, differences below {theme.format_duration(error_ns)} mean nothing" if error_ns else "",
+    ]
+    text = " · ".join(sentence for sentence in sentences if sentence)
+    return text[:1].upper() + text[1:]
+
+
+def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: TimeAxis) -> list[str]:
+    ranks = [label([block.tracks.rank]) for block in blocks]
+    names = {unit: _unit(header, unit) for unit in np.unique(bars.unit).tolist()}
+    begin = axis(bars.begin_ns)
+    texts = []
+    for i, (lane, colour) in enumerate(zip(bars.lane.tolist(), bars.colour.tolist(), strict=True)):
+        what = Kind(colour)
+        said = f"{theme.label(what)}{names[int(bars.unit[i])]}"
+        if what == Kind.WAIT:
+            said = f"wait for {theme.label(Kind(bars.waits_for[i]))}{names[int(bars.unit[i])]}"
+        where = f"{ranks[lane // (LANES * len(TRACKS))]}, from {begin[i]:.4g} {axis.unit}"
+        texts.append(f"<b>{said}</b><br>{_amount(bars, i)}<br>{where}")
+    return texts
+
+
+def _unit(header: Header, unit: int) -> str:
+    return f" of {theme.escape(theme.shorten(unit_name(header, unit)))}" if unit >= 0 else ""
+
+
+def _amount(bars: Rectangles, i: int) -> str:
+    """How long one bar is, of how many bytes, and how much of it was exposed."""
+    duration_ns, exposed_ns, kind = int(bars.duration_ns[i]), int(bars.exposed_ns[i]), Kind(bars.colour[i])
+    parts = [
+        f"{bars.count[i]} of them" if bars.count[i] > 1 else "",
+        theme.format_bytes(int(bars.num_bytes[i])) if bars.num_bytes[i] else "",
+        theme.format_duration(duration_ns) + ("" if bars.ended[i] else " and not ended"),
+    ]
+    if kind == Kind.WAIT:
+        parts.append("exposed")
+    elif kind in COLLECTIVES:
+        hidden_ns = max(duration_ns - exposed_ns, 0)
+        parts.append(f"{theme.format_duration(exposed_ns)} exposed, {theme.format_duration(hidden_ns)} hidden")
+    return ", ".join(part for part in parts if part)
+
+
+# -- the picture
+
+
+def _bars(blocks: Sequence[Block]) -> Rectangles:
+    """Return the rectangles of all blocks, fit for a screen, in lanes that count over all blocks."""
+    per_block = LANES * len(TRACKS)
+    parts = [replace(b.tracks.bars, lane=b.tracks.bars.lane + per_block * i) for i, b in enumerate(blocks)]
+    return for_screen(joined(parts)) if parts else rectangles(*[np.empty(0, np.int64)] * 5)
+
+
+def _tracks_used(bars: Rectangles) -> tuple[int, ...]:
+    return tuple(np.unique(bars.lane // LANES % len(TRACKS)).tolist())
+
+
+def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, bars: Rectangles) -> None:
+    begin_ns = min(block.tracks.begin_ns for block in blocks)
+    end_ns = int(bars.end_ns.max())
+    axis = time_axis(begin_ns, end_ns)
+    kinds = [kind for _, kinds in TRACKS for kind in kinds]
+    looks = {int(kind): (_legend(kind), theme.KIND_COLOURS[kind]) for kind in kinds}
+    hovers = _hovers(bars, header, blocks, axis)
+    add_bars(fig, bars, looks, grid.middle(bars.lane), _BAR_HEIGHTS[bars.lane % LANES], hovers, axis)
+    _add_arrows(fig, blocks, grid, axis)
+    for block in range(grid.num_blocks):
+        top = block * (len(grid.tracks) + _GAP) - 0.5
+        span = {"y0": top, "y1": top + len(grid.tracks), "x0": 0, "x1": 1, "xref": "paper", "layer": "below"}
+        fig.add_shape(**span, fillcolor=theme.FAINT, line_width=0)
+    _set_axes(fig, blocks, grid, axis, end_ns)
+
+
+def _legend(kind: Kind) -> str:
+    return {Kind.WAIT: "wait (exposed)", Kind.GATE: "held at a gate"}.get(kind, theme.label(kind))
+
+
+def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis) -> None:
+    """Lead from a collective's issue to the wait for it: the longest waits of each block."""
+    x: list[float] = []
+    y: list[float] = []
+    for number, block in enumerate(blocks):
+        part, base = block.tracks, number * LANES * len(TRACKS)
+        longest = np.argsort(-part.wait_ns, kind="stable")[: MAX_ARROWS // len(blocks)]
+        longest = longest[part.wait_ns[longest] > 0]
+        for end in zip(axis(part.issued_ns[longest]), axis(part.waited_ns[longest]), strict=True):
+            x += [*map(float, end), float("nan")]
+        wait_lane = np.full(len(longest), base + LANES * WAIT_TRACK)
+        for end in zip(grid.middle(base + part.issued_lane[longest]), grid.middle(wait_lane) - 0.3, strict=True):
+            y += [*map(float, end), float("nan")]
+    fig.add_scatter(
+        x=x,
+        y=y,
+        mode="lines+markers",
+        line={"color": theme.INK, "width": 1},
+        marker={"symbol": "arrow", "size": [0, 7, 0] * (len(x) // 3), "angleref": "previous", "color": theme.INK},
+        opacity=0.7,
+        hoverinfo="skip",
+        name="issue to wait",
+    )
+
+
+def _set_axes(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, end_ns: int) -> None:
+    places, names = [], []
+    for number, block in enumerate(blocks):
+        for row, track in enumerate(grid.tracks):
+            places.append(number * (len(grid.tracks) + _GAP) + row)
+            names.append(("" if row else f"<b>{theme.escape(block.name)}</b>   ") + TRACKS[track][0])
+    fig.update_yaxes(
+        range=[grid.num_rows - _GAP - 0.4, -0.6],
+        tickmode="array",
+        tickvals=places,
+        ticktext=names,
+        ticklabelstandoff=4,
+        showgrid=False,
+    )
+    end = axis(np.array([end_ns]))[0]
+    fig.update_xaxes(title_text=f"time from the start [{axis.unit}]", range=[0, end])

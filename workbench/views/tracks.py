@@ -1,0 +1,135 @@
+"""What a timeline draws of one rank: its compute, its collectives and its waits, as rectangles on tracks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from workbench.replay.collectives import Collectives, table
+from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Kind
+from workbench.views.rectangles import Rectangles, joined, rectangles
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.COPY_IN, Kind.COPY_OUT, Kind.OFFLOAD, Kind.GATE)
+"""Kinds drawn as compute: what the rank's own thread does. Of nested ones the innermost is drawn."""
+
+TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
+    ("compute", COMPUTE),
+    ("all-gather", (Kind.ALL_GATHER,)),
+    ("reduce-scatter", (Kind.REDUCE_SCATTER,)),
+    ("other", (Kind.ALL_REDUCE, Kind.BROADCAST)),
+    ("wait", (Kind.WAIT,)),
+)
+"""Name and kinds of each track of a rank, from the top."""
+
+WAIT_TRACK = len(TRACKS) - 1
+
+LANES = 3
+"""Lanes of a track: all of it, its upper and its lower half, for collectives that are in flight at the same time."""
+
+_MASKING = (Kind.STEP, Kind.WAIT)  # no compute, but what goes on within is no compute of what lies around either
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tracks:
+    """One rank's part of a timeline; times are nanoseconds of rank 0's clock. Arrays: ``W`` waits.
+
+    Attributes:
+        rank: which rank.
+        bars: rectangles; their lane is ``LANES * track + lane of the track``.
+        issued_lane: lane of the collective each wait is for, ``[W]``.
+        issued_ns: when that was issued, ``[W]``.
+        waited_ns: when the wait began, ``[W]``.
+        wait_ns: how long it was, ``[W]``.
+        begin_ns: time of the first row.
+        total_ns: from the first row to the last, not held at a gate.
+    """
+
+    rank: int
+    bars: Rectangles
+    issued_lane: Ints
+    issued_ns: Ints
+    waited_ns: Ints
+    wait_ns: Ints
+    begin_ns: int
+    total_ns: int
+
+
+def tracks(part: RankTrace, offset_ns: int, open_until_ns: int) -> Tracks:
+    """Return the tracks of a rank.
+
+    Args:
+        part: the rank's rows to draw. Collectives issued before them, and the waits for those, are left out.
+        offset_ns: what the rank's clock is ahead of rank 0's.
+        open_until_ns: up to where to draw what has not ended, on rank 0's clock.
+    """
+    rows, found = part.rows, table(part)
+    lane = _lanes(found)
+    bars = joined([_compute(part, open_until_ns + offset_ns), _collectives(found, lane), _waits(found)])
+    bars = replace(bars, begin_ns=bars.begin_ns - offset_ns, end_ns=bars.end_ns - offset_ns)
+    goes_on = (bars.ended == 0) & (bars.end_ns >= last_ns(rows) - offset_ns)
+    bars = replace(bars, end_ns=np.where(goes_on, open_until_ns, bars.end_ns))
+    waited = found.wait_begin_ns >= 0
+    return Tracks(
+        rank=part.rank,
+        bars=bars[bars.end_ns > bars.begin_ns],
+        issued_lane=lane[waited],
+        issued_ns=found.issue_ns[waited] - offset_ns,
+        waited_ns=found.wait_begin_ns[waited] - offset_ns,
+        wait_ns=found.wait_ns[waited],
+        begin_ns=int(rows["t_ns"][0]) - offset_ns,
+        total_ns=int(durations_ns(rows, rows["t_ns"][:1], np.array([last_ns(rows)]))[0]),
+    )
+
+
+def _compute(part: RankTrace, open_until_ns: int) -> Rectangles:
+    found = spans(part.rows, (*COMPUTE, *_MASKING))
+    ends = closed(found, part.rows)
+    goes_on = (found.end_seq < 0) & (ends.end_ns >= last_ns(part.rows))
+    owner, begin_ns, end_ns = exclusive(replace(ends, end_ns=np.where(goes_on, open_until_ns, ends.end_ns)))
+    shown = ~np.isin(found.kind[owner], _MASKING)
+    owner, begin_ns, end_ns = owner[shown], begin_ns[shown], end_ns[shown]
+    bars = rectangles(np.zeros_like(owner), found.kind[owner], begin_ns, end_ns, found.unit[owner])
+    return replace(bars, num_bytes=found.num_bytes[owner], ended=(found.end_seq[owner] >= 0).astype(np.int64))
+
+
+def _collectives(found: Collectives, lane: Ints) -> Rectangles:
+    end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
+    bars = rectangles(lane, found.kind, found.issue_ns, end_ns, found.unit)
+    return replace(
+        bars,
+        num_bytes=found.num_bytes,
+        exposed_ns=found.wait_ns,
+        duration_ns=found.time_ns,
+        ended=(found.end_ns >= 0).astype(np.int64),
+    )
+
+
+def _waits(found: Collectives) -> Rectangles:
+    waited = np.flatnonzero(found.wait_begin_ns >= 0)
+    begin_ns, end_ns = found.wait_begin_ns[waited], found.wait_end_ns[waited]
+    until_ns = np.where(end_ns >= 0, end_ns, begin_ns + found.wait_ns[waited])
+    kind = np.full(len(waited), int(Kind.WAIT))
+    bars = rectangles(np.full(len(waited), LANES * WAIT_TRACK), kind, begin_ns, until_ns, found.unit[waited])
+    return replace(
+        bars,
+        waits_for=found.kind[waited],
+        duration_ns=found.wait_ns[waited],
+        ended=(end_ns >= 0).astype(np.int64),
+    )
+
+
+def _lanes(found: Collectives) -> Ints:
+    """The lane of each collective: the halves of its track in turn while several are in flight, else all of it."""
+    lane = np.zeros(len(found), np.int64)
+    end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
+    for track, (_, kinds) in enumerate(TRACKS):
+        mine = np.flatnonzero(np.isin(found.kind, kinds))
+        free = np.append(True, found.issue_ns[mine][1:] >= np.maximum.accumulate(end_ns[mine])[:-1])[: len(mine)]
+        first = np.flatnonzero(free)
+        run = np.cumsum(free) - 1
+        alone = np.diff(np.append(first, len(mine))) == 1
+        lane[mine] = LANES * track + np.where(alone[run], 0, 1 + (np.arange(len(mine)) - first[run]) % 2)
+    return lane

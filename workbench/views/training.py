@@ -1,0 +1,129 @@
+"""How training goes: the loss, the step time and whatever else was logged, each in a panel of its own over the steps.
+
+A line is the mean over ranks, the band around it reaches from the lowest to the highest rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+from workbench.replay.training import LOSS, Series, Summary, summary
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Kind
+from workbench.views import theme
+
+MAX_PANELS = 12
+MAX_POINTS = 400
+"""Points of one line; with more steps, each point is the mean of several."""
+
+_PANEL_HEIGHT = 250  # pixels
+
+
+def training(trace: Trace) -> go.Figure:
+    """Return the training figure."""
+    result = summary(trace)
+    panels = _panels(result)
+    if not panels:
+        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
+    shown = panels[:MAX_PANELS]
+    num_columns = min(len(shown), 2 if len(shown) <= 4 else 3)
+    num_rows = -(-len(shown) // num_columns)
+    fig = theme.figure(
+        _title(result), _subtitle(result, len(panels) - len(shown)), height=110 + _PANEL_HEIGHT * num_rows
+    )
+    make_subplots(num_rows, num_columns, figure=fig, vertical_spacing=0.27 / num_rows, horizontal_spacing=0.09)
+    for place, (series, axis) in enumerate(shown):
+        _add_panel(fig, series, axis, row=place // num_columns + 1, col=place % num_columns + 1)
+    return fig
+
+
+def _panels(result: Summary) -> list[tuple[Series, dict[str, str]]]:
+    """Return what is drawn, each with its vertical axis: the loss, the step time, everything else."""
+    found = [(s, {"title_text": theme.escape(theme.shorten(name, 28))}) for name, s in result.metrics.items()]
+    if result.num_steps:
+        divisor, unit = theme.time_unit(float(np.median(result.step_times.high)))
+        times = _scaled(result.step_times, 1 / divisor), {"title_text": f"step time [{unit}]", "rangemode": "tozero"}
+        found.insert(LOSS in result.metrics, times)
+    return found
+
+
+def _scaled(series: Series, factor: float) -> Series:
+    return replace(series, mean=series.mean * factor, low=series.low * factor, high=series.high * factor)
+
+
+def _title(result: Summary) -> str:
+    steps = theme.plural(result.num_steps, "step")
+    losses = result.losses
+    loss = f"Loss {losses[0]:#.4g} → {losses[-1]:#.4g} in {steps}" if len(losses) else f"{steps}, no loss logged"
+    return f"{loss}, {theme.format_duration(result.step_ns)} a step" if result.num_steps else loss
+
+
+def _subtitle(result: Summary, num_left_out: int) -> str:
+    num_ranks = max(series.num_ranks for series in (*result.metrics.values(), result.step_times))
+    sentences = [f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank." if num_ranks > 1 else ""]
+    sentences += [_not_finite(series) for series in result.metrics.values()]
+    if not len(result.losses):
+        sentences.append("A number that train_step() returns is logged as the loss.")
+    bucket = -(-max(len(s.steps) for s in (*result.metrics.values(), result.step_times)) // MAX_POINTS)
+    if bucket > 1:
+        sentences.append(f"Each point is the mean of up to {bucket} steps, its band their range.")
+    if num_left_out:
+        sentences.append(f"{theme.plural(num_left_out, 'more metric')} not drawn.")
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _not_finite(series: Series) -> str:
+    bad = series.steps[~np.isfinite(series.mean)]
+    return f"{theme.shorten(series.name)} is not a finite number at step {bad[0]}." if len(bad) else ""
+
+
+def _add_panel(fig: go.Figure, series: Series, axis: dict[str, str], *, row: int, col: int) -> None:
+    points = _thinned(series)
+    colour = theme.KIND_COLOURS[Kind.METRIC]
+    if np.any(points.high > points.low):
+        edge = {"x": points.steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+        fig.add_scatter(**edge, y=points.low, row=row, col=col)
+        fig.add_scatter(**edge, y=points.high, fill="tonexty", fillcolor=_band(colour), row=row, col=col)
+    fig.add_scatter(
+        x=points.steps,
+        y=points.mean,
+        mode="lines+markers" if len(points.steps) <= 60 else "lines",
+        line={"color": colour, "width": 2},
+        marker={"size": 5},
+        customdata=np.stack([points.low, points.high], axis=1),
+        hovertemplate="step %{x}: %{y:.5g}<br>lowest %{customdata[0]:.5g}, highest %{customdata[1]:.5g}<extra></extra>",
+        showlegend=False,
+        row=row,
+        col=col,
+    )
+    few = points.steps[-1] - points.steps[0] <= 10
+    fig.update_xaxes(title_text="step", dtick=1 if few else None, row=row, col=col)
+    fig.update_yaxes(**axis, row=row, col=col)
+
+
+def _band(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.25)"
+
+
+def _thinned(series: Series) -> Series:
+    """Return at most MAX_POINTS points, each for a run of neighbouring steps; what is not finite becomes a gap."""
+    bucket = max(-(-len(series.steps) // MAX_POINTS), 1)
+    starts = np.arange(0, len(series.steps), bucket)
+    sizes = np.diff(np.append(starts, len(series.steps)))
+    return replace(
+        series,
+        steps=series.steps[starts],
+        mean=_finite(np.add.reduceat(series.mean, starts) / sizes),
+        low=_finite(np.minimum.reduceat(series.low, starts)),
+        high=_finite(np.maximum.reduceat(series.high, starts)),
+    )
+
+
+def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(np.isfinite(values), values, np.nan)

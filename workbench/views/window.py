@@ -1,0 +1,82 @@
+"""Which part of a trace a view shows: the last training step, a step by number, or several in a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.errors import UsageError
+from workbench.replay.alike import ranges
+from workbench.replay.spans import of_kind
+from workbench.trace.columns import RankTrace, Trace, steps
+from workbench.trace.schema import COLLECTIVES, Edge, KeyFrame, Kind, Rows
+
+_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, *COLLECTIVES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Some training steps in a row, or a trace in which no step has begun yet.
+
+    Attributes:
+        first: first step, -1 if there is no step.
+        last: last step, included.
+    """
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        if self.last < 0:
+            return "Before the first step"
+        return f"Steps {self.first}-{self.last}" if self.last > self.first else f"Step {self.last}"
+
+    def places(self, rank_trace: RankTrace) -> tuple[int, int]:
+        """Return ``(begin, end)``: the positions of a rank's rows in the window, rows between its steps included."""
+        if self.last < 0:
+            return 0, len(rank_trace.rows)
+        step = rank_trace.rows["step"]
+        inside = np.flatnonzero((step >= self.first) & (step <= self.last))
+        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+
+    def stateless(self, rank_trace: RankTrace) -> RankTrace:
+        """Return a rank's rows in the window without the state before them, which takes longer to find than they."""
+        begin, end = self.places(rank_trace)
+        return RankTrace(rank_trace.rank, rank_trace.rows[begin:end], KeyFrame(seq=rank_trace.start.seq + begin))
+
+    def cut(self, rank_trace: RankTrace) -> RankTrace:
+        """Return a rank's rows in the window with the exact state before them."""
+        begin, end = self.places(rank_trace)
+        return rank_trace.cut(rank_trace.start.seq + begin, rank_trace.start.seq + end)
+
+    def has_ended(self, rows: Rows) -> bool:
+        """Whether a rank's ``rows`` in the window hold the end of the last step."""
+        ends = (rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == self.last)
+        return self.last < 0 or bool(ends.any())
+
+
+def window(trace: Trace, step: int | None, count: int) -> Window:
+    """Return the window of ``count`` steps up to and with ``step``.
+
+    Args:
+        trace: what happened.
+        step: the last step to show; None: the last one in which any rank did something, whether or not it has ended.
+        count: how many steps; a trace with fewer is shown whole.
+
+    Raises:
+        UsageError: the trace has nothing of ``step``, or ``count`` is not positive.
+    """
+    if count < 1:
+        raise UsageError(f"at least one step must be shown, got steps={count}")
+    last = _last_step(trace) if step is None else step
+    if step is not None and not any((rank.rows["step"] == step).any() for rank in trace.ranks):
+        raise UsageError(f"the trace has no step {step}; its steps are: {ranges(steps(trace)) or 'none yet'}")
+    return Window(first=max(last - count + 1, min(last, 0)), last=last)
+
+
+def _last_step(trace: Trace) -> int:
+    """The last step with work of a unit or the optimizer, else the last one at all, else -1."""
+    worked = [rank.rows["step"][of_kind(rank.rows, _WORK)].max(initial=-1) for rank in trace.ranks]
+    last = max(worked, default=-1)
+    return int(last if last >= 0 else max((rank.rows["step"].max(initial=-1) for rank in trace.ranks), default=-1))

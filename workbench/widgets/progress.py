@@ -1,0 +1,115 @@
+"""Progress of a running command as one display that is rewritten in place.
+
+Plain HTML with inline styles and no script, so that it also looks right in a saved notebook and on an exported page.
+Outside a notebook it is one line of text, rewritten in place on a terminal and written once elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from typing import Any, Literal, TextIO
+
+from workbench.follow import Progress
+from workbench.views.theme import format_duration
+
+State = Literal["running", "done", "failed"]
+
+_COLOURS: dict[State, str] = {
+    "running": "var(--jp-brand-color1, #1976d2)",
+    "done": "var(--jp-success-color1, #388e3c)",
+    "failed": "var(--jp-error-color1, #d32f2f)",
+}
+
+
+def facts(progress: Progress, state: State = "running") -> list[str]:
+    """Return what is known, one short phrase each: ``["step 12 of 40", "loss 2.313", "312 ms a step"]``."""
+    found = [f"step {progress.done:,} of {progress.total:,}"]
+    if progress.loss is not None:
+        found.append(f"loss {progress.loss:.4g}")
+    if progress.step_ns is not None:
+        found.append(f"{format_duration(progress.step_ns)} a step")
+    if progress.tokens_per_s is not None:
+        found.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+    if state == "running" and progress.step_ns is not None and progress.done < progress.total:
+        found.append(f"{format_duration(progress.step_ns * (progress.total - progress.done))} to go")
+    return found
+
+
+def to_text(progress: Progress, state: State = "running", note: str = "") -> str:
+    """Return one line without its end: a bar of 20 characters, the facts, and ``note``."""
+    filled = 20 * progress.done // max(progress.total, 1)
+    return "  ".join([f"[{'#' * filled}{'.' * (20 - filled)}]", *facts(progress, state), *([note] if note else [])])
+
+
+def to_html(progress: Progress, state: State = "running", note: str = "") -> str:
+    """Return the bar as a piece of HTML; ``note`` is plain text, escaped here."""
+    percent = 100 * progress.done / max(progress.total, 1)
+    words = " &nbsp;·&nbsp; ".join(html.escape(fact) for fact in facts(progress, state))
+    after = f' &nbsp;·&nbsp; <span style="color:{_COLOURS[state]}">{html.escape(note)}</span>' if note else ""
+    return (
+        '<div style="max-width:46em;font-family:var(--jp-ui-font-family, sans-serif);font-size:13px">'
+        f'<div role="progressbar" aria-valuemin="0" aria-valuemax="{progress.total}" aria-valuenow="{progress.done}" '
+        'style="height:8px;border-radius:4px;overflow:hidden;background:rgba(128,128,128,0.25)">'
+        f'<div style="height:8px;width:{percent:.1f}%;background:{_COLOURS[state]}"></div></div>'
+        f'<div style="margin-top:4px;font-variant-numeric:tabular-nums">{words}{after}</div></div>'
+    )
+
+
+class ProgressDisplay:
+    """One bar, shown at the first :meth:`update` and rewritten until :meth:`close`.
+
+    Args:
+        total: steps asked for.
+        stream: where text goes when there is no notebook; standard output by default.
+    """
+
+    def __init__(self, total: int, *, stream: TextIO | None = None) -> None:
+        self._latest = Progress(done=0, total=total)
+        self._stream = stream or sys.stdout
+        self._handle: Any = None
+        self._shown = ""
+
+    def update(self, progress: Progress) -> None:
+        """Show ``progress``; nothing is sent when it reads as what is shown already."""
+        self._latest = progress
+        self._show("running", "")
+
+    def close(self, error: str = "") -> None:
+        """Show the end: done, or stopped because of ``error``, whose first line is shown if there is a bar already."""
+        if error and not self._shown:
+            return  # it failed before anything was to be seen
+        note = error.strip().partition("\n")[0]
+        state: State = "failed" if error else "done"
+        self._show(state, note)
+        if not _in_notebook():
+            line_end = "\n" if self._stream.isatty() else f"{to_text(self._latest, state, note)}\n"
+            self._stream.write(line_end)
+            self._stream.flush()
+
+    def _show(self, state: State, note: str) -> None:
+        in_notebook, text = _in_notebook(), to_text(self._latest, state, note)
+        page = to_html(self._latest, state, note) if in_notebook else text
+        if page == self._shown:
+            return
+        self._shown = page
+        if in_notebook:
+            self._publish({"text/html": page, "text/plain": text})
+        elif self._stream.isatty():
+            self._stream.write(f"\r{text}\x1b[K")
+            self._stream.flush()
+
+    def _publish(self, bundle: dict[str, str]) -> None:
+        from IPython.display import display  # noqa: PLC0415 - a script needs no IPython
+
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def _in_notebook() -> bool:
+    """Whether outputs can be rewritten: an IPython shell inside a kernel, as in a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
