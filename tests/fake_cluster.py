@@ -69,7 +69,7 @@ class FakeRank:
         self.whole, self.full_header = whole, header
         self.header = replace(header, units=(), strings=())
         self.version = 1
-        self.recorded = self.drained = 0
+        self.recorded = self.overwritten = 0
 
     @property
     def step_ends(self) -> list[int]:
@@ -79,17 +79,17 @@ class FakeRank:
     def shard(self) -> None:
         self.header, self.version = self.full_header, self.version + 1
 
-    def drain(self, version: int) -> Reply:
-        rows = self.whole.rows[self.drained : self.recorded]
+    def drain(self, next_seq: int, version: int) -> Reply:
+        first = max(next_seq, self.overwritten)
+        rows = self.whole.rows[first : self.recorded]
         content = {
-            "first_seq": self.drained,
+            "first_seq": first,
             "count": len(rows),
-            "lost": 0,
+            "lost": first - next_seq,
             "key_frame": key_frame_to_dict(advance(KeyFrame(), self.whole.rows[: self.recorded])),
             "header": header_to_dict(self.header) if version != self.version else None,
             "header_version": self.version,
         }
-        self.drained = self.recorded
         return Reply(content, buffers=(memoryview(rows.tobytes()),))
 
 
@@ -176,7 +176,7 @@ class FakeCluster:
             return ClusterError(f"rank {rank} has not answered")
         match request["op"]:
             case "drain":
-                reply = self.ranks[rank].drain(request["header_version"])
+                reply = self.ranks[rank].drain(*request["known"][str(rank)])
                 reply.content["position"] = self.position(rank)
                 return reply
             case "where":

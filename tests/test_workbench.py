@@ -477,12 +477,12 @@ def test_views_of_nothing_are_pictures_too():
     assert Bench().layout().layout.annotations[0].text
 
 
-def test_rows_that_a_late_answer_took_with_it_are_counted_as_lost(trained):
+def test_rows_that_a_rank_overwrote_are_counted_as_lost(trained):
     trained.fake.script["step"] = trained.fake.trains(1)
     trained.step(1)
     rank = trained.fake.ranks[1]
     first, rank.recorded = rank.recorded, rank.step_ends[1]
-    rank.drain(0)  # an answer nobody waited for
+    rank.overwritten = rank.recorded
     rank.recorded = rank.step_ends[2]
     assert trained.trace.rank(1).lost == rank.step_ends[1] - first
     assert "lost: ranks were not read often enough" in str(trained.status())

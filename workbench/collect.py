@@ -48,15 +48,12 @@ class Collector:
     def drain(self, door: SideDoor, ranks: Iterable[int], *, timeout_s: float) -> None:
         """Take what ``ranks`` recorded since the last time; one that does not answer in time is left out."""
         with self._lock:
-            # a rank sends its header when it is newer than the version we name: ranks of one version are asked at once
-            groups: dict[int, list[int]] = {}
-            for rank in ranks:
-                groups.setdefault(self._versions.get(rank, 0), []).append(rank)
-            for version, members in groups.items():
-                request = {"op": "drain", "header_version": version}
-                for rank, reply in door.ask(request, members, timeout_s=timeout_s).items():
-                    if isinstance(reply, Reply):
-                        self._take(rank, reply)
+            # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
+            # for the last request comes again
+            known = {str(r): [self._next_seq.get(r, 0), self._versions.get(r, 0)] for r in ranks}
+            for rank, reply in door.ask({"op": "drain", "known": known}, ranks, timeout_s=timeout_s).items():
+                if isinstance(reply, Reply):
+                    self._take(rank, reply)
 
     def _take(self, rank: int, reply: Reply) -> None:
         content = reply.content
@@ -64,8 +61,6 @@ class Collector:
             self._builder.update_header(header_from_dict(content["header"]), rank=rank)
         self._versions[rank] = content["header_version"]
         key_frame = key_frame_from_dict(content["key_frame"])
-        # an answer that came after its time was up is rows lost as well
-        missed = content["first_seq"] - self._next_seq.get(rank, 0)
         self._next_seq[rank] = key_frame.seq
-        self._builder.append(rank, b"".join(reply.buffers), lost=max(missed, content["lost"]), key_frame=key_frame)
+        self._builder.append(rank, b"".join(reply.buffers), lost=content["lost"], key_frame=key_frame)
         self.positions[rank] = content["position"]

@@ -42,8 +42,9 @@ def execute(command):
     return rank_module.execute(commands.to_dict(command))
 
 
-def drain(version=0):
-    return rank_module.side_door({"op": "drain", "header_version": version})
+def drain(next_seq=0, version=0):
+    known = {str(namespace()["rank"]): [next_seq, version]}
+    return rank_module.side_door({"op": "drain", "known": known})
 
 
 def _main(rank, world_size, port, ask, job):

@@ -118,8 +118,8 @@ def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, cap
             elif what == "reshard":
                 emit(r, probe.Kind.RESHARD, unit=a)
         if what == "drain":
-            drains.append(recorder.drain())
-    drains.append(recorder.drain())
+            drains.append(recorder.drain(drains[-1].key_frame.seq if drains else 0))
+    drains.append(recorder.drain(drains[-1].key_frame.seq if drains else 0))
     whole = rows_of(everything.drain())
     assert sum(d.lost + len(d.rows) // ROW.size for d in drains) == len(whole)
     at = 0
@@ -160,8 +160,8 @@ def test_drains_from_another_thread_lose_nothing():
 
     def drain():
         while not done.is_set():
-            got.append(recorder.drain())
-        got.append(recorder.drain())
+            got.append(recorder.drain(got[-1].key_frame.seq if got else 0))
+        got.append(recorder.drain(got[-1].key_frame.seq if got else 0))
 
     thread = threading.Thread(target=drain)
     thread.start()
@@ -171,6 +171,15 @@ def test_drains_from_another_thread_lose_nothing():
     thread.join()
     seqs = np.concatenate([rows_of(d)["seq"] for d in got])
     assert seqs.tolist() == list(range(count))
+
+
+def test_a_drain_can_be_asked_for_again():
+    recorder = Recorder(Header())
+    for _ in range(3):
+        emit(recorder, probe.Kind.FORWARD, probe.Edge.BEGIN)
+    assert recorder.drain(1) == recorder.drain(1)
+    assert rows_of(recorder.drain(1))["seq"].tolist() == [1, 2]
+    assert recorder.drain(3).rows == b""
 
 
 def test_units_are_described_and_replaced():

@@ -128,11 +128,17 @@ def test_many_ranks_that_did_the_same_are_two_that_waited_least_and_most():
 
 def test_a_rank_of_many_that_did_something_else_is_drawn_by_itself():
     trace = simulate(Setup(num_ranks=12, steps=1))
-    odd = Trace(trace.header, tuple(without(r, Kind.RESHARD) if r.rank == 5 else r for r in trace.ranks))
+    odd = Trace(trace.header, tuple(without(r, Kind.COPY_OUT) if r.rank == 5 else r for r in trace.ranks))
     names = [name for name, track in tracks(timeline(odd)) if track == "compute"]
     assert "rank 5" in names
     assert len(names) == 3
     assert "Ranks 0-4, 6-11 did the same" in subtitle(timeline(odd))
+
+
+def test_what_is_not_drawn_makes_no_difference():
+    trace = simulate(Setup(num_ranks=12, steps=1))
+    odd = Trace(trace.header, tuple(without(r, Kind.ALLOC) if r.rank == 5 else r for r in trace.ranks))
+    assert "Ranks 0-11 did the same" in subtitle(timeline(odd))
 
 
 def test_when_all_of_many_ranks_differ_some_are_drawn():
@@ -140,7 +146,7 @@ def test_when_all_of_many_ranks_differ_some_are_drawn():
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
-        rows["kind"][-1 - rank.rank] = Kind.LOG
+        rows["kind"][np.flatnonzero(rows["kind"] == Kind.COPY_IN)[: rank.rank]] = Kind.LOG
         ranks.append(RankTrace(rank.rank, rows))
     fig = timeline(Trace(trace.header, tuple(ranks)))
     assert len([track for _, track in tracks(fig) if track == "compute"]) == MAX_RANKS

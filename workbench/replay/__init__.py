@@ -1,0 +1,1 @@
+"""WHAT IT MEANS: pure folds over a trace, one file per noun. numpy only."""

@@ -82,9 +82,6 @@ class StateSpans:
     end_ns: Ints
     begin_seq: Ints
 
-    def __len__(self) -> int:
-        return len(self.unit)
-
 
 def spans(rank_trace: RankTrace, units: Iterable[int] = ()) -> StateSpans:
     """Return the state spans of every unit the rank did anything with, and of ``units``.

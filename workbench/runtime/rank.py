@@ -102,9 +102,9 @@ class RankRuntime:
             "since_ns": int(row["t_ns"]),
         }
 
-    def drain(self, known_version: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Return new rows, the header if it changed since ``known_version``, and the state after the rows."""
-        drained = self.recorder.drain()
+    def drain(self, next_seq: int, known_version: int) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the rows from ``next_seq`` on, the state after them, and the header if the known one is old."""
+        drained = self.recorder.drain(next_seq)
         version = self.recorder.header_version
         content = {
             "first_seq": drained.first_seq,
@@ -214,7 +214,7 @@ def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
     runtime = _this_rank()
     match request.get("op"):
         case "drain":
-            return runtime.drain(int(request.get("header_version", 0)))
+            return runtime.drain(*request["known"][str(runtime.groups.rank)])
         case "where":
             return runtime.position(), []
         case "names":

@@ -64,7 +64,7 @@ class Drained:
     Attributes:
         first_seq: number of the first row in ``rows``.
         rows: packed rows.
-        lost: rows that the ring overwrote since the last drain.
+        lost: rows that were asked for and the ring has overwritten.
         key_frame: state after the last row.
     """
 
@@ -95,7 +95,6 @@ class Recorder:
         self._seq = itertools.count()
         self._lock = threading.RLock()
         self._head = 0
-        self._drained = 0
         self._key_frame = KeyFrame()
         self._phase = int(Phase.IDLE)
         self._strings: dict[str, int] = {}
@@ -247,14 +246,13 @@ class Recorder:
 
     # ---- reading
 
-    def drain(self) -> Drained:
-        """Hand over the rows recorded since the last drain; called from another thread."""
+    def drain(self, next_seq: int = 0) -> Drained:
+        """Hand over the rows from number ``next_seq`` on that the ring still has; called from another thread."""
         with self._lock:
-            first = max(self._drained, self._head - self._capacity)
-            lost = first - self._drained
+            first = max(min(next_seq, self._head), self._head - self._capacity)
+            lost = max(first - next_seq, 0)
             rows = self._copy(first, self._head)
             self._fold()
-            self._drained = self._head
             return Drained(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
 
     def last_row(self) -> np.void | None:

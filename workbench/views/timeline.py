@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.replay.alike import groups, label
-from workbench.replay.spans import Ints, durations_ns, last_ns, spans
+from workbench.replay.spans import Ints, durations_ns, last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import COLLECTIVES, Header, Kind
@@ -124,8 +124,9 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
 
 
 def _did(part: RankTrace) -> bytes:
-    """What a rank did, in order, whenever it was."""
-    return b"".join(part.rows[name].tobytes() for name in ("kind", "edge", "unit", "comm_group", "comm_seq"))
+    """What a rank did of what is drawn, in order, whenever it was."""
+    rows = part.rows[of_kind(part.rows, (kind for _, kinds in TRACKS for kind in kinds))]
+    return b"".join(rows[name].tobytes() for name in ("kind", "edge", "unit", "comm_group", "comm_seq"))
 
 
 def _waited_ns(part: RankTrace) -> int:
