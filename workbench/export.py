@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import UsageError
-from workbench.reports import ExportReport
+from workbench.session.reports import ExportReport
 from workbench.trace.columns import Trace
 from workbench.trace.file import save
 from workbench.trace.perfetto import to_perfetto

@@ -16,10 +16,10 @@ from workbench.cluster.pending import Output, Pending
 from workbench.commands import Command, ReshardAfterForward, Shard, Step, Unshard, Verify, to_dict
 from workbench.errors import UsageError, WorkbenchError
 from workbench.export import export
-from workbench.follow import Follower, Progress
-from workbench.names import Names, check_function, check_model, shard_first
-from workbench.outputs import compare, text_of
-from workbench.reports import (
+from workbench.session.follow import Follower, Progress
+from workbench.session.names import Names, check_function, check_model, shard_first
+from workbench.session.outputs import compare, text_of
+from workbench.session.reports import (
     CellReport,
     ExportReport,
     RankStatus,
@@ -31,8 +31,8 @@ from workbench.reports import (
     UnshardReport,
     VerifyReport,
 )
-from workbench.results import to_report
-from workbench.session import RUNTIME, ClusterLike, Meanwhile, Session
+from workbench.session.results import to_report
+from workbench.session.session import RUNTIME, ClusterLike, Meanwhile, Session
 from workbench.trace.columns import Trace
 from workbench.views import draw
 

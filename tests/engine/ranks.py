@@ -110,9 +110,27 @@ def on_one_rank(test: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def simulating(test: Callable[[], None]) -> Callable[[], None]:
+    """Make a test run in a process of its own, where it may be :func:`simulated_rank` of one world after another.
+
+    DTensor caches what it found out for a mesh without regard to the rank: no other test may inherit that.
+    """
+
+    def run() -> None:
+        run_ranks(1, _without_group, test)
+
+    run.__name__, run.__module__ = test.__name__, test.__module__
+    return run
+
+
+def _without_group(test: Callable[[], None]) -> None:
+    dist.destroy_process_group()
+    test()
+
+
 @contextmanager
 def simulated_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Be ``rank`` of a world whose collectives do nothing."""
+    """Be ``rank`` of a world whose collectives do nothing; only within a :func:`simulating` test."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield

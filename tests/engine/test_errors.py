@@ -1,6 +1,7 @@
 """Every error the engine raises for a mistake: what came, what is allowed, which parameter or unit, and the fix."""
 
 import copy
+import os
 import re
 from contextlib import AbstractContextManager
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank
+from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank, simulating
 from workbench.engine import FSDPModule, fully_shard, unshard_module
 
 
@@ -336,10 +337,11 @@ def test_backward_through_a_forward_from_before_unshard_module():
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_an_unknown_choice_of_communication(monkeypatch):
+@simulating
+def test_an_unknown_choice_of_communication():
+    os.environ["WORKBENCH_COMM"] = "fastest"  # of this process, which ends with the test
     with simulated_rank(0, 2):
         model = fully_shard(Pair())
-        monkeypatch.setenv("WORKBENCH_COMM", "fastest")
         with refuses(ValueError, "WORKBENCH_COMM='fastest' is not known; use 'default', or unset it"):
             model.unshard()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.engine.ranks import run_ranks, simulated_rank
+from tests.engine.ranks import run_ranks, simulated_rank, simulating
 from workbench.engine import collectives, fully_shard
 from workbench.engine.param_group import FSDPParamGroup
 
@@ -39,6 +39,7 @@ def units_of_all_ranks(tensors: list[torch.Tensor], world_size: int) -> list[FSD
     return units
 
 
+@simulating
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, WORLD_SIZES)
 def test_shards_are_torch_chunks_rows(shape, world_size):
@@ -61,6 +62,7 @@ def test_shards_are_torch_chunks_rows(shape, world_size):
     assert torch.equal(torch.cat(locals_), full)
 
 
+@simulating
 @settings(max_examples=60, deadline=None)
 @given(UNITS, WORLD_SIZES)
 def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
@@ -77,6 +79,7 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
         assert not full[tensor.numel() :].any()
 
 
+@simulating
 @settings(max_examples=60, deadline=None)
 @given(UNITS, WORLD_SIZES)
 def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size):
@@ -87,6 +90,7 @@ def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size)
     assert torch.equal(chunks, torch.stack([u.flat_shard for u in units]))
 
 
+@simulating
 @settings(max_examples=30, deadline=None)
 @given(UNITS)
 def test_bytes_of_a_unit(shapes):

@@ -63,9 +63,13 @@ def test_every_view_draws_what_was_recorded(trained, name):
 
 
 def test_verify_finds_both_alike_and_changes_nothing(trained):
-    before = trained.run_cell("print(sum(p.full_tensor().detach().double().sum().item() for p in model.parameters()))").texts[0]
+    before = trained.run_cell(
+        "print(sum(p.full_tensor().detach().double().sum().item() for p in model.parameters()))"
+    ).texts[0]
     assert trained.verify().ok
-    after = trained.run_cell("print(sum(p.full_tensor().detach().double().sum().item() for p in model.parameters()))").texts[0]
+    after = trained.run_cell(
+        "print(sum(p.full_tensor().detach().double().sum().item() for p in model.parameters()))"
+    ).texts[0]
     assert before == after
 
 

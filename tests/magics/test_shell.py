@@ -10,7 +10,7 @@ from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
 from workbench.magics.show import PLOTLY_MIME, WIDGET_MIME
-from workbench.reports import ShardReport
+from workbench.session.reports import ShardReport
 
 
 @pytest.fixture

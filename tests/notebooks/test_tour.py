@@ -109,10 +109,6 @@ def test_every_collective_is_as_the_closed_form_says(trace):
     assert sent.calls == 40 * (9 + 5) + 3 * (5 + 5)
 
 
-def test_it_takes_at_most_90_seconds(demo_run):
-    assert demo_run.seconds < 90
-
-
 def test_two_ranks_fit_into_a_binder(binder_run):
     assert binder_run.code == 0, binder_run.stdout[-2000:] + binder_run.stderr[-4000:]
     assert re.search(r"ranks +2 \(cpu\)", binder_run.stdout)

@@ -56,7 +56,10 @@ def free_too_much(rows):
         (put("kind", 99, Kind.WAIT, Edge.BEGIN), "unknown kind"),
         (put("edge", 3, Kind.WAIT, Edge.BEGIN), "unknown edge"),
         (put("phase", 6, Kind.WAIT, Edge.BEGIN), "unknown phase"),
-        (put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN), "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET"),
+        (
+            put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN),
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET",
+        ),
         (put("edge", Edge.BEGIN, Kind.RESHARD), "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET"),
         (put("unit", 2, Kind.RESHARD), "unit is not in the header's table of 2"),
         (put("unit", -2, Kind.RESHARD), "unit is not in the header's table of 2"),

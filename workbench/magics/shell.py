@@ -28,8 +28,8 @@ from workbench.magics.words import (
     split,
     to_command,
 )
-from workbench.names import everywhere
-from workbench.reports import Report
+from workbench.session.names import everywhere
+from workbench.session.reports import Report
 from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay
 from workbench.workbench import Workbench

@@ -23,7 +23,7 @@ Expand = Callable[[str], str]
 """Replaces ``{name}`` in one argument by the notebook's variable of that name."""
 
 Kind = Literal["", "modules", "variables"]
-"""Which names of the ranks an argument takes: a field of :class:`workbench.names.Names`."""
+"""Which names of the ranks an argument takes: a field of :class:`workbench.session.names.Names`."""
 
 DEVICES = ("auto", "cpu", "cuda")
 CELL = "%%fsdp"

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import example_trace, traces
-from workbench.follow import TOKENS, Follower, Progress
 from workbench.replay import training
+from workbench.session.follow import TOKENS, Follower, Progress
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Edge, Header, Kind
 

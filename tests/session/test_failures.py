@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from tests.shells import ipython_shell
 from workbench.errors import RankDied, RankError
-from workbench.failures import Failure, Position, death_sentence, first_cause, place_of, shorten_traceback, to_error
+from workbench.session.failures import (
+    Failure,
+    Position,
+    death_sentence,
+    first_cause,
+    place_of,
+    shorten_traceback,
+    to_error,
+)
 
 DIVISION = Failure(rank=2, ename="ZeroDivisionError", evalue="division by zero")
 ABORTED = [Failure(rank=r, ename="StepAborted", evalue="rank 2 raised ZeroDivisionError") for r in (0, 1, 3)]

@@ -11,9 +11,9 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from workbench.cluster.pending import Pending
-from workbench.collect import SideDoor
 from workbench.errors import RankDied, RankError
-from workbench.failures import Failure
+from workbench.session.collect import SideDoor
+from workbench.session.failures import Failure
 
 SLICE_S = 0.02
 """How often a wait looks up, in seconds."""

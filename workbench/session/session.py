@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workbench.cluster.pending import Pending, Reply
-from workbench.collect import Collector
 from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, WorkbenchError
-from workbench.failures import Position, death_sentence, first_cause, to_error
-from workbench.names import Names
 from workbench.replay.alike import label
+from workbench.session.collect import Collector
+from workbench.session.failures import Position, death_sentence, first_cause, to_error
+from workbench.session.names import Names
+from workbench.session.watch import ASK_S, Interruptible, Outcome, Watch
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Phase
-from workbench.watch import ASK_S, Interruptible, Outcome, Watch
 
 RUNTIME = "workbench.runtime.rank"
 """The rank side, in the ranks' processes; here it is only a name."""

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from workbench.commands import Command, Shard, Step, Unshard, Verify
-from workbench.reports import Report, ShardReport, StepReport, UnshardReport, VerifyReport
+from workbench.session.reports import Report, ShardReport, StepReport, UnshardReport, VerifyReport
 
 
 def to_report(command: Command, results: Mapping[int, dict[str, Any]]) -> Report:

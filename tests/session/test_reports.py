@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from workbench.commands import Command
-from workbench.reports import (
+from workbench.session.reports import (
     CellReport,
     ExportReport,
     RankStatus,
@@ -14,7 +14,7 @@ from workbench.reports import (
     UnshardReport,
     VerifyReport,
 )
-from workbench.results import to_report
+from workbench.session.results import to_report
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(

@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import UsageError
-from workbench.names import Names, check_function, check_model, everywhere, shard_first
+from workbench.session.names import Names, check_function, check_model, everywhere, shard_first
 
 FULL = Names(modules=("model",), variables=("model", "train_step", "_hidden"))
 BARE = Names(variables=("train_step",))

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.outputs import MAX_GROUPS, MAX_LINES, compare
+from workbench.session.outputs import MAX_GROUPS, MAX_LINES, compare
 
 
 @pytest.mark.parametrize(
