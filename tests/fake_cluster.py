@@ -243,7 +243,6 @@ def step_result(steps: int) -> dict[str, Any]:
 SHARD_RESULT = {
     "model": "model",
     "units": ["blocks.0", "blocks.1", "(root)"],
-    "num_units": 3,
     "num_params": 10,
     "num_elements": 1000,
     "bytes_unsharded": 4000,

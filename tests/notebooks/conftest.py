@@ -25,7 +25,6 @@ class DemoRun:
         code: its exit code.
         stdout: what it said.
         stderr: what it complained about.
-        seconds: how long it took.
         peak_bytes: most memory that it and all it started had at once; what they share is counted once.
         survivors: command lines of what was still running some time later.
     """
@@ -34,7 +33,6 @@ class DemoRun:
     code: int
     stdout: str
     stderr: str
-    seconds: float
     peak_bytes: int
     survivors: tuple[str, ...]
 
@@ -66,8 +64,7 @@ def _run(folder: Path, num_ranks: int) -> DemoRun:
                 process.wait(timeout=1)
         process.kill()
         code = process.wait()
-    seconds = time.monotonic() - begin
-    return DemoRun(folder, code, *(text.read_text() for text in texts), seconds, peak_bytes, _survivors(mark))
+    return DemoRun(folder, code, *(text.read_text() for text in texts), peak_bytes, _survivors(mark))
 
 
 def _survivors(mark: str, within_s: float = 10) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def test_shard_step_verify_unshard(world_size):
     for out in run(world_size, life_of_a_model):
         shard = out["shard"]
         assert shard["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
-        assert (shard["num_units"], shard["optimizers"]) == (4, 1)
+        assert shard["optimizers"] == 1
         assert shard["bytes_unsharded"] == 4 * shard["num_elements"]
         assert out["optimizer holds DTensors"]
         assert out["step"]["optimizer_steps"] == 3

@@ -47,8 +47,7 @@ def shard(command: Shard, mesh: DeviceMesh) -> dict[str, Any]:
         remap_optimizer(optimizer, mapping)
     return {
         "model": command.model,
-        "units": [name or "(root)" for name, m in model.named_modules() if state_of(m) is not None],
-        "num_units": len(inner) + 1,
+        "units": _unit_names(model),
         "num_params": num_params,
         "num_elements": num_elements,
         "bytes_unsharded": num_bytes,
@@ -145,6 +144,12 @@ def _size(model: nn.Module) -> tuple[int, int, int]:
     """Return the number of parameters, of their elements and of their bytes."""
     params = list(model.parameters())
     return len(params), sum(p.numel() for p in params), sum(math.prod(p.shape) * p.itemsize for p in params)
+
+
+def _unit_names(model: nn.Module) -> list[str]:
+    """Return the paths of the units, ``(root)`` for the model's own; a call that found no parameters made none."""
+    states = ((name, state_of(module)) for name, module in model.named_modules())
+    return [name or "(root)" for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 
 def _bytes_at_rest(model: nn.Module) -> int:
