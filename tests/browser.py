@@ -16,7 +16,7 @@ _MAC = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
-_FLAGS = [
+FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -52,7 +52,7 @@ class Opened:
 def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
     """Open a local file with the network off, in a fresh profile."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=_FLAGS)
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900})
         opened = Opened(context.new_page())
         opened.page.on("request", lambda request: opened.requests.append(request.url))

@@ -165,6 +165,8 @@ class FakeCluster:
         chosen = self._chosen(ranks)
         if request["op"] == "abort":
             self.log.append(("abort", request["reason"], chosen))
+        if request["op"] == "shut":
+            self.log.append(("shut", chosen))
         if request["op"] == "drain":
             self.on_drain()
         return {rank: self._answer(rank, request) for rank in chosen}
@@ -183,6 +185,8 @@ class FakeCluster:
                 return Reply(self.position(rank))
             case "names":
                 return Reply({"modules": self.modules[rank], "variables": self.variables[rank]})
+            case "shut":
+                return Reply({})
             case _:
                 self.on_abort.pop(rank, lambda reason: None)(request["reason"])
                 return Reply({})

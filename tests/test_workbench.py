@@ -422,6 +422,7 @@ def test_ctrl_c_signals_ranks_that_compute_after_half_a_second(trained):
     with pytest.raises(Interrupted):
         trained.step()
     assert time.monotonic() - begin >= 0.5
+    assert trained.asked("shut") == [("shut", (1, 3))]
     assert trained.asked("interrupt") == [("interrupt", (1, 3))]
 
 

@@ -224,16 +224,19 @@ def test_a_handle_of_an_unshard_that_was_given_up(world_size):
     assert set(run_ranks(world_size, resharded_before_it_was_waited_for)[0]) == {Category.SHARDED_PARAMS}
 
 
-def unsharded_ahead() -> dict[str, int]:
+def unsharded_ahead(run_before: bool) -> dict[str, int]:
     model = shard_net(make_net(**NET))
-    loss_of(model, batch(0, 0)).backward()
+    if run_before:
+        loss_of(model, batch(0, 0)).backward()
     with recording() as record:
         for unit in (model, *model.blocks):
             unit._get_fsdp_state()._fsdp_param_group.announce()
             unit.unshard(async_op=True)  # all at once, ahead of the forward
+        model.unshard()
         loss_of(model, batch(0, 0)).backward()
     return dict(record.count(Kind.ALL_GATHER))
 
 
-def test_a_forward_uses_what_was_unsharded_by_hand():
-    assert run_ranks(2, unsharded_ahead)[0] == dict.fromkeys(UNITS, 2) | {ROOT: 1}
+@pytest.mark.parametrize("run_before", [False, True])
+def test_a_forward_uses_what_was_unsharded_by_hand(run_before):
+    assert run_ranks(2, unsharded_ahead, run_before)[0] == dict.fromkeys(UNITS, 2) | {ROOT: 1}

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.engine.models import Block
 from tests.engine.ranks import run_ranks
@@ -60,3 +60,14 @@ def test_recomputed_forwards(world_size, where):
             # the unit is unsharded for its backward before anything is recomputed
             assert record.count(Kind.ALL_GATHER).total() == 4
             assert record.count(Kind.FORWARD).total() == 2
+
+
+def whole_recomputation() -> dict[str, int]:
+    with set_checkpoint_early_stop(False):  # the recomputed forward runs to its end
+        record = compare(functools.partial(Checkpointed, "unit"), shard_blocks, squares)
+    return dict(record.count(Kind.FORWARD))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_recomputed_to_its_end_is_no_forward_of_its_own(world_size):
+    assert run_ranks(world_size, whole_recomputation)[0] == {"blocks.0": 1, "blocks.1": 1}

@@ -181,6 +181,21 @@ def test_a_shared_module_is_sharded_once_and_may_run_twice(world_size, own_unit)
     assert {fqn.split(".")[0] for fqn in fqns} == {"block", "between"}
 
 
+def shared_between_parents() -> int:
+    def make() -> nn.Module:
+        model = Outer()
+        model.middle[1].inner = model.middle[0].inner
+        return model
+
+    record = compare(make, fully_shard, squares)
+    return len(next(iter(record.units.values())).params)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_with_two_parents_within_a_unit(world_size):
+    assert run_ranks(world_size, shared_between_parents)[0] == 2 * 4 + 6 + 2  # linears, one block, the last linear
+
+
 # ---- several forwards, several backwards
 
 
@@ -332,6 +347,8 @@ def shard_blocks_and_root(model: nn.Module) -> None:
     assert model.unshard() is None
     model.unshard(async_op=True).wait()
     model.reshard()
+    model.reset_iter_state()
+    model.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

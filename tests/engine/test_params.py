@@ -262,6 +262,8 @@ def from_meta() -> None:
     with torch.device("meta"):
         sharded = shard_net(make_net(num_blocks=2))
     assert all(p.is_meta for p in sharded.parameters())
+    sharded.double().float()
+    assert all(p.is_meta and isinstance(p, DTensor) for p in sharded.parameters())
     sharded.to_empty(device="cpu")
     with torch.no_grad():
         for param, source in zip(sharded.parameters(), plain.parameters(), strict=True):

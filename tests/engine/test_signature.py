@@ -106,4 +106,7 @@ def test_every_rank_is_told_which_parameter_differs_and_lives_on(build):
 
 def test_the_first_difference():
     assert _first_difference([["a"], ["b"], ["a"]], [4, 5, 6]) == "parameter 0: ranks 4, 6 have 'a'; rank 5 has 'b'"
+    assert _first_difference([["a", "b"], ["a", "b"], ["a", "c"]], [0, 1, 2]) == (
+        "parameter 1: ranks 0, 1 have 'b'; rank 2 has 'c'"
+    )
     assert _first_difference([["a", "b"], ["a"]], [0, 1]) == "parameter 1: rank 0 has 'b'; rank 1 has nothing"

@@ -209,3 +209,19 @@ def copied(reshard: bool | None) -> None:
 @pytest.mark.parametrize("reshard", [None, False])
 def test_plain_copy_leaves_the_original_as_it_was(world_size, reshard):
     run_ranks(world_size, copied, reshard)
+
+
+def copied_with_ignored() -> None:
+    plain = make_net(num_blocks=1)
+    model = copy.deepcopy(plain)
+    shard_net(model, ignored_params={model.scale})
+    twin = plain_copy(model, {})
+    assert twin.scale is not model.scale
+    for value, wanted in zip(twin.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+        assert value.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_copy_copies_what_was_never_sharded(world_size):
+    run_ranks(world_size, copied_with_ignored)

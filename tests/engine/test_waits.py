@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import threading
 import time
@@ -137,7 +138,7 @@ def give_up(model: nn.Module, kind: Kind) -> float:
             listen(event_kind, *rest)
 
         record.event = event
-        record.live = dict.fromkeys(Category, 10**9)  # recording starts in the middle
+        record.memory = lambda *_: None  # recording starts in the middle
         with pytest.raises(StepAborted, match=r"^by the test$"):
             loss_of(model, batch(0, 7)).backward()
     return time.monotonic() - begins[0]
@@ -175,28 +176,30 @@ def test_a_rank_that_waits_for_one_that_never_comes_is_freed_and_all_go_on(where
     assert unfinished == 1
 
 
-def abandoned_in_backward() -> int:
+def abandoned_in_backward() -> tuple[int, list[Category]]:
     """Both ranks gather and run forward; only rank 0 runs backward, whose first reduction nobody joins."""
     plain = make_net(num_blocks=2)
-    model = shard_net(copy.deepcopy(plain), reshard_after_forward=False)
-    train_both(plain, model, 1)
     with recording() as record:
-        record.live = dict.fromkeys(Category, 10**9)
+        model = shard_net(copy.deepcopy(plain), reshard_after_forward=False)
+        train_both(plain, model, 1)
         loss = loss_of(model, batch(dist.get_rank(), 7))
-        record.event = cancel_at_wait(Kind.REDUCE_SCATTER)
         if dist.get_rank() == 0:
+            record.event = cancel_at_wait(Kind.REDUCE_SCATTER)
             with pytest.raises(StepAborted, match=r"^by the test$"):
                 loss.backward()
-    unfinished = groups.num_unfinished()
-    cancellation.reset()
-    rejoin(1)
-    model.reset_iter_state()
+            assert record.alive[Category.REDUCE_SCATTER_BUFFERS] > 0
+        unfinished = groups.num_unfinished()
+        cancellation.reset()
+        rejoin(1)
+        model.reset_iter_state()
+        model.zero_grad()
+        alive = list(record.alive)
     train_both(plain, model, 2)
-    return unfinished
+    return unfinished, alive
 
 
 def test_a_rank_that_waits_in_backward_is_freed_and_all_go_on():
-    assert run_ranks(2, abandoned_in_backward) == [1, 0]
+    assert run_ranks(2, abandoned_in_backward) == [(1, [Category.SHARDED_PARAMS]), (0, [Category.SHARDED_PARAMS])]
 
 
 def killed_peer() -> tuple[str, float]:
@@ -220,6 +223,28 @@ def test_a_killed_peer_is_an_exception_soon():
     said, elapsed = survivor[1]
     assert said.startswith("CollectiveFailed: all-gather of unit ")
     assert elapsed < 2
+
+
+def after_its_group_was_destroyed() -> list[str]:
+    model = shard_net(make_net(num_blocks=1))
+    group = model._get_fsdp_state()._fsdp_param_group.mesh_info.group
+    group.let_go()
+    messages = []
+    with pytest.raises(RuntimeError, match="its process group was destroyed") as refused:
+        model.unshard()
+    messages.append(str(refused.value))
+    cancellation.cancel("rank 1 failed")
+    with pytest.raises(StepAborted) as aborted:
+        model.unshard()
+    messages.append(str(aborted.value))
+    return messages
+
+
+def test_nothing_is_issued_on_a_destroyed_group_or_after_an_abort():
+    said = r"all-gather of unit \d+: its process group was destroyed; recover or start the ranks again"
+    for first, second in run_ranks(2, after_its_group_was_destroyed):
+        assert re.fullmatch(said, first)
+        assert second == "rank 1 failed"
 
 
 def counted() -> list[int]:

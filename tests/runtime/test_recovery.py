@@ -11,12 +11,20 @@ from tests.runtime.job import execute, prepare, run
 from workbench.commands import Shard, Step
 from workbench.engine import StepAborted
 from workbench.runtime import rank as rank_module
+from workbench.session.watch import SHUT_AFTER_S
 
 
 def abort_soon(delay_s=0.3):
-    timer = threading.Timer(delay_s, rank_module.side_door, [{"op": "abort", "reason": "rank 1 raised KeyError"}])
+    """Do what the notebook's side does: tell this rank to give up, and a little later shut its sockets."""
+
+    def abort():
+        rank_module.side_door({"op": "abort", "reason": "rank 1 raised KeyError"})
+        later.start()
+
+    later = threading.Timer(SHUT_AFTER_S, rank_module.side_door, [{"op": "shut"}])
+    timer = threading.Timer(delay_s, abort)
     timer.start()
-    return timer
+    return timer, later
 
 
 def blocked_in_engine(ns):
@@ -43,13 +51,14 @@ def fail_and_go_on(blocked):
     step = ns["train_step"]
     freed_in, reason = 0.0, ""
     if ns["rank"] != 1:
-        timer = abort_soon()
+        timers = abort_soon()
         begin = time.monotonic()
         try:
             blocked(ns)
         except StepAborted as error:
             freed_in, reason = time.monotonic() - begin - 0.3, str(error)
-        timer.join()
+        for timer in timers:
+            timer.join()
     ns["train_step"] = step
     ns["opt"].zero_grad()
     rank_module.recover(1)

@@ -11,6 +11,7 @@ Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,17 @@ class ReduceScatterState:
     lease: probe.Lease
 
 
+@contextmanager
+def _alive_unless_raised(category: Category, unit: int, num_bytes: int) -> Iterator[None]:
+    """Announce bytes that outlive the body, unless it raises."""
+    probe.memory(category, unit, num_bytes)
+    try:
+        yield
+    except BaseException:  # an interrupt while the probe holds, an abort, a peer that is gone: nothing was issued
+        probe.memory(category, unit, -num_bytes)
+        raise
+
+
 def _wait(group: CommGroup, pending: PendingWork, unit: int, comm: Comm) -> None:
     """Wait interruptibly; the collective counts as unfinished if the wait is given up."""
     probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=comm)
@@ -66,10 +78,10 @@ def _wait(group: CommGroup, pending: PendingWork, unit: int, comm: Comm) -> None
 def foreach_all_gather(flat_shard: torch.Tensor, group: CommGroup, gather: AllGather, unit: int) -> AllGatherState:
     """Start gathering ``flat_shard`` ``[S]``; it is the collective's input as it lies."""
     output = gather.allocate(flat_shard.numel() * group.size, dtype=flat_shard.dtype, device=flat_shard.device)
-    probe.memory(Category.ALL_GATHER_BUFFERS, unit, output.nbytes)
-    comm = group.next_comm()
-    probe.event(Kind.ALL_GATHER, Edge.BEGIN, unit, output.nbytes, comm)
-    pending = group.start(lambda pg: gather(output, flat_shard, pg), f"all-gather of unit {unit}")
+    with _alive_unless_raised(Category.ALL_GATHER_BUFFERS, unit, output.nbytes):
+        comm = group.next_comm()
+        probe.event(Kind.ALL_GATHER, Edge.BEGIN, unit, output.nbytes, comm)
+        pending = group.start(lambda pg: gather(output, flat_shard, pg), f"all-gather of unit {unit}")
     return AllGatherState(output, pending, comm)
 
 
@@ -129,17 +141,29 @@ def foreach_reduce(
     dtype, device = grads[0].dtype, grads[0].device
     chunks = reduce.allocate(slot_numel * group.size, dtype=dtype, device=device)
     num_bytes = chunks.nbytes + reduce.staging_numel(chunks.numel()) * dtype.itemsize
-    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit, num_bytes)
-    _copy_in(params, grads, chunks.view(group.size, slot_numel), unit)
-    freed = sum(g.nbytes for g in grads)
-    grads.clear()
-    probe.memory(Category.UNSHARDED_GRADS, unit, -freed)
-    output = torch.empty(slot_numel, dtype=dtype, device=device)
-    lease = probe.Lease(Category.SHARDED_GRADS, unit, output.nbytes)
-    comm = group.next_comm()
-    probe.event(Kind.REDUCE_SCATTER, Edge.BEGIN, unit, chunks.nbytes, comm)
-    pending = group.start(lambda pg: reduce(output, chunks, pg), f"reduce-scatter of unit {unit}")
+    with _alive_unless_raised(Category.REDUCE_SCATTER_BUFFERS, unit, num_bytes):
+        _copy_in(params, grads, chunks.view(group.size, slot_numel), unit)
+        _drop_full_grads(grads, unit)
+        output = torch.empty(slot_numel, dtype=dtype, device=device)
+        lease = probe.Lease(Category.SHARDED_GRADS, unit, output.nbytes)
+        comm = group.next_comm()
+        probe.event(Kind.REDUCE_SCATTER, Edge.BEGIN, unit, chunks.nbytes, comm)
+        pending = group.start(lambda pg: reduce(output, chunks, pg), f"reduce-scatter of unit {unit}")
     return ReduceScatterState(params, chunks, output, pending, comm, num_bytes, chunks.nbytes, lease)
+
+
+def _drop_full_grads(grads: list[torch.Tensor], unit: int) -> None:
+    num_bytes = sum(g.nbytes for g in grads)
+    grads.clear()
+    probe.memory(Category.UNSHARDED_GRADS, unit, -num_bytes)
+
+
+def keep_whole_grads(params: Sequence[FSDPParam], grads: list[torch.Tensor], unit: int) -> None:
+    """Take the full gradients of a single rank, which are their own average; empties the list."""
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    lease = probe.Lease(Category.SHARDED_GRADS, unit, flat.nbytes)
+    _drop_full_grads(grads, unit)
+    set_sharded_grads(params, flat, lease)
 
 
 def finish_reduce(state: ReduceScatterState, group: CommGroup, unit: int) -> None:

@@ -293,7 +293,11 @@ class FSDPParamGroup:
         if self.reshard_after_backward:
             self.reshard()
         if params:
-            self._start_reduce(params, grads)
+            try:
+                self._start_reduce(params, grads)
+            finally:
+                if not grads:  # emptied, their end was announced
+                    self._grad_bytes = 0
         self.training_state = TrainingState.IDLE
 
     # ---- gradients
@@ -315,14 +319,13 @@ class FSDPParamGroup:
         grads = [p.unsharded_param.grad for p in params if p.unsharded_param.grad is not None]
         for param in params:
             param.unsharded_param.grad = None
-        self._grad_bytes = 0
         return params, grads
 
     @torch.no_grad()
     def _start_reduce(self, params: list[FSDPParam], grads: list[torch.Tensor]) -> None:
         group = self.mesh_info.group
         if group is None:
-            self._keep_whole_grads(params, grads)
+            collectives.keep_whole_grads(params, grads, self.index)
             return
         if self.comm_ctx.reducing is not None:
             self.comm_ctx.reducing.finish_reduce()
@@ -330,23 +333,13 @@ class FSDPParamGroup:
         self._reduce = collectives.foreach_reduce(params, grads, group, reduce, self.index)
         self.comm_ctx.reducing = self
 
-    def _keep_whole_grads(self, params: list[FSDPParam], grads: list[torch.Tensor]) -> None:
-        """On a single rank a gradient is its own average."""
-        num_bytes = sum(g.nbytes for g in grads)
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        lease = probe.Lease(Category.SHARDED_GRADS, self.index, flat.nbytes)
-        grads.clear()
-        probe.memory(Category.UNSHARDED_GRADS, self.index, -num_bytes)
-        collectives.set_sharded_grads(params, flat, lease)
-
     @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the unit's reduction, if one is in flight, and set the sharded gradients."""
         group = self.mesh_info.group
-        if self._reduce is None or group is None:
-            return
-        state, self._reduce, self.comm_ctx.reducing = self._reduce, None, None
-        collectives.finish_reduce(state, group, self.index)
+        if self._reduce is not None and group is not None:
+            collectives.finish_reduce(self._reduce, group, self.index)
+        self._reduce = self.comm_ctx.reducing = None
 
     # ---- the rest
 

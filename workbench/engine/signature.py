@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -45,13 +46,10 @@ def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> 
 
     Example: ``[["u: a [2]"], ["u: a [3]"]]`` -> ``parameter 0: rank 0 has 'u: a [2]'; rank 1 has 'u: a [3]'``.
     """
-    length = max(map(len, lines_per_rank))
-    for i in range(length):
-        at_i = [repr(lines[i]) if i < len(lines) else "nothing" for lines in lines_per_rank]
-        if len(set(at_i)) > 1:
-            holders = {text: [r for r, t in zip(ranks, at_i, strict=True) if t == text] for text in at_i}
-            return f"parameter {i}: {'; '.join(_has(who, text) for text, who in holders.items())}"
-    return "the order of their units differs"
+    rows = enumerate(zip_longest(*([repr(line) for line in lines] for lines in lines_per_rank), fillvalue="nothing"))
+    number, texts = next((i, row) for i, row in rows if len(set(row)) > 1)
+    holders = {text: [r for r, t in zip(ranks, texts, strict=True) if t == text] for text in texts}
+    return f"parameter {number}: {'; '.join(_has(who, text) for text, who in holders.items())}"
 
 
 def _has(ranks: Sequence[int], text: str) -> str:

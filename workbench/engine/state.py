@@ -227,17 +227,13 @@ class FSDPState:
         return output
 
     def _end_forward(self) -> None:
-        if self._fsdp_param_group is not None:
-            self._fsdp_param_group.post_forward(reshard=self._reshards_now(), backward_follows=self._backward_follows)
+        unit = self._fsdp_param_group
+        if unit is not None:
+            # a root is kept for the backward that follows; without autograd none does, and no one would free it
+            reshard = unit.reshard_after_forward or (self.auto_reshard and not torch.is_grad_enabled())
+            unit.post_forward(reshard=reshard, backward_follows=self._backward_follows)
         self._not_yet_run.clear()
         self._training_state = TrainingState.IDLE
-
-    def _reshards_now(self) -> bool:
-        unit = self._fsdp_param_group
-        if unit is None:
-            return False
-        # a root is kept for the backward that follows; without autograd none does, and no one would free it
-        return unit.reshard_after_forward or (self.auto_reshard and not torch.is_grad_enabled())
 
     def _hook_output(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad:

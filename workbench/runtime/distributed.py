@@ -108,8 +108,15 @@ class ProcessGroups:
         groups.rebuild_all()
 
     def abort(self, reason: str) -> None:
-        """Free this rank from whatever collective it is in; thread-safe, never blocks."""
+        """End the engine's waits on this rank, now and until groups are rebuilt; thread-safe, never blocks."""
         cancellation.cancel(reason)
+
+    def shut(self) -> None:
+        """Free this rank from a collective that blocks inside C++; thread-safe, never blocks.
+
+        Call it once every rank has left what it can leave (:meth:`abort` first): a collective that is still moving
+        data when its peer's socket goes may wait for ever to send the rest.
+        """
         self._sockets.shut()
 
     def rebuild(self, generation: int) -> None:

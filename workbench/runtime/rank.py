@@ -206,7 +206,7 @@ def shutdown() -> None:
 
 
 def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """Answer a request of the control thread: drain, where, names or abort.
+    """Answer a request of the control thread: drain, where, names, abort or shut.
 
     Raises:
         ValueError: unknown operation.
@@ -222,5 +222,8 @@ def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
         case "abort":
             runtime.groups.abort(str(request.get("reason", "aborted")))
             return {}, []
+        case "shut":
+            runtime.groups.shut()
+            return {}, []
         case other:
-            raise ValueError(f"the side door knows drain, where, names and abort, not {other!r}")
+            raise ValueError(f"the side door knows drain, where, names, abort and shut, not {other!r}")

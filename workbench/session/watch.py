@@ -24,6 +24,13 @@ TICK_S = 0.1
 GRACE_S = 0.1
 """How long after a rank's failure the others may fail by themselves before they are aborted, in seconds."""
 
+SHUT_AFTER_S = 0.35
+"""How long after an abort a rank may still run before its process groups' sockets are shut, in seconds.
+
+By then the engine's waits have ended, and who still runs computes or is blocked in a collective of the user's own.
+Shutting while ranks still exchange data could leave one waiting for ever inside that exchange.
+"""
+
 SIGNAL_AFTER_S = 0.5
 """How long after a Ctrl-C a rank may still run before it is sent the signal itself, in seconds."""
 
@@ -107,6 +114,7 @@ class Watch:
         self._running = set(pending.ranks)
         self._outcome = Outcome()
         self._abort_at: float | None = None
+        self._shut_at: float | None = None
         self._signal_at: float | None = None
         self._next_tick = clock() + TICK_S
 
@@ -163,6 +171,8 @@ class Watch:
         if self._abort_at is not None and now >= self._abort_at:
             first = self._outcome.failures[0]
             self._abort(f"rank {first.rank}: {first}".partition("\n")[0][:200])
+        if self._shut_at is not None and now >= self._shut_at:
+            self._shut()
         if self._signal_at is not None and now >= self._signal_at:
             self._signal()
 
@@ -172,6 +182,14 @@ class Watch:
         self._outcome.aborted.update(ranks)
         if ranks:
             self._cluster.ask({"op": "abort", "reason": reason}, ranks, timeout_s=ASK_S)
+            self._shut_at = self._clock() + SHUT_AFTER_S
+
+    def _shut(self) -> None:
+        """Free the aborted ranks that still run from what blocks them."""
+        self._shut_at = None
+        ranks = sorted(self._running & self._outcome.aborted)
+        if ranks:
+            self._cluster.ask({"op": "shut"}, ranks, timeout_s=ASK_S)
 
     def _signal(self) -> None:
         self._signal_at = None
