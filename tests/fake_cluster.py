@@ -185,11 +185,9 @@ class FakeCluster:
                 return Reply(self.position(rank))
             case "names":
                 return Reply({"modules": self.modules[rank], "variables": self.variables[rank]})
-            case "shut":
-                return Reply({})
-            case _:
+            case "abort":
                 self.on_abort.pop(rank, lambda reason: None)(request["reason"])
-                return Reply({})
+        return Reply({})
 
     def position(self, rank: int) -> dict[str, Any]:
         return {

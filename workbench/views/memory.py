@@ -30,6 +30,9 @@ MAX_PANELS = 4
 MAX_POINTS = 9_000
 """Points of all lines together; of more moments each bin of time keeps its lowest and its highest."""
 
+PEAK_COLUMNS = 46
+"""Characters of a line beside the peak: half of a narrow page."""
+
 ALIKE = 0.02
 """Ranks share a panel if no class differs by more than this part of the peak."""
 
@@ -238,7 +241,7 @@ def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: i
     t_ns = panel.peak.t_ns - _origin_ns(panel)
     x, y = max(t_ns, 0) / scale.ns, panel.peak.num_bytes / scale.num_bytes
     left = t_ns > (last_ns(panel.shown.rows) - _origin_ns(panel)) / 2
-    words = [theme.escape(line) for line in textwrap.wrap(describe_peak(header, panel.peak), 72)]
+    words = [theme.escape(line) for line in textwrap.wrap(describe_peak(header, panel.peak), PEAK_COLUMNS)]
     fig.add_annotation(
         x=x,
         y=y,
