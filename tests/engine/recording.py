@@ -1,5 +1,6 @@
 """A probe that writes down everything, and the words to say what it should have written."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ class Recording:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self.clear()
         self.units: dict[int, UnitInfo] = {}
         self.retired: list[int] = []
@@ -43,10 +45,11 @@ class Recording:
 
     def memory(self, category, unit, delta_bytes) -> None:
         assert delta_bytes
-        self.deltas.append((category, unit, delta_bytes))
-        self.live[category] += delta_bytes
-        assert self.live[category] >= 0, f"{category.name} below zero"
-        self.peak[category] = max(self.peak[category], self.live[category])
+        with self._lock:  # a lease may end in whatever thread collects garbage, and within this very block
+            self.deltas.append((category, unit, delta_bytes))
+            self.live[category] += delta_bytes
+            assert self.live[category] >= 0, f"{category.name} below zero"
+            self.peak[category] = max(self.peak[category], self.live[category])
 
     def phase(self, phase) -> None:
         self.phases.append(phase)
@@ -82,6 +85,9 @@ class Recording:
     def alive(self) -> dict[Category, int]:
         """The categories that hold bytes, and how many."""
         return {category: num_bytes for category, num_bytes in self.live.items() if num_bytes}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
 
 @contextmanager

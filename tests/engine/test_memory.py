@@ -13,7 +13,7 @@ from tests.engine.parity import shard_net
 from tests.engine.ranks import eventually, run_ranks
 from tests.engine.recording import recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, numel, slots
-from workbench.engine import fully_shard, unshard_module
+from workbench.engine import fully_shard, probe, unshard_module
 from workbench.engine.probe import Category
 
 SHARDS = Category.SHARDED_PARAMS
@@ -235,3 +235,15 @@ def meta_then_real() -> list[dict[Category, int]]:
 def test_meta_shards_hold_no_bytes_and_conversions_are_followed():
     numel_shard = slots(2, ((4, 3), (4,)))
     assert run_ranks(2, meta_then_real)[0] == [{}, {SHARDS: numel_shard * 4}, {SHARDS: numel_shard * 8}]
+
+
+def test_a_probe_hears_only_of_the_death_of_what_it_saw_born():
+    before = probe.Lease(SHARDS, 0, 100)
+    with recording() as first:
+        during = probe.Lease(SHARDS, 0, 30)
+        del before
+        assert first.alive == {SHARDS: 30}
+    with recording() as second:
+        del during
+        assert second.deltas == []
+    assert first.alive == {SHARDS: 30}

@@ -5,7 +5,7 @@ import pytest
 
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
-from workbench.errors import TraceError, UsageError
+from workbench.errors import UsageError
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
 from workbench.trace.columns import RankTrace, Trace
@@ -96,7 +96,7 @@ def test_one_rank_can_be_chosen():
     fig = memory(with_moves(example_trace(), lambda rank: 1 + (rank == 2)), rank=2)
     assert len(list(fig.select_yaxes())) == 1
     assert subtitle(fig).startswith("Rank 2 · ")
-    with pytest.raises(TraceError, match="no rank 9"):
+    with pytest.raises(UsageError, match="no rank 9; its ranks are: "):
         memory(example_trace(), rank=9)
 
 

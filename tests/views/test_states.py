@@ -5,7 +5,7 @@ import pytest
 
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
-from workbench.errors import TraceError, UsageError
+from workbench.errors import UsageError
 from workbench.replay.states import spans
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Edge, Kind, UnitState
@@ -77,7 +77,7 @@ def test_ranks_that_did_the_same_are_named_and_one_that_differs_too():
     assert "Ranks 0, 2-3 did the same, rank 0 is drawn · differently did rank 1" in subtitle(states(other))
     chosen = subtitle(states(other, rank=1))
     assert "Rank 1 · differently did ranks 0, 2-3" in chosen
-    with pytest.raises(TraceError, match="no rank 9"):
+    with pytest.raises(UsageError, match="no rank 9; its ranks are: "):
         states(other, rank=9)
     with pytest.raises(UsageError, match="no step 9"):
         states(other, step=9)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
-from workbench.errors import TraceError, UsageError
+from workbench.errors import UsageError
 from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Edge, Kind
@@ -198,7 +198,7 @@ def test_clocks_of_several_hosts_are_brought_together():
 
 
 def test_what_does_not_exist_is_named():
-    with pytest.raises(TraceError, match="no rank 9"):
+    with pytest.raises(UsageError, match="no rank 9; its ranks are: "):
         timeline(example_trace(), rank=9)
     with pytest.raises(UsageError, match="no step 9"):
         timeline(example_trace(), step=9)

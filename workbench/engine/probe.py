@@ -134,14 +134,17 @@ def phase(new: Phase) -> None:
 class Lease:
     """Bytes that die with the last reference to this object.
 
-    Attached to tensors whose life the engine does not end itself (gradients are dropped by the user).
+    Attached to tensors whose life the engine does not end itself (gradients are dropped by the user). A probe that was
+    not told of the birth is not told of the death.
     """
 
-    __slots__ = ("_category", "_num_bytes", "_unit")
+    __slots__ = ("_category", "_num_bytes", "_probe", "_unit")
 
     def __init__(self, category: Category, unit: int, num_bytes: int) -> None:
         self._category, self._unit, self._num_bytes = category, unit, num_bytes
+        self._probe = active
         memory(category, unit, num_bytes)
 
     def __del__(self) -> None:
-        memory(self._category, self._unit, -self._num_bytes)
+        if self._probe is active:
+            memory(self._category, self._unit, -self._num_bytes)

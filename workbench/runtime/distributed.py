@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from workbench.engine import groups
 from workbench.engine.state import roots
 from workbench.engine.waits import cancellation
-from workbench.errors import ClusterError
+from workbench.errors import ClusterError, UsageError
 from workbench.runtime.sockets import PeerSockets
 
 LOOPBACK = "127.0.0.1"
@@ -33,11 +33,11 @@ def choose_device(device: str, rank: int, world_size: int) -> torch.device:
         world_size: number of ranks.
 
     Raises:
-        ClusterError: ``cuda`` was asked for and there are fewer GPUs than ranks.
+        UsageError: ``cuda`` was asked for and there are fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus < world_size:
-        raise ClusterError(
+        raise UsageError(
             f"{world_size} ranks need {world_size} GPUs and this machine has {num_gpus}: "
             f"use --device cpu{f', or -n {num_gpus}' if num_gpus else ''}"
         )

@@ -140,7 +140,7 @@ def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | Non
         ``{"address": [host, port]}`` on rank 0, ``{"address": None}`` elsewhere.
 
     Raises:
-        ClusterError: fewer GPUs than ranks.
+        UsageError: fewer GPUs than ranks.
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     process_groups = ProcessGroups(rank, world_size, choose_device(device, rank, world_size))

@@ -103,8 +103,9 @@ def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], A
         namespace.update(originals)
     if all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True)):
         raise UsageError(
-            f"the step did not train {', '.join(names)}: verify swaps these variables for copies, so the step "
-            "function must use them by name, not through a closure, a default argument or another object"
+            f"the step did not train {', '.join(names)}. Either it takes no optimizer step, or it does not use these "
+            "variables by name: verify swaps them for copies, which a closure, a default argument or another object "
+            "does not see"
         )
     return loss
 

@@ -24,7 +24,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Category, Edge, Header, Kind
 from workbench.views import theme
 from workbench.views.phases import STRIP_HEIGHT, add_phases
-from workbench.views.window import Window, window
+from workbench.views.window import Window, one_rank, window
 
 MAX_PANELS = 4
 MAX_POINTS = 9_000
@@ -77,11 +77,10 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         rank: show this rank alone; None: one rank of each group of alike ones.
 
     Raises:
-        UsageError: the trace has nothing of ``step``.
-        TraceError: the trace has no such rank.
+        UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
-    parts = [shown.cut(rank_trace) for rank_trace in (trace.ranks if rank is None else (trace.rank(rank),))]
+    parts = [shown.cut(rank_trace) for rank_trace in (trace.ranks if rank is None else (one_rank(trace, rank),))]
     groups = _groups([part for part in parts if len(part.rows)])
     panels = [_panel(group) for group in groups[:MAX_PANELS]]
     if not any(panel.peak.num_bytes for panel in panels):

@@ -19,7 +19,7 @@ from workbench.trace.schema import Header, Kind, UnitState
 from workbench.views import theme
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
-from workbench.views.window import Window, window
+from workbench.views.window import Window, one_rank, window
 
 MAX_UNITS = 200
 _HEIGHT = 900  # pixels that the rows may take together
@@ -38,14 +38,13 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         rank: the rank to show; None: one of the largest group of alike ones.
 
     Raises:
-        UsageError: the trace has nothing of ``step``.
-        TraceError: the trace has no such rank.
+        UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
     alike = _alike(trace, shown)
     if rank is None and not alike:
         return theme.empty(_NOTHING)
-    drawn = shown.cut(trace.rank(alike[0][0] if rank is None else rank))
+    drawn = shown.cut(one_rank(trace, alike[0][0] if rank is None else rank))
     units = _units(trace.header, drawn)
     if not units or not len(drawn.rows):
         return theme.empty(_NOTHING)

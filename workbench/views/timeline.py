@@ -21,7 +21,7 @@ from workbench.trace.schema import COLLECTIVES, Header, Kind
 from workbench.views import theme
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
 from workbench.views.tracks import LANES, TRACKS, WAIT_TRACK, Tracks, tracks
-from workbench.views.window import Window, window
+from workbench.views.window import Window, one_rank, window
 
 MAX_RANKS = 8
 """Blocks drawn; with more ranks, those that did the same share at most two."""
@@ -75,11 +75,10 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
         rank: show this rank alone; None: all of them, alike ones together if they are many.
 
     Raises:
-        UsageError: the trace has nothing of ``step``.
-        TraceError: the trace has no such rank.
+        UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
-    ranks = trace.ranks if rank is None else (trace.rank(rank),)
+    ranks = trace.ranks if rank is None else (one_rank(trace, rank),)
     parts = [part for part in (shown.stateless(rank_trace) for rank_trace in ranks) if len(part.rows)]
     names, folded = _chosen(trace.header, parts)
     blocks = _blocks(trace.header, shown, [part for part in parts if part.rank in names], names)

@@ -75,6 +75,18 @@ def window(trace: Trace, step: int | None, count: int) -> Window:
     return Window(first=max(last - count + 1, min(last, 0)), last=last)
 
 
+def one_rank(trace: Trace, rank: int) -> RankTrace:
+    """Return the rank asked for.
+
+    Raises:
+        UsageError: the trace has no such rank.
+    """
+    known = [r.rank for r in trace.ranks]
+    if rank not in known:
+        raise UsageError(f"the trace has no rank {rank}; its ranks are: {ranges(known) or 'none yet'}")
+    return trace.rank(rank)
+
+
 def _last_step(trace: Trace) -> int:
     """The last step with work of a unit or the optimizer, else the last one at all, else -1."""
     worked = [rank.rows["step"][of_kind(rank.rows, _WORK)].max(initial=-1) for rank in trace.ranks]
