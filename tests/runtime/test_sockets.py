@@ -50,10 +50,10 @@ def test_a_descriptor_that_was_reused_is_left_alone(listener):
     sockets = PeerSockets()
     with sockets.tracked():
         client, accepted = connect(listener)
+    left, right = socket.socketpair()
     number = client.fileno()
     client.close()
     accepted.close()
-    left, right = socket.socketpair()
     os.dup2(left.fileno(), number)
     assert sockets.shut() == 0
     right.sendall(b"x")
