@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from tests.engine.comparison import DIM, compare, squares
 from tests.engine.models import Block
 from tests.engine.ranks import run_ranks
-from tests.engine.test_modules import DIM, compare, squares
 from workbench.engine import fully_shard
 from workbench.engine.probe import Kind
 

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.engine.comparison import train_both
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
-from tests.engine.test_params import train_both
 from workbench.engine import groups
 from workbench.engine.comm import DefaultAllGather, DefaultReduceScatter, GlooAllGather, GlooReduceScatter, default_pair
 from workbench.engine.probe import Category

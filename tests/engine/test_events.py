@@ -162,6 +162,25 @@ def test_phases_of_a_step():
     ]
 
 
+def units_in_order() -> list[list[str]]:
+    model = shard_net(make_net(**NET))
+    order = model._get_fsdp_state()._comm_ctx.post_forward_order
+    seen = []
+    for fails in (False, True, False):
+        loss = loss_of(model, batch(0, 0))
+        seen.append([unit.name for unit in order])
+        if fails:
+            model.reset_iter_state()
+        else:
+            loss.backward()
+        seen.append([unit.name for unit in order])
+    return seen
+
+
+def test_the_order_of_forwards_is_forgotten_after_a_backward_or_a_reset():
+    assert run_ranks(1, units_in_order) == [[["blocks.0", "blocks.1", ""], []] * 3]
+
+
 def units_of(reshard: bool | None) -> dict[str, tuple]:
     with recording() as record:
         model = shard_net(make_net(**NET), reshard_after_forward=reshard)

@@ -182,6 +182,28 @@ def test_unshard_module_frees_the_shards_at_once(world_size):
     assert run_ranks(world_size, undone) == [{}] * world_size
 
 
+def held_after_unsharding(convert: bool) -> list[int]:
+    gc.disable()
+    with recording() as record:
+        model = fully_shard(nn.Linear(6, 4))
+        if convert:
+            model.double()
+        held = model.bias
+        bytes_alive = [record.live[SHARDS]]
+        unshard_module(model)
+        bytes_alive.append(record.live[SHARDS])
+        del held
+        eventually(lambda: not record.alive)
+        bytes_alive.append(record.live[SHARDS])
+    return bytes_alive
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_shards_count_as_alive_as_long_as_one_of_the_parameters_is_held(convert):
+    num_bytes = slots(2, ((4, 6), (4,))) * (8 if convert else 4)
+    assert run_ranks(2, held_after_unsharding, convert) == [[num_bytes, num_bytes, 0]] * 2
+
+
 def originals_alive() -> list[str]:
     gc.disable()
     model = make_net(**NET)

@@ -9,27 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.engine.comparison import train_both
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, check_parity, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, recording
 from workbench.engine import fully_shard
 from workbench.engine.probe import Kind
-
-
-def train_both(plain: nn.Module, sharded: nn.Module, steps: int = 3, between=lambda model, step: None) -> None:
-    """Train both alike and compare after each backward and at the end; ``between(model, step)`` runs before a step."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, sharded)]
-    for step in range(steps):
-        for model in (plain, sharded):
-            between(model, step)
-            loss_of(model, batch(dist.get_rank(), step)).backward()
-        average_grads(plain)
-        assert_same_shards(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_shards(sharded, plain)
 
 
 def tied_within_a_unit() -> None:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.engine.comparison import train_both
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import eventually, outcomes, run_ranks
 from tests.engine.recording import recording
-from tests.engine.test_params import train_both
-from workbench.engine import CollectiveFailed, StepAborted, groups
+from workbench.engine import CollectiveFailed, StepAborted, groups, waits
 from workbench.engine.comm import _WaitedInAThread
 from workbench.engine.probe import Category, Edge, Kind
 from workbench.engine.waits import PendingWork, cancellation
@@ -88,18 +88,32 @@ def test_a_failed_collective_says_which_one():
     assert str(failed.value.__cause__) == work.error
 
 
-@pytest.mark.parametrize("when", ["before", "while looking"])
-def test_a_collective_that_an_abort_broke_reports_the_abort(when):
+@pytest.mark.parametrize("when", ["before", "a moment later"])
+def test_a_collective_that_an_abort_broke_reports_the_abort(when, monkeypatch):
+    """The word of the abort may come after the sockets are gone: a failure waits for it a little."""
+    monkeypatch.setattr(waits, "GRACE_S", 10)
     work = FakeWork("Connection closed by peer")
     pending = PendingWork(work, "test")
     work.future.set_result(None)
     pending.block()
     if when == "before":
         cancellation.cancel("aborted")
-    thread = in_a_thread(lambda: cancellation.cancel("aborted"))
+    else:
+        is_waited_for = cancellation._cancelled._cond._waiters
+        thread = in_a_thread(lambda: eventually(lambda: bool(is_waited_for)) and cancellation.cancel("aborted"))
     with pytest.raises(StepAborted, match=r"^aborted$"):
         pending.finish()
-    thread.join()
+    if when != "before":
+        thread.join()
+
+
+def test_a_wait_is_not_begun_after_an_abort_even_if_the_collective_has_ended():
+    work = FakeWork()
+    pending = PendingWork(work, "test")
+    work.future.set_result(None)
+    cancellation.cancel("aborted")
+    with pytest.raises(StepAborted, match=r"^aborted$"):
+        pending.block()
 
 
 # ---- with real ranks

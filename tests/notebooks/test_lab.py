@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.cluster]
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 TOKEN = "test"
+KERNEL = "window.jupyterapp?.shell.currentWidget?.context?.sessionContext?.session?.kernel?.status"
 CELLS = [
     "%load_ext workbench",
     "%fsdp start -n 2 --device cpu",
@@ -93,8 +94,8 @@ def ran(lab, chromium):
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(lab)
         page.wait_for_selector(".jp-CodeCell", timeout=60_000)
-        page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=60_000)
         page.click(".jp-CodeCell .cm-content")
+        page.wait_for_function(f"() => {KERNEL} === 'idle'", timeout=60_000)
         page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
         _wait_for_the_last_cell(page)
         yield page, requests, errors
