@@ -103,14 +103,15 @@ def measure_recording(size: str, num_pairs: int) -> Recording:
     """Return the samples of ``num_pairs`` recorded and as many plain steps; which comes first changes every time."""
     recorder = Recorder(Header())
     trainer = Trainer(recorder)
-    num_rows = 0
+    num_rows = next_seq = 0
 
     def recorded_step() -> None:
-        nonlocal num_rows
+        nonlocal num_rows, next_seq
         recorder.begin_step()
         step()
         recorder.end_step()
-        num_rows = len(recorder.drain().rows) // ROW.size
+        drained = recorder.drain(next_seq)
+        num_rows, next_seq = len(drained.rows) // ROW.size, drained.key_frame.seq
 
     with _recording(recorder, trainer):  # units tell the probe of themselves when they are made
         step = make_step(size, "ours")
