@@ -18,6 +18,7 @@ from workbench.engine._torch import (
     TESTED_TORCH,
     dtensor_like,
     local_of,
+    parameter_of,
     queue_backward_final_callback,
     set_local,
     set_parameter,
@@ -126,8 +127,10 @@ def test_a_conversion_keeps_the_parameter_and_exchanges_what_it_wraps(world_size
 def test_a_parameter_is_exchanged_where_modules_look_for_it():
     module = nn.Linear(2, 2)
     plain = nn.Parameter(torch.ones(2, 2))
+    assert parameter_of(module, "weight") is module.weight
     set_parameter(module, "weight", plain)
-    assert module.weight is plain
+    assert module.weight is parameter_of(module, "weight") is plain
+    assert parameter_of(module, "no such") is None
     assert dict(module.named_parameters())["weight"] is plain
     assert list(module.state_dict()) == ["weight", "bias"]  # in the old place
     assert copy.deepcopy(module)(torch.ones(1, 2)).shape == (1, 2)

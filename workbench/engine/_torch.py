@@ -42,6 +42,11 @@ def set_local(dtensor: DTensor, local: torch.Tensor) -> None:
     dtensor._local_tensor = local
 
 
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter registered under ``name``, without the search of ``nn.Module.__getattr__``."""
+    return module._parameters.get(name)
+
+
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     """Exchange a registered parameter without the checks of ``nn.Module.__setattr__``: runs 4 times a step each."""
     module._parameters[name] = param

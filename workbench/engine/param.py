@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from workbench.engine._torch import dtensor_like, local_of, set_local, set_parameter
+from workbench.engine._torch import dtensor_like, local_of, parameter_of, set_local, set_parameter
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.probe import ParamInfo
 
@@ -57,7 +57,8 @@ class ParamModuleInfo:
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every place."""
-        for module, name in self.places:
+        set_parameter(self.module, self.name, param)
+        for module, name in self.shared:
             set_parameter(module, name, param)
 
 
@@ -130,7 +131,7 @@ class FSDPParam:
     @property
     def is_registered(self) -> bool:
         """True if the DTensor parameter on the module is the one known here, and wraps what it did."""
-        param = getattr(self.info.module, self.info.name)
+        param = parameter_of(self.info.module, self.info.name)
         return param is self.sharded_param and local_of(cast("DTensor", param)) is self._local
 
     def registered(self) -> DTensor:
@@ -170,15 +171,15 @@ class FSDPParam:
         self._full = padded_full[: math.prod(self.full_shape)].view(self.full_shape)
         self._nothing = padded_full.new_empty(0)
         full = nn.Parameter(self._full.data, requires_grad=self.trainable)
-        if self.has_full_grad:
-            full.grad = cast("torch.Tensor", self.unsharded_param.grad).to(full)
+        grad = self.unsharded_param.grad if hasattr(self, "unsharded_param") else None
+        full.grad = grad.to(full) if grad is not None else None
         full.data = self._nothing
         self.unsharded_param = full
 
     @property
     def has_full_grad(self) -> bool:
         """True if there is a full gradient that was not reduced yet."""
-        return hasattr(self, "unsharded_param") and self.unsharded_param.grad is not None
+        return self.unsharded_param.grad is not None
 
     def to_unsharded(self) -> None:
         """Register the full parameter; its storage must be there."""

@@ -213,7 +213,7 @@ class FSDPState:
     def _post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
         if self._training_state is TrainingState.PRE_BACKWARD:
             return output
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             self._hook_output(tensor)
         if self._not_yet_run:
             return output  # another module of the same unit has yet to run
