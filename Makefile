@@ -1,11 +1,13 @@
-# make demo | test | lab | bench | clean. Each makes what it needs, once; see README.md.
+# make demo | test | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
 #                empty: where pip looks. Another choice takes effect after `make clean`.
+#   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M"; "--help" lists them
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+BENCH_FLAGS ?=
 TORCH := torch==2.13.0
 
 VENV := .venv
@@ -14,15 +16,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab bench clean
+.PHONY: help demo test lab bench bench-check clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
-	@echo "make test    lint, types and all tests (the browser tests need Chromium)"
-	@echo "make lab     open the tour in JupyterLab"
-	@echo "make bench   measure steps; write build/bench.json"
-	@echo "make clean   remove the environment and all that was made"
+	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
+	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
+	@echo "make lab          open the tour in JupyterLab"
+	@echo "make bench        measure steps; write build/bench.json"
+	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
+	@echo "make clean        remove the environment and all that was made"
 
 demo: $(VENV)/installed
 	@$(BIN)/workbench demo
@@ -31,7 +34,10 @@ lab: $(VENV)/installed
 	@$(BIN)/workbench lab
 
 bench: $(VENV)/installed
-	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench $(BENCH_FLAGS)
+
+bench-check: $(VENV)/installed
+	@$(BIN)/python -m tests.bench --check $(BENCH_FLAGS)
 
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -250,4 +250,5 @@ SHARD_RESULT = {
     "bytes_unsharded": 4000,
     "bytes_at_rest": 1000,
     "optimizers": 0,
+    "policy": [],
 }

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.commands import (
-    RESHARD_AFTER_FORWARD,
     Command,
+    Reshard,
     Shard,
     Step,
     Unshard,
@@ -16,6 +16,7 @@ from workbench.commands import (
     to_text,
 )
 from workbench.magics.words import parse_command
+from workbench.policy import DTYPES, OFF, RESHARD_AFTER_FORWARD
 
 identifiers = st.from_regex(r"[A-Za-z_]\w{0,9}", fullmatch=True).filter(str.isidentifier)
 models = st.builds(
@@ -24,15 +25,40 @@ models = st.builds(
     st.lists(identifiers | st.integers(0, 99).map(str), max_size=3),
 )
 globs = st.text(min_size=1, max_size=12).filter(lambda g: "," not in g and g == g.strip())
+sizes = st.integers(1, 1000)
+meshes = st.just(()) | st.tuples(sizes) | st.tuples(sizes, sizes)
+afters = st.sampled_from(RESHARD_AFTER_FORWARD) | st.integers(2, 1000)
+dtypes = st.sampled_from(list(DTYPES))
+precisions = st.just(OFF) | st.builds(
+    lambda first, more: ",".join([first, *(f"{name}={dtype}" for name, dtype in more.items())]),
+    dtypes,
+    st.dictionaries(st.sampled_from(["reduce", "output"]), dtypes),
+)
+wraps = st.lists(identifiers, max_size=3).map(tuple)
 shards = st.builds(
     Shard,
     model=models,
-    wrap=st.lists(identifiers, max_size=3).map(tuple),
-    reshard_after_forward=st.sampled_from(RESHARD_AFTER_FORWARD),
+    wrap=wraps,
+    mesh=meshes,
+    reshard_after_forward=afters,
+    mp=precisions,
+    offload=st.booleans(),
+    prefetch=st.integers(0, 99),
     ignore=st.lists(globs, max_size=3).map(tuple),
+)
+reshards = st.builds(
+    Reshard,
+    model=models,
+    wrap=wraps,
+    mesh=meshes,
+    reshard_after_forward=afters | st.just(""),
+    mp=precisions | st.just(""),
+    offload=st.none() | st.booleans(),
+    prefetch=st.none() | st.integers(0, 99),
 )
 commands = st.one_of(
     shards,
+    reshards,
     st.builds(Unshard, model=models),
     st.builds(Step, count=st.integers(1, 10**9), fn=identifiers),
     st.builds(Verify, model=models | st.just(""), fn=identifiers),
@@ -57,6 +83,15 @@ def test_dict_round_trip_through_json(command: Command):
         (Shard(model="m", reshard_after_forward="false"), "shard m --reshard-after-forward false"),
         (Shard(model="m", ignore=("*.bias", "-odd one")), "shard m --ignore '*.bias,-odd one'"),
         (Shard(model="m", ignore=("-x",)), "shard m --ignore=-x"),
+        (
+            Shard(model="m", mesh=(2, 4), mp="bf16,reduce=fp32", offload=True, prefetch=2, reshard_after_forward=4),
+            "shard m --mesh 2x4 --reshard-after-forward 4 --mp bf16,reduce=fp32 --offload --prefetch 2",
+        ),
+        (Shard(model="m", mesh=(4,), mp="off", offload=False, prefetch=0), "shard m --mesh 4"),
+        (Reshard(model="m"), "reshard m"),
+        (Reshard(model="m", wrap=("Block",), mesh=(4,)), "reshard m --wrap Block --mesh 4"),
+        (Reshard(model="m", mp="off", offload=False, prefetch=0), "reshard m --mp off --no-offload --prefetch 0"),
+        (Reshard(model="m", reshard_after_forward="auto"), "reshard m --reshard-after-forward auto"),
         (Unshard(model="m"), "unshard m"),
         (Step(), "step"),
         (Step(count=40, fn="go"), "step 40 --fn go"),
@@ -85,7 +120,29 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Step(fn="f()"), "f()"),
         (lambda: Verify(model="a b"), "a b"),
         (lambda: Verify(fn=""), "function"),
-        (lambda: from_dict({"word": "dance"}), "shard, unshard, step, verify"),
+        (lambda: Shard(model="m", reshard_after_forward=1), "at least 2, not 1"),
+        (lambda: Shard(model="m", reshard_after_forward=True), "auto, true, false, or a number"),
+        (lambda: Shard(model="m", reshard_after_forward=""), "not ''"),
+        (lambda: Shard(model="m", mesh=(2, 2, 2)), "such as 4 or 2x2, not '2x2x2'"),
+        (lambda: Shard(model="m", mesh=(0,)), "not '0'"),
+        (lambda: Shard(model="m", mesh=(2, True)), "not '2xTrue'"),
+        (lambda: Shard(model="m", mp="bf8"), "Dtypes are bf16, fp16, fp32, fp64. Not 'bf8'"),
+        (lambda: Shard(model="m", mp=""), "Not ''"),
+        (lambda: Shard(model="m", mp=16), "Not 16"),
+        (lambda: Shard(model="m", mp="bf16,speed=fp32"), "reduce= and output="),
+        (lambda: Shard(model="m", mp="bf16,fp32"), "reduce= and output="),
+        (lambda: Shard(model="m", mp="bf16,reduce=fp32,reduce=fp16"), "reduce= and output="),
+        (lambda: Shard(model="m", offload=1), "offload is true or false, not 1"),
+        (lambda: Shard(model="m", offload=None), "offload is true or false, not None"),
+        (lambda: Shard(model="m", prefetch=-1), "1, 2, ..., or 0"),
+        (lambda: Shard(model="m", prefetch=True), "not True"),
+        (lambda: Reshard(model="4"), "'4'"),
+        (lambda: Reshard(model="m", wrap=("a b",)), "a b"),
+        (lambda: Reshard(model="m", mp="half"), "Not 'half'"),
+        (lambda: Reshard(model="m", offload="yes"), "not 'yes'"),
+        (lambda: Reshard(model="m", prefetch="2"), "not '2'"),
+        (lambda: from_dict({"word": "reshard", "model": "m", "ignore": []}), "no field ignore"),
+        (lambda: from_dict({"word": "dance"}), "shard, reshard, unshard, step, verify"),
         (lambda: from_dict({"model": "m"}), "None"),
         (lambda: from_dict({"word": "shard", "model": "m", "speed": 3}), "speed"),
         (lambda: from_dict({"word": "shard"}), "lacks model"),

@@ -21,7 +21,7 @@ from tests.fake_cluster import (
     writes,
 )
 from workbench.cluster.pending import Output
-from workbench.commands import Step
+from workbench.commands import Reshard, Step, from_dict
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.trace.columns import Trace
 from workbench.trace.file import load
@@ -117,12 +117,41 @@ def test_shard_sends_the_command_and_reports(wb):
         "word": "shard",
         "model": "model",
         "wrap": ("Block",),
+        "mesh": (),
         "reshard_after_forward": "false",
+        "mp": "off",
+        "offload": False,
+        "prefetch": 0,
         "ignore": ("*.bias",),
     }
     assert wb.asked("execute") == [("execute", sent)]
     assert report.bytes_at_rest == (1008, 1000, 1000, 1000)
     assert "model: 3 units on 4 ranks, 1,000 elements in 10 parameters" in str(report)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", [2, 2], (2, 2)])
+def test_every_policy_is_sent(wb, mesh):
+    policy = {"reshard_after_forward": "true", "mp": "bf16,reduce=fp32", "offload": True, "prefetch": 2}
+    wb.fake.script["shard"] = gives({**SHARD_RESULT, "policy": ["2 copies", "computes in bfloat16"]})
+    report = wb.shard("model", wrap="Block", mesh=mesh, **policy)
+    assert wb.asked("execute")[0][1] == {
+        "word": "shard",
+        "model": "model",
+        "wrap": ("Block",),
+        "mesh": (2, 2),
+        "ignore": (),
+        **policy,
+    }
+    assert "policy     2 copies; computes in bfloat16" in str(report)
+
+
+def test_reshard_sends_only_what_changes(trained):
+    trained.fake.script["reshard"] = gives({**SHARD_RESULT, "optimizers": 2})
+    report = trained.reshard("model", reshard_after_forward=2, mesh=4)
+    (sent,) = trained.asked("execute")
+    assert from_dict(sent[1]) == Reshard(model="model", reshard_after_forward=2, mesh=(4,))
+    assert "resharded in place, model: 3 units on 4 ranks" in str(report)
+    assert "state of 2 optimizers carried along" in str(report)
 
 
 def test_unshard_and_verify_report(trained):
@@ -176,6 +205,14 @@ def test_do_takes_the_command_itself(trained):
         (lambda wb: wb.shard("a b"), "a model is named by its variable"),
         (lambda wb: wb.step(0), "at least 1"),
         (lambda wb: wb.shard("model", wrap=[3]), "names of module classes"),
+        (lambda wb: wb.shard("model", mesh="2x3"), "%fsdp shard: mesh 2x3 = 6 is not the number of ranks, 4; what"),
+        (lambda wb: wb.reshard("model", mesh=2), "mesh 2 is not the number of ranks, 4; what fits: 4, 2x2, 4x1"),
+        (lambda wb: wb.shard("model", mesh=2.5), "such as 4 or 2x2, not '2.5'"),
+        (lambda wb: wb.shard("model", reshard_after_forward=3), "what fits: 2; or auto, true, false"),
+        (lambda wb: wb.shard("model", mesh="2x2", reshard_after_forward=2), "what fits: no number; auto"),
+        (lambda wb: wb.shard("model", mp="half"), "Dtypes are bf16, fp16, fp32, fp64"),
+        (lambda wb: wb.shard("model", speed=3), "speed"),
+        (lambda wb: wb.reshard("model"), "nothing to reshard: first %fsdp shard model"),
         (lambda wb: wb.shard(wb), "a model is named by its variable"),
         (lambda wb: wb.run_cell("x", ranks=[7]), "there is no rank 7: the ranks are 0 to 3"),
         (lambda wb: wb.run_cell("x", ranks=[]), "no rank is named"),

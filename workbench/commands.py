@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
-ReshardAfterForward = Literal["auto", "true", "false"]
-RESHARD_AFTER_FORWARD: tuple[str, ...] = get_args(ReshardAfterForward)
+from workbench.policy import MixedPrecision, check_mesh, check_prefetch, check_reshard_after_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,12 @@ class Shard(Command):
         model: a variable name on the ranks, or a dotted path that starts with one.
         wrap: names of module classes of which each instance becomes a unit of its own; empty: chosen from the
             module (the class of the largest ``ModuleList`` / ``Sequential`` of equal children).
-        reshard_after_forward: ``auto`` (True, root kept unsharded), ``true`` or ``false``.
+        mesh: ``(F,)``: all F ranks share one copy; ``(R, F)``: R copies, each shared by F ranks. Empty: all ranks.
+        reshard_after_forward: ``auto`` (True, root kept unsharded), ``true``, ``false``, or a number of ranks that
+            share the parameters between forward and backward.
+        mp: mixed precision as :class:`~workbench.policy.MixedPrecision` reads it, or ``off``.
+        offload: whether shards, gradients and optimizer state stay in host memory between uses.
+        prefetch: how many units ahead are asked for by explicit lists; 0: the engine's own one.
         ignore: glob patterns of parameter names that stay unsharded.
 
     Raises:
@@ -40,23 +44,45 @@ class Shard(Command):
     word: ClassVar[str] = "shard"
     model: str
     wrap: tuple[str, ...] = ()
-    reshard_after_forward: ReshardAfterForward = "auto"
+    mesh: tuple[int, ...] = ()
+    reshard_after_forward: str | int = "auto"
+    mp: str = "off"
+    offload: bool = False
+    prefetch: int = 0
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_model(self.model)
-        for cls in self.wrap:
-            if not _is_name(cls):
-                raise ValueError(f"wrap takes names of module classes such as Block, not {cls!r}")
-        if self.reshard_after_forward not in RESHARD_AFTER_FORWARD:
-            raise ValueError(
-                f"reshard_after_forward is one of {', '.join(RESHARD_AFTER_FORWARD)}, "
-                f"not {self.reshard_after_forward!r}"
-            )
+        _check_policy(self)
         if not all(_is_pattern(glob) for glob in self.ignore):
             raise ValueError(
                 f"ignore takes patterns of names without commas or outer spaces, such as *.bias, not {self.ignore}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard(Command):
+    """Change how a sharded model is sharded, in place; training goes on, optimizer state is carried along.
+
+    Every attribute but ``model`` is as in :class:`Shard`, and at its default keeps what there is. Parameters that
+    ``shard`` left out stay out.
+
+    Raises:
+        ValueError: a field holds something else.
+    """
+
+    word: ClassVar[str] = "reshard"
+    model: str
+    wrap: tuple[str, ...] = ()
+    mesh: tuple[int, ...] = ()
+    reshard_after_forward: str | int = ""
+    mp: str = ""
+    offload: bool | None = None
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        _check_policy(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +147,10 @@ class Verify(Command):
         _check_function(self.fn)
 
 
-COMMANDS: dict[str, type[Command]] = {cls.word: cls for cls in (Shard, Unshard, Step, Verify)}
+COMMANDS: dict[str, type[Command]] = {cls.word: cls for cls in (Shard, Reshard, Unshard, Step, Verify)}
 
 # the field each word takes without a flag
-_POSITIONAL = {"shard": "model", "unshard": "model", "step": "count", "verify": "model"}
+_POSITIONAL = {"shard": "model", "reshard": "model", "unshard": "model", "step": "count", "verify": "model"}
 
 
 def to_dict(command: Command) -> dict[str, Any]:
@@ -160,15 +186,40 @@ def to_text(command: Command) -> str:
     words = [command.word]
     for f in dataclasses.fields(command):
         value = getattr(command, f.name)
-        if value == f.default:
+        if value == f.default and type(value) is type(f.default):  # False and 0 are equal
             continue
         if f.name == _POSITIONAL[command.word]:
             words.insert(1, shlex.quote(str(value)))
         else:
-            flag, text = "--" + f.name.replace("_", "-"), ",".join(value) if isinstance(value, tuple) else str(value)
-            # argparse takes a separate word that starts with a dash for a flag
-            words += [f"{flag}={shlex.quote(text)}"] if text.startswith("-") else [flag, shlex.quote(text)]
+            words += _flag(f.name, value)
     return " ".join(words)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """Return the words for one field: ``mesh, (2, 4)`` -> ``--mesh 2x4``; ``offload, False`` -> ``--no-offload``."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-")]
+    text = ("x" if name == "mesh" else ",").join(map(str, value)) if isinstance(value, tuple) else str(value)
+    # argparse takes a separate word that starts with a dash for a flag
+    return [f"{flag}={shlex.quote(text)}"] if text.startswith("-") else [flag, shlex.quote(text)]
+
+
+def _check_policy(command: Shard | Reshard) -> None:
+    """Raise unless the fields that both have hold what they may, or their default."""
+    for cls in command.wrap:
+        if not _is_name(cls):
+            raise ValueError(f"wrap takes names of module classes such as Block, not {cls!r}")
+    if command.mesh:
+        check_mesh(command.mesh)
+    if command.reshard_after_forward != type(command).reshard_after_forward:
+        check_reshard_after_forward(command.reshard_after_forward)
+    if command.mp != type(command).mp:
+        MixedPrecision.parse(command.mp)
+    if not isinstance(command.offload, bool) and command.offload is not type(command).offload:
+        raise ValueError(f"offload is true or false, not {command.offload!r}")
+    if command.prefetch is not type(command).prefetch:
+        check_prefetch(command.prefetch)
 
 
 def _check_model(model: object) -> None:

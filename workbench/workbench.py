@@ -7,15 +7,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
 from workbench.cluster.pending import Output, Pending
-from workbench.commands import Command, ReshardAfterForward, Shard, Step, Unshard, Verify, to_dict
+from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, to_dict
 from workbench.errors import UsageError, WorkbenchError
 from workbench.export import export
+from workbench.policy import as_mesh, check_mesh_fits, check_reshard_fits
 from workbench.session.follow import Follower, Progress
 from workbench.session.names import Names, check_function, check_model, shard_first
 from workbench.session.outputs import compare, text_of
@@ -24,6 +25,7 @@ from workbench.session.reports import (
     ExportReport,
     RankStatus,
     Report,
+    ReshardReport,
     ShardReport,
     StartReport,
     StatusReport,
@@ -38,6 +40,23 @@ from workbench.views import draw
 
 OnProgress = Callable[[Progress], None]
 OnOutput = Callable[[Output], None]
+
+
+class ReshardOptions(TypedDict, total=False):
+    """What :meth:`Workbench.reshard` takes; :class:`workbench.commands.Reshard` says what each means."""
+
+    wrap: str | Iterable[str]
+    mesh: int | str | Sequence[int]
+    reshard_after_forward: str | int
+    mp: str
+    offload: bool
+    prefetch: int
+
+
+class ShardOptions(ReshardOptions, total=False):
+    """What :meth:`Workbench.shard` takes; :class:`workbench.commands.Shard` says what each means."""
+
+    ignore: str | Iterable[str]
 
 
 class Workbench:
@@ -191,20 +210,26 @@ class Workbench:
         pending = session.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
         return to_report(command, session.finish(pending, mark, meanwhile, is_command=True))
 
-    def shard(
-        self,
-        model: str,
-        wrap: str | Iterable[str] = (),
-        reshard_after_forward: ReshardAfterForward = "auto",
-        ignore: str | Iterable[str] = (),
-    ) -> ShardReport:
-        """Shard the module that ranks call ``model``: :class:`~workbench.commands.Shard`; errors as :meth:`do`."""
-        command = _made(
-            lambda: Shard(
-                model=model, wrap=_several(wrap), reshard_after_forward=reshard_after_forward, ignore=_several(ignore)
-            )
-        )
-        return cast(ShardReport, self.do(command))
+    def shard(self, model: str, **policy: Unpack[ShardOptions]) -> ShardReport:
+        """Shard the module that ranks call ``model``; errors as :meth:`do`.
+
+        Args:
+            model: a variable on the ranks, such as ``model`` or ``model.blocks``.
+            policy: ``wrap`` names the classes of which each instance becomes a unit; ``mesh`` is ``4`` or ``"2x2"``;
+                ``reshard_after_forward`` is ``"auto"``, ``"true"``, ``"false"`` or a number of ranks; ``mp`` such as
+                ``"bf16,reduce=fp32"``; ``offload``; ``prefetch`` units ahead; ``ignore``: patterns of parameters. What
+                each means says :class:`~workbench.commands.Shard`.
+        """
+        return cast(ShardReport, self.do(_made(lambda: Shard(model=model, **_plain(policy)))))
+
+    def reshard(self, model: str, **policy: Unpack[ReshardOptions]) -> ReshardReport:
+        """Change how a sharded model is sharded, in place; training goes on. Errors as :meth:`do`.
+
+        Args:
+            model: as in :meth:`shard`.
+            policy: as in :meth:`shard`, without ``ignore``; what is not given stays as it is.
+        """
+        return cast(ReshardReport, self.do(_made(lambda: Reshard(model=model, **_plain(policy)))))
 
     def unshard(self, model: str) -> UnshardReport:
         """Make it a plain module again: :class:`~workbench.commands.Unshard`; errors as :meth:`do`."""
@@ -298,13 +323,16 @@ class Workbench:
         return chosen
 
     def _check(self, command: Command, session: Session) -> None:
-        """Raise if the ranks' names do not fit ``command``: on some ranks it would start, and wait for the rest."""
+        """Raise if the ranks or their names do not fit ``command``: on some it would start, and wait for the rest."""
+        if isinstance(command, (Shard, Reshard)):
+            _check_fits(command, self.num_ranks)
         names = session.names()
+        is_sharded = any(not unit.retired for unit in session.trace.header.units)
+        if isinstance(command, (Reshard, Step, Verify)) and not is_sharded:
+            raise shard_first(names, command.word)
         if isinstance(command, (Step, Verify)):
-            if all(unit.retired for unit in session.trace.header.units):
-                raise shard_first(names, command.word)
             check_function(names, command.fn, self._in_notebook)
-        if isinstance(command, (Shard, Unshard, Verify)) and command.model:
+        if isinstance(command, (Shard, Reshard, Unshard, Verify)) and command.model:
             check_model(names, command.model, self._in_notebook)
 
 
@@ -335,6 +363,25 @@ class _Stream:
 def _several(names: str | Iterable[str]) -> tuple[str, ...]:
     """One name is no sequence of letters."""
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _plain(policy: ShardOptions | ReshardOptions) -> dict[str, Any]:
+    """Return options as a command's fields take them."""
+    fields: dict[str, Any] = dict(policy)
+    fields |= {name: _several(fields[name]) for name in ("wrap", "ignore") if name in fields}
+    if "mesh" in fields:
+        fields["mesh"] = as_mesh(fields["mesh"])
+    return fields
+
+
+def _check_fits(command: Shard | Reshard, num_ranks: int) -> None:
+    """Raise UsageError if a mesh does not hold all ranks, or a number of ranks does not split a copy."""
+    try:
+        check_mesh_fits(command.mesh, num_ranks)
+        if command.mesh or isinstance(command, Shard):
+            check_reshard_fits(command.reshard_after_forward, [num_ranks, *command.mesh][-1])
+    except ValueError as error:
+        raise UsageError(f"%fsdp {command.word}: {error}") from error
 
 
 def _made(make: Callable[[], Command]) -> Command:

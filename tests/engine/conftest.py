@@ -17,3 +17,9 @@ def nothing_left_over() -> Iterator[None]:
     assert groups.num_unfinished() == 0
     assert probe.active is None
     waits.cancellation.check()
+
+
+@pytest.fixture(autouse=True)
+def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests say themselves when ranks are to use shared memory: there, staging and its bytes are others."""
+    monkeypatch.setenv("WORKBENCH_COMM", "gloo")

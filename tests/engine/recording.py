@@ -83,8 +83,13 @@ class Recording:
 
     @property
     def alive(self) -> dict[Category, int]:
-        """The categories that hold bytes, and how many."""
-        return {category: num_bytes for category, num_bytes in self.live.items() if num_bytes}
+        """The categories that hold bytes, and how many; without what pools keep, see :attr:`reserved`."""
+        return {c: num_bytes for c, num_bytes in self.live.items() if num_bytes and c is not Category.RESERVED}
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that pools keep and nobody uses."""
+        return self.live[Category.RESERVED]
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}

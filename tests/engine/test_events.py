@@ -15,6 +15,7 @@ from tests.engine.recording import (
     end_reduce,
     end_unshard,
     recording,
+    span,
 )
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, DIM, FP32, NET, ROOT_SHAPES, UNITS, VOCAB, slots
 from workbench.engine.probe import Edge, Kind, Phase
@@ -33,16 +34,21 @@ def one_step(reshard: bool | None, steps: int = 1) -> Recording:
 
 
 def expected_forward(reshard: bool | None, *, alone: bool) -> list[str]:
+    """The all-gather of the unit that ran next the last time starts before a unit's forward."""
     inner = reshard is not False
-    whole = functools.partial(_whole_unshard, alone=alone)
+    begin = functools.partial(begin_unshard, alone=alone)
+    end = functools.partial(end_unshard, alone=alone)
     return [
-        *whole(ROOT),
+        *begin(ROOT),
+        *begin("blocks.0"),
+        *end(ROOT),
         "FORWARD BEGIN root",
-        *whole("blocks.0"),
+        *end("blocks.0"),
+        *begin("blocks.1"),
         "FORWARD BEGIN blocks.0",
         "FORWARD END blocks.0",
         *(["RESHARD INSTANT blocks.0"] if inner else []),
-        *whole("blocks.1"),
+        *end("blocks.1"),
         "FORWARD BEGIN blocks.1",
         "FORWARD END blocks.1",
         *(["RESHARD INSTANT blocks.1"] if inner else []),
@@ -60,7 +66,7 @@ def expected_backward(reshard: bool | None, *, alone: bool) -> list[str]:
     again = reshard is not False
     begin = functools.partial(begin_unshard, alone=alone)
     end = functools.partial(end_unshard, alone=alone)
-    start_reduce = (lambda _: []) if alone else begin_reduce
+    start_reduce = (lambda unit: span("COPY_IN", unit)) if alone else begin_reduce
     finish_reduce = (lambda _: []) if alone else end_reduce
     return [
         *(_whole_unshard(ROOT, alone=alone) if reshard is True else []),
@@ -120,6 +126,7 @@ def test_a_single_rank_does_no_collective():
         Kind.UNSHARD,
         Kind.RESHARD,
         Kind.COPY_OUT,
+        Kind.COPY_IN,
     }
     assert record.groups == {}
 
@@ -168,12 +175,12 @@ def units_in_order() -> list[list[str]]:
     seen = []
     for fails in (False, True, False):
         loss = loss_of(model, batch(0, 0))
-        seen.append([unit.name for unit in order])
+        seen.append([state._fsdp_param_group.name for state in order])
         if fails:
             model.reset_iter_state()
         else:
             loss.backward()
-        seen.append([unit.name for unit in order])
+        seen.append([state._fsdp_param_group.name for state in order])
     return seen
 
 

@@ -2,11 +2,14 @@
 
 import copy
 import functools
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, shard_net
@@ -16,6 +19,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, we
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 OPTIMIZERS = {
     "SGD with momentum": SGD,
+    "SGD foreach": functools.partial(SGD, foreach=True),
     "AdamW foreach": functools.partial(ADAMW, foreach=True),
     "AdamW fused": functools.partial(ADAMW, fused=True),
     "AdamW one by one": functools.partial(ADAMW, foreach=False),
@@ -58,6 +62,65 @@ def test_clip_grad_norm(clip):
     norms = run_ranks(2, trains, ADAMW, clip)
     assert norms[0] == norms[1]
     assert all((norm > clip) == (clip < 1) for norm in norms[0])
+
+
+def collectives_of_clipping(hsdp: bool, foreach: bool) -> dict[str, int]:
+    world_size = dist.get_world_size()
+    shape, names = ((2, world_size // 2), ("replicate", "shard")) if hsdp else ((world_size,), ("shard",))
+    plain = make_net(num_blocks=2)
+    sharded = shard_net(copy.deepcopy(plain), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    for model in (plain, sharded):
+        loss_of(model, batch(dist.get_rank(), 0)).backward()
+    average_grads(plain)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    with CommDebugMode() as issued:
+        norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.05, foreach=foreach).full_tensor()
+    torch.testing.assert_close(norm, expected)
+    assert_same_shards(sharded, plain)
+    return {str(kind).rpartition(".")[2]: n for kind, n in issued.get_comm_counts().items() if n}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("world_size", "hsdp"), [(2, False), (4, True)])
+def test_clipping_takes_one_all_reduce_over_the_shards(world_size, hsdp, foreach):
+    """However many parameters there are; replicas have the same gradients and need none."""
+    assert run_ranks(world_size, collectives_of_clipping, hsdp, foreach) == [{"all_reduce": 1}] * world_size
+
+
+def optimizer_in_backward(reshard: bool | None) -> None:
+    plain = make_net(num_blocks=2)
+    sharded = shard_net(copy.deepcopy(plain), reshard_after_forward=reshard)
+    reference = ADAMW(plain.parameters())
+    optimizers = {parameter: ADAMW([parameter]) for parameter in sharded.parameters()}
+    fired: Counter[torch.Tensor] = Counter()
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        fired[parameter] += 1
+        assert parameter.grad.placements == parameter.placements
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in sharded.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    for step in range(4):
+        sync = step != 1
+        sharded.set_requires_gradient_sync(sync)
+        for model in (plain, sharded):
+            loss_of(model, batch(dist.get_rank(), step)).backward()
+        if sync:
+            average_grads(plain)
+            reference.step()
+            reference.zero_grad()
+        assert all(parameter.grad is None for parameter in sharded.parameters())
+        assert fired == (dict.fromkeys(sharded.parameters(), 1) if sync else {})
+        fired.clear()
+    assert_same_shards(sharded, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_an_optimizer_in_backward_steps_once_per_reduction(world_size, reshard):
+    run_ranks(world_size, optimizer_in_backward, reshard)
 
 
 def forward_between_backward_and_step(keep: str) -> None:

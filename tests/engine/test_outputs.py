@@ -12,7 +12,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT
 from workbench.engine import fully_shard
 from workbench.engine.probe import Edge, Kind
-from workbench.engine.state import tensors_in
+from workbench.engine.tensors import tensors_in
 
 
 class Containers(nn.Module):

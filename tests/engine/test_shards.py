@@ -11,7 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.engine.ranks import run_ranks, simulated_rank, simulating
 from workbench.engine import collectives, fully_shard
+from workbench.engine.collectives import UnitId
 from workbench.engine.param_group import FSDPParamGroup
+
+UNIT = UnitId(0, "unit")
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 UNITS = st.lists(SHAPES, min_size=1, max_size=4)
@@ -53,10 +56,10 @@ def test_shards_are_torch_chunks_rows(shape, world_size):
             sharded = param.sharded_param
             assert isinstance(sharded, DTensor)
             assert (sharded.shape, sharded.stride(), sharded.placements) == (full.shape, full.stride(), (Shard(0),))
-            first, last = param.rows_of(rank)
+            first, last = param.layout.rows_of(rank)
             assert torch.equal(sharded.to_local(), full[first:last])
-            assert (param.padded_rows, param.slot_numel) == (padded_rows, padded_rows * math.prod(shape[1:]))
-            assert param.is_even == (shape[0] % world_size == 0)
+            assert (param.layout.padded_rows, param.slot_numel) == (padded_rows, padded_rows * math.prod(shape[1:]))
+            assert param.layout.is_even == (shape[0] % world_size == 0)
             locals_.append(sharded.to_local().detach())
     assert all(torch.equal(local, chunk) for local, chunk in zip(locals_, chunks, strict=False))
     assert torch.equal(torch.cat(locals_), full)
@@ -68,12 +71,12 @@ def test_shards_are_torch_chunks_rows(shape, world_size):
 def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
     tensors = numbered(shapes)
     units = units_of_all_ranks(tensors, world_size)
-    assert [u.flat_shard.numel() for u in units] == [units[0].slot_numel] * world_size
-    gathered = torch.stack([u.flat_shard for u in units])
+    assert [u.shards.flat.numel() for u in units] == [units[0].shards.numel] * world_size
+    gathered = torch.stack([u.shards.flat for u in units])
     assert gathered.count_nonzero() == sum(map(math.prod, shapes))  # the rest is padding, and zero
     params = units[0].fsdp_params
     fulls = [torch.full((p.slot_numel * world_size,), math.nan) for p in params]
-    collectives.foreach_all_gather_copy_out(gathered, params, fulls, 0)
+    collectives.foreach_all_gather_copy_out(gathered, [p.layout for p in params], fulls, UNIT)
     for full, tensor in zip(fulls, tensors, strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()
@@ -85,9 +88,9 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
 def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size):
     tensors = numbered(shapes)
     units = units_of_all_ranks(tensors, world_size)
-    chunks = torch.full((world_size, units[0].slot_numel), math.nan)
-    collectives._copy_in(units[0].fsdp_params, tensors, chunks, 0)
-    assert torch.equal(chunks, torch.stack([u.flat_shard for u in units]))
+    chunks = torch.full((world_size, units[0].shards.numel), math.nan)
+    collectives.lay_out(units[0].fsdp_params, tensors, chunks, UNIT)
+    assert torch.equal(chunks, torch.stack([u.shards.flat for u in units]))
 
 
 @simulating
@@ -97,7 +100,7 @@ def test_bytes_of_a_unit(shapes):
     world_size = 3
     unit = units_of_all_ranks(numbered(shapes), world_size)[1]
     rows = [math.ceil(shape[0] / world_size) for shape in shapes]
-    assert unit.flat_shard.nbytes == 4 * sum(c * math.prod(s[1:]) for c, s in zip(rows, shapes, strict=True))
+    assert unit.shards.flat.nbytes == 4 * sum(c * math.prod(s[1:]) for c, s in zip(rows, shapes, strict=True))
     info = unit.describe()
     assert [p.padded_rows for p in info.params] == rows
     assert [sum(p.rows_per_rank) for p in info.params] == [shape[0] for shape in shapes]

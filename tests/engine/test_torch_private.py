@@ -8,20 +8,35 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
     TESTED_TORCH,
-    dtensor_like,
+    call_post_accumulate_hooks,
+    default_store,
+    dtensor_of,
+    group_allocator,
+    joined_mesh,
     local_of,
+    make_spec,
+    new_group,
     parameter_of,
+    premultiplied_sum,
     queue_backward_final_callback,
     set_local,
     set_parameter,
+    set_versions,
+    shards_along,
+    share_post_accumulate_hooks,
+    spec_of,
+    strided_shard,
+    waited,
+    with_dtype,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -82,7 +97,7 @@ def test_no_final_callback_outside_of_backward():
 def checks_of_dtensors() -> None:
     reference = nn.Parameter(sharded())
     local = torch.full_like(local_of(reference), 7)
-    made = dtensor_like(reference, local)
+    made = dtensor_of(local, spec_of(reference))
     assert isinstance(made, DTensor)
     assert local_of(made) is local
     assert not made.requires_grad
@@ -98,6 +113,7 @@ def checks_of_dtensors() -> None:
     view.copy_(local_of(reference))
     set_local(reference, view)
     assert local_of(reference) is view
+    assert spec_of(reference) is spec_of(nn.Parameter(reference))  # the same object where the dtype is the same
     with torch.no_grad():
         reference.mul_(2)
     assert torch.equal(storage[: local.numel()].view(local.shape), reference.to_local())
@@ -107,6 +123,87 @@ def checks_of_dtensors() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_tensor_inside_of_a_dtensor(world_size):
     run_ranks(world_size, checks_of_dtensors)
+
+
+def specs() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.empty(3, 2, dtype=torch.bfloat16)
+    spec = make_spec(mesh, [Shard(0)], whole)
+    rows = whole.chunk(mesh.size())[mesh.get_local_rank()].shape[0]
+    made = dtensor_of(torch.ones(rows, 2, dtype=torch.bfloat16), spec)
+    assert (made.shape, made.stride(), made.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    assert (made.device_mesh, made.placements) == (mesh, (Shard(0),))
+    assert torch.equal(made.full_tensor(), torch.ones(3, 2, dtype=torch.bfloat16))
+    assert with_dtype(spec, torch.bfloat16) is spec
+    other = with_dtype(spec, torch.float32)
+    assert (other.tensor_meta.dtype, other.shape, other.stride) == (torch.float32, spec.shape, spec.stride)
+    assert (other.mesh, other.placements, spec.tensor_meta.dtype) == (mesh, spec.placements, torch.bfloat16)
+    param = nn.Parameter(made)
+    set_local(param, local_of(param).float())
+    assert spec_of(param) == other  # what a conversion has to leave behind
+    assert param.to_local().dtype is torch.float32
+    assert param.full_tensor().dtype is torch.float32
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_description_of_a_dtensor_and_its_dtype(world_size):
+    run_ranks(world_size, specs)
+
+
+def strided() -> list[object]:
+    """Rows split over "tp" first, then over "dp": what fully_shard does to a column-parallel weight."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = world["dp"], world["tp"]
+    full = torch.arange(10.0).view(10, 1)
+    inner = distribute_tensor(full, tp, [Shard(0)], src_data_rank=None)
+    assert shards_along(spec_of(inner), 0) == 2
+    assert shards_along(make_spec(tp, [Replicate()], full), 0) == 1
+    mine = local_of(inner).chunk(2)[dp.get_local_rank()].contiguous()
+    joined = joined_mesh(dp, tp)
+    assert (joined.mesh_dim_names, tuple(joined.shape)) == (("dp", "tp"), (2, 2))
+    assert torch.equal(joined.mesh, world.mesh)
+    outer = strided_shard(0, shards_along(spec_of(inner), 0))
+    assert outer.is_shard(0) or outer != Shard(0)
+    made = dtensor_of(mine, make_spec(joined, (outer, Shard(0)), full))
+    assert torch.equal(made.full_tensor(), full)
+    split = distribute_tensor(full, joined, made.placements, src_data_rank=None)
+    assert torch.equal(local_of(split), mine)  # optimizer state is split again like that
+    assert strided_shard(1, 1) == Shard(1)
+    assert outer != Shard(0)
+    return [mine.flatten().tolist()]
+
+
+def test_rows_that_two_axes_split_one_after_the_other():
+    order = [[0, 1, 2], [5, 6, 7], [3, 4], [8, 9]]  # by rank: (dp, tp) = (0, 0), (0, 1), (1, 0), (1, 1)
+    assert run_ranks(4, strided) == [[list(map(float, rows))] for rows in order]
+
+
+def unrelated_meshes() -> None:
+    named = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(RuntimeError):
+        joined_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"], named["dp"])
+    with pytest.raises((RuntimeError, TypeError)):
+        joined_mesh(init_device_mesh("cpu", (2,)), named["tp"])
+
+
+def test_meshes_that_do_not_come_from_one_cannot_be_joined():
+    run_ranks(2, unrelated_meshes)
+
+
+def partial_sums() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    summed = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False).redistribute(
+        placements=[Replicate()]
+    )
+    plain = waited(local_of(summed))
+    assert type(plain) is torch.Tensor
+    assert plain.tolist() == [2, 2]
+    same = torch.ones(1)
+    assert waited(same) is same
+
+
+def test_the_collective_behind_a_redistributed_gradient_is_waited_for():
+    run_ranks(2, partial_sums)
 
 
 def conversions() -> None:
@@ -153,3 +250,123 @@ def test_a_parameter_can_be_emptied_and_filled_again_under_autograds_saved_tenso
     assert param._version == version  # what autograd saved does not look changed
     y.backward()
     assert torch.equal(param.grad, torch.full((2, 2), 2 * 3 + 1.0))
+
+
+@on_one_rank
+def test_autograd_notices_a_version_that_is_another_one_and_not_one_that_is_set_back():
+    """Why refilled memory passes for what was saved, and a backward without an unshard fails."""
+    param = nn.Parameter(torch.ones(2))
+    version = param._version
+    y = (param * param).sum()
+    set_versions((param,), (version + 1,))
+    assert param._version == version + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(retain_graph=True)
+    with torch.no_grad():
+        param.fill_(3)
+    set_versions((param, torch.ones(1)), (version, 0))
+    y.backward()
+    assert param.grad.tolist() == [6, 6]
+
+
+def hooked() -> tuple[nn.Parameter, list[nn.Parameter]]:
+    seen: list[nn.Parameter] = []
+    param = nn.Parameter(torch.ones(2))
+    param.register_post_accumulate_grad_hook(seen.append)
+    return param, seen
+
+
+def test_post_accumulate_grad_hooks_can_be_called_by_hand():
+    param, seen = hooked()
+    handle = param.register_post_accumulate_grad_hook(lambda p: handle.remove())
+    call_post_accumulate_hooks(param)
+    call_post_accumulate_hooks(param)
+    assert [p is param for p in seen] == [True, True]
+    assert handle.id not in param._post_accumulate_grad_hooks
+    call_post_accumulate_hooks(nn.Parameter(torch.ones(1)))  # has none
+
+
+@on_one_rank
+def test_post_accumulate_grad_hooks_can_be_shared_and_are_still_called_by_autograd():
+    old, seen = hooked()
+    new, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    share_post_accumulate_hooks(old, new)
+    share_post_accumulate_hooks(other, new)  # which has none
+    handle = old.register_post_accumulate_grad_hook(lambda p: seen.append(None))
+    (new * 2).sum().backward()
+    assert [p is new for p in seen] == [True, False]
+    handle.remove()  # the handle the user has goes on working
+    (new * 2).sum().backward()
+    assert [p is new for p in seen] == [True, False, True]
+
+
+def allocators() -> None:
+    group = new_group([0], "one")
+    assert group_allocator(group, torch.device("cpu")) is None  # gloo allocates nothing
+    assert group_allocator(None, torch.device("cpu")) is None
+
+
+def test_gloo_allocates_no_memory_for_collectives():
+    run_ranks(1, allocators)
+
+
+class Backend:
+    """What the engine asks of a backend that does."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, torch.dtype]] = []
+
+    def _get_backend(self, device: torch.device) -> "Backend":
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return True
+
+    def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.asked.append((numel, dtype))
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def test_a_backend_that_allocates_is_asked():
+    backend, cpu = Backend(), torch.device("cpu")
+    allocate = group_allocator(backend, cpu)
+    assert allocate(3, dtype=torch.float16, device=cpu).shape == (3,)
+    assert backend.asked == [(3, torch.float16)]
+    for name in ("supports_tensor_alloc", "allocate_tensor"):
+        assert callable(getattr(torch._C._distributed_c10d.Backend, name)), name  # as c10d's have it
+
+
+@pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "_make_nccl_premul_sum"), reason="torch without NCCL")
+def test_a_sum_that_multiplies_first_is_an_operation_of_its_own():
+    op = premultiplied_sum(0.25)
+    assert op == dist.ReduceOp.PREMUL_SUM
+    assert op != dist.ReduceOp.SUM
+
+
+def stores_and_groups() -> list[object]:
+    """Make groups under names of our own on ranks that have made different numbers of groups; take the store anew."""
+    rank, store = dist.get_rank(), default_store()
+    dist.PrefixStore("x", store).set(str(rank), "here")
+    store.wait([f"x/{r}" for r in range(3)])
+    if rank != 2:
+        new_group([0, 1], "first")
+    sums = []
+    for ranks in ([0, 2], [1, 2]):
+        if rank in ranks:
+            group = new_group(ranks, f"of {ranks}")
+            total = torch.full((1,), float(rank))
+            dist.all_reduce(total, group=group)
+            assert dist.get_process_group_ranks(group) == ranks
+            sums.append(total.item())
+    assert default_store() is store
+    with pytest.raises(ValueError, match="already been created"):
+        new_group([0, 1] if rank != 2 else [1, 2], "first" if rank != 2 else "of [1, 2]")
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
+    assert default_store() is not store
+    return sums
+
+
+def test_groups_have_the_names_they_are_given_and_the_store_is_the_default_groups():
+    assert run_ranks(3, stores_and_groups) == [[2], [3], [2, 3]]

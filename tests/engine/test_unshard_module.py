@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, check_parity, shard_net
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
-from workbench.engine import fully_shard, unshard_module
-from workbench.engine.api import plain_copy, remap_optimizer
-from workbench.engine.state import roots
+from tests.engine.test_errors import fingerprint
+from workbench.engine import fully_shard, undo, unshard_module
+from workbench.engine.root import roots
+from workbench.engine.undo import plain_copy, remap_optimizer
 
 HOOKS = (
     "_forward_hooks",
@@ -173,6 +175,89 @@ def on_meta() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_undone_on_meta(world_size):
     run_ranks(world_size, on_meta)
+
+
+def hooked() -> None:
+    """Post-accumulate-grad hooks go along, and the handles the user has go on removing them."""
+    model, called = shard_net(make_net(num_blocks=1)), []
+    handle = model.scale.register_post_accumulate_grad_hook(called.append)
+    loss_of(model, batch(0, 0)).backward()
+    sharded = list(model.parameters())
+    unshard_module(model)
+    assert all(p.grad is None for p in sharded)  # gradients have moved
+    assert all(p.grad is not None for p in model.parameters())
+    loss_of(model, batch(0, 0)).backward()
+    assert [p is model.scale for p in called] == [False, True]
+    handle.remove()
+    loss_of(model, batch(0, 0)).backward()
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_parameters_go_along(world_size):
+    run_ranks(world_size, hooked)
+
+
+def fails_midway(at: int) -> None:
+    model, twin = shard_net(make_net()), shard_net(make_net())
+    optimizers = [optimizer_of(m) for m in (model, twin)]
+    assert train(model, optimizers[0], range(2), plain=False) == train(twin, optimizers[1], range(2), plain=False)
+    before, states, real = fingerprint(model), {p: dict(s) for p, s in optimizers[0].state.items()}, undo.state_like
+    calls: list[int] = []
+
+    def state_like(*args):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    undo.state_like = state_like
+    with pytest.raises(KeyboardInterrupt):
+        unshard_module(model, [optimizers[0]])
+    undo.state_like = real
+    assert fingerprint(model) == before
+    assert {p: dict(s) for p, s in optimizers[0].state.items()} == states
+    assert train(model, optimizers[0], range(2, 4), plain=False) == train(twin, optimizers[1], range(2, 4), plain=False)
+
+
+@pytest.mark.parametrize("at", [1, 10, 40])
+def test_a_failure_in_the_middle_leaves_the_model_sharded(at):
+    run_ranks(2, fails_midway, at)
+
+
+@on_one_rank
+def test_what_is_no_list_of_optimizers_is_refused():
+    model = shard_net(make_net(num_blocks=1))
+    before = fingerprint(model)
+    for wrong in (torch.optim.SGD(model.parameters()), [model], 3):
+        with pytest.raises(TypeError, match=r"unshard_module takes optimizers as a list of torch.optim.Optimizer, got"):
+            unshard_module(model, wrong)
+    assert fingerprint(model) == before
+
+
+def other_state() -> None:
+    """State of another shape than the parameter's is repeated, not split; counters stay as they are."""
+    model = shard_net(make_net(num_blocks=1))
+    factor = distribute_tensor(torch.arange(5.0), model.scale.device_mesh, [Shard(0)], src_data_rank=None)
+    weight = model.head.weight
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    target = nn.Parameter(distribute_tensor(torch.zeros(7, 5), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+    again = undo.state_like(target, factor)
+    assert again.placements == (Replicate(), Replicate())
+    assert again.to_local().tolist() == [0, 1, 2, 3, 4]
+    step = torch.tensor(3.0)
+    assert undo.state_like(target, step) is step
+    assert undo.state_like(target, "text") == "text"
+    assert torch.equal(undo.state_like(nn.Parameter(torch.zeros(7, 5)), weight), weight.full_tensor())
+    whole = torch.arange(35.0).view(7, 5)
+    split = undo.state_like(target, whole)
+    assert split.placements == target.placements
+    assert torch.equal(split.full_tensor(), whole)
+    assert split.to_local().untyped_storage().nbytes() == split.to_local().nbytes  # a part, not a view of the whole
+
+
+def test_state_of_any_shape_follows_its_parameter():
+    run_ranks(2, other_state)
 
 
 def copied(reshard: bool | None) -> None:

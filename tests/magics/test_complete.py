@@ -3,6 +3,9 @@ import pytest
 from workbench.magics.complete import candidates
 from workbench.magics.words import WORDS
 
+POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--mp", "--prefetch"]
+SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", "--no-offload", "--offload"]
+RESHARD_FLAGS = [*POLICY_FLAGS, "--no-offload", "--offload"]
 NAMES = {"modules": ["model", "encoder"], "variables": ["train_step", "model"]}
 
 
@@ -20,12 +23,12 @@ def refuse(kind):
         ("%fsdp ", "", list(WORDS)),
         ("%fsdp unshard e", "e", ["encoder"]),
         ("%fsdp verify ", "", ["model", "encoder", "--help", "--fn"]),
-        (
-            "%fsdp shard --wrap Block ",
-            "",
-            ["model", "encoder", "--help", "--wrap", "--reshard-after-forward", "--ignore"],
-        ),
-        ("%fsdp shard model ", "", ["--help", "--wrap", "--reshard-after-forward", "--ignore"]),
+        ("%fsdp shard --wrap Block ", "", ["model", "encoder", *SHARD_FLAGS]),
+        ("%fsdp shard model ", "", SHARD_FLAGS),
+        ("%fsdp shard model --o", "--o", ["--offload"]),
+        ("%fsdp reshard --no-offload ", "", ["model", "encoder", *RESHARD_FLAGS]),
+        ("%fsdp shard model --reshard-after-forward ", "", ["auto", "true", "false"]),
+        ("%fsdp reshard model --mp=f", "f", ["fp16", "fp32", "fp64"]),
         ("%fsdp step --fn=t", "t", ["train_step"]),
     ],
 )

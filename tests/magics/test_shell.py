@@ -5,6 +5,7 @@ import pytest
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
 from tests.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, writes
+from tests.magics.test_complete import SHARD_FLAGS
 from workbench import load_ipython_extension, unload_ipython_extension
 from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, RankError, UsageError
@@ -193,7 +194,7 @@ def test_views_and_export_work_after_stop(sharded, tmp_path):
     [
         ("%fsdp st", {"start", "status", "stop", "step", "states"}),
         ("%fsdp shard mo", {"model"}),
-        ("%fsdp shard ", {"model", "--wrap", "--reshard-after-forward", "--ignore", "--help"}),
+        ("%fsdp shard ", {"model", *SHARD_FLAGS}),
         ("%fsdp shard model --w", {"--wrap"}),
         ("%fsdp shard model --reshard-after-forward f", {"false"}),
         ("%fsdp shard model --reshard-after-forward=", {"auto", "true", "false"}),

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.commands import COMMANDS, Shard, Step, Verify
+from workbench.commands import COMMANDS, Reshard, Shard, Step, Verify
 from workbench.errors import UsageError
+from workbench.magics.parser import HelpAsked
 from workbench.magics.words import (
     CELL,
     WORDS,
-    HelpAsked,
     overview,
     parse,
     parse_command,
@@ -50,6 +50,20 @@ def test_help_of_the_cell_magic():
             Shard(model="model", wrap=("Block", "Head"), ignore=("*.bias",)),
         ),
         ("shard --reshard-after-forward=false model", Shard(model="model", reshard_after_forward="false")),
+        (
+            "shard --offload model --mesh 2x2 --mp bf16,reduce=fp32 --prefetch 1 --reshard-after-forward 2",
+            Shard(
+                model="model",
+                mesh=(2, 2),
+                mp="bf16,reduce=fp32",
+                offload=True,
+                prefetch=1,
+                reshard_after_forward=2,
+            ),
+        ),
+        ("shard model --no-offload", Shard(model="model")),
+        ("reshard model", Reshard(model="model")),
+        ("reshard model --no-offload --mp off", Reshard(model="model", offload=False, mp="off")),
         ("step", Step()),
         ("step 40 --fn 'go'", Step(count=40, fn="go")),
         ("verify", Verify()),
@@ -72,7 +86,14 @@ def test_lines_become_commands(line, command):
         ("shard", "required: MODEL\nusage: %fsdp shard"),
         ("shard a b", "unknown argument 'b'"),
         ("shard a-b", "a model is named by its variable"),
-        ("shard m --reshard-after-forward maybe", "choose from"),
+        ("shard m --reshard-after-forward maybe", "one of auto, true, false, or a number of ranks"),
+        ("shard m --reshard-after-forward 1", "at least 2, not 1\nusage: %fsdp shard"),
+        ("shard m --mesh 2y2", "such as 4 or 2x2, not '2y2'"),
+        ("shard m --mesh 2x2x2", "such as 4 or 2x2, not '2x2x2'"),
+        ("shard m --mp half", "Dtypes are bf16, fp16, fp32, fp64"),
+        ("shard m --prefetch few", "0 or more, got 'few'"),
+        ("shard m --ofload", "unknown flag '--ofload', did you mean '--offload'?"),
+        ("reshard m --ignore x", "unknown flag '--ignore'"),
         ("shard m --wrap", "expected one argument"),
         ("step zero", "at least 1, got 'zero'"),
         ("step 0", "at least 1, got '0'"),

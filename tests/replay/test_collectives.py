@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.simulation import padded_bytes
+from tests.trace.simulation import ITEMSIZE, padded_bytes, padded_elements
 from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from workbench.replay import collectives
 from workbench.replay.collectives import closed_form, compare, counts, ring_bytes, table
@@ -16,13 +16,15 @@ from workbench.trace.schema import COLLECTIVES, Edge, Header, Kind, Param, Unit
 
 def make_unit(*params: Param, **changes: object) -> Unit:
     defaults = {"index": 0, "name": "", "root": 0, "reshard_after_forward": False, "shard_size": 4}
-    return Unit(params=params, **(defaults | {"compute_itemsize": 2, "reduce_itemsize": 4} | changes))
+    dtypes = {"compute_dtype": "bfloat16", "reduce_dtype": "float32", "compute_itemsize": 2, "reduce_itemsize": 4}
+    return Unit(params=params, **(defaults | dtypes | changes))
 
 
 def make_param(shape: tuple[int, ...], padded_rows: int, **changes: object) -> Param:
     return Param(
         **(
-            {"fqn": "w", "shape": shape, "dtype": "float32", "itemsize": 4, "shard_dim": 0, "rows_per_rank": ()}
+            {"fqn": "w", "shape": shape, "global_shape": shape, "dtype": "float32", "itemsize": 4, "shard_dim": 0}
+            | {"rows_per_rank": ()}
             | changes
         ),
         padded_rows=padded_rows,
@@ -116,10 +118,11 @@ def test_time_held_at_a_gate_is_neither_time_nor_exposed():
 @given(setups())
 def test_number_and_bytes_are_the_closed_forms(setup: Setup):
     trace = simulate(setup)
-    expected = {(e.unit, e.kind, e.calls, e.num_bytes) for e in closed_form(trace.header) if e.calls}
+    expected = {(e.unit, e.kind, e.num_ranks, e.calls, e.num_bytes) for e in closed_form(trace.header) if e.calls}
     for step in range(setup.steps):
         for rank in range(setup.num_ranks):
-            found = {(c.unit, c.kind, c.calls, c.num_bytes) for c in counts(trace, step) if c.rank == rank}
+            mine = [c for c in counts(trace, step) if c.rank == rank]
+            found = {(c.unit, c.kind, c.num_ranks, c.calls, c.num_bytes) for c in mine}
             assert found == expected
         assert not any(row.differs or row.expected is None for row in compare(trace, step))
 
@@ -127,19 +130,74 @@ def test_number_and_bytes_are_the_closed_forms(setup: Setup):
 @given(setups())
 def test_the_closed_form_is_the_formula_of_whole_models(setup: Setup):
     header = simulate(dataclasses.replace(setup, steps=0)).header
-    gathers, reduces = (
-        [e for e in closed_form(header) if e.kind == kind] for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    gathers, reduces, averages = (
+        [e for e in closed_form(header) if e.kind == kind]
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
     )
-    whole, root = sum(map(padded_bytes, header.units)), padded_bytes(header.units[-1])
-    many, g = setup.num_ranks > 1, setup.num_units
+    whole = sum(map(padded_bytes, header.units)) // ITEMSIZE
+    fewer = setup.reshard_after_forward if type(setup.reshard_after_forward) is int else setup.shard_size
+    later = sum(padded_elements(unit, fewer) for unit in header.units)
+    later_root = padded_elements(header.units[-1], fewer)
+    f, r, g = setup.shard_size, setup.copies, setup.num_units
+    b_c, b_r = setup.compute_itemsize, setup.reduce_itemsize
     if setup.reshard_after_forward and setup.reshard_root:
-        calls, num_bytes = 2 * g, 2 * whole
+        calls, num_bytes = 2 * g, (whole + later) * b_c
     elif setup.reshard_after_forward:
-        calls, num_bytes = 2 * g - 1, 2 * whole - root
+        calls, num_bytes = 2 * g - 1, (whole + later - later_root) * b_c
     else:
-        calls, num_bytes = g, whole
+        calls, num_bytes = g, whole * b_c
+    many = f > 1
     assert (sum(e.calls for e in gathers), sum(e.num_bytes for e in gathers)) == (calls * many, num_bytes * many)
-    assert (sum(e.calls for e in reduces), sum(e.num_bytes for e in reduces)) == (g * many, whole * many)
+    assert (sum(e.calls for e in reduces), sum(e.num_bytes for e in reduces)) == (g * many, whole * b_r * many)
+    assert sum(e.calls for e in averages) == g * (r > 1)
+    sent = sum(ring_bytes(e.kind, e.num_bytes, e.num_ranks) for e in (*gathers, *reduces, *averages))
+    if type(setup.reshard_after_forward) is bool:
+        shards = (f - 1) / f * (num_bytes + whole * b_r)
+        assert sent == pytest.approx(shards + 2 * (r - 1) / r * whole / f * b_r)
+
+
+def form(unit: Unit) -> list[tuple[Kind, int, int, int]]:
+    return [(e.kind, e.num_ranks, e.calls, e.num_bytes) for e in closed_form(Header(units=(unit,))) if e.calls]
+
+
+PADDED = 2 * 4 * 3  # elements of a parameter of 5 rows of 3 over 4 ranks
+
+
+def test_copies_are_averaged_over_each_ranks_part():
+    unit = make_unit(make_param((5, 3), 2), reshard_after_forward=True, replicate_size=3)
+    assert form(unit) == [
+        (Kind.ALL_GATHER, 4, 2, 2 * 2 * PADDED),
+        (Kind.REDUCE_SCATTER, 4, 1, 4 * PADDED),
+        (Kind.ALL_REDUCE, 3, 1, 4 * PADDED // 4),
+    ]
+
+
+def test_whole_copies_are_only_averaged():
+    unit = make_unit(make_param((5, 3), 5), shard_size=1, replicate_size=4, reshard_after_forward=True)
+    assert form(unit) == [(Kind.ALL_REDUCE, 4, 1, 4 * 5 * 3)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "gathers"),
+    [
+        (True, [(4, 2, 2 * 2 * PADDED)]),
+        (False, [(4, 1, 2 * PADDED)]),
+        (2, [(4, 1, 2 * PADDED), (2, 1, 2 * 6 * 3)]),  # 5 rows are 3 + 3 on two ranks
+        (4, [(4, 2, 2 * 2 * PADDED)]),
+        (1, [(4, 1, 2 * PADDED)]),
+    ],
+)
+def test_a_number_gathers_among_that_many_ranks_in_backward(policy, gathers):
+    unit = make_unit(make_param((5, 3), 2), reshard_after_forward=policy)
+    assert [entry[1:] for entry in form(unit) if entry[0] == Kind.ALL_GATHER] == gathers
+
+
+def test_groups_whose_ranks_are_not_known_are_taken_for_the_units():
+    trace = simulate(Setup(num_ranks=4, copies=2, steps=1))
+    nameless = tuple(dataclasses.replace(group, ranks=()) for group in trace.header.comm_groups)
+    assert counts(Trace(dataclasses.replace(trace.header, comm_groups=nameless), trace.ranks), 0) == counts(trace, 0)
+    unitless = dataclasses.replace(trace.header, comm_groups=(), units=())
+    assert {count.num_ranks for count in counts(Trace(unitless, trace.ranks), 0)} == {4}
 
 
 def test_padding_counts_and_frozen_parameters_are_gathered_but_not_reduced():

@@ -10,6 +10,35 @@ from workbench.trace.keyframe import advance as advance_key_frame
 from workbench.trace.schema import ROW_DTYPE, Category, Edge, Header, KeyFrame, Kind, Phase
 
 
+@st.composite
+def pooled(draw: st.DrawFn) -> Trace:
+    """Traces of jobs whose unsharded parameters come from a pool that keeps what is given back, or not."""
+    trace = draw(traces())
+    return trace if draw(st.booleans()) else with_pool(trace)
+
+
+def with_pool(trace: Trace) -> Trace:
+    """The trace with OTHER rows for a pool: what UNSHARDED_PARAMS give back becomes RESERVED, and is taken again."""
+    return Trace(trace.header, tuple(_with_pool(rank) for rank in trace.ranks))
+
+
+def _with_pool(rank: RankTrace) -> RankTrace:
+    rows, kept, out = rank.rows, 0, []
+    for row in rows:
+        out.append(row)
+        if row["kind"] in (Kind.ALLOC, Kind.FREE) and row["category"] == Category.UNSHARDED_PARAMS:
+            delta = max(-kept, -int(row["num_bytes"]))
+            if delta:
+                kept += delta
+                twin = row.copy()
+                twin["category"], twin["num_bytes"] = Category.RESERVED, delta
+                twin["kind"] = Kind.ALLOC if delta > 0 else Kind.FREE
+                out.append(twin)
+    grown = np.array(out, ROW_DTYPE).reshape(-1)
+    grown["seq"] = rank.start.seq + np.arange(len(grown))
+    return RankTrace(rank.rank, grown, rank.start)
+
+
 def live_by_hand(rank: RankTrace) -> list[tuple[int, tuple[int, ...]]]:
     """(seq, live bytes per class) before the first row and after each row."""
     live = list(rank.start.bytes_by_category)
@@ -21,16 +50,20 @@ def live_by_hand(rank: RankTrace) -> list[tuple[int, tuple[int, ...]]]:
     return found
 
 
+def used(live: tuple[int, ...]) -> int:
+    return sum(num_bytes for category, num_bytes in enumerate(live) if category != Category.RESERVED)
+
+
 @given(st.data())
 def test_prefix_law(data):
-    for rank in data.draw(traces()).ranks:
+    for rank in data.draw(pooled()).ranks:
         whole = pieces = memory.start(rank.start)
         for cut in data.draw(cuttings(len(rank.rows))):
             pieces = memory.advance(pieces, rank.rows[cut])
         assert pieces == memory.advance(whole, rank.rows)
 
 
-@given(traces())
+@given(pooled())
 def test_allocated_minus_freed_is_live(trace: Trace):
     for rank in trace.ranks:
         after = memory.advance(memory.start(rank.start), rank.rows)
@@ -39,25 +72,26 @@ def test_allocated_minus_freed_is_live(trace: Trace):
         assert after.bytes_by_category == advance_key_frame(rank.start, rank.rows).bytes_by_category
 
 
-@given(traces())
+@given(pooled())
 def test_series_is_what_adding_up_by_hand_gives(trace: Trace):
     for rank in trace.ranks:
         by_hand = dict(live_by_hand(rank))
         found = memory.series(rank)
         assert [tuple(live) for live in found.num_bytes.tolist()] == [by_hand[seq] for seq in found.seq.tolist()]
-        assert found.total.tolist() == [sum(by_hand[seq]) for seq in found.seq.tolist()]
+        assert found.reserved.tolist() == [by_hand[seq][Category.RESERVED] for seq in found.seq.tolist()]
+        assert found.total.tolist() == [used(by_hand[seq]) for seq in found.seq.tolist()]
         moves = np.isin(rank.rows["kind"], (Kind.ALLOC, Kind.FREE))
         assert len(found.seq) == (1 + moves.sum() if len(rank.rows) else 0)
 
 
-@given(traces(), st.integers(1, 40))
+@given(pooled(), st.integers(1, 40))
 def test_peak_is_the_first_highest_moment_and_no_thinning_loses_it(trace: Trace, max_moments: int):
     for rank in trace.ranks:
         by_hand = live_by_hand(rank)
-        top = max(sum(live) for _, live in by_hand)
+        top = max(used(live) for _, live in by_hand)
         found = memory.peak(rank)
-        assert found.num_bytes == sum(found.bytes_by_category) == top
-        assert found.seq == next(seq for seq, live in by_hand if sum(live) == top)
+        assert found.num_bytes == used(found.bytes_by_category) == top
+        assert found.seq == next(seq for seq, live in by_hand if used(live) == top)
         assert found.bytes_by_category == dict(by_hand)[found.seq]
         thin = memory.series(rank, max_moments)
         assert len(thin.seq) <= 1 + max(4, max_moments)
@@ -153,3 +187,16 @@ def test_the_words_name_what_else_was_going_on():
     assert (
         sentence == "forward of root: 2 units unsharded, 2 all-gathers in flight, gradients of blocks.2 being reduced"
     )
+
+
+def test_what_pools_keep_is_no_part_of_the_peak():
+    trace = example_trace(num_units=4)
+    pooled_trace = with_pool(trace)
+    plain, found = (memory.peak(t.slice(step=1).rank(0)) for t in (trace, pooled_trace))
+    assert found.num_bytes == plain.num_bytes
+    assert found.bytes_by_category[Category.UNSHARDED_PARAMS] == plain.bytes_by_category[Category.UNSHARDED_PARAMS]
+    assert memory.describe_peak(trace.header, found) == memory.describe_peak(trace.header, plain)
+    series = memory.series(pooled_trace.rank(0))
+    assert series.reserved.max() == memory.most_reserved(pooled_trace.rank(0)) > 0
+    assert memory.most_reserved(trace.rank(0)) == 0
+    assert series.total.max() == memory.peak(pooled_trace.rank(0)).num_bytes

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, setups, simulate
 from workbench.replay import shards as replay_shards
-from workbench.replay.shards import alike, shards, totals, unit_shards
-from workbench.trace.schema import Header, Param, Unit
+from workbench.replay.shards import AtRest, alike, at_rest, shards, totals, unit_shards
+from workbench.trace.keyframe import advance
+from workbench.trace.schema import Category, Header, Param, Unit
 
 
 def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
@@ -19,6 +20,7 @@ def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
     return Param(
         fqn=fqn,
         shape=shape,
+        global_shape=shape,
         dtype="float32",
         itemsize=itemsize,
         shard_dim=shard_dim,
@@ -28,7 +30,8 @@ def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
 
 
 def make_unit(*params, index=0, name="", **fields):
-    defaults = {"root": 0, "reshard_after_forward": True, "compute_itemsize": 4, "reduce_itemsize": 4}
+    dtypes = {"compute_dtype": "float32", "reduce_dtype": "float32", "compute_itemsize": 4, "reduce_itemsize": 4}
+    defaults = {"root": 0, "reshard_after_forward": True, **dtypes}
     size = len(params[0].rows_per_rank) if params else 1
     return Unit(index=index, name=name, params=params, shard_size=size, **{**defaults, **fields})
 
@@ -97,8 +100,9 @@ def test_totals_follow_the_closed_form(setup):
     header = simulate(replace(setup, steps=0)).header
     found = totals(shards(header))
     every = [param for unit in header.units for param in unit.params]
-    padded = sum(ceil(p.shape[0] / setup.num_ranks) * setup.num_ranks * prod(p.shape[1:]) for p in every)
-    assert found.bytes_at_rest == 4 * padded // setup.num_ranks
+    size = setup.shard_size
+    padded = sum(ceil(p.shape[0] / size) * size * prod(p.shape[1:]) for p in every)
+    assert found.bytes_at_rest == 4 * padded // size
     assert found.num_elements == sum(prod(p.shape) for p in every)
     assert found.bytes_unsharded == 4 * found.num_elements
     assert found.bytes_wasted == 4 * (padded - found.num_elements)
@@ -137,3 +141,42 @@ def test_a_block_with_one_other_parameter_stands_apart_as_a_whole():
     other = make_unit(make_param((4,), 2, fqn="b.2.w"), make_param((4,), 2, fqn="b.2.extra"), index=2, name="b.2")
     groups = alike(shards(Header(units=(*same, other))))
     assert [[part.param.fqn for part in group] for group in groups] == [["b.0.w", "b.1.w"], ["b.2.w"], ["b.2.extra"]]
+
+
+@given(setups())
+def test_memory_at_rest_is_what_the_ranks_hold_after_a_step(setup):
+    trace = simulate(replace(setup, steps=1))
+    for rank in trace.ranks:
+        live = advance(rank.start, rank.rows).bytes_by_category
+        found = at_rest(trace.header, rank.rank % setup.shard_size)
+        assert found.params == live[Category.SHARDED_PARAMS]
+        assert found.grads == live[Category.SHARDED_GRADS]
+        assert found.adam == live[Category.OPTIMIZER_STATE]
+        assert found.total == sum(live)
+
+
+def test_memory_at_rest_of_the_docstring_and_of_frozen_parameters():
+    header = Header(units=(make_unit(make_param((5, 3), 4)),))
+    assert at_rest(header, 2) == AtRest(params=24, grads=24, adam=28)
+    assert at_rest(header, 3) == AtRest(params=24, grads=24, adam=4)
+    frozen = Header(units=(make_unit(replace(make_param((5, 3), 4), trainable=False)),))
+    assert at_rest(frozen, 0) == AtRest(params=24, grads=0, adam=0)
+
+
+def test_memory_at_rest_of_a_parameter_split_on_another_dimension():
+    header = Header(units=(make_unit(make_param((3, 6), 2, shard_dim=1)),))
+    assert [at_rest(header, rank) for rank in (0, 1)] == [AtRest(params=36, grads=36, adam=76)] * 2
+
+
+def test_under_tensor_parallelism_the_whole_is_the_global_shape():
+    part = replace(make_param((8, 4), 2), global_shape=(16, 4))
+    found = totals(unit_shards(make_unit(part)))
+    assert (found.num_elements, found.bytes_unsharded) == (64, 256)
+    assert (found.bytes_at_rest, found.bytes_wasted) == (64, 0)
+
+
+def test_units_of_another_policy_stand_apart():
+    one, two = (make_unit(make_param((4,), 2, fqn=f"b.{i}.w"), index=i, name=f"b.{i}") for i in range(2))
+    assert len(alike(shards(Header(units=(one, two))))) == 1
+    for other in ({"compute_dtype": "bfloat16"}, {"offload": True}, {"reshard_after_forward": False}):
+        assert len(alike(shards(Header(units=(one, replace(two, **other)))))) == 2

@@ -23,7 +23,7 @@ def states_by_hand(rank: RankTrace, unit: int) -> list[UnitState]:
                     params = UnitState.UNSHARDED
                 case Kind.RESHARD, Edge.INSTANT:
                     params = UnitState.SHARDED
-                case Kind.REDUCE_SCATTER, edge:
+                case Kind.REDUCE_SCATTER | Kind.ALL_REDUCE, edge:
                     reducing += 1 if edge == Edge.BEGIN else -1
         found.append(UnitState.REDUCING if reducing else params)
     return found

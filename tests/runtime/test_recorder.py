@@ -12,7 +12,7 @@ from workbench.engine import probe
 from workbench.runtime import recorder as recorder_module
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import advance
-from workbench.trace.schema import ROW, ROW_DTYPE, Category, Edge, Header, KeyFrame, Kind, Phase, UnitState
+from workbench.trace.schema import ROW, ROW_DTYPE, Category, CommGroup, Edge, Header, KeyFrame, Kind, Phase, UnitState
 
 COMM = probe.Comm(group=0, seq=3)
 
@@ -52,7 +52,7 @@ def test_an_event_becomes_one_row():
     assert (row["kind"], row["edge"], row["phase"]) == (Kind.ALL_GATHER, Edge.END, Phase.BACKWARD)
     assert row["unit"] == 2
     assert row["step"] == NO_STEP
-    assert recorder.header.comm_groups == ("group 0: ranks 0, 1",)
+    assert recorder.header.comm_groups == (CommGroup(name="group 0", ranks=(0, 1)),)
 
 
 def test_memory_is_signed_and_has_its_category():
@@ -185,16 +185,47 @@ def test_a_drain_can_be_asked_for_again():
 def test_units_are_described_and_replaced():
     recorder = Recorder(Header())
     param = probe.ParamInfo(
-        fqn="w", shape=(5, 2), dtype="float32", itemsize=4, rows_per_rank=(3, 2), padded_rows=3, trainable=True
+        fqn="w",
+        shape=(3, 5),
+        global_shape=(6, 5),
+        dtype="float32",
+        itemsize=4,
+        shard_dim=1,
+        rows_per_rank=(3, 2),
+        padded_rows=3,
+        trainable=True,
     )
-    info = {"index": 4, "root": -1, "params": (param,), "reshard_after_forward": True, "shard_size": 2}
-    recorder.unit(probe.UnitInfo(name="", retired=False, **info))
+    policy = {
+        "reshard_after_forward": 2,
+        "shard_size": 2,
+        "replicate_size": 3,
+        "compute_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+        "compute_itemsize": 2,
+        "reduce_itemsize": 4,
+        "offload": True,
+        "comm": "gloo",
+    }
+    recorder.unit(probe.UnitInfo(index=4, root=-1, name="", params=(param,), retired=False, **policy))
     version = recorder.header_version
-    recorder.unit(probe.UnitInfo(name="blocks.0", retired=True, **info))
+    recorder.unit(probe.UnitInfo(index=4, root=-1, name="blocks.0", params=(param,), retired=True, **policy))
     (unit,) = recorder.header.units
-    assert (unit.name, unit.retired, unit.compute_itemsize) == ("blocks.0", True, 4)
-    assert unit.params[0].shard_dim == 0
+    assert (unit.name, unit.retired) == ("blocks.0", True)
+    assert {name: getattr(unit, name) for name in policy} == policy
+    assert vars(unit.params[0]) == vars(param)
     assert recorder.header_version > version
+
+
+def test_a_slot_that_is_taken_and_given_back_moves_between_classes():
+    recorder = Recorder(Header())
+    for category, delta in (
+        (probe.Category.UNSHARDED_PARAMS, 64),
+        (probe.Category.UNSHARDED_PARAMS, -64),
+        (probe.Category.RESERVED, 64),
+    ):
+        recorder.memory(category, 0, delta)
+    live = recorder.drain().key_frame.bytes_by_category
+    assert (live[Category.UNSHARDED_PARAMS], live[Category.RESERVED]) == (0, 64)
 
 
 def test_a_reset_leaves_the_unit_sharded():

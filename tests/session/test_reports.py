@@ -7,6 +7,7 @@ from workbench.session.reports import (
     CellReport,
     ExportReport,
     RankStatus,
+    ReshardReport,
     ShardReport,
     StartReport,
     StatusReport,
@@ -36,8 +37,10 @@ VERIFY = VerifyReport(
     ok=True,
     tolerance="rtol 0.001",
 )
+RESHARD = ReshardReport(**vars(SHARD) | {"policy": ("computes in bfloat16", EVIL)}, optimizers=1)
 REPORTS = [
     SHARD,
+    RESHARD,
     VERIFY,
     UnshardReport(model=EVIL, num_params=2, optimizers=0),
     StepReport(steps_done=2, losses=(2.0, 1.0), seconds=(0.1, 0.3), optimizer_steps=2),
@@ -63,6 +66,13 @@ def test_shard_says_bytes_before_and_after_by_rank():
         "  unsharded  3.91 KiB on every rank",
         "  at rest    1.95 KiB (50%) on ranks 0-1; 1000 B (25%) on rank 2",
     ]
+
+
+def test_reshard_says_what_changed_and_what_was_carried_along():
+    assert str(RESHARD).startswith(f"resharded in place, {EVIL}: 2 units on 3 ranks, ")
+    assert RESHARD.headline.endswith(", state of 1 optimizer carried along")
+    assert f"policy     computes in bfloat16; {EVIL}" in str(RESHARD)
+    assert "policy" not in str(SHARD)
 
 
 def test_many_units_are_cut():

@@ -17,6 +17,7 @@ from workbench.trace.schema import (
     NO_CATEGORY,
     ROW_DTYPE,
     Category,
+    CommGroup,
     Edge,
     Header,
     Kind,
@@ -37,12 +38,15 @@ TICK_NS = 600  # host work between two rows
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained how. ``num_units`` counts the root, which is the last unit."""
+    """What is trained how. ``num_units`` counts the root, which is the last unit; ``copies`` divides ``num_ranks``."""
 
     num_ranks: int = 4
+    copies: int = 1
     num_units: int = 4
     steps: int = 3
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
+    compute_itemsize: int = ITEMSIZE
+    reduce_itemsize: int = ITEMSIZE
     reshard_root: bool = False  # the engine keeps a root unsharded unless told otherwise
     prefetch: bool = True
     activations: bool = False
@@ -50,6 +54,25 @@ class Setup:
     vocab: int = 97
     heads: int = 6
     seed: int = 0
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy."""
+        return self.num_ranks // self.copies
+
+    def ranks_of(self, role: str) -> list[tuple[int, ...]]:
+        """The groups of ranks that communicate for a role; each rank is in one of them."""
+        size, num_ranks = self.shard_size, self.num_ranks
+        if role == "replicate":
+            return [tuple(range(i, num_ranks, size)) for i in range(size)]
+        width = size if role == "shard" else int(self.reshard_after_forward)
+        return [tuple(range(i, i + width)) for i in range(0, num_ranks, width)]
+
+    @property
+    def roles(self) -> list[str]:
+        """What ranks communicate for: within a copy, between copies, and among few ranks after forward."""
+        is_number = type(self.reshard_after_forward) is int
+        return ["shard", *(["replicate"] if self.copies > 1 else []), *(["after forward"] if is_number else [])]
 
 
 def make_header(setup: Setup) -> Header:
@@ -61,16 +84,18 @@ def make_header(setup: Setup) -> Header:
         for index in range(root)
     ]
     shapes = {"embed.weight": (setup.vocab, d), "norm.weight": (d,), "head.weight": (setup.vocab, d)}
-    keeps = setup.reshard_after_forward and setup.reshard_root
+    keeps = setup.reshard_after_forward if setup.reshard_root else False
     ranks = tuple(RankInfo(rank=r, host="localhost", device="cpu", pid=4000 + r) for r in range(setup.num_ranks))
     return Header(
         producer="simulation",
         world_size=setup.num_ranks,
-        mesh_shape=(setup.num_ranks,),
-        mesh_axes=("shard",),
+        mesh_shape=(setup.num_ranks,) if setup.copies == 1 else (setup.copies, setup.shard_size),
+        mesh_axes=("shard",) if setup.copies == 1 else ("replicate", "shard"),
         ranks=ranks,
         units=(*units, _unit(setup, root, "", shapes, keeps)),
-        comm_groups=(f"ranks 0-{setup.num_ranks - 1}",),
+        comm_groups=tuple(
+            CommGroup(name=f"{role}: {ranks}", ranks=ranks) for role in setup.roles for ranks in setup.ranks_of(role)
+        ),
         strings=("loss",),
     )
 
@@ -87,17 +112,23 @@ def _block_shapes(d: int, heads: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _unit(setup: Setup, index: int, name: str, shapes: dict[str, tuple[int, ...]], reshard: bool) -> Unit:
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+def _unit(setup: Setup, index: int, name: str, shapes: dict[str, tuple[int, ...]], reshard: bool | int) -> Unit:
     prefix = f"{name}." if name else ""
     return Unit(
         index=index,
         name=name,
         root=setup.num_units - 1,
-        params=tuple(_param(prefix + fqn, shape, setup.num_ranks) for fqn, shape in shapes.items()),
+        params=tuple(_param(prefix + fqn, shape, setup.shard_size) for fqn, shape in shapes.items()),
         reshard_after_forward=reshard,
-        shard_size=setup.num_ranks,
-        compute_itemsize=ITEMSIZE,
-        reduce_itemsize=ITEMSIZE,
+        shard_size=setup.shard_size,
+        replicate_size=setup.copies,
+        compute_dtype=DTYPES[setup.compute_itemsize],
+        reduce_dtype=DTYPES[setup.reduce_itemsize],
+        compute_itemsize=setup.compute_itemsize,
+        reduce_itemsize=setup.reduce_itemsize,
     )
 
 
@@ -107,6 +138,7 @@ def _param(fqn: str, shape: tuple[int, ...], num_shards: int) -> Param:
     return Param(
         fqn=fqn,
         shape=shape,
+        global_shape=shape,
         dtype="float32",
         itemsize=ITEMSIZE,
         shard_dim=0,
@@ -121,8 +153,22 @@ def full_bytes(unit: Unit) -> int:
 
 
 def padded_bytes(unit: Unit) -> int:
-    """Payload of a unit's collectives: all shards with their padding."""
+    """Bytes of all shards of a unit with their padding, as they are at rest."""
     return sum(p.padded_rows * math.prod(p.shape[1:]) * p.itemsize for p in unit.params) * unit.shard_size
+
+
+def padded_elements(unit: Unit, num_ranks: int) -> int:
+    """Elements of a unit with the padding that a split over so many ranks takes."""
+    return sum(math.ceil(p.shape[0] / num_ranks) * num_ranks * math.prod(p.shape[1:]) for p in unit.params)
+
+
+def payload_bytes(unit: Unit, kind: Kind, role: str = "shard") -> int:
+    """Payload of one of a unit's collectives, in the dtype it travels in."""
+    fewer = int(unit.reshard_after_forward) if role == "after forward" else unit.shard_size
+    elements = padded_elements(unit, fewer)
+    if kind == Kind.ALL_GATHER:
+        return elements * unit.compute_itemsize
+    return elements * unit.reduce_itemsize // (unit.shard_size if kind == Kind.ALL_REDUCE else 1)
 
 
 def owned_elements(unit: Unit, rank: int) -> int:
@@ -187,6 +233,13 @@ class Job:
         self.reducing: dict[int, int] = {}
         self.ends_ns: list[int] = []  # of each collective, by comm_seq
         self.has_grads: set[int] = set()
+        # which group a rank is in, per role
+        names, places = [g.name for g in self.header.comm_groups], range(setup.num_ranks)
+        self.groups = {
+            role: [names.index(f"{role}: {next(g for g in setup.ranks_of(role) if r in g)}") for r in places]
+            for role in setup.roles
+        }
+        self.role_of: dict[int, str] = {}  # of each collective, by comm_seq
 
     def train(self) -> Trace:
         """Run the whole job."""
@@ -265,7 +318,9 @@ class Job:
         self.out.all(Kind.OPTIMIZER, Edge.BEGIN)
         for unit in self.units if first else ():
             for rank in range(self.setup.num_ranks):
-                num_bytes = 2 * ITEMSIZE * owned_elements(unit, rank) + ITEMSIZE * len(unit.params)
+                num_bytes = 2 * ITEMSIZE * owned_elements(unit, rank % self.setup.shard_size) + ITEMSIZE * len(
+                    unit.params
+                )
                 columns = {"category": Category.OPTIMIZER_STATE, "unit": unit.index, "num_bytes": num_bytes}
                 self.out.put(Kind.ALLOC, Edge.INSTANT, rank=rank, **columns)
         self.out.pass_time(sum(padded_bytes(u) for u in self.units) / self.setup.num_ranks)
@@ -274,7 +329,7 @@ class Job:
 
     def zero_grad(self) -> None:
         for unit in sorted(self.has_grads):
-            self.out.move(Category.SHARDED_GRADS, unit, -(padded_bytes(self.units[unit]) // self.setup.num_ranks))
+            self.out.move(Category.SHARDED_GRADS, unit, -(padded_bytes(self.units[unit]) // self.setup.shard_size))
         self.has_grads.clear()
 
     def compute(self, unit: int, factor: float) -> None:
@@ -287,8 +342,8 @@ class Job:
 
     def gather_buffer_bytes(self, unit: int) -> int:
         """The rank's own shard and the output."""
-        payload = padded_bytes(self.units[unit])
-        return payload + payload // self.setup.num_ranks
+        payload = payload_bytes(self.units[unit], Kind.ALL_GATHER)
+        return payload + payload // self.setup.shard_size
 
     def unshard(self, unit: int) -> None:
         """Issue the all-gather of a unit, if it needs one."""
@@ -296,10 +351,11 @@ class Job:
             return
         self.out.all(Kind.UNSHARD, Edge.BEGIN, unit=unit)
         self.gathering[unit] = -1
-        if self.setup.num_ranks > 1:
+        if self.setup.shard_size > 1:
             self.out.move(Category.ALL_GATHER_BUFFERS, unit, self.gather_buffer_bytes(unit))
-            self.copy(Kind.COPY_IN, unit, padded_bytes(self.units[unit]) // self.setup.num_ranks)
-            self.gathering[unit] = self.issue(Kind.ALL_GATHER, unit)
+            self.copy(Kind.COPY_IN, unit, payload_bytes(self.units[unit], Kind.ALL_GATHER) // self.setup.shard_size)
+            is_later = self.out.phase != Phase.FORWARD and type(self.units[unit].reshard_after_forward) is int
+            self.gathering[unit] = self.issue(Kind.ALL_GATHER, unit, "after forward" if is_later else "shard")
 
     def wait_for_unshard(self, unit: int) -> None:
         """Make a unit's parameters usable."""
@@ -337,23 +393,31 @@ class Job:
         self.out.move(Category.REDUCE_SCATTER_BUFFERS, unit, self.reduce_buffer_bytes(unit))
         self.copy(Kind.COPY_IN, unit, full)
         self.out.move(Category.UNSHARDED_GRADS, unit, -full)
-        self.reducing[unit] = self.issue(Kind.REDUCE_SCATTER, unit)
+        first = Kind.REDUCE_SCATTER if self.setup.shard_size > 1 else Kind.ALL_REDUCE
+        self.reducing[unit] = self.issue(first, unit, "shard" if first == Kind.REDUCE_SCATTER else "replicate")
 
     def finish_reductions(self, *, keep: int) -> None:
         """Wait for all but the ``keep`` newest reductions."""
         for unit in list(self.reducing)[: max(0, len(self.reducing) - keep)]:
-            self.wait(Kind.REDUCE_SCATTER, unit, self.reducing.pop(unit))
-            shard = padded_bytes(self.units[unit]) // self.setup.num_ranks
+            if self.setup.shard_size > 1:
+                self.wait(Kind.REDUCE_SCATTER, unit, self.reducing[unit])
+                if self.setup.copies > 1:
+                    self.reducing[unit] = self.issue(Kind.ALL_REDUCE, unit, "replicate")
+            if self.setup.copies > 1:
+                self.wait(Kind.ALL_REDUCE, unit, self.reducing[unit])
+            del self.reducing[unit]
+            shard = padded_bytes(self.units[unit]) // self.setup.shard_size
             self.out.move(Category.SHARDED_GRADS, unit, shard)
             self.copy(Kind.COPY_OUT, unit, shard)
             self.out.move(Category.REDUCE_SCATTER_BUFFERS, unit, -self.reduce_buffer_bytes(unit))
 
     # collectives
 
-    def issue(self, kind: Kind, unit: int) -> int:
+    def issue(self, kind: Kind, unit: int, role: str) -> int:
         """Begin a collective; it moves once the slowest rank is there and the one before it is through."""
-        comm_seq, payload = len(self.ends_ns), padded_bytes(self.units[unit])
-        self.out.all(kind, Edge.BEGIN, unit=unit, num_bytes=payload, comm_seq=comm_seq, comm_group=0)
+        comm_seq, payload = len(self.ends_ns), payload_bytes(self.units[unit], kind, role)
+        self.role_of[comm_seq] = role
+        self.put_all(kind, Edge.BEGIN, comm_seq, unit=unit, num_bytes=payload)
         begin = max(self.out.clock + self.ends_ns[-1:])
         self.ends_ns.append(begin + LATENCY_NS + int(payload * NS_PER_WIRE_BYTE))
         return comm_seq
@@ -361,11 +425,16 @@ class Job:
     def wait(self, kind: Kind, unit: int, comm_seq: int) -> None:
         """Wait on every rank; the collective's END carries its true time, which may lie before the wait."""
         end_ns = self.ends_ns[comm_seq]
-        ids = {"unit": unit, "comm_seq": comm_seq, "comm_group": 0}
-        self.out.all(Kind.WAIT, Edge.BEGIN, **ids)
+        self.put_all(Kind.WAIT, Edge.BEGIN, comm_seq, unit=unit)
         self.out.clock = [max(now, end_ns) for now in self.out.clock]
-        self.out.all(Kind.WAIT, Edge.END, **ids)
-        self.out.all(kind, Edge.END, t_ns=end_ns, num_bytes=padded_bytes(self.units[unit]), **ids)
+        self.put_all(Kind.WAIT, Edge.END, comm_seq, unit=unit)
+        payload = payload_bytes(self.units[unit], kind, self.role_of[comm_seq])
+        self.put_all(kind, Edge.END, comm_seq, t_ns=end_ns, unit=unit, num_bytes=payload)
+
+    def put_all(self, kind: Kind, edge: Edge, comm_seq: int, **columns: float) -> None:
+        """Write a row of a collective on every rank, each with the group it is in."""
+        for rank, group in enumerate(self.groups[self.role_of[comm_seq]]):
+            self.out.put(kind, edge, rank=rank, comm_seq=comm_seq, comm_group=group, **columns)
 
 
 def simulate(setup: Setup) -> Trace:

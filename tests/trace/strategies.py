@@ -11,6 +11,7 @@ from workbench.trace.schema import (
     ROW,
     ROW_DTYPE,
     Category,
+    CommGroup,
     Header,
     KeyFrame,
     Param,
@@ -37,12 +38,21 @@ __all__ = [
 
 def setups(*, max_ranks: int = 4, max_units: int = 4, max_steps: int = 2) -> st.SearchStrategy[Setup]:
     """Small training jobs of every policy; world size 1 and no step at all included."""
+    meshes = [(copies, size) for copies in (1, 2) for size in range(1, max_ranks + 1) if copies * size <= max_ranks]
+    return st.sampled_from(meshes).flatmap(lambda mesh: _setups(*mesh, max_units, max_steps))
+
+
+def _setups(copies: int, shard_size: int, max_units: int, max_steps: int) -> st.SearchStrategy[Setup]:
+    fewer = [n for n in range(2, shard_size) if shard_size % n == 0]
     return st.builds(
         Setup,
-        num_ranks=st.integers(1, max_ranks),
+        num_ranks=st.just(copies * shard_size),
+        copies=st.just(copies),
         num_units=st.integers(1, max_units),
         steps=st.integers(0, max_steps),
-        reshard_after_forward=st.booleans(),
+        reshard_after_forward=st.sampled_from([True, False, *fewer]),
+        compute_itemsize=st.sampled_from([2, 4]),
+        reduce_itemsize=st.sampled_from([2, 4]),
         reshard_root=st.booleans(),
         prefetch=st.booleans(),
         activations=st.booleans(),
@@ -103,6 +113,7 @@ _params = st.builds(
     Param,
     fqn=_names,
     shape=_sizes,
+    global_shape=_sizes,
     dtype=_names,
     itemsize=_size,
     shard_dim=st.integers(-4, 4),
@@ -117,10 +128,15 @@ _units = st.builds(
     name=_names,
     root=st.integers(-1, 99),
     params=st.lists(_params, max_size=2).map(tuple),
-    reshard_after_forward=st.booleans(),
+    reshard_after_forward=st.booleans() | _size,
     shard_size=_size,
+    replicate_size=_size,
+    compute_dtype=_names,
+    reduce_dtype=_names,
     compute_itemsize=_size,
     reduce_itemsize=_size,
+    offload=st.booleans(),
+    comm=_names,
     retired=st.booleans(),
 )
 
@@ -145,7 +161,7 @@ def any_headers() -> st.SearchStrategy[Header]:
         mesh_axes=st.lists(_names, max_size=3).map(tuple),
         ranks=st.lists(_rank_infos, max_size=2).map(tuple),
         units=st.lists(_units, max_size=2).map(tuple),
-        comm_groups=st.lists(_names, max_size=3).map(tuple),
+        comm_groups=st.lists(st.builds(CommGroup, name=_names, ranks=_sizes), max_size=3).map(tuple),
         strings=st.lists(_names, max_size=3).map(tuple),
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.trace.strategies import any_key_frames, cuttings, example_trace, traces
 from workbench.errors import TraceError
 from workbench.trace import RankTrace, Trace, TraceBuilder, advance
-from workbench.trace.schema import Header, KeyFrame
+from workbench.trace.schema import CommGroup, Header, KeyFrame
 
 
 def drains_of(rank: RankTrace, parts: list[slice]) -> list[tuple[int, bytes, KeyFrame]]:
@@ -135,7 +135,9 @@ def test_ranks_may_number_their_strings_each_in_its_own_order():
     for number, strings in ((0, ("loss",)), (1, ("accuracy", "loss"))):
         rows = rank.rows.copy()
         rows["module"][rows["module"] == 0] = strings.index("loss")
-        builder.update_header(Header(strings=strings, comm_groups=("ranks 0-1",)), rank=number)
+        builder.update_header(
+            Header(strings=strings, comm_groups=(CommGroup(name="ranks 0-1", ranks=(0, 1)),)), rank=number
+        )
         builder.append(number, rows.tobytes(), key_frame=advance(rank.start, rows))
     trace = builder.snapshot()
     assert trace.header.strings == ("loss", "accuracy")

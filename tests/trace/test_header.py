@@ -9,7 +9,7 @@ from tests.trace.strategies import any_headers, any_key_frames, example_trace
 from workbench.errors import TraceError
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.header import join, translate
-from workbench.trace.schema import SCHEMA_VERSION, Header, KeyFrame, RankInfo, UnitState
+from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, RankInfo, UnitState
 
 
 @given(any_headers())
@@ -30,7 +30,7 @@ def test_a_key_frame_survives_json(key_frame):
 
 def test_a_newer_schema_is_refused_whatever_else_it_holds():
     data = {"schema_version": SCHEMA_VERSION + 1, "surprise": []}
-    with pytest.raises(TraceError, match="schema version 2, this workbench reads up to 1: update fsdp-workbench"):
+    with pytest.raises(TraceError, match="schema version 3, this workbench reads up to 2: update fsdp-workbench"):
         header_from_dict(data)
 
 
@@ -56,6 +56,7 @@ def changed(path: str, value: object) -> dict:
         ("world_size", True, "header.world_size is True, expected int"),
         ("units/0/retired", 1, r"header.units\[0\].retired is 1, expected bool"),
         ("strings", "loss", "header.strings is 'loss', expected list or tuple"),
+        ("units/0/reshard_after_forward", "yes", r"reshard_after_forward is 'yes', expected bool or int"),
         ("strings/0", None, r"header.strings\[0\] is None, expected str"),
         ("units/2", [], r"header.units\[2\] is \[\], expected dict"),
     ],
@@ -77,7 +78,7 @@ def test_what_is_no_object_is_no_header():
         ("unit_states", {"0": 9}, r"key_frame.unit_states\[0\] is 9, which is no UnitState"),
         ("unit_states", {"0": "1"}, r"key_frame.unit_states\[0\] is '1', expected int"),
         ("reducing", [], r"key_frame.reducing is \[\], expected dict"),
-        ("bytes_by_category", [0, 0], "key_frame.bytes_by_category has 2 entries, expected 9"),
+        ("bytes_by_category", [0, 0], "key_frame.bytes_by_category has 2 entries, expected 10"),
     ],
 )
 def test_a_wrong_key_frame_is_refused_with_the_place(field, value, sentence):
@@ -108,8 +109,8 @@ def test_join_keeps_places_and_lets_the_newer_win():
 def test_rows_are_translated_to_the_joined_tables():
     rows = example_trace(steps=1).rank(0).rows[:3].copy()
     rows["module"], rows["comm_group"] = [0, 1, -1], [-1, 0, 0]
-    source = Header(strings=("b", "a"), comm_groups=("g",))
-    target = join(Header(strings=("a",), comm_groups=("f",)), source)
+    source = Header(strings=("b", "a"), comm_groups=(CommGroup(name="g"),))
+    target = join(Header(strings=("a",), comm_groups=(CommGroup(name="f", ranks=(0,)),)), source)
     moved = translate(rows, source, target)
     assert moved["module"].tolist() == [1, 0, -1]
     assert moved["comm_group"].tolist() == [-1, 1, 1]

@@ -122,18 +122,39 @@ def test_many_units_that_are_not_alike_stay_bounded_and_differences_are_kept():
     assert "80 more rows not drawn" in subtitle(fig)
 
 
-def test_other_collectives_are_shown_with_what_a_ring_sends():
+def test_copies_have_their_all_reduces_over_fewer_ranks():
+    fig = comms(simulate(Setup(num_ranks=8, copies=2, num_units=2, steps=1)))
+    assert title(fig) == (
+        "Step 0: all-gathers 3 of 3, reduce-scatters 2 of 2, all-reduces 2 of 2: as the closed form says"
+    )
+    assert fig.layout.yaxis.ticktext[:3] == (
+        "blocks.0 all-gather over 4",
+        "blocks.0 reduce-scatter over 4",
+        "blocks.0 all-reduce over 2",
+    )
+    assert column(fig, "payload")[1:3] == ["193 KiB", "48.1 KiB"]
+    assert column(fig, "sent")[1:3] == ["144 KiB", "48.1 KiB"]  # 3/4 of it; 2 * 1/2 of it
+
+
+def test_backward_among_few_ranks_has_a_row_of_its_own():
+    fig = comms(simulate(Setup(num_ranks=4, reshard_after_forward=2, num_units=2, steps=1)))
+    assert title(fig).endswith("all-gathers 3 of 3, reduce-scatters 2 of 2: as the closed form says")
+    assert fig.layout.yaxis.ticktext[:2] == ("blocks.0 all-gather over 4", "blocks.0 all-gather over 2")
+    assert column(fig, "sent")[:2] == ["144 KiB", "96.3 KiB"]
+
+
+def test_mixed_precision_is_expected_in_its_bytes():
+    fig = comms(simulate(Setup(compute_itemsize=2, num_units=2, steps=1)))
+    assert "as the closed form says" in title(fig)
+    assert column(fig, "closed form")[:2] == ["= 2 x 96.3 KiB", "= 1 x 193 KiB"]
+
+
+def test_what_carries_the_bytes_is_named_if_it_is_known():
     trace = example_trace()
-    ranks = []
-    for rank in trace.ranks:
-        rows = rank.rows.copy()
-        rows["kind"][(rows["kind"] == Kind.REDUCE_SCATTER) & (rows["unit"] == 0)] = Kind.ALL_REDUCE
-        ranks.append(RankTrace(rank.rank, rows))
-    units = tuple(replace(unit, shard_size=2) for unit in trace.header.units)
-    fig = comms(Trace(replace(trace.header, units=units), tuple(ranks)))
-    place = fig.layout.yaxis.ticktext.index("blocks.0 all-reduce")
-    assert column(fig, "closed form")[place] == "-"
-    assert column(fig, "sent")[place] == column(fig, "payload")[place]  # 2 * (2 - 1) / 2 over the two copies
+    units = tuple(replace(unit, comm="shared memory") for unit in trace.header.units)
+    carried = Trace(replace(trace.header, units=units), trace.ranks)
+    assert "per rank, carried by shared memory" in subtitle(comms(carried))
+    assert "carried" not in subtitle(comms(trace))
 
 
 def test_what_was_expected_and_never_issued_is_a_row():

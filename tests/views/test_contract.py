@@ -56,7 +56,7 @@ def same_with_names(trace, name):
         mesh_axes=tuple(name for _ in trace.header.mesh_axes),
         ranks=tuple(replace(rank, host=name, device=name) for rank in trace.header.ranks),
         units=units,
-        comm_groups=tuple(name for _ in trace.header.comm_groups),
+        comm_groups=tuple(replace(group, name=name) for group in trace.header.comm_groups),
         strings=tuple(f"{name}{i}" for i, _ in enumerate(trace.header.strings)),
     )
     return Trace(header, trace.ranks)

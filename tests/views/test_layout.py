@@ -59,9 +59,42 @@ def test_without_padding_nothing_is_hatched():
 
 
 def test_copies_of_a_replicated_model_share_a_column():
-    fig = layout(trace_of(make_unit(make_param((3,), 2)), world_size=4))
+    fig = layout(trace_of(make_unit(make_param((3,), 2), replicate_size=2), world_size=4))
     assert fig.layout.xaxis.ticktext == ("ranks 0, 2", "ranks 1, 3")
     assert "in each of 2 copies" in subtitle(fig)
+    assert len(bars(fig, "held")) == 2
+
+
+def test_a_simulated_2d_mesh_is_drawn_as_one_copy():
+    fig = layout(simulate(Setup(num_ranks=8, copies=2, steps=0)))
+    assert fig.layout.xaxis.ticktext == ("ranks 0, 4", "ranks 1, 5", "ranks 2, 6", "ranks 3, 7")
+
+
+def test_under_tensor_parallelism_columns_are_shard_ranks_and_the_global_shape_is_shown():
+    param = replace(make_param((8, 4), 2), global_shape=(16, 4))
+    fig = layout(trace_of(make_unit(param), world_size=4))
+    assert fig.layout.xaxis.ticktext == ("shard-rank 0", "shard-rank 1")
+    assert fig.layout.yaxis.ticktext == ("w [8, 4] of [16, 4]",)
+    assert "this rank's part of [16, 4]" in bars(fig, "held")[0][-1].replace("&#x27;", "'")
+    assert title(fig) == "Each of 4 ranks keeps 64 B of 256 B of parameters"
+
+
+def test_the_dimension_that_is_split_is_named_unless_it_is_the_first():
+    fig = layout(trace_of(make_unit(make_param((3, 8), 2, shard_dim=1), make_param((8,), 2, fqn="b")), world_size=2))
+    assert fig.layout.yaxis.ticktext == ("w [3, 8] by dim 1", "b [8]")
+
+
+def test_a_unit_says_what_is_special_about_its_policy():
+    special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
+    fig = layout(trace_of(make_unit(make_param((8,), 4), **special), world_size=4))
+    policy = "computes in bfloat16, reduces in float32, rests in host memory, on 2 ranks after forward"
+    assert f"on a rank, {policy}" in words(fig)
+    assert "computes" not in words(layout(example_trace()))
+
+
+def test_what_training_adds_is_told():
+    fig = layout(trace_of(make_unit(make_param((5, 3), 4)), world_size=4))
+    assert "in training gradients take 24 B more, Adam&#x27;s state up to 52 B" in subtitle(fig)
 
 
 def test_units_on_different_numbers_of_ranks_use_the_whole_width():

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.replay.test_memory import with_pool
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
@@ -42,7 +43,7 @@ def test_the_peak_is_in_the_title_and_in_the_picture_in_words():
         "<b>peak 1.40 MiB</b> backward of blocks.1: 2 units unsharded, next all-gather (blocks.0) in flight, "
         "gradients of blocks.2 being reduced"
     )
-    assert peak.y == max(named(fig, "total").y)
+    assert peak.y == max(named(fig, "total in use").y)
 
 
 def test_the_areas_are_the_bytes_of_each_class_in_order():
@@ -55,7 +56,7 @@ def test_the_areas_are_the_bytes_of_each_class_in_order():
         assert np.array(area.y[:-1]) * MIB == pytest.approx(series.num_bytes[:, category])
         assert area.line.shape == "hv"
         assert area.fillcolor == theme.CATEGORY_COLOURS[category]
-    assert np.array(named(fig, "total").x[:-1]) == pytest.approx((series.t_ns - part.rows["t_ns"][0]) / 1e6)
+    assert np.array(named(fig, "total in use").x[:-1]) == pytest.approx((series.t_ns - part.rows["t_ns"][0]) / 1e6)
     assert fig.layout.legend.traceorder == "reversed"  # the legend reads as the areas lie
 
 
@@ -100,6 +101,23 @@ def test_one_rank_can_be_chosen():
         memory(example_trace(), rank=9)
 
 
+def test_what_pools_keep_lies_hatched_above_the_total_and_moves_no_peak():
+    trace = example_trace()
+    plain, fig = memory(trace), memory(with_pool(trace))
+    assert title(fig) == title(plain)
+    assert [a.text for a in fig.layout.annotations] == [a.text for a in plain.layout.annotations]
+    assert max(named(fig, "total in use").y) == max(named(plain, "total in use").y)
+    reserved = areas(fig)[-1]
+    assert reserved.name == "reserved"
+    assert reserved.fillpattern.shape == "/"
+    assert reserved.fillcolor == theme.CLEAR
+    most = live.most_reserved(with_pool(trace).slice(step=2).rank(0))
+    assert max(reserved.y) * MIB == pytest.approx(most)
+    assert f"pools keep up to {theme.format_bytes(most)} more for reuse" in subtitle(fig)
+    assert "pools" not in subtitle(plain)
+    assert fig.layout.yaxis.range[1] >= max(np.add(named(fig, "total in use").y, reserved.y))
+
+
 def test_several_steps_are_marked():
     fig = memory(example_trace(steps=3), steps=2)
     assert title(fig).startswith("Steps 1-2:")
@@ -120,7 +138,7 @@ def test_of_many_moments_few_are_drawn_but_never_without_the_peak():
     fig = memory(trace, steps=40)
     assert sum(len(t.y) for t in fig.data) <= MAX_POINTS + 200
     top = live.peak(trace.slice(first=0, last=39).rank(0)).num_bytes
-    assert max(named(fig, "total").y) * MIB == pytest.approx(top)
+    assert max(named(fig, "total in use").y) * MIB == pytest.approx(top)
 
 
 def test_before_the_first_step_the_shards_are_shown():

@@ -4,16 +4,38 @@ Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.p
 (layouts) -> ``comm.py`` (the wire).
 """
 
-from workbench.engine.api import fully_shard, unshard_module
+from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from workbench.engine.comm import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
+from workbench.engine.groups import rebuild_all as rebuild_groups
+from workbench.engine.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from workbench.engine.module import FSDPModule, UnshardHandle
+from workbench.engine.placement import ShardPlacementResult
+from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from workbench.engine.reshard import reshard_module
+from workbench.engine.undo import unshard_module
 
 __all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
     "CollectiveFailed",
+    "DDPMeshInfo",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FSDPMeshInfo",
     "FSDPModule",
+    "HSDPMeshInfo",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "RanksDisagreeError",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "StepAborted",
     "UnshardHandle",
     "fully_shard",
+    "rebuild_groups",
+    "register_fsdp_forward_method",
+    "reshard_module",
+    "share_comm_ctx",
     "unshard_module",
 ]

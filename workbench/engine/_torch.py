@@ -5,14 +5,22 @@ Each function here has a test in ``tests/engine/test_torch_private.py`` that not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 TESTED_TORCH = ("2.13",)
+
+Spec = DTensorSpec
 
 
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:
@@ -24,12 +32,50 @@ def queue_backward_final_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
 
 
-def dtensor_like(reference: DTensor, local: torch.Tensor) -> DTensor:
-    """Wrap ``local`` as a DTensor of ``reference``'s global shape, mesh and placements, without any check.
+def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> Spec:
+    """Describe a DTensor of ``like``'s global shape, stride and dtype."""
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+def with_dtype(spec: Spec, dtype: torch.dtype) -> Spec:
+    """Return ``spec`` for elements of another dtype."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def spec_of(dtensor: DTensor) -> Spec:
+    """Return the description a DTensor carries."""
+    return dtensor._spec
+
+
+def shards_along(spec: Spec, dim: int) -> int:
+    """Return over how many ranks tensor dimension ``dim`` is split."""
+    return int(spec.num_shards_map[dim])
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement of an axis that splits what another axis has split before, into ``split_factor`` parts."""
+    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of both, which must come from one and have names.
+
+    Raises:
+        RuntimeError: they do not come from one.
+        TypeError: an axis has no name.
+    """
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
+    """Wrap ``local`` as a DTensor without any check.
 
     ``DTensor.from_local`` does the same in 20-50 us with checks and autograd; this runs once per gradient and step.
     """
-    return DTensor(local, reference._spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_of(dtensor: DTensor) -> torch.Tensor:
@@ -38,8 +84,19 @@ def local_of(dtensor: DTensor) -> torch.Tensor:
 
 
 def set_local(dtensor: DTensor, local: torch.Tensor) -> None:
-    """Exchange the tensor a DTensor wraps; shape and dtype must be what its spec says."""
+    """Exchange the tensor a DTensor wraps; shape must be what its spec says; a new dtype is taken into the spec."""
     dtensor._local_tensor = local
+    dtensor._spec = with_dtype(dtensor._spec, local.dtype)
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` itself, after the collective that makes it if a DTensor operation has started one."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def premultiplied_sum(factor: float) -> object:
+    """Return NCCL's reduction that multiplies by ``factor`` before it sums."""
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
@@ -50,3 +107,68 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     """Exchange a registered parameter without the checks of ``nn.Module.__setattr__``: runs 4 times a step each."""
     module._parameters[name] = param
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the counters by which autograd notices that what it saved has changed."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def call_post_accumulate_hooks(param: nn.Parameter) -> None:
+    """Call what the user registered with ``param.register_post_accumulate_grad_hook``."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for hook in list(hooks.values()):
+        hook(param)
+
+
+def share_post_accumulate_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Let ``new`` have those hooks too: the same ones, so that the handles the user got go on removing them."""
+    hooks = getattr(old, "_post_accumulate_grad_hooks", None)
+    if hooks is not None:
+        new._post_accumulate_grad_hooks = hooks
+
+
+def group_allocator(group: dist.ProcessGroup | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return what allocates memory for collectives in ``group``'s backend (numel, dtype, device); None: nothing."""
+    backend = None if group is None else group._get_backend(device)
+    if backend is None or not backend.supports_tensor_alloc(device):
+        return None
+
+    def allocate(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+    return allocate
+
+
+def default_store() -> Store:
+    """Return the store of the default process group; another object after every ``init_process_group``.
+
+    Raises:
+        ValueError: there is no default process group.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """Make a process group under a name of one's own; only its ranks, and all of them, must call this.
+
+    ``new_group(use_local_synchronization=True)`` names a group after the number of groups this process has made: ranks
+    of which one has made another group before wait for each other for ever.
+
+    Args:
+        ranks: global ranks, in group order.
+        name: new, and the same on all of them.
+    """
+    backend = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call,unused-ignore]
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        backend,
+        default_store(),
+        name,  # type: ignore[arg-type]
+        timeout=distributed_c10d._get_default_timeout(backend),  # type: ignore[arg-type]
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+    return group

@@ -1,24 +1,32 @@
-"""``fully_shard`` and its inverse."""
+"""``fully_shard``."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from typing import Any, TypeVar, cast, overload
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
-from workbench.engine.mesh import mesh_info
+from workbench.engine.call import attach
+from workbench.engine.managed import (
+    _get_managed_modules,
+    _get_managed_states,
+    _get_param_module_infos,
+    mark_taken,
+)
+from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
 from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import FSDPState, attach, detach, roots, state_of, states_below, units_of
+from workbench.engine.placement import Placed, ShardPlacementFn, place
+from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from workbench.engine.state import FSDPState, state_of
+from workbench.engine.undo import plain_copy, remap_optimizer, unshard_module
 
 M = TypeVar("M", bound=nn.Module)
+
+_REGISTERED = "_workbench_fsdp_forward_method"
 
 
 @overload
@@ -26,7 +34,10 @@ def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
 ) -> M: ...
 
@@ -36,7 +47,10 @@ def fully_shard(
     module: list[M],
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
 ) -> list[M]: ...
 
@@ -45,7 +59,10 @@ def fully_shard(
     module: M | list[M],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> M | list[M]:
     """Shard the parameters of a module (or of a list of modules, as one unit) over the ranks of ``mesh``.
@@ -56,9 +73,13 @@ def fully_shard(
 
     Args:
         module: the module, or modules that always run in the same iteration.
-        mesh: 1-D mesh to shard over; None: all ranks.
+        mesh: 1-D mesh to shard over, or a named 2-D one (replicate, shard); None: all ranks.
         reshard_after_forward: True frees the full parameters between forward and backward (one more all-gather);
-            False keeps them; None means True, except for the root, which is needed again at once in backward.
+            False keeps them; an int keeps them split over groups of so many ranks; None means True, except for the
+            root, which is needed again at once in backward.
+        shard_placement_fn: says for a parameter which dim to split, and if need be over which mesh.
+        mp_policy: dtypes of compute, reduction and output.
+        offload_policy: :class:`~workbench.engine.CPUOffloadPolicy` keeps shards, gradients, optimizer state on the CPU.
         ignored_params: parameters that are left alone.
 
     Returns:
@@ -67,27 +88,32 @@ def fully_shard(
     Raises:
         TypeError: not a module; an argument of another type than it takes.
         ValueError: already sharded, a container without forward, a module of the list inside of another, a scalar or
-            non-contiguous parameter, mixed dtypes or devices, a parameter tied to one in another unit, or a mesh
-            without this rank.
-        NotImplementedError: a mesh of more than one axis.
+            non-contiguous parameter, mixed dtypes or devices, a parameter tied to one in another unit, a mesh without
+            this rank or with other axes, a dim that cannot be split, an int that does not divide the ranks.
+        NotImplementedError: an int for parameters that tensor parallelism has split.
         RuntimeError: no process group.
 
     The module is left as it was if the call raises.
     """
     modules = tuple(module) if isinstance(module, list) else (module,)
     _check_modules(modules)
-    _check_policy(reshard_after_forward)
-    ignored = _ids_of(ignored_params or ())
+    policy = _policy(reshard_after_forward, mp_policy, offload_policy)
+    ignored = _ids_of(() if ignored_params is None else ignored_params)
     info = mesh_info(mesh)
-    infos = _get_param_module_infos(_get_managed_modules(modules), ignored)
-    reshard = True if reshard_after_forward is None else reshard_after_forward
-    group = FSDPParamGroup(infos, info, reshard) if infos else None
-    state = FSDPState(modules, group, auto_reshard=reshard_after_forward is None)
+    _get_post_forward_mesh_info(policy.reshard_after_forward, info)
+    managed = _get_managed_modules(modules)
+    infos = _get_param_module_infos(managed, ignored)
+    _move_to(info.device, *_get_managed_states(managed, ignored))
+    groups = _make_groups(place(infos, shard_placement_fn, info), policy)
+    state = FSDPState(modules, groups, auto_reshard=reshard_after_forward is None, mp_policy=mp_policy)
     mark_taken(infos, ", ".join(type(m).__name__ for m in modules))
     for m in modules:
         attach(m, state)
         m.__class__ = cast("type[M]", sharded_class(type(m)))
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -110,13 +136,27 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         raise ValueError(f"the list given to fully_shard holds {what}; give each part of the model once")
 
 
-def _check_policy(reshard_after_forward: object) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+def _policy(reshard_after_forward: object, mp_policy: object, offload_policy: object) -> UnitPolicy:
+    """Return the policy; raises TypeError for values of other types."""
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise TypeError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a workbench.engine.MixedPrecisionPolicy, got {_said(mp_policy)}")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {_said(offload_policy)}")
+    reshard = True if reshard_after_forward is None else reshard_after_forward
+    return UnitPolicy(reshard_after_forward=reshard, mp_policy=mp_policy, offload_policy=offload_policy)
+
+
+def _said(value: object) -> str:
+    """Return a value and the full name of its type: torch has policies of the same names."""
+    return f"{value!r:.60} of type {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
     """Return the ids of the parameters to leave alone."""
+    if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
+        raise TypeError(f"ignored_params takes a set of parameters, got {_said(ignored_params)}: put it into {{...}}")
     params = list(ignored_params)
     for param in params:
         if not isinstance(param, nn.Parameter):
@@ -127,128 +167,76 @@ def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
     return frozenset(map(id, params))
 
 
-@torch.no_grad()
-def unshard_module(
-    module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Undo every ``fully_shard`` call in ``module``'s tree; collective: all ranks must call it.
+def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
+    """Move what is elsewhere to the device that computes; what is on the meta device stays there."""
+    for tensor in (*params, *buffers):
+        if tensor.device.type not in {device.type, "meta"}:
+            tensor.data = tensor.data.to(device)
 
-    Parameters and gradients keep their values and become plain tensors, in place; hooks and classes go back to what
-    they were. Optimizers that hold the sharded parameters go on with the plain ones, their state gathered.
+
+def _make_groups(placed: dict[FSDPMeshInfo, list[Placed]], policy: UnitPolicy) -> list[FSDPParamGroup]:
+    """Make a unit for each mesh; the modules keep their parameters if one of them cannot be made."""
+    try:
+        return [FSDPParamGroup(params, info, policy) for info, params in placed.items()]
+    except (TypeError, ValueError, NotImplementedError):
+        for params in placed.values():
+            for param, where, _ in params:
+                where.register(param)
+        raise
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` unshard and reshard as forward does (``generate``, ``encode`` ...).
 
     Args:
-        module: the root of the tree.
-        optimizers: optimizers to carry along.
-
-    Returns:
-        plain parameter for each sharded parameter.
+        module: an FSDP module; nothing happens for another one, so that a script runs with and without sharding.
+        method_name: name of the method, which is exchanged on this object.
 
     Raises:
-        ValueError: nothing in the tree is sharded, or ``module`` is only a part of what one root shards.
-        RuntimeError: gradients were accumulated without sync and not reduced since.
+        ValueError: the module has no such method.
     """
-    states = states_below(module)
-    _check_undoable(module, states)
-    mapping: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in units_of(states):
-        mapping.update(_unshard_unit(unit))
-    for state in states:
-        _undo(state)
-    for optimizer in optimizers:
-        remap_optimizer(optimizer, mapping)
-    return mapping
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")  # noqa: TRY004
+
+    if getattr(method, _REGISTERED, False):
+        return
+
+    def call(*args: object, **kwargs: object) -> object:
+        state = state_of(module)
+        if state is None:  # undone since
+            return method(*args, **kwargs)
+        args, kwargs = state._pre_forward(module, args, kwargs)
+        return state._post_forward(module, args, method(*args, **kwargs))
+
+    setattr(call, _REGISTERED, True)
+    setattr(module, method_name, call)
 
 
-def _check_undoable(module: nn.Module, states: Sequence[FSDPState]) -> None:
-    """Raise as :func:`unshard_module` does, before anything is changed."""
-    name = type(module).__name__
-    if not states:
-        raise ValueError(f"{name} holds no module that fully_shard was called on")
-    part_of = [type(root.modules[0]).__name__ for root in roots if root not in states and root.overlaps(states)]
-    if part_of:
-        raise ValueError(f"{name} is only a part of the FSDP root {part_of[0]}; call unshard_module on the root")
-    held = [p.fqn for unit in units_of(states) for p in unit.fsdp_params if p.has_full_grad]
-    if held:
-        raise RuntimeError(
-            f"{name} holds gradients that were accumulated without sync and not reduced yet, of {', '.join(held)}; "
-            "run a backward after set_requires_gradient_sync(True), or drop them with reset_iter_state()"
-        )
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let several roots (pipeline stages on one rank) share streams, staging and prefetch order.
 
+    Call it before their first forward.
 
-def _unshard_unit(unit: FSDPParamGroup) -> dict[nn.Parameter, nn.Parameter]:
-    unit.reshard()
-    mapping = {}
-    for param in unit.fsdp_params:
-        sharded = param.sharded_param
-        plain = nn.Parameter(full_tensor(sharded), requires_grad=sharded.requires_grad)
-        if sharded.grad is not None:
-            plain.grad = full_tensor(sharded.grad)
-        param.info.register(plain)
-        mapping[sharded] = plain
-    unit.retire()
-    return mapping
-
-
-@torch.no_grad()
-def plain_copy(module: M, memo: dict[int, Any]) -> M:
-    """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
-
-    Args:
-        module: the root of a sharded tree; it is left as it was.
-        memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
+    Raises:
+        TypeError: one of ``modules`` is no FSDP module.
     """
-    states = states_below(module)
-    for unit in units_of(states):
-        unit.reshard()
-    for param in module.parameters():
-        if isinstance(param, DTensor):
-            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
-            if param.grad is not None:
-                plain.grad = full_tensor(param.grad)
-    memo.update((id(state), None) for state in states)
-    with ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.plain_modules())
-        return copy.deepcopy(module, memo)
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"share_comm_ctx takes modules that fully_shard was called on, got {type(module).__name__}")
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states[1:]:
+        state.use_comm_ctx(states[0]._comm_ctx)
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` whole and plain: gathered if it is a DTensor (collective), copied if not."""
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def _undo(state: FSDPState) -> None:
-    roots.discard(state)
-    state.remove_hooks()
-    for module, cls in zip(state.modules, state.original_classes, strict=True):
-        detach(module)
-        module.__class__ = cls
-
-
-def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make ``optimizer`` go on with other parameters, in place.
-
-    State follows its parameter: gathered when the new one is plain (collective), split when it is a DTensor.
-
-    Args:
-        optimizer: holds some of the old parameters.
-        mapping: new parameter for each old one, of the same full shape.
-    """
-    for group in optimizer.param_groups:
-        group["params"] = [mapping.get(p, p) for p in group["params"]]
-    for old, new in mapping.items():
-        if old in optimizer.state:
-            state = optimizer.state.pop(old)
-            optimizer.state[new] = {key: _state_like(new, value) for key, value in state.items()}
-
-
-def _state_like(param: nn.Parameter, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    """Return a value of optimizer state in the form its parameter has now; what is not of its shape stays."""
-    if isinstance(value, DTensor):
-        value = full_tensor(value)
-    if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
-        return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-    return value
-
-
-__all__ = ["FSDPModule", "fully_shard", "remap_optimizer", "unshard_module"]
+__all__ = [
+    "FSDPModule",
+    "fully_shard",
+    "plain_copy",
+    "register_fsdp_forward_method",
+    "remap_optimizer",
+    "share_comm_ctx",
+    "unshard_module",
+]

@@ -1,36 +1,173 @@
-"""A unit's two collectives, from its shards to full parameters and from full gradients to shards.
+"""A unit's collectives, from its shards to full parameters and from full gradients to shards.
 
 Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 
-    all-gather output       [F, S]   row r = the flat shard of rank r
+    all-gather output       [F, S]   row r = the flat shard of rank r, in the param dtype
     padded full of param p  [F, s_p] s_p = its slot; row r = what rank r holds (its padded rows)
-    reduce-scatter input    [F, S]   row r = what rank r will own of every gradient
-    reduce-scatter output   [S]      this rank's part, summed, then divided by F
+    reduce-scatter input    [F, S]   row r = what rank r will own of every gradient, in the reduce dtype
+    reduce-scatter output   [S]      this rank's part, summed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine.comm import AllGather, ReduceScatter
+from workbench.engine._torch import premultiplied_sum
+from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes
 from workbench.engine.groups import CommGroup
+from workbench.engine.layout import ShardLayout
+from workbench.engine.order import Call
 from workbench.engine.param import FSDPParam
+from workbench.engine.pool import NO_UNIT
 from workbench.engine.probe import Category, Comm, Edge, Kind
 from workbench.engine.waits import PendingWork
 
 
-@dataclass
-class AllGatherState:
-    """An all-gather in flight: its output ``[F * S]`` and the way to wait for it."""
+@dataclass(frozen=True)
+class UnitId:
+    """Which unit a collective belongs to: its number for the probe, its name for people."""
 
-    output: torch.Tensor
+    index: int
+    name: str
+
+
+@dataclass
+class InFlight:
+    """A collective that was issued, on one group.
+
+    Attributes:
+        kind: what it is.
+        payload: its bytes, as the probe is told.
+    """
+
+    unit: UnitId
+    kind: Kind
+    group: CommGroup
     pending: PendingWork
     comm: Comm
+    payload: int
+
+    def wait(self) -> None:
+        """Wait interruptibly; the collective counts as unfinished if the wait is given up.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        unit = self.unit.index
+        probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=self.comm)
+        self.pending.block()
+        self.group.finished(self.pending)
+        probe.event(Kind.WAIT, Edge.END, unit, comm=self.comm)
+        probe.event(self.kind, Edge.END, unit, self.payload, self.comm, self.pending.end_ns or None)
+
+
+@dataclass
+class AllGatherState:
+    """An all-gather in flight: its output ``[F * S]`` and the one who allocated it."""
+
+    output: torch.Tensor
+    gather: AllGather
+    flight: InFlight
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the output."""
+        return output_nbytes(self.gather, self.output)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the bytes; returns the output.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.flight.wait()
+        self.flight.pending.finish()
+        return self.output
+
+    def abandon(self) -> None:
+        """Forget the output; whatever still arrives in it is nobody's."""
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
+
+    def drop(self) -> None:
+        """Give the output back; nothing may write to it any more."""
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
+        give_back(self.gather, self.output)
+
+
+_NAMES = {Kind.ALL_GATHER: "all-gather", Kind.REDUCE_SCATTER: "reduce-scatter", Kind.ALL_REDUCE: "all-reduce"}
+
+
+@contextmanager
+def _alive_unless_raised(announce: Callable[[int], None], num_bytes: int) -> Iterator[None]:
+    """Announce bytes that outlive the body, unless it raises."""
+    announce(num_bytes)
+    try:
+        yield
+    except BaseException:  # an interrupt while the probe holds, an abort, a peer that is gone: nothing was issued
+        announce(-num_bytes)
+        raise
+
+
+def _announce(unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, exception: str = "") -> tuple[Comm, Call]:
+    """Number a collective and tell the probe, just before it is issued."""
+    comm = group.next_comm()
+    probe.event(kind, Edge.BEGIN, unit.index, num_bytes, comm)
+    return comm, Call(_NAMES[kind] + exception, unit.name, num_bytes)
+
+
+def foreach_all_gather(
+    shard: torch.Tensor, dtype: torch.dtype, device: torch.device, group: CommGroup, gather: AllGather, unit: UnitId
+) -> AllGatherState:
+    """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
+
+    It is the collective's input as it lies, unless it must be cast or moved; then this rank's row of the output is.
+    """
+    output = gather.allocate((shard.numel() * group.size,), dtype=dtype, device=device)
+    with _alive_unless_raised(
+        partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output_nbytes(gather, output)
+    ):
+        source = shard
+        if shard.dtype != dtype or shard.device != output.device:
+            source = output.view(group.size, shard.numel())[group.rank]
+            _copy_shard(source, shard, unit)
+        comm, call = _announce(unit, Kind.ALL_GATHER, group, output.nbytes)
+        pending = group.start(lambda pg: gather(output, source, pg, async_op=True), call)
+    return AllGatherState(output, gather, InFlight(unit, Kind.ALL_GATHER, group, pending, comm, output.nbytes))
+
+
+def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None:
+    """Cast and move a flat shard."""
+    kind = Kind.COPY_IN if target.device == shard.device else Kind.OFFLOAD
+    probe.event(kind, Edge.BEGIN, unit.index, target.nbytes)
+    target.copy_(shard, non_blocking=True)
+    probe.event(kind, Edge.END, unit.index, target.nbytes)
+
+
+def foreach_all_gather_copy_out(
+    gathered: torch.Tensor, layouts: Sequence[ShardLayout], padded_fulls: Sequence[torch.Tensor], unit: UnitId
+) -> None:
+    """Copy ``gathered`` ``[F, S]`` into each parameter's padded full ``[F * s_p]``; casts if dtypes differ."""
+    num_bytes = gathered.nbytes
+    probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
+    slots = gathered.split([layout.slot_numel for layout in layouts], dim=1)
+    targets = [layout.by_rank(full) for layout, full in zip(layouts, padded_fulls, strict=True)]
+    torch._foreach_copy_(targets, [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)])
+    probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)
+
+
+def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
+    """Announce staging that is used from now on, or not any more; it may lie in what ``reduce`` keeps."""
+    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, num_bytes)
+    lease = getattr(reduce, "lease", None)
+    if lease is not None and lease.is_told:
+        probe.memory(Category.RESERVED, NO_UNIT, -num_bytes)
 
 
 @dataclass
@@ -38,156 +175,195 @@ class ReduceScatterState:
     """A reduce-scatter in flight.
 
     Attributes:
-        params: the parameters whose gradients are in it, in order.
         chunks: its input ``[F * S]``; must stay alive until it has ended.
         output: ``[S]``.
-        num_bytes: bytes of input and staging.
-        payload: bytes of the input.
-        lease: of the output's bytes.
+        lease: of its bytes.
     """
 
-    params: list[FSDPParam]
     chunks: torch.Tensor
     output: torch.Tensor
-    pending: PendingWork
-    comm: Comm
-    num_bytes: int
-    payload: int
     lease: probe.Lease
+    reduce: ReduceScatter
+    flight: InFlight
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of input and staging."""
+        return input_nbytes(self.reduce, self.chunks, self.flight.group)
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and take the sum ``[S]``.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.flight.wait()
+        unit = self.flight.unit.index
+        probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, self.output.nbytes)
+        self.flight.pending.finish()
+        probe.event(Kind.COPY_OUT, Edge.END, unit, self.output.nbytes)
+        self.drop()
+        return self.output
+
+    def abandon(self) -> None:
+        """Forget the input; others may still read it, or gloo send it."""
+        _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
+
+    def drop(self) -> None:
+        """Give the input back."""
+        _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
+        give_back(self.reduce, self.chunks)
 
 
-@contextmanager
-def _alive_unless_raised(category: Category, unit: int, num_bytes: int) -> Iterator[None]:
-    """Announce bytes that outlive the body, unless it raises."""
-    probe.memory(category, unit, num_bytes)
-    try:
-        yield
-    except BaseException:  # an interrupt while the probe holds, an abort, a peer that is gone: nothing was issued
-        probe.memory(category, unit, -num_bytes)
-        raise
-
-
-def _wait(group: CommGroup, pending: PendingWork, unit: int, comm: Comm) -> None:
-    """Wait interruptibly; the collective counts as unfinished if the wait is given up."""
-    probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=comm)
-    pending.block()
-    group.finished(pending)
-    probe.event(Kind.WAIT, Edge.END, unit, comm=comm)
-
-
-def foreach_all_gather(flat_shard: torch.Tensor, group: CommGroup, gather: AllGather, unit: int) -> AllGatherState:
-    """Start gathering ``flat_shard`` ``[S]``; it is the collective's input as it lies."""
-    output = gather.allocate(flat_shard.numel() * group.size, dtype=flat_shard.dtype, device=flat_shard.device)
-    with _alive_unless_raised(Category.ALL_GATHER_BUFFERS, unit, output.nbytes):
-        comm = group.next_comm()
-        probe.event(Kind.ALL_GATHER, Edge.BEGIN, unit, output.nbytes, comm)
-        pending = group.start(lambda pg: gather(output, flat_shard, pg), f"all-gather of unit {unit}")
-    return AllGatherState(output, pending, comm)
-
-
-def wait_for_all_gather(state: AllGatherState, group: CommGroup, unit: int) -> None:
-    """Wait for the bytes of an all-gather.
-
-    Raises:
-        StepAborted, CollectiveFailed: see :class:`PendingWork`.
-    """
-    _wait(group, state.pending, unit, state.comm)
-    state.pending.finish()
-    end_ns = state.pending.end_ns
-    probe.event(Kind.ALL_GATHER, Edge.END, unit, state.output.nbytes, state.comm, end_ns)
-
-
-def foreach_all_gather_copy_out(
-    gathered: torch.Tensor, params: Sequence[FSDPParam], padded_fulls: Sequence[torch.Tensor], unit: int
-) -> None:
-    """Copy ``gathered`` ``[F, S]`` into each parameter's padded full ``[F * s_p]``."""
-    num_bytes = gathered.nbytes
-    probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, num_bytes)
-    slots = gathered.split([p.slot_numel for p in params], dim=1)
-    torch._foreach_copy_([full.view(slot.shape) for full, slot in zip(padded_fulls, slots, strict=True)], list(slots))
-    probe.event(Kind.COPY_OUT, Edge.END, unit, num_bytes)
-
-
-def _chunk_pairs(
-    param: FSDPParam, grad: torch.Tensor, slots: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (destination, source) pairs that lay ``grad`` ``[d0, *rest]`` out in ``slots`` ``[F, s_p]``."""
-    if param.is_even:
-        yield slots, grad.reshape(slots.shape)
-        return
-    for rank, slot in enumerate(slots):
-        first, last = param.rows_of(rank)
-        numel = (last - first) * param.rest_numel
-        slot[numel:].zero_()
-        if numel:
-            yield slot[:numel], grad[first:last].reshape(-1)
-
-
-def _copy_in(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: torch.Tensor, unit: int) -> None:
-    """Lay all gradients out as the reduce-scatter's input ``chunks`` ``[F, S]``."""
-    probe.event(Kind.COPY_IN, Edge.BEGIN, unit, chunks.nbytes)
+def lay_out(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: torch.Tensor, unit: UnitId) -> None:
+    """Copy full gradients into ``chunks`` ``[F, S]``, cast to its dtype."""
+    probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, chunks.nbytes)
     slots = chunks.split([p.slot_numel for p in params], dim=1)
-    pairs = [pair for p, g, s in zip(params, grads, slots, strict=True) for pair in _chunk_pairs(p, g, s)]
+    pairs = [pair for p, g, s in zip(params, grads, slots, strict=True) for pair in p.layout.copy_in_pairs(g, s)]
     if pairs:
-        torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
-    probe.event(Kind.COPY_IN, Edge.END, unit, chunks.nbytes)
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    probe.event(Kind.COPY_IN, Edge.END, unit.index, chunks.nbytes)
+
+
+def drop_full_grads(grads: list[torch.Tensor], unit: UnitId) -> None:
+    """Let go of full gradients; empties the list."""
+    num_bytes = sum(g.nbytes for g in grads)
+    grads.clear()
+    probe.memory(Category.UNSHARDED_GRADS, unit.index, -num_bytes)
+
+
+@dataclass(frozen=True)
+class ReduceMode:
+    """How gradients are reduced.
+
+    Attributes:
+        dtype: of the reduction.
+        scaling: divisors and operations.
+        category: what the bytes of its output count as: SHARDED_GRADS, unless they are cast or moved afterwards.
+        unused: names of the trainable parameters left out: they got no gradient.
+    """
+
+    dtype: torch.dtype
+    scaling: Scaling
+    category: Category
+    unused: tuple[str, ...]
+
+    @property
+    def exception(self) -> str:
+        """Return what the order check must also agree on: as many bytes may be of other parameters."""
+        if not self.unused:
+            return ""
+        names = ", ".join(self.unused)
+        return f" without {names} (no gradient; set_reduce_scatter_unused_params(True) counts that as zero)"
 
 
 def foreach_reduce(
-    params: list[FSDPParam], grads: list[torch.Tensor], group: CommGroup, reduce: ReduceScatter, unit: int
+    params: Sequence[FSDPParam],
+    grads: list[torch.Tensor],
+    mode: ReduceMode,
+    group: CommGroup,
+    reduce: ReduceScatter,
+    unit: UnitId,
 ) -> ReduceScatterState:
-    """Start reducing the full gradients ``grads`` ``[d0, *rest]``; empties the list, so that they can be freed."""
+    """Start summing the full gradients ``grads``; empties the list, so that they can be freed."""
     slot_numel = sum(p.slot_numel for p in params)
-    dtype, device = grads[0].dtype, grads[0].device
-    chunks = reduce.allocate(slot_numel * group.size, dtype=dtype, device=device)
-    num_bytes = chunks.nbytes + reduce.staging_numel(chunks.numel()) * dtype.itemsize
-    with _alive_unless_raised(Category.REDUCE_SCATTER_BUFFERS, unit, num_bytes):
-        _copy_in(params, grads, chunks.view(group.size, slot_numel), unit)
-        _drop_full_grads(grads, unit)
+    device, dtype, scaling = grads[0].device, mode.dtype, mode.scaling
+    chunks = reduce.allocate((slot_numel * group.size,), dtype=dtype, device=device)
+    with _alive_unless_raised(partial(_use_staging, reduce, unit), input_nbytes(reduce, chunks, group)):
+        lay_out(params, grads, chunks.view(group.size, slot_numel), unit)
+        drop_full_grads(grads, unit)
+        scaling.before(chunks)
         output = torch.empty(slot_numel, dtype=dtype, device=device)
-        lease = probe.Lease(Category.SHARDED_GRADS, unit, output.nbytes)
-        comm = group.next_comm()
-        probe.event(Kind.REDUCE_SCATTER, Edge.BEGIN, unit, chunks.nbytes, comm)
-        pending = group.start(lambda pg: reduce(output, chunks, pg), f"reduce-scatter of unit {unit}")
-    return ReduceScatterState(params, chunks, output, pending, comm, num_bytes, chunks.nbytes, lease)
+        lease = probe.Lease(mode.category, unit.index, output.nbytes)
+        comm, call = _announce(unit, Kind.REDUCE_SCATTER, group, chunks.nbytes, mode.exception)
+        pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), call)
+    flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, chunks.nbytes)
+    return ReduceScatterState(chunks, output, lease, reduce, flight)
 
 
-def _drop_full_grads(grads: list[torch.Tensor], unit: int) -> None:
-    num_bytes = sum(g.nbytes for g in grads)
-    grads.clear()
-    probe.memory(Category.UNSHARDED_GRADS, unit, -num_bytes)
+@dataclass
+class AllReduceState:
+    """An all-reduce of a rank's reduced shard ``[S]`` in flight, in place."""
+
+    output: torch.Tensor
+    flight: InFlight
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and take the sum ``[S]``.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.flight.wait()
+        self.flight.pending.finish()
+        return self.output
 
 
-def keep_whole_grads(params: Sequence[FSDPParam], grads: list[torch.Tensor], unit: int) -> None:
-    """Take the full gradients of a single rank, which are their own average; empties the list."""
-    flat = torch.cat([g.reshape(-1) for g in grads])
-    lease = probe.Lease(Category.SHARDED_GRADS, unit, flat.nbytes)
-    _drop_full_grads(grads, unit)
-    set_sharded_grads(params, flat, lease)
+def all_reduce(output: torch.Tensor, group: CommGroup, scaling: Scaling, unit: UnitId) -> AllReduceState:
+    """Start summing ``output`` ``[S]`` over the ranks that hold the same shard."""
+    comm, call = _announce(unit, Kind.ALL_REDUCE, group, output.nbytes)
+    pending = group.start(lambda pg: dist.all_reduce(output, scaling.reduce_op, group=pg, async_op=True), call)
+    return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, output.nbytes))
 
 
-def finish_reduce(state: ReduceScatterState, group: CommGroup, unit: int) -> None:
-    """Wait for a reduction, average it and add it to the sharded gradients.
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum of gradients becomes what the user asked for.
 
-    Raises:
-        StepAborted, CollectiveFailed: see :class:`PendingWork`.
+    Attributes:
+        pre: divisor before the reduction; None: 1.
+        post: divisor after it; None: 1.
+        scatter_op: operation of the reduce-scatter.
+        reduce_op: operation of the all-reduce.
     """
-    _wait(group, state.pending, unit, state.comm)
-    end_ns = state.pending.end_ns
-    probe.event(Kind.REDUCE_SCATTER, Edge.END, unit, state.payload, state.comm, end_ns)
-    probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, state.output.nbytes)
-    state.pending.finish()
-    state.output.div_(group.size)
-    set_sharded_grads(state.params, state.output, state.lease)
-    probe.event(Kind.COPY_OUT, Edge.END, unit, state.output.nbytes)
-    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit, -state.num_bytes)
+
+    pre: float | None
+    post: float | None
+    scatter_op: object
+    reduce_op: object
+
+    def before(self, chunks: torch.Tensor) -> None:
+        """Divide what goes into the reduction."""
+        if self.pre is not None and self.pre != 1:
+            chunks.div_(self.pre)
+
+    def after(self, output: torch.Tensor) -> None:
+        """Divide what comes out of it."""
+        if self.post is not None and self.post != 1:
+            output.div_(self.post)
+
+
+def _get_gradient_divide_factors(
+    num_ranks: int, dtype: torch.dtype, *, has_average: bool, factor: float | None
+) -> Scaling:
+    """Return how to average over ``num_ranks``, or to divide the sum by ``factor``.
+
+    Args:
+        num_ranks: ranks that see different data.
+        dtype: of the reduction. float16 is divided by about the square root of the divisor before and by the rest
+            after, so that neither the sum overflows nor its parts underflow.
+        has_average: the backend can average by itself (NCCL), and the user has not asked for plain sums.
+        factor: the user's divisor; None: ``num_ranks``.
+    """
+    total = dist.ReduceOp.SUM
+    if has_average and dtype != torch.float16:
+        if factor is None:
+            op = dist.ReduceOp.AVG if num_ranks > 1 else total
+            return Scaling(None, None, op, op)
+        return Scaling(None, None, premultiplied_sum(1 / factor), total)
+    divisor = float(num_ranks) if factor is None else factor
+    if dtype != torch.float16:
+        return Scaling(None, divisor, total, total)
+    pre = 1.0
+    while divisor % pre == 0 and divisor / pre > pre:
+        pre *= 2
+    return Scaling(pre, divisor / pre, total, total)
 
 
 def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.Lease) -> None:
     """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
     for param, slot in zip(params, flat_grad.split([p.slot_numel for p in params]), strict=True):
-        local = param.local_view(slot)
         had_grad = param.sharded_param.grad is not None
-        grad = param.add_sharded_grad(local)
+        grad = param.add_sharded_grad(param.local_view(slot))
         if not had_grad:
             grad._workbench_lease = lease  # type: ignore[attr-defined]

@@ -1,112 +1,200 @@
-"""How bytes travel: all-gather and reduce-scatter as exchangeable objects.
+"""How bytes travel: all-gather and reduce-scatter as exchangeable objects, with torch's own call signatures.
 
-The default pair uses c10d's single-tensor collectives. On gloo those are slow (``reduce_scatter_single`` runs as an
-all-reduce), so there the engine picks :class:`GlooAllGather` and :class:`GlooReduceScatter`;
-``WORKBENCH_COMM=default`` in the environment forces the default pair.
+``WORKBENCH_COMM`` in the environment chooses: unset, ranks of one host use shared memory (``shared_memory.py``) and
+others the fastest pair for their backend; ``gloo``, never shared memory; ``default``, c10d's single-tensor collectives.
+On gloo those are slow (``reduce_scatter_single`` runs as an all-reduce), so there the engine picks
+:class:`GlooAllGather` and :class:`GlooReduceScatter`.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from workbench.engine._torch import group_allocator
+from workbench.engine.groups import CommGroup
+from workbench.engine.pool import BufferPool
 from workbench.engine.waits import Work
+
+CHOICES = ("", "gloo", "default")
+CUSTOM = "custom"
+OF_GROUP = "c10d, memory of the group"
+SET_BY_USER = frozenset({CUSTOM, OF_GROUP})
 
 
 class AllGather(Protocol):
     """Gathers equal shards into one buffer."""
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an output buffer of ``numel`` elements."""
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an output buffer of ``size``."""
 
-    def __call__(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """Start gathering ``shard`` ``[S]`` of every rank into ``output`` ``[F * S]``."""
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather ``input_tensor`` ``[S]`` of every rank into ``output_tensor`` ``[F * S]``; None if it is done."""
 
 
 class ReduceScatter(Protocol):
     """Sums chunks across ranks; each rank gets its own."""
 
-    def staging_numel(self, numel: int) -> int:
-        """Elements of staging needed beside an input of ``numel`` elements."""
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an input buffer of ``size``."""
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an input buffer of ``numel`` elements."""
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,  # noqa: ANN401 - dist.ReduceOp or one of its kinds
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce: ``output_tensor`` ``[S]`` becomes the sum over ranks of their ``input_tensor`` ``[F * S]``, own part.
 
-    def __call__(self, output: torch.Tensor, chunks: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """Start summing: ``output`` ``[S]`` becomes the sum over ranks of their ``chunks`` ``[F * S]``, own chunk."""
+        None if it is done.
+        """
 
 
-class _Allocator:
-    """Plain allocation, shared by all four."""
+class Allocator:
+    """Where the engine's own pairs get their buffers; what they do not need any more goes back to it."""
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer ``[numel]``."""
-        return torch.empty(numel, dtype=dtype, device=device)
+    def __init__(self, pool: BufferPool | None = None) -> None:
+        self._pool = pool if pool is not None else BufferPool()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer of ``size``."""
+        return self._pool.take(math.prod(size), dtype, device).view(tuple(size))
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        self._pool.give_back(buffer)
 
 
-class DefaultAllGather(_Allocator):
+def give_back(comm: AllGather | ReduceScatter, buffer: torch.Tensor) -> None:
+    """Return a buffer to the one who allocated it, if that one wants it."""
+    free = getattr(comm, "free", None)
+    if free is not None:
+        free(buffer)
+
+
+def output_nbytes(gather: AllGather, output: torch.Tensor) -> int:
+    """Bytes an all-gather's output costs: none if it is the ranks' shared memory itself."""
+    return 0 if getattr(gather, "is_shared", False) else output.nbytes
+
+
+def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: CommGroup) -> int:
+    """Bytes a reduce-scatter costs while in flight: its input, and what it needs beside."""
+    beside = getattr(reduce, "staging_nbytes", None)
+    return chunks.nbytes + (beside(chunks.nbytes, group) if beside is not None else 0)
+
+
+class DefaultAllGather(Allocator):
     """c10d's single-tensor all-gather."""
 
-    def __call__(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
         """See :class:`AllGather`."""
-        return cast("Work", dist.all_gather_single(output, shard, group=group, async_op=True))
+        return cast("Work | None", dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
-class _WaitedInAThread:
-    """Gives a future to work that has none, by waiting for it in a thread."""
-
-    def __init__(self, work: Work) -> None:
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
-
-    def _run(self, work: Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Future completed when the work is done."""
-        return self._future
-
-    def wait(self) -> None:
-        """Block until it is; raise if it failed."""
-        self._future.wait()
-
-
-class DefaultReduceScatter(_Allocator):
+class DefaultReduceScatter(Allocator):
     """c10d's single-tensor reduce-scatter."""
 
-    def staging_numel(self, numel: int) -> int:
-        """None."""
-        return 0
-
-    def __call__(self, output: torch.Tensor, chunks: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any = dist.ReduceOp.SUM,  # noqa: ANN401 - see ReduceScatter
+        async_op: bool = False,
+    ) -> Work | None:
         """See :class:`ReduceScatter`."""
-        work = cast("Work", dist.reduce_scatter_single(output, chunks, group=group, async_op=True))
-        return _WaitedInAThread(work) if output.device.type == "cpu" else work  # gloo's has no future
+        work = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return cast("Work | None", work)
 
 
-class GlooAllGather(_Allocator):
+class GlooAllGather(Allocator):
     """All-gather into a list of views of the output: 2 to 4 times faster on gloo than the single-tensor call."""
 
-    def __call__(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
         """See :class:`AllGather`."""
-        views = list(output.view(group.size(), shard.numel()).unbind(0))
-        return cast("Work", dist.all_gather(views, shard, group=group, async_op=True))
+        views = list(output_tensor.view(group.size(), input_tensor.numel()).unbind(0))
+        return cast("Work | None", dist.all_gather(views, input_tensor, group=group, async_op=async_op))
+
+
+class GlooReduceScatter(Allocator):
+    """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic.
+
+    The first and the last rank send what lies in one piece around their own part; that part is summed where it is.
+    Ranks between them would have two pieces, so they let gloo copy their own part along.
+    """
+
+    @staticmethod
+    def staging_nbytes(num_bytes: int, group: CommGroup) -> int:
+        """Bytes it needs beside an input of ``num_bytes``, for what is received."""
+        return num_bytes // group.size * _num_received(group.rank, group.size)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any = dist.ReduceOp.SUM,  # noqa: ANN401 - see ReduceScatter
+        async_op: bool = False,
+    ) -> Work | None:
+        """See :class:`ReduceScatter`; sums only."""
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"GlooReduceScatter sums; it got {op}")
+        numel, size, rank = output_tensor.numel(), group.size(), group.rank()
+        num_received = _num_received(rank, size)
+        received = self.allocate((numel * num_received,), dtype=input_tensor.dtype, device=input_tensor.device)
+        sent, splits, parts = input_tensor, [numel] * size, list(received.view(num_received, numel).unbind(0))
+        if num_received < size:
+            sent = input_tensor[numel:] if rank == 0 else input_tensor[: numel * rank]
+            splits[rank] = 0
+            parts.insert(rank, input_tensor[numel * rank : numel * (rank + 1)])
+        exchange = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+        work = _SumAfterExchange(cast("Work", exchange), parts, output_tensor, partial(self.free, received))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def _num_received(rank: int, size: int) -> int:
+    """Return how many parts a rank receives, its own included if it does not lie at an end."""
+    return size - 1 if rank in {0, size - 1} else size
 
 
 class _SumAfterExchange:
-    """An all-to-all whose ``wait`` also sums the received chunks, in rank order: independent of arrival order."""
+    """An all-to-all whose ``wait`` also sums, in rank order: independent of the order of arrival."""
 
-    def __init__(self, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
-        self._work, self._received, self._output = work, received, output  # received: [F, S], output: [S]
+    def __init__(
+        self, work: Work, parts: Sequence[torch.Tensor], output: torch.Tensor, received_is_free: Callable[[], None]
+    ) -> None:
+        self._work, self._parts, self._output = work, parts, output  # F times [S], [S]
+        self._received_is_free = received_is_free
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
         """Future of the exchange."""
@@ -115,32 +203,88 @@ class _SumAfterExchange:
     def wait(self) -> None:
         """Finish the exchange and sum into the output."""
         self._work.wait()
-        torch.sum(self._received, dim=0, out=self._output)
+        sum_in_order(self._parts, self._output)
+        self._received_is_free()
 
 
-class GlooReduceScatter(_Allocator):
-    """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic."""
-
-    def staging_numel(self, numel: int) -> int:
-        """As much again, for what is received."""
-        return numel
-
-    def __call__(self, output: torch.Tensor, chunks: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """See :class:`ReduceScatter`."""
-        received = self.allocate(chunks.numel(), dtype=chunks.dtype, device=chunks.device)
-        work = dist.all_to_all_single(received, chunks, group=group, async_op=True)
-        return _SumAfterExchange(cast("Work", work), received.view(group.size(), output.numel()), output)
+def sum_in_order(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Sum ``parts`` (F times ``[S]``) into ``output`` ``[S]`` as ``((p0 + p1) + p2) + ...``: bit-equal anywhere."""
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
 
 
-def default_pair(device: torch.device) -> tuple[AllGather, ReduceScatter]:
-    """Choose the pair for tensors on ``device``.
+@dataclass(frozen=True)
+class CommPair:
+    """What a unit communicates with.
+
+    Attributes:
+        gather: for its parameters.
+        reduce: for its gradients.
+        name: "gloo", "shared memory", "c10d"; "custom" once the user has set one of the two.
+    """
+
+    gather: AllGather
+    reduce: ReduceScatter
+    name: str
+
+
+def comm_choice() -> str:
+    """Return what WORKBENCH_COMM asks for.
 
     Raises:
-        ValueError: WORKBENCH_COMM holds something else than ``default`` or nothing.
+        ValueError: something unknown.
     """
     choice = os.environ.get("WORKBENCH_COMM", "")
-    if choice not in {"", "default"}:
-        raise ValueError(f"WORKBENCH_COMM={choice!r} is not known; use 'default', or unset it for the fastest pair")
-    if device.type == "cpu" and not choice:
-        return GlooAllGather(), GlooReduceScatter()
-    return DefaultAllGather(), DefaultReduceScatter()
+    if choice not in CHOICES:
+        raise ValueError(
+            f"WORKBENCH_COMM={choice!r} is not known; use 'gloo' (never shared memory), 'default' (c10d's own "
+            "collectives), or unset it for the fastest pair"
+        )
+    return choice
+
+
+def default_pair(device: torch.device, pool: BufferPool) -> CommPair:
+    """Choose the pair for tensors on ``device`` that works between any ranks.
+
+    Raises:
+        ValueError: see :func:`comm_choice`.
+    """
+    if device.type == "cpu" and comm_choice() != "default":
+        return CommPair(GlooAllGather(pool), GlooReduceScatter(pool), "gloo")
+    return CommPair(DefaultAllGather(pool), DefaultReduceScatter(pool), "c10d")
+
+
+class FromGroup(Allocator):
+    """Allocates in memory that the backend can send from without a copy (NCCL with registered buffers)."""
+
+    def __init__(self, allocate: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer of ``size``."""
+        return self._allocate(math.prod(size), dtype=dtype, device=device).view(tuple(size))
+
+
+class GroupAllGather(FromGroup, DefaultAllGather):
+    """c10d's all-gather, into memory of the backend."""
+
+
+class GroupReduceScatter(FromGroup, DefaultReduceScatter):
+    """c10d's reduce-scatter, from memory of the backend."""
+
+
+def group_pair(group: CommGroup, device: torch.device) -> CommPair:
+    """Return the pair that communicates from memory which the backend of ``group`` allocates.
+
+    Raises:
+        RuntimeError: the backend allocates none.
+    """
+    allocate = group_allocator(group.process_group, device)
+    if allocate is None:
+        raise RuntimeError(
+            f"the process group's backend for {device.type} allocates no memory for collectives; only NCCL does: "
+            "leave set_allocate_memory_from_process_group_for_comm off"
+        )
+    return CommPair(GroupAllGather(allocate), GroupReduceScatter(allocate), OF_GROUP)

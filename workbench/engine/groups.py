@@ -3,20 +3,27 @@
 A group with an unfinished collective is never used again (its next collective could return stale data). So after an
 abort or a failure every :class:`CommGroup` gets a fresh process group, and the units that refer to it do not notice.
 They are kept apart from the groups of the DTensor mesh, which the user's own collectives use.
+
+No collective is issued before the order check (``order.py``) knows that all ranks of the group issue the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import probe
-from workbench.engine.waits import PendingWork, Work, cancellation
+from workbench.engine._torch import default_store, new_group
+from workbench.engine.errors import RanksDisagreeError
+from workbench.engine.order import Board, Call, Order
+from workbench.engine.waits import SLICE_S, PendingWork, Work, cancellation
 
 _indices = itertools.count()
 
@@ -33,14 +40,18 @@ class CommGroup:
         size: number of ranks.
         process_group: the live c10d group; None between two of them.
         index: number of this generation of the group, as the probe knows it.
+        incarnation: how often the group was built anew since the default process group was made; equal on its ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = ranks.index(dist.get_rank())
-        self._in_flight: set[PendingWork] = set()
+        self.incarnation = -1
         self.process_group: dist.ProcessGroup | None = None
+        self._in_flight: set[PendingWork] = set()
+        self._store: Store | None = None
+        self._order: Order | None = None
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -48,12 +59,30 @@ class CommGroup:
         self.let_go()
         self.index = next(_indices)
         self._seq = 0
-        # the rows of a mesh make their groups side by side: then only the ranks of a row wait for each other
-        is_part = self.size < dist.get_world_size()
+        self._given_up = ""
+        # a rank that joined later counts like the others: with a new default group everyone begins at 0
+        store = default_store()
+        self.incarnation = self.incarnation + 1 if store is self._store else 0
+        self._store = store
+        name = f"workbench/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
         with around_creation():
-            self.process_group = dist.new_group(list(self.ranks), use_local_synchronization=is_part)
+            self.process_group = new_group(self.ranks, name)
+        # on NCCL collectives run in order on a stream, and host threads do not wait
+        self._on_device = "cuda:nccl" in dist.get_backend_config(self.process_group)
+        self._next_look_s = 0.0
+        self._renew_order(PrefixStore(name, store))
         if probe.active is not None:
             probe.active.comm_group(self.index, self.ranks)
+
+    def _renew_order(self, store: Store) -> None:
+        """Forget the order of the collectives so far."""
+        old, self._order = self._order, None
+        if self.size > 1 and dist.get_backend(self.process_group) != "fake":  # a simulated world has one rank
+            board = Board(store, self.rank, self.size)
+            board.meet()
+            self._order = Order(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())
+        if old is not None:
+            old.close()  # all have met at the new board: nobody looks at the old one
 
     def let_go(self) -> None:
         """Drop the process group, which must not be used again.
@@ -72,19 +101,78 @@ class CommGroup:
         self._seq += 1
         return comm
 
-    def start(self, issue: Callable[[dist.ProcessGroup], Work], what: str) -> PendingWork:
-        """Issue a collective.
+    def start(
+        self, issue: Callable[[dist.ProcessGroup], Work | None], call: Call, *, recurs: bool = True
+    ) -> PendingWork:
+        """Issue a collective once all ranks of the group are known to issue the same.
+
+        Args:
+            issue: calls c10d, async.
+            call: what it is.
+            recurs: it is a part of every such iteration, whose order is remembered.
 
         Raises:
             StepAborted: this rank was told to give up; the group may be half closed already.
-            RuntimeError: the group was destroyed and not built anew.
+            RanksDisagreeError: another rank is about to do something else.
+            RuntimeError: the group was destroyed, or a wait given up, and it was not built anew.
         """
-        cancellation.check()
-        if self.process_group is None:
-            raise RuntimeError(f"{what}: its process group was destroyed; recover or start the ranks again")
-        pending = PendingWork(issue(self.process_group), what)
+        process_group = self._usable(call)
+        try:
+            cancellation.check()
+            self._check_order(call, recurs=recurs)
+        except BaseException as error:  # an interrupt as well: others may have issued it
+            self.give_up(error)
+            raise
+        pending = PendingWork.of(issue(process_group), call, self, on_device=self._on_device)
         self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset drops some unwaited
         return pending
+
+    def _usable(self, call: Call) -> dist.ProcessGroup:
+        if self.process_group is not None and not self._given_up:
+            return self.process_group
+        cancellation.check()
+        if self.process_group is None:
+            raise RuntimeError(f"{call}: its process group was destroyed; recover or start the ranks again")
+        raise RuntimeError(
+            f"{call}: an earlier collective was given up ({self._given_up}), so collectives of the ranks may not match "
+            "any more; call workbench.engine.rebuild_groups() on all ranks, and reset_iter_state() on the root"
+        )
+
+    def _check_order(self, call: Call, *, recurs: bool) -> None:
+        if self._order is None:
+            return
+        if self._on_device and time.monotonic() > self._next_look_s:  # it never waits, where others look
+            self._next_look_s = time.monotonic() + SLICE_S
+            self._order.look()
+        if recurs:
+            self._order.before(call)
+        else:
+            self._order.ask(call)
+
+    def look(self) -> None:
+        """Raise RanksDisagreeError if another rank does something else than this one did; asked in wait slices."""
+        if self._order is not None:
+            self._order.look()
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse collectives on all groups of this rank from now on; what disagrees is told to their ranks."""
+        for group in tuple(_groups.values()):
+            group._leave(error)
+
+    def _leave(self, error: BaseException) -> None:
+        self._given_up = self._given_up or f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        if isinstance(error, RanksDisagreeError) and self._order is not None:
+            self._order.leave(str(error))
+
+    def end_iteration(self) -> None:
+        """See the function of that name."""
+        if self._order is None or self._given_up:
+            return
+        try:
+            self._order.end_iteration()
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def finished(self, pending: PendingWork) -> None:
         """Forget a collective that was waited for."""
@@ -101,10 +189,28 @@ _groups: dict[tuple[int, ...], CommGroup] = {}
 
 def group_for(mesh: DeviceMesh) -> CommGroup:
     """Return the engine's group over all ranks of a 1-D ``mesh``; made at first use, by all its ranks together."""
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    return group_of(tuple(int(r) for r in mesh.mesh.flatten().tolist()))
+
+
+def group_of(ranks: tuple[int, ...]) -> CommGroup:
+    """Return the engine's group of these global ranks; made at first use, by all of them together."""
     if ranks not in _groups:
         _groups[ranks] = CommGroup(ranks)
     return _groups[ranks]
+
+
+def end_iteration() -> None:
+    """Tell every group that what follows is another iteration: the order of its collectives begins anew.
+
+    Call it at the end of a root's backward, and of a root's forward that no backward can follow.
+
+    Raises:
+        RanksDisagreeError: another rank has still to issue collectives of this iteration, or has issued fewer.
+        StepAborted: cancelled while waiting for the others to say.
+        CollectiveFailed: the store cannot be reached.
+    """
+    for group in tuple(_groups.values()):
+        group.end_iteration()
 
 
 def rebuild_all() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.engine.param import ParamModuleInfo, check_uniform
-from workbench.engine.state import state_of
+from workbench.engine.call import state_of
+from workbench.engine.param import ParamModuleInfo, local_tensor
 
 _TAKEN = "_workbench_unit_param"
 
@@ -35,10 +36,9 @@ def _get_param_module_infos(
     """Pair each managed parameter with every place it is registered at, and check that it can be sharded.
 
     Raises:
-        TypeError, ValueError: see :func:`_check_param` and :func:`check_uniform`.
+        ValueError: see :func:`_check_param`.
     """
     infos: dict[int, tuple[nn.Parameter, ParamModuleInfo]] = {}
-    named: list[tuple[str, nn.Parameter]] = []
     for path, module in modules:
         for name, param in module._parameters.items():
             if param is None or id(param) in ignored:
@@ -49,9 +49,16 @@ def _get_param_module_infos(
             fqn = f"{path}.{name}" if path else name
             _check_param(fqn, param)
             infos[id(param)] = (param, ParamModuleInfo(module, name, fqn))
-            named.append((fqn, param))
-    check_uniform(named)
     return list(infos.values())
+
+
+def _get_managed_states(
+    modules: Sequence[tuple[str, nn.Module]], ignored: frozenset[int]
+) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    """Return the parameters and buffers of ``modules``, each once."""
+    params = {id(p): p for _, m in modules for p in m.parameters(recurse=False) if id(p) not in ignored}
+    buffers = {id(b): b for _, m in modules for b in m.buffers(recurse=False)}
+    return list(params.values()), list(buffers.values())
 
 
 def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str) -> None:
@@ -74,11 +81,9 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             f"parameter {fqn!r} is tied to {taken}, which an earlier fully_shard call sharded; put both into one "
             "unit: call fully_shard on a module that holds both, or on a list of the two"
         )
-    if isinstance(param, DTensor):
-        raise TypeError(f"parameter {fqn!r} is a DTensor already; fully_shard takes plain parameters")
     if param.ndim == 0:
         raise ValueError(f"parameter {fqn!r} is a scalar, which has no dim 0 to shard; make it 1-D: shape [1]")
-    if not param.is_contiguous():
+    if not local_tensor(param).is_contiguous():
         raise ValueError(
             f"parameter {fqn!r} of shape {list(param.shape)} and stride {param.stride()} is not contiguous; "
             "assign param.data = param.data.contiguous() first"

@@ -1,19 +1,17 @@
-"""One parameter of a unit, in its two forms.
+"""One parameter of a unit, in its forms.
 
-Words for tensors and bytes, used in the whole engine:
+Words for tensors and bytes, used in the whole engine (see ``layout.py`` for rows, slot and padded full):
 
-- *full shape*   the parameter's own shape ``[d0, *rest]``; ``rest_numel = prod(rest)``.
-- *rows*         slices of dim 0. Each of the F shard ranks has storage for ``c = ceil(d0 / F)`` *padded rows*; rank r
-                 really holds rows ``[r*c, min(d0, (r+1)*c))``, which may be none (torch.chunk's split).
-- *shard*        a rank's own rows: the local tensor of ``sharded_param``, a view of the unit's *flat shard*.
-- *slot*         the ``c * rest_numel`` elements of the flat shard that belong to this parameter.
-- *padded full*  ``[F * c, *rest]``: all slots of the parameter one below the other; its first d0 rows are the
-                 parameter, which is what ``unsharded_param`` shows.
+- *full shape*     the shape of what this unit splits: the parameter's own, or a rank's part of it if tensor parallelism
+                   has split it before.
+- *shard*          a rank's own rows: the local tensor of ``sharded_param``, a view of the unit's *flat shard*.
+- *unsharded*      the full tensor, a view of memory the unit lends while it is unsharded; ``[0]`` while it is not.
+- *orig dtype*     of the shard, its gradient and the optimizer; *param dtype* of the unsharded; *reduce dtype* of the
+                   reduction.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +21,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from workbench.engine._torch import dtensor_like, local_of, parameter_of, set_local, set_parameter
+from workbench.engine._torch import (
+    Spec,
+    dtensor_of,
+    joined_mesh,
+    local_of,
+    make_spec,
+    parameter_of,
+    set_local,
+    set_parameter,
+    set_versions,
+    shards_along,
+    spec_of,
+    strided_shard,
+    waited,
+    with_dtype,
+)
+from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.probe import ParamInfo
 
@@ -31,10 +45,12 @@ from workbench.engine.probe import ParamInfo
 class ShardedState(Enum):
     """Which form of a parameter is registered on its modules.
 
-    SHARDED: the DTensor; only the shard is in memory. UNSHARDED: the plain full tensor; shard and padded full are.
+    SHARDED: the DTensor; only the shard is in memory. SHARDED_POST_FORWARD: a DTensor over fewer ranks, between forward
+    and backward; its larger shard is in memory too. UNSHARDED: the full tensor; shard and padded full are.
     """
 
     SHARDED = "sharded"
+    SHARDED_POST_FORWARD = "sharded post-forward"
     UNSHARDED = "unsharded"
 
 
@@ -62,70 +78,93 @@ class ParamModuleInfo:
             set_parameter(module, name, param)
 
 
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a parameter: all of it unless tensor parallelism has split it."""
+    return local_of(param) if isinstance(param, DTensor) else param
+
+
+def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo) -> Spec:
+    """Describe the sharded parameter: data-parallel axes first, then those of tensor parallelism."""
+    if not isinstance(param, DTensor):
+        return make_spec(mesh.mesh, mesh.placements(shard), param)
+    inner = spec_of(param)
+    placement = strided_shard(shard.dim, shards_along(inner, shard.dim))
+    try:
+        joined = joined_mesh(mesh.mesh, inner.mesh)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"parameter {path!r} is a DTensor on mesh {inner.mesh}, which cannot be joined with fully_shard's mesh "
+            f"{mesh.mesh}: take both from one DeviceMesh with named axes, e.g. world['dp'] and world['tp']"
+        ) from error
+    return make_spec(joined, (*mesh.placements(placement), *inner.placements), param)
+
+
 class FSDPParam:
     """A managed parameter.
 
     Attributes:
         fqn: name relative to the root; relative to the unit's module until the root is known.
-        full_shape: ``[d0, *rest]``.
-        padded_rows: c.
-        slot_numel: ``c * rest_numel``.
-        sharded_param: DTensor parameter, Shard(0).
-        unsharded_param: plain parameter ``[d0, *rest]``, a view of the padded full; ``[0]`` while sharded. Exists once
-            storage was bound.
-        state: which of the two is registered.
+        layout: how the full shape is split.
+        post_forward: how it is split between forward and backward, if over fewer ranks.
+        sharded_param: DTensor parameter.
+        unsharded_param: full parameter; plain, or a DTensor over the axes of tensor parallelism. Exists once memory was
+            bound.
+        accumulated_grad: full gradient in the reduce dtype, of micro-batches not reduced yet.
+        state: which form is registered.
     """
 
     sharded_param: nn.Parameter
     unsharded_param: nn.Parameter
+    _inner: torch.Tensor  # what the unsharded parameter holds: itself, or the local tensor of a DTensor
+    _version: int  # of the unsharded parameter while it is unsharded
 
-    def __init__(self, param: nn.Parameter, info: ParamModuleInfo, mesh: FSDPMeshInfo) -> None:
+    def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
         self.info = info
         self.fqn = info.path
-        self.full_shape = param.shape
-        self.stride = param.stride()
-        self.dtype = param.dtype
-        self._mesh = mesh
-        self.padded_rows = -(-param.shape[0] // mesh.shard_size)
-        self.rest_numel = math.prod(param.shape[1:])
-        self.slot_numel = self.padded_rows * self.rest_numel
+        self.mesh_info = mesh
+        full = local_tensor(param)
+        self.layout = ShardLayout(full.shape, shard.dim, mesh.shard_mesh_size)
+        self.post_forward: ShardLayout | None = None
+        self.slot_numel = self.layout.slot_numel
+        self.full_numel = self.layout.slot_numel * mesh.shard_mesh_size
+        self.orig_dtype = param.dtype
+        self.global_shape = param.shape
+        self.spec = _sharded_spec(info.path, param, shard, mesh)
+        self._tp_spec = spec_of(param) if isinstance(param, DTensor) else None
+        self.accumulated_grad: torch.Tensor | None = None
         self.state = ShardedState.SHARDED
-
-    def rows_of(self, shard_rank: int) -> tuple[int, int]:
-        """Return the first row and the row after the last that ``shard_rank`` holds."""
-        rows = self.full_shape[0]
-        return min(shard_rank * self.padded_rows, rows), min((shard_rank + 1) * self.padded_rows, rows)
-
-    @property
-    def is_even(self) -> bool:
-        """True if no rank has padding."""
-        return self.padded_rows * self._mesh.shard_size == self.full_shape[0]
 
     @property
     def trainable(self) -> bool:
         """True if it takes a gradient now (may change between iterations)."""
         return self.sharded_param.requires_grad
 
-    def local_view(self, slot: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows ``[rows, *rest]`` as a view of a slot ``[c * rest_numel]``."""
-        first, last = self.rows_of(self._mesh.shard_rank)
-        return slot[: (last - first) * self.rest_numel].view(last - first, *self.full_shape[1:])
+    def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
+        """Choose the ranks it is split over between forward and backward; None: the usual ones, or none.
 
-    def shard_from(self, full: torch.Tensor, slot: torch.Tensor, *, requires_grad: bool) -> None:
-        """Copy this rank's rows of ``full`` into ``slot`` and make ``sharded_param`` of it."""
-        first, last = self.rows_of(self._mesh.shard_rank)
+        Raises:
+            NotImplementedError: tensor parallelism has split it.
+        """
+        if mesh is not None and self._tp_spec is not None:
+            raise NotImplementedError(
+                f"parameter {self.fqn!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of "
+                "ranks is for plain parameters: use True or False"
+            )
+        layout = self.layout
+        self.post_forward = None if mesh is None else ShardLayout(layout.shape, layout.dim, mesh.shard_mesh_size)
+
+    # ---- the sharded form
+
+    def local_view(self, slot: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows as a view of a slot ``[slot_numel]``."""
+        return self.layout.local_view(slot, self.mesh_info.shard_mesh_rank)
+
+    def shard_from(self, param: nn.Parameter, slot: torch.Tensor) -> None:
+        """Copy this rank's rows of ``param`` into ``slot`` and make ``sharded_param`` of it."""
         local = self.local_view(slot)
-        if not full.is_meta:
-            local.copy_(full.detach()[first:last])
-        dtensor = DTensor.from_local(
-            local,
-            self._mesh.mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=self.full_shape,
-            stride=self.stride,
-        )
-        self.sharded_param = nn.Parameter(dtensor, requires_grad=requires_grad)
+        if not param.is_meta:
+            local.copy_(self.layout.shard_of(local_tensor(param).detach(), self.mesh_info.shard_mesh_rank))
+        self.sharded_param = nn.Parameter(dtensor_of(local, self.spec), requires_grad=param.requires_grad)
         self._local = local_of(cast("DTensor", self.sharded_param))
 
     @property
@@ -139,12 +178,18 @@ class FSDPParam:
 
         Raises:
             TypeError: something else than a DTensor was registered.
+            ValueError: a DTensor of another shape was.
         """
         param = getattr(self.info.module, self.info.name)
         if not isinstance(param, DTensor):
             raise TypeError(
                 f"parameter {self.fqn!r} was replaced by a plain {type(param).__name__} after fully_shard; "
                 "replace it before fully_shard, or copy values in with param.copy_(dtensor)"
+            )
+        if param.shape != self.global_shape:
+            raise ValueError(
+                f"parameter {self.fqn!r} of shape {list(self.global_shape)} was replaced by one of shape "
+                f"{list(param.shape)} after fully_shard; replace it before fully_shard"
             )
         return param
 
@@ -155,67 +200,157 @@ class FSDPParam:
         """
         param = self.registered()
         view = self.local_view(slot)
-        if not param.is_meta:
+        if not param.is_meta and local_of(param).data_ptr() != view.data_ptr():
             view.copy_(local_of(param))
         set_local(param, view)
         self._local = view
         self.sharded_param = cast("nn.Parameter", param)
-        self.dtype = view.dtype
+        self.info.register(self.sharded_param)  # a loader exchanges one place only
+        self.orig_dtype = view.dtype
+        self.spec = with_dtype(self.spec, view.dtype)
+
+    def move(self, slot: torch.Tensor) -> None:
+        """Make ``slot`` the storage of the sharded parameter, whether it is registered now or not."""
+        view = self.local_view(slot)
+        param = cast("DTensor", self.sharded_param)
+        view.copy_(local_of(param))
+        set_local(param, view)
+        self._local = view
+
+    # ---- the full form
 
     def bind(self, padded_full: torch.Tensor) -> None:
-        """Make ``unsharded_param`` a view of ``padded_full`` ``[F * c * rest_numel]``.
+        """Make the unsharded parameter a view of ``padded_full`` ``[>= numel]``, in the param dtype.
 
-        ``.data`` gives it a version counter of its own: copying a new unshard into the storage later must not look
-        to autograd like a change of what it saved.
+        ``.data`` gives it a version counter of its own: copying a new unshard into the memory later must not look to
+        autograd like a change of what it saved. What a graph saved of memory bound before counts as changed.
         """
-        self._full = padded_full[: math.prod(self.full_shape)].view(self.full_shape)
+        self._full = self.layout.full_view(padded_full)
         self._nothing = padded_full.new_empty(0)
-        full = nn.Parameter(self._full.data, requires_grad=self.trainable)
-        grad = self.unsharded_param.grad if hasattr(self, "unsharded_param") else None
-        full.grad = grad.to(full) if grad is not None else None
-        full.data = self._nothing
-        self.unsharded_param = full
+        if hasattr(self, "unsharded_param") and self.unsharded_param.dtype == padded_full.dtype:
+            self._inner.data = self._nothing
+            self._version += 1
+            return
+        had = self.unsharded_param.grad if hasattr(self, "unsharded_param") else None
+        data: torch.Tensor = self._full.data
+        if self._tp_spec is not None:
+            data = dtensor_of(data, with_dtype(self._tp_spec, data.dtype))
+        self.unsharded_param = nn.Parameter(data, requires_grad=self.trainable)
+        self.unsharded_param.grad = None if had is None else had.to(self.unsharded_param)
+        self._inner = local_tensor(self.unsharded_param)
+        self._inner.data = self._nothing
+        self._version = self.unsharded_param._version
+
+    def to_unsharded(self) -> None:
+        """Register the full parameter; its memory must be there."""
+        param = self.unsharded_param
+        self._inner.data = self._full
+        if param.requires_grad != self.trainable:
+            param.requires_grad_(self.trainable)
+        set_versions((param,), (self._version,))
+        self.info.register(param)
+        self.state = ShardedState.UNSHARDED
+
+    def to_sharded(self, form: nn.Parameter | None = None) -> None:
+        """Register the DTensor parameter, or ``form``, one over fewer ranks.
+
+        The full one is emptied, so that whoever still holds it finds nothing in it rather than another unit's values;
+        and its version is another one, so that a backward that was not preceded by an unshard fails instead of
+        computing with them.
+        """
+        if self.state is ShardedState.UNSHARDED:
+            self._inner.data = self._nothing
+            self._version = self.unsharded_param._version
+            set_versions((self.unsharded_param,), (self._version + 1,))
+        self.info.register(self.sharded_param if form is None else form)
+        self.state = ShardedState.SHARDED if form is None else ShardedState.SHARDED_POST_FORWARD
+
+    def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
+        """Return the DTensor over fewer ranks whose rows are in ``slot``, filled from the full parameter."""
+        layout = cast("ShardLayout", self.post_forward)
+        local = layout.local_view(slot, mesh.shard_mesh_rank)
+        local.copy_(layout.shard_of(self._full, mesh.shard_mesh_rank))
+        spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self._full)
+        return nn.Parameter(dtensor_of(local, spec), requires_grad=self.trainable)
+
+    def expect_grad(self) -> None:
+        """Let autograd hand a gradient to the full parameter although its values are not there."""
+        self._inner.data = self._full
+
+    # ---- gradients
 
     @property
     def has_full_grad(self) -> bool:
         """True if there is a full gradient that was not reduced yet."""
-        return self.unsharded_param.grad is not None
+        return self.unsharded_param.grad is not None or self.accumulated_grad is not None
 
-    def to_unsharded(self) -> None:
-        """Register the full parameter; its storage must be there."""
-        self.unsharded_param.data = self._full
-        if self.unsharded_param.requires_grad != self.trainable:
-            self.unsharded_param.requires_grad_(self.trainable)
-        self.info.register(self.unsharded_param)
-        self.state = ShardedState.UNSHARDED
+    def grad_bytes(self) -> int:
+        """Bytes of full gradients this rank holds."""
+        grads = (self.unsharded_param.grad, self.accumulated_grad)
+        return sum(local_tensor(g).nbytes for g in grads if g is not None)
 
-    def to_sharded(self) -> None:
-        """Register the DTensor parameter.
+    def accumulate_grad(self, dtype: torch.dtype) -> None:
+        """Move the full gradient into ``accumulated_grad``, kept in the reduce dtype."""
+        if self.unsharded_param.grad is None:
+            return
+        if self.accumulated_grad is not None:
+            self.accumulated_grad += self._plain_grad()
+        elif self.unsharded_param.grad.dtype != dtype:
+            self.accumulated_grad = self._plain_grad().to(dtype)
+        else:
+            return  # autograd adds up by itself
+        self.unsharded_param.grad = None
 
-        The full one is emptied, so that whoever still holds it finds nothing in it rather than freed memory.
-        """
-        self.unsharded_param.data = self._nothing
-        self.info.register(self.sharded_param)
-        self.state = ShardedState.SHARDED
+    def count_as_zero(self) -> None:
+        """Take a gradient that did not come as zero."""
+        if self.trainable and not self.has_full_grad:
+            self.accumulated_grad = torch.zeros_like(self._full)
+
+    def take_grad(self) -> torch.Tensor | None:
+        """Return this rank's full gradient, full shape, and forget it; None if there is none."""
+        if self.accumulated_grad is not None:
+            grad = self.accumulated_grad
+        elif self.unsharded_param.grad is not None:
+            grad = self._plain_grad()
+        else:
+            return None
+        self.drop_grad()
+        return grad
+
+    def drop_grad(self) -> None:
+        """Forget the full gradient."""
+        self.accumulated_grad = self.unsharded_param.grad = None
+
+    def _plain_grad(self) -> torch.Tensor:
+        grad = cast("torch.Tensor", self.unsharded_param.grad)
+        if isinstance(grad, DTensor):
+            spec = cast("Spec", self._tp_spec)
+            if grad.placements != spec.placements:  # e.g. a norm's: partial sums over the tensor-parallel ranks
+                grad = grad.redistribute(placements=spec.placements)
+            grad = local_of(grad)
+        return waited(grad)
 
     def add_sharded_grad(self, local_grad: torch.Tensor) -> DTensor:
-        """Accumulate ``local_grad`` ``[rows, *rest]`` into ``sharded_param.grad`` and return that."""
+        """Accumulate ``local_grad`` (this rank's rows) into ``sharded_param.grad`` and return that."""
         if self.sharded_param.grad is None:
-            self.sharded_param.grad = dtensor_like(cast("DTensor", self.sharded_param), local_grad)
+            self.sharded_param.grad = dtensor_of(local_grad, self.spec)
         else:
             local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)
         return cast("DTensor", self.sharded_param.grad)
 
     def describe(self) -> ParamInfo:
         """Return the probe's description."""
-        bounds = [self.rows_of(r) for r in range(self._mesh.shard_size)]
+        layout = self.layout
+        bounds = [layout.rows_of(r) for r in range(layout.num_shards)]
         return ParamInfo(
             fqn=self.fqn,
-            shape=tuple(self.full_shape),
-            dtype=str(self.dtype).removeprefix("torch."),
-            itemsize=self.dtype.itemsize,
+            shape=tuple(layout.shape),
+            global_shape=tuple(self.global_shape),
+            dtype=str(self.orig_dtype).removeprefix("torch."),
+            itemsize=self.orig_dtype.itemsize,
+            shard_dim=layout.dim,
             rows_per_rank=tuple(last - first for first, last in bounds),
-            padded_rows=self.padded_rows,
+            padded_rows=layout.padded_rows,
             trainable=self.trainable,
         )
 

@@ -1,24 +1,24 @@
-"""A unit: the parameters that one ``fully_shard`` call manages and communicates as one."""
+"""A unit in a step: parameters that one ``fully_shard`` call manages and communicates as one."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from workbench.engine import collectives, probe
-from workbench.engine._torch import local_of
-from workbench.engine.collectives import AllGatherState, ReduceScatterState
-from workbench.engine.comm import default_pair
+from workbench.engine.collectives import AllGatherState
+from workbench.engine.comm import AllGather, default_pair
+from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState, check_uniform
-from workbench.engine.probe import Category, Edge, Kind, Phase, UnitInfo
-
-_indices = itertools.count()
+from workbench.engine.param import FSDPParam, ParamModuleInfo
+from workbench.engine.policies import UnitPolicy
+from workbench.engine.post_forward import PostForwardShard
+from workbench.engine.probe import Category, Edge, Kind, Phase
+from workbench.engine.unit import Unit
 
 
 class TrainingState(Enum):
@@ -34,138 +34,39 @@ class TrainingState(Enum):
     IDLE = auto()
 
 
-@dataclass
-class FSDPCommContext:
-    """What the units of one root share.
-
-    Attributes:
-        end_of_backward: what the root does when a backward pass has ended.
-        post_forward_order: units whose forward ended, in that order; backward runs it in reverse.
-        reducing: the unit whose reduction is in flight; there is at most one.
-        final_callback_queued: the current backward pass already has its end-of-backward callback.
-    """
-
-    end_of_backward: Callable[[], None]
-    post_forward_order: list[FSDPParamGroup] = field(default_factory=list)
-    reducing: FSDPParamGroup | None = None
-    final_callback_queued: bool = False
-
-
-class FSDPParamGroup:
+class FSDPParamGroup(Unit):
     """See the module docstring.
 
     Attributes:
-        index: number of the unit in this process, never reused; equal on all ranks that make the same calls.
-        name: path of its module from the root.
-        fsdp_params: its parameters.
-        flat_shard: ``[S]``, this rank's slots one after another; what ``sharded_param`` s are views of.
-        reshard_after_forward: free the full parameters between forward and backward.
-        reshard_after_backward: free them after backward.
-        reduce_grads: reduce at the end of backward (False: keep adding up full gradients).
+        reshard_after_backward: free full parameters after backward.
+        unshard_in_backward: False if backward does not need them, as an embedding's does not.
+        pending_backwards: recorded forwards whose backward did not begin yet.
     """
 
     def __init__(
-        self, params: Sequence[tuple[nn.Parameter, ParamModuleInfo]], mesh: FSDPMeshInfo, reshard_after_forward: bool
+        self,
+        params: Sequence[tuple[nn.Parameter, ParamModuleInfo, Shard]],
+        mesh_info: FSDPMeshInfo,
+        policy: UnitPolicy,
     ) -> None:
-        self.index = next(_indices)
-        self.name = ""
-        self.root_index = -1
-        self.mesh_info = mesh
-        self.comm_ctx = FSDPCommContext(end_of_backward=lambda: None)  # exchanged for the root's
-        self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.reduce_grads = True
+        self.unshard_in_backward = True
         self.training_state = TrainingState.IDLE
-        self._is_unsharding = False  # begun and not yet waited for
+        self.pending_backwards = 0
         self._all_gather: AllGatherState | None = None
-        self._reduce: ReduceScatterState | None = None
-        self._post_forward_indices: list[int] = []
-        self._retired = False
+        self._post_forward: PostForwardShard | None = None
+        self._is_unsharding = False  # begun and not yet waited for
         self._grad_bytes = 0
-        self.fsdp_params = [FSDPParam(p, info, mesh) for p, info in params]
-        self._init_shards([p for p, _ in params])
-        self.announce()
-
-    # ---- storage
-
-    @property
-    def slot_numel(self) -> int:
-        """S, elements of the flat shard."""
-        return sum(p.slot_numel for p in self.fsdp_params)
-
-    def _slots(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(flat.split([p.slot_numel for p in self.fsdp_params]))
-
-    def _new_flat(self, like: torch.Tensor) -> torch.Tensor:
-        # zeros: padding travels in collectives, it must not hold signalling garbage
-        flat = torch.zeros(self.slot_numel, dtype=like.dtype, device=like.device)
-        self._shard_lease = probe.Lease(Category.SHARDED_PARAMS, self.index, 0 if flat.is_meta else flat.nbytes)
-        return flat
-
-    def _share_lease(self) -> None:
-        """Let the shards count as alive as long as anyone holds one of the parameters."""
-        for fsdp_param in self.fsdp_params:
-            local_of(fsdp_param.registered())._workbench_lease = self._shard_lease  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def _init_shards(self, params: list[nn.Parameter]) -> None:
-        self.flat_shard = self._new_flat(params[0])
-        for fsdp_param, full, slot in zip(self.fsdp_params, params, self._slots(self.flat_shard), strict=True):
-            fsdp_param.shard_from(full, slot, requires_grad=full.requires_grad)
-        self._bind_unsharded()
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.to_sharded()
-        self._share_lease()
-
-    def _bind_unsharded(self) -> None:
-        numel = self.slot_numel * self.mesh_info.shard_size
-        self._full = torch.empty(numel, dtype=self.flat_shard.dtype, device=self.flat_shard.device)
-        sizes = [p.slot_numel * self.mesh_info.shard_size for p in self.fsdp_params]
-        self._padded_fulls = self._full.split(sizes)
-        for fsdp_param, padded_full in zip(self.fsdp_params, self._padded_fulls, strict=True):
-            fsdp_param.bind(padded_full)
-        self._resize_full(0)
-
-    def _resize_full(self, numel: int) -> None:
-        # autograd's saved tensors point at this storage: it is emptied and refilled, never replaced
-        self._full.untyped_storage().resize_(numel * self._full.element_size())
-
-    def _owns_registered(self) -> bool:
-        storage = self.flat_shard.untyped_storage().data_ptr()
-        return all(
-            local_of(p.registered()).untyped_storage().data_ptr() == storage
-            or p.local_view(self.flat_shard).numel() == 0
-            for p in self.fsdp_params
-        )
-
-    @torch.no_grad()
-    def adopt_registered(self) -> None:
-        """Take over parameters that ``.to``, ``to_empty`` or a loader replaced while sharded; else do nothing.
-
-        Raises:
-            TypeError: a parameter was replaced by a plain tensor.
-            ValueError: parameters of the unit now differ in dtype or device.
-        """
-        if self.is_unsharded:
-            return
-        locals_ = [local_of(p.registered()) for p in self.fsdp_params]
-        check_uniform([(p.fqn, local) for p, local in zip(self.fsdp_params, locals_, strict=True)])
-        if self._owns_registered() and locals_[0].dtype == self.flat_shard.dtype:
-            return
-        self.flat_shard = self._new_flat(locals_[0])
-        for fsdp_param, slot in zip(self.fsdp_params, self._slots(self.flat_shard), strict=True):
-            fsdp_param.adopt(slot)
-        self._share_lease()
-        self._bind_unsharded()
-        self.announce()
+        super().__init__(params, mesh_info, policy)
 
     # ---- unshard and reshard
 
     @property
-    def is_unsharded(self) -> bool:
-        """True while the full parameters are registered on the modules."""
-        return bool(self.fsdp_params) and self.fsdp_params[0].state is ShardedState.UNSHARDED
+    def is_unsharding(self) -> bool:
+        """True between :meth:`unshard` and :meth:`wait_for_unshard`."""
+        return self._is_unsharding
 
+    @torch.no_grad()
     def unshard(self) -> None:
         """Start making the parameters full; does nothing if they are or soon will be.
 
@@ -174,19 +75,34 @@ class FSDPParamGroup:
         """
         if self.is_unsharded or self._is_unsharding:
             return
+        self._check_usable()
+        probe.event(Kind.UNSHARD, Edge.BEGIN, self.index)
+        shard, info, _ = self._source()
+        if info.shard_group is not None:
+            with self.comm_ctx.streams.gathering():
+                self._all_gather = collectives.foreach_all_gather(
+                    shard, self.param_dtype, self.device, info.shard_group, self._gather(info), self._unit
+                )
+        self._is_unsharding = True
+
+    def _check_usable(self) -> None:
         if self._retired:
             raise RuntimeError(
-                f"unit {self.name or '(root)'!r} was undone by unshard_module; a backward through a forward from "
-                "before that cannot run: run the forward again"
+                f"unit {self.name or '(root)'!r} was undone by unshard_module or reshard_module; a backward through a "
+                "forward from before that cannot run: run the forward again"
             )
-        if not all(p.is_registered for p in self.fsdp_params):
+        if self.is_sharded and not all(p.is_registered for p in self.fsdp_params):
             self.adopt_registered()
-        probe.event(Kind.UNSHARD, Edge.BEGIN, self.index)
-        group = self.mesh_info.group
-        if group is not None:
-            gather, _ = default_pair(self.flat_shard.device)
-            self._all_gather = collectives.foreach_all_gather(self.flat_shard, group, gather, self.index)
-        self._is_unsharding = True
+
+    def _source(self) -> tuple[torch.Tensor, FSDPMeshInfo, list[ShardLayout]]:
+        """Return the flat shard that full parameters are made from, whose ranks hold the rest, and how it is cut."""
+        if self._post_forward is not None:
+            return self._post_forward.flat, self._post_forward.mesh_info, self._post_forward.layouts
+        return self.shards.flat, self.mesh_info, [p.layout for p in self.fsdp_params]
+
+    def _gather(self, info: FSDPMeshInfo) -> AllGather:
+        # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
+        return self.pair.gather if info is self.mesh_info else default_pair(self.device, self.comm_ctx.pool).gather
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
@@ -195,30 +111,44 @@ class FSDPParamGroup:
         Raises:
             StepAborted: the wait was cancelled.
             CollectiveFailed: a peer died or left.
+            RanksDisagreeError: ranks do different things.
+            RuntimeError: the memory is in use by a unit that never was unsharded at the same time before.
         """
         if not self._is_unsharding:
             return
-        gathered = self._gathered().view(self.mesh_info.shard_size, self.slot_numel)
-        self._resize_full(self._full.numel())
-        probe.memory(Category.UNSHARDED_PARAMS, self.index, self._full.nbytes)
-        collectives.foreach_all_gather_copy_out(gathered, self.fsdp_params, self._padded_fulls, self.index)
+        shard, info, layouts = self._source()
+        gathered = shard if self._all_gather is None else self._all_gather.wait()
+        self._take_memory()
+        rows = gathered.view(info.shard_mesh_size, -1) if gathered.numel() else gathered.view(info.shard_mesh_size, 0)
+        collectives.foreach_all_gather_copy_out(rows, layouts, self._padded_fulls, self._unit)
+        self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_unsharded()
+        self._post_forward = None
         self._is_unsharding = False
         probe.event(Kind.UNSHARD, Edge.END, self.index)
 
-    def _gathered(self) -> torch.Tensor:
-        """Return the all-gather's output ``[F * S]``; on a single rank that is the flat shard itself."""
-        group = self.mesh_info.group
-        if group is None or self._all_gather is None:
-            return self.flat_shard
-        collectives.wait_for_all_gather(self._all_gather, group, self.index)
-        return self._all_gather.output
+    def _take_memory(self) -> None:
+        if self._memory.is_lent:
+            overlaps, in_backward = self.comm_ctx.overlaps, self.training_state is TrainingState.PRE_BACKWARD
+            if self.pending_backwards and (in_backward or self.comm_ctx.recorded):  # a graph refers to the memory
+                overlaps.taken(self.index)
+                overlaps.given_back(self.index)
+                raise RuntimeError(
+                    f"unit {self.name or '(root)'!r} is needed in backward while another unit that shares its memory "
+                    "is; they never were before. Call reset_iter_state() on the root and repeat the step: from then "
+                    "on they have memory of their own"
+                )
+            self.use_slot(None)
+            overlaps.is_settled = False
+        self._memory.take()
+        self.comm_ctx.overlaps.taken(self.index)
 
     def _drop_all_gather(self) -> None:
         if self._all_gather is not None:
-            probe.memory(Category.ALL_GATHER_BUFFERS, self.index, -self._all_gather.output.nbytes)
+            self.comm_ctx.streams.was_read()
+            self._all_gather.drop()
             self._all_gather = None
 
     def reshard(self) -> None:
@@ -226,10 +156,10 @@ class FSDPParamGroup:
 
         An all-gather that was started and never used is waited for first: its output is being written.
         """
-        if not self.is_unsharded and not self._is_unsharding:
+        if self.is_sharded and not self._is_unsharding:
             return
-        if self._is_unsharding:
-            self._gathered()
+        if self._all_gather is not None:
+            self._all_gather.wait()
             self._drop_all_gather()
         self._to_sharded()
 
@@ -238,49 +168,60 @@ class FSDPParamGroup:
         probe.event(Kind.RESHARD, Edge.INSTANT, self.index)
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()
-        self._free_full()
+        self._post_forward = None
+        self._give_memory_back()
 
-    def _free_full(self) -> None:
-        if self._full.untyped_storage().nbytes():
-            self._resize_full(0)
-            probe.memory(Category.UNSHARDED_PARAMS, self.index, -self._full.nbytes)
+    @torch.no_grad()
+    def _reshard_after_forward(self) -> None:
+        """Free full parameters, or keep them split over fewer ranks."""
+        info = self.post_forward_mesh_info
+        if info is None or not self.is_unsharded:
+            return
+        if info is self.mesh_info:
+            self.reshard()
+            return
+        probe.event(Kind.RESHARD, Edge.INSTANT, self.index)
+        self._post_forward = PostForwardShard(self.index, self.fsdp_params, info, self.param_dtype, self.device)
+        self.comm_ctx.streams.shards_changed(None)
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        if self._memory.give_back():
+            self.comm_ctx.overlaps.given_back(self.index)
 
     # ---- hooks of the step
 
     def pre_forward(self) -> None:
-        """Before the unit's forward: full parameters."""
+        """Before the unit's forward, full parameters there."""
         self.training_state = TrainingState.FORWARD
-        probe.phase(Phase.FORWARD)
-        self.unshard()
-        self.wait_for_unshard()
         probe.event(Kind.FORWARD, Edge.BEGIN, self.index)
 
-    def post_forward(self, *, reshard: bool, backward_follows: bool) -> None:
-        """After the unit's forward."""
+    def post_forward(self, *, free: bool, backward_follows: bool) -> None:
+        """After the unit's forward; ``free``: give full parameters up whatever the policy."""
         probe.event(Kind.FORWARD, Edge.END, self.index)
-        if reshard:
+        if free:
             self.reshard()
-        if backward_follows:
-            self._post_forward_indices.append(len(self.comm_ctx.post_forward_order))
-            self.comm_ctx.post_forward_order.append(self)
+        else:
+            self._reshard_after_forward()
+        self.pending_backwards += backward_follows
         self.training_state = TrainingState.IDLE
 
     def pre_backward(self) -> None:
-        """Before the unit's backward: full parameters, and the next unit's all-gather on its way."""
+        """Before the unit's backward: full parameters."""
         self.training_state = TrainingState.PRE_BACKWARD
         probe.phase(Phase.PRE_BACKWARD)
-        self.unshard()
-        self.wait_for_unshard()
-        self._prefetch_backward()
+        if self.unshard_in_backward:
+            self.unshard()
+            self.wait_for_unshard()
+        elif not self.is_unsharded:
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.expect_grad()
+
+    def begin_backward(self) -> None:
+        """The unit's backward runs from now on."""
+        self.pending_backwards = max(0, self.pending_backwards - 1)
         probe.phase(Phase.BACKWARD)
         probe.event(Kind.BACKWARD, Edge.BEGIN, self.index)
-
-    def _prefetch_backward(self) -> None:
-        """Start the all-gather of the unit whose forward ended just before this one's."""
-        if self._post_forward_indices:
-            index = self._post_forward_indices.pop() - 1
-            if index >= 0:
-                self.comm_ctx.post_forward_order[index].unshard()
 
     def post_backward(self) -> None:
         """After the unit's backward: take the gradients, give the parameters up, start the reduction."""
@@ -289,104 +230,85 @@ class FSDPParamGroup:
         self.training_state = TrainingState.POST_BACKWARD
         probe.phase(Phase.POST_BACKWARD)
         self._account_grads()
-        params, grads = self._take_grads() if self.reduce_grads else ([], [])
+        if self.sync.reduce_grads:
+            self._reduce()
+        else:
+            for param in self.fsdp_params:
+                param.accumulate_grad(self.reduce_dtype)
+            self._account_grads()
+            self._reshard_after_backward()
+        self.training_state = TrainingState.IDLE
+
+    def _reshard_after_backward(self) -> None:
         if self.reshard_after_backward:
             self.reshard()
+
+    def _reduce(self) -> None:
+        for param in self.fsdp_params:
+            if param.accumulated_grad is not None:  # of earlier micro-batches: the last one's comes on top
+                param.accumulate_grad(self.reduce_dtype)
+            elif self.sync.reduce_unused:
+                param.count_as_zero()
+        self._account_grads()
+        taken = [(p, grad) for p in self.fsdp_params if (grad := p.take_grad()) is not None]
+        params, grads = [p for p, _ in taken], [grad for _, grad in taken]
+        taken.clear()
+        self._reshard_after_backward()
         if params:
             try:
-                self._start_reduce(params, grads)
+                self._start_reduction(params, grads)
             finally:
                 if not grads:  # emptied, their end was announced
                     self._grad_bytes = 0
-        self.training_state = TrainingState.IDLE
+
+    @torch.no_grad()
+    def _start_reduction(self, params: list[FSDPParam], grads: list[torch.Tensor]) -> None:
+        ctx = self.comm_ctx
+        with ctx.streams.reducing(after_compute=True):
+            ctx.reductions.make_room()
+            ctx.comms.reduces(self.mesh_info.shard_group)
+            ctx.reductions.add(self._reducer.start(params, grads, self.pair.reduce, self._unused(params)))
+        ctx.streams.join()  # what backward allocates next may lie where these gradients were
+
+    def _unused(self, reduced: list[FSDPParam]) -> list[str]:
+        """Name the trainable parameters that are not among those reduced."""
+        if len(reduced) == len(self.fsdp_params):
+            return []
+        return [p.fqn for p in self.fsdp_params if p.trainable and p not in reduced]
 
     # ---- gradients
 
     def _account_grads(self) -> None:
         """Announce the full gradients autograd has made since the last look."""
-        grads = (p.unsharded_param.grad for p in self.fsdp_params)
-        num_bytes = sum(g.nbytes for g in grads if g is not None)
+        num_bytes = sum(p.grad_bytes() for p in self.fsdp_params)
         probe.memory(Category.UNSHARDED_GRADS, self.index, num_bytes - self._grad_bytes)
         self._grad_bytes = num_bytes
 
     @property
     def owes_reduction(self) -> bool:
         """True if full gradients of earlier micro-batches wait for the reduction that is wanted now."""
-        return self.reduce_grads and any(p.has_full_grad for p in self.fsdp_params)
-
-    def _take_grads(self) -> tuple[list[FSDPParam], list[torch.Tensor]]:
-        params = [p for p in self.fsdp_params if p.unsharded_param.grad is not None]
-        grads = [p.unsharded_param.grad for p in params if p.unsharded_param.grad is not None]
-        for param in params:
-            param.unsharded_param.grad = None
-        return params, grads
-
-    @torch.no_grad()
-    def _start_reduce(self, params: list[FSDPParam], grads: list[torch.Tensor]) -> None:
-        group = self.mesh_info.group
-        if group is None:
-            collectives.keep_whole_grads(params, grads, self.index)
-            return
-        if self.comm_ctx.reducing is not None:
-            self.comm_ctx.reducing.finish_reduce()
-        _, reduce = default_pair(grads[0].device)
-        self._reduce = collectives.foreach_reduce(params, grads, group, reduce, self.index)
-        self.comm_ctx.reducing = self
-
-    @torch.no_grad()
-    def finish_reduce(self) -> None:
-        """Wait for the unit's reduction, if one is in flight, and set the sharded gradients."""
-        group = self.mesh_info.group
-        if self._reduce is not None and group is not None:
-            collectives.finish_reduce(self._reduce, group, self.index)
-        self._reduce = self.comm_ctx.reducing = None
+        return self.sync.reduce_grads and any(p.has_full_grad for p in self.fsdp_params)
 
     # ---- the rest
 
     def finalize_backward(self) -> None:
         """At the end of a backward pass: nothing of the iteration is left."""
-        if self.reshard_after_backward:
-            self.reshard()
-        self._post_forward_indices.clear()
+        self._reshard_after_backward()
+        self.pending_backwards = 0
         self.training_state = TrainingState.IDLE
 
     def reset_iter_state(self) -> None:
         """Drop what an iteration that raised has left, without waiting for anything."""
         probe.event(Kind.RESET, Edge.INSTANT, self.index)
-        self._drop_all_gather()
-        if self._reduce is not None:
-            probe.memory(Category.REDUCE_SCATTER_BUFFERS, self.index, -self._reduce.num_bytes)
-            self._reduce = None
+        if self._all_gather is not None:
+            self._all_gather.abandon()
+            self._all_gather = None
+        self._reducer.take_kept()
         for fsdp_param in self.fsdp_params:
-            fsdp_param.unsharded_param.grad = None
+            fsdp_param.drop_grad()
         self._account_grads()
-        if self.is_unsharded or self._is_unsharding:
+        if not self.is_sharded or self._is_unsharding:
             self._to_sharded()
-        self._free_full()
-        self._post_forward_indices.clear()
+        self._give_memory_back()
+        self.pending_backwards = 0
         self.training_state = TrainingState.IDLE
-
-    def retire(self) -> None:
-        """The unit was undone: announce it and let go of its storage, which cycles would keep until collected."""
-        self._retired = True
-        self.announce()
-        self.fsdp_params = []
-        self._padded_fulls = ()
-        del self.flat_shard, self._full, self._shard_lease
-
-    def announce(self) -> None:
-        """Tell the probe what this unit is now."""
-        if probe.active is not None:
-            probe.active.unit(self.describe())
-
-    def describe(self) -> UnitInfo:
-        """Return the probe's description."""
-        return UnitInfo(
-            index=self.index,
-            name=self.name,
-            root=self.root_index,
-            params=tuple(p.describe() for p in self.fsdp_params),
-            reshard_after_forward=self.reshard_after_forward,
-            shard_size=self.mesh_info.shard_size,
-            retired=self._retired,
-        )

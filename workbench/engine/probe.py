@@ -20,9 +20,11 @@ class Kind(IntEnum):
     RESHARD = auto()
     ALL_GATHER = auto()
     REDUCE_SCATTER = auto()
+    ALL_REDUCE = auto()
     COPY_IN = auto()
     COPY_OUT = auto()
     WAIT = auto()
+    OFFLOAD = auto()
     RESET = auto()
 
 
@@ -45,7 +47,7 @@ class Phase(IntEnum):
 
 
 class Category(IntEnum):
-    """Whose bytes they are."""
+    """Whose bytes they are. RESERVED: what pools keep and nobody uses now; the classes add up."""
 
     SHARDED_PARAMS = auto()
     UNSHARDED_PARAMS = auto()
@@ -53,16 +55,23 @@ class Category(IntEnum):
     UNSHARDED_GRADS = auto()
     REDUCE_SCATTER_BUFFERS = auto()
     SHARDED_GRADS = auto()
+    RESERVED = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
-    """One parameter of a unit: full ``shape`` in elements, ``rows_per_rank`` of dim 0 without padding."""
+    """One parameter of a unit.
+
+    ``shape`` in elements is what the unit splits along ``shard_dim``, ``global_shape`` what it was before tensor
+    parallelism; ``rows_per_rank`` of the shard dim are without padding.
+    """
 
     fqn: str
     shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     dtype: str
     itemsize: int
+    shard_dim: int
     rows_per_rank: tuple[int, ...]
     padded_rows: int
     trainable: bool
@@ -70,14 +79,24 @@ class ParamInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitInfo:
-    """One unit as it is now; announced when made, when its root names it, when its policy changes, when undone."""
+    """One unit as it is now; announced when made, when its root names it, when its policy changes, when undone.
+
+    ``comm`` says how its bytes travel: "gloo", "shared memory", "c10d", "custom", "" for a single rank.
+    """
 
     index: int
     name: str
     root: int
     params: tuple[ParamInfo, ...]
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     shard_size: int
+    replicate_size: int
+    compute_dtype: str
+    reduce_dtype: str
+    compute_itemsize: int
+    reduce_itemsize: int
+    offload: bool
+    comm: str
     retired: bool
 
 
@@ -145,6 +164,11 @@ class Lease:
         self._probe = active
         memory(category, unit, num_bytes)
 
+    @property
+    def is_told(self) -> bool:
+        """True if the probe that was told of the birth still listens."""
+        return self._probe is active
+
     def __del__(self) -> None:
-        if self._probe is active:
+        if self.is_told:
             memory(self._category, self._unit, -self._num_bytes)

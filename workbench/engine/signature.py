@@ -17,6 +17,7 @@ import torch
 from workbench.engine.comm import GlooAllGather
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.groups import CommGroup
+from workbench.engine.order import Call
 from workbench.engine.probe import UnitInfo
 
 
@@ -34,7 +35,8 @@ def _gather_bytes(data: bytes, size: int, group: CommGroup, device: torch.device
     """Gather ``data``, padded to ``size`` bytes, from every rank of ``group``; interruptible."""
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     output = torch.empty(size * group.size, dtype=torch.uint8, device=device)
-    pending = group.start(lambda pg: GlooAllGather()(output, own, pg), "comparison of the ranks' models")
+    call = Call("comparison of the ranks' models", None, output.nbytes)
+    pending = group.start(lambda pg: GlooAllGather()(output, own, pg), call, recurs=False)
     pending.block()
     group.finished(pending)
     pending.finish()

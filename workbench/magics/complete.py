@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from workbench.magics.words import CELL, WORDS, Kind, parser_for
+from workbench.magics.parser import Kind
+from workbench.magics.words import CELL, WORDS, parser_for
 
 Lookup = Callable[[Kind], Sequence[str]]
 """The names of one kind that there are now; asked only where they can stand."""
@@ -60,7 +61,7 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
     last = args[-1].rstrip("=").partition("=")[0] if args else ""
     if last in parser.flags and last not in {"-h", "--help"}:
         return _known(parser.flags[last], lookup)
-    flags = [flag for flag in parser.flags if flag.startswith("--")]
+    flags = [flag for flag in (*parser.flags, *sorted(parser.switches)) if flag.startswith("--")]
     if symbol.startswith("-"):
         return flags
     given = sum(

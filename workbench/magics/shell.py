@@ -15,12 +15,11 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from workbench.commands import Command, Step
 from workbench.errors import UsageError, WorkbenchError
 from workbench.magics.complete import matcher_for
+from workbench.magics.parser import HelpAsked, Kind
 from workbench.magics.show import emit, result_is_dropped, say, show
 from workbench.magics.words import (
     CELL,
     WORDS,
-    HelpAsked,
-    Kind,
     overview,
     parse,
     parse_line,

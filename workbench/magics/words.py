@@ -12,69 +12,16 @@ import importlib
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
 
-from workbench.commands import RESHARD_AFTER_FORWARD, Command, Shard, Step, Unshard, Verify
+from workbench.commands import COMMANDS, Command, Reshard, Shard
 from workbench.errors import UsageError
+from workbench.magics.parser import AskHelp, Expand, Parser, names, number
+from workbench.magics.policy_flags import add_policy
 from workbench.magics.view_options import options_of
 from workbench.views import VIEWS
 
-Expand = Callable[[str], str]
-"""Replaces ``{name}`` in one argument by the notebook's variable of that name."""
-
-Kind = Literal["", "modules", "variables"]
-"""Which names of the ranks an argument takes: a field of :class:`workbench.session.names.Names`."""
-
 DEVICES = ("auto", "cpu", "cuda")
 CELL = "%%fsdp"
-
-
-class HelpAsked(Exception):
-    """``-h`` was given; the message is the text to show."""
-
-
-class _AskHelp(argparse.Action):
-    """``-h``: raises before argparse misses the arguments that are required."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:  # noqa: ANN401 - argparse's signature
-        raise HelpAsked(parser.format_help())
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of leaving the process, and knows what may complete its arguments.
-
-    Args:
-        expand: applied to arguments that take ``{name}``.
-        settings: as for ``ArgumentParser``.
-
-    Attributes:
-        flags: every flag, in order, with what may follow it: words, or a :data:`Kind` of names.
-        positionals: the same for each argument without a flag.
-    """
-
-    def __init__(self, expand: Expand, **settings: Any) -> None:  # noqa: ANN401 - handed on
-        super().__init__(**settings)
-        self.expand = expand
-        self.flags: dict[str, Sequence[str] | Kind] = {}
-        self.positionals: list[Sequence[str] | Kind] = []
-
-    def flag(self, *names: str, complete: Kind = "", **settings: Any) -> None:  # noqa: ANN401 - handed on
-        """Add an argument that is given by name."""
-        self.flags |= dict.fromkeys(names, settings.get("choices", complete))
-        self.add_argument(*names, **settings)
-
-    def positional(self, name: str, *, complete: Sequence[str] | Kind = "", **settings: Any) -> None:  # noqa: ANN401
-        """Add an argument that is given by its place."""
-        self.positionals.append(complete)
-        self.add_argument(name, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a UsageError with the usage line."""
-        raise UsageError(f"{self.prog}: {message}\n{self.usage_line()}")
-
-    def usage_line(self) -> str:
-        """Return the usage on one line."""
-        return " ".join(self.format_usage().split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +36,11 @@ class Word:
 
     summary: str
     example: str
-    add: Callable[[_Parser], None] = lambda parser: None
+    add: Callable[[Parser], None] = lambda parser: None
 
 
 def _as_is(text: str) -> str:
     return text
-
-
-def _number(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -118,16 +58,11 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _names(text: str) -> tuple[str, ...]:
-    """``"Block,Embedding"`` -> ``("Block", "Embedding")``."""
-    return tuple(part for part in (part.strip() for part in text.split(",")) if part)
-
-
-def _add_start(parser: _Parser) -> None:
+def _add_start(parser: Parser) -> None:
     parser.flag(
         "-n",
         "--num-ranks",
-        type=lambda text: _number(parser.expand(text)),
+        type=lambda text: number(parser.expand(text)),
         default=4,
         metavar="N",
         help="ranks (default 4)",
@@ -136,7 +71,7 @@ def _add_start(parser: _Parser) -> None:
     parser.flag("--profile", help="ipyparallel profile (default: none is needed)")
 
 
-def _add_cell(parser: _Parser) -> None:
+def _add_cell(parser: Parser) -> None:
     parser.flag(
         "-t",
         "--targets",
@@ -146,61 +81,54 @@ def _add_cell(parser: _Parser) -> None:
     )
 
 
-def _add_shard(parser: _Parser) -> None:
+def _add_shard(parser: Parser) -> None:
     _add_model(parser)
+    add_policy(parser, Shard)
     parser.flag(
-        "--wrap",
-        type=_names,
-        default=(),
-        metavar="CLASS,...",
-        help="module classes of which each instance becomes a unit (default: chosen from the model)",
-    )
-    parser.flag(
-        "--reshard-after-forward",
-        choices=RESHARD_AFTER_FORWARD,
-        default="auto",
-        help="free full parameters after forward; auto: all but the root's (default auto)",
-    )
-    parser.flag(
-        "--ignore", type=_names, default=(), metavar="GLOB,...", help="parameters that stay whole, such as *.bias"
+        "--ignore", type=names, default=(), metavar="GLOB,...", help="parameters that stay whole, such as *.bias"
     )
 
 
-def _add_unshard(parser: _Parser) -> None:
+def _add_reshard(parser: Parser) -> None:
+    _add_model(parser)
+    add_policy(parser, Reshard)
+
+
+def _add_unshard(parser: Parser) -> None:
     _add_model(parser)
 
 
-def _add_step(parser: _Parser) -> None:
-    parser.positional("count", nargs="?", type=_number, default=1, metavar="N", help="training steps (default 1)")
+def _add_step(parser: Parser) -> None:
+    parser.positional("count", nargs="?", type=number, default=1, metavar="N", help="training steps (default 1)")
     _add_fn(parser)
 
 
-def _add_verify(parser: _Parser) -> None:
+def _add_verify(parser: Parser) -> None:
     about = "default: the only sharded model there is"
     parser.positional("model", complete="modules", nargs="?", default="", metavar="MODEL", help=about)
     _add_fn(parser)
 
 
-def _add_export(parser: _Parser) -> None:
+def _add_export(parser: Parser) -> None:
     parser.positional("file", metavar="FILE", help=".trace: to load again; .json: Perfetto; .html: page of figures")
 
 
-def _add_help(parser: _Parser) -> None:
+def _add_help(parser: Parser) -> None:
     parser.positional("topic", complete=list(WORDS), nargs="?", default="", metavar="WORD", help="default: all words")
 
 
-def _add_model(parser: _Parser) -> None:
+def _add_model(parser: Parser) -> None:
     parser.positional("model", complete="modules", metavar="MODEL", help="its variable on the ranks, such as model")
 
 
-def _add_fn(parser: _Parser) -> None:
+def _add_fn(parser: Parser) -> None:
     parser.flag(
         "--fn", complete="variables", default="train_step", metavar="NAME", help="step function (default train_step)"
     )
 
 
-def _add_view(name: str) -> Callable[[_Parser], None]:
-    def add(parser: _Parser) -> None:
+def _add_view(name: str) -> Callable[[Parser], None]:
+    def add(parser: Parser) -> None:
         for option in options_of(getattr(importlib.import_module(f"workbench.views.{name}"), name)):
             parser.flag(
                 "--" + option.name.replace("_", "-"),
@@ -233,6 +161,11 @@ WORDS: dict[str, Word] = {
     "status": Word(summary="the ranks, what is sharded, what is recorded", example="%fsdp status"),
     "stop": Word(summary="stop the ranks; what was recorded stays", example="%fsdp stop"),
     "shard": Word(summary="shard a model with fully_shard", example="%fsdp shard model --wrap Block", add=_add_shard),
+    "reshard": Word(
+        summary="change how a sharded model is sharded, in place",
+        example="%fsdp reshard model --reshard-after-forward false",
+        add=_add_reshard,
+    ),
     "unshard": Word(summary="make it a plain module again", example="%fsdp unshard model", add=_add_unshard),
     "step": Word(summary="train: call train_step() on every rank", example="%fsdp step 40", add=_add_step),
     "verify": Word(summary="compare a step with an unsharded one", example="%fsdp verify", add=_add_verify),
@@ -243,7 +176,7 @@ WORDS: dict[str, Word] = {
 _CELL_WORD = Word(summary="run the cell on the ranks", example="%%fsdp -t 0,2\nprint(rank)", add=_add_cell)
 
 
-def parser_for(name: str, expand: Expand = _as_is) -> _Parser:
+def parser_for(name: str, expand: Expand = _as_is) -> Parser:
     """Return the parser of one word of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
 
     Args:
@@ -251,7 +184,7 @@ def parser_for(name: str, expand: Expand = _as_is) -> _Parser:
         expand: applied to the arguments that take ``{name}``: ``-n`` and ``-t``.
     """
     word = _CELL_WORD if name == CELL else WORDS[name]
-    parser = _Parser(
+    parser = Parser(
         expand,
         prog=CELL if name == CELL else f"%fsdp {name}",
         description=word.summary,
@@ -260,7 +193,7 @@ def parser_for(name: str, expand: Expand = _as_is) -> _Parser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.flag("-h", "--help", action=_AskHelp, nargs=0, default=argparse.SUPPRESS, help="show this")
+    parser.flag("-h", "--help", action=AskHelp, nargs=0, default=argparse.SUPPRESS, help="show this")
     word.add(parser)
     return parser
 
@@ -276,7 +209,7 @@ def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> argparse.N
     found, rest = parser.parse_known_args(list(args))
     if rest:
         what = "flag" if rest[0].startswith("-") else "argument"
-        hint = did_you_mean(rest[0].partition("=")[0], list(parser.flags)) if what == "flag" else ""
+        hint = did_you_mean(rest[0].partition("=")[0], [*parser.flags, *parser.switches]) if what == "flag" else ""
         parser.error(f"unknown {what} {rest[0]!r}{hint}")
     return found
 
@@ -327,11 +260,10 @@ def to_command(name: str, args: argparse.Namespace) -> Command | None:
     Raises:
         UsageError: an argument is not what the command takes.
     """
-    classes: dict[str, type[Command]] = {cls.word: cls for cls in (Shard, Unshard, Step, Verify)}
-    if name not in classes:
+    if name not in COMMANDS:
         return None
     try:
-        return classes[name](**vars(args))
+        return COMMANDS[name](**vars(args))
     except ValueError as error:
         raise UsageError(f"%fsdp {name}: {error}\n{parser_for(name).usage_line()}") from None
 

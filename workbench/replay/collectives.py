@@ -1,12 +1,13 @@
 """Collectives: what was sent for which unit, how long it took and how much of that compute had to wait.
 
-*payload* is the logical size of a collective (all-gather: its whole output; reduce-scatter: its whole input);
-:func:`ring_bytes` is what one rank sends for it. *exposed* time is compute blocked on it. Time that a rank was held
-by a breakpoint or a pause counts for neither. Arrays: ``N`` collectives.
+*payload* is the logical size of a collective (all-gather: its whole output; reduce-scatter: its whole input;
+all-reduce: one rank's input); :func:`ring_bytes` is what one rank sends for it. *exposed* time is compute blocked on
+it. Time that a rank was held by a breakpoint or a pause counts for neither. Arrays: ``N`` collectives.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -115,14 +116,19 @@ def ring_bytes(kind: Kind, payload: int, num_ranks: int) -> float:
     return 2 * share if kind == Kind.ALL_REDUCE else share
 
 
+Key = tuple[int, Kind, int]
+"""Unit, kind, and the number of ranks that took part."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """The collectives of one kind that one rank issued for one unit in one step.
+    """The collectives of one kind over equally many ranks that one rank issued for one unit in one step.
 
     Attributes:
         rank: global rank.
         unit: unit index, -1 none.
         kind: one of COLLECTIVES.
+        num_ranks: ranks that took part in each.
         calls: how many.
         num_bytes: their payloads together.
         time_ns: their times together.
@@ -132,6 +138,7 @@ class Count:
     rank: int
     unit: int
     kind: Kind
+    num_ranks: int
     calls: int
     num_bytes: int
     time_ns: int
@@ -139,29 +146,46 @@ class Count:
 
 
 def counts(trace: Trace, step: int) -> tuple[Count, ...]:
-    """Return what each rank issued in ``step``, by rank, unit and kind; what was never issued has no entry."""
+    """Return what each rank issued in ``step``, by rank, unit, kind and number of ranks that took part.
+
+    What was never issued has no entry.
+    """
     one_step = trace.slice(step=step)
-    return tuple(count for rank in one_step.ranks for count in _counts(rank, step))
+    return tuple(count for rank in one_step.ranks for count in _counts(trace.header, rank, step))
 
 
-def _counts(rank_trace: RankTrace, step: int) -> Iterator[Count]:
+def _counts(header: Header, rank_trace: RankTrace, step: int) -> Iterator[Count]:
     found = table(rank_trace)
     here = np.flatnonzero(found.step == step)
-    pairs, which = np.unique(np.stack([found.unit[here], found.kind[here]]), axis=1, return_inverse=True)
+    keys = np.stack([found.unit[here], found.kind[here], _num_ranks(header, found)[here]])
+    keys, which = np.unique(keys, axis=1, return_inverse=True)
     columns = (np.ones(len(found), np.int64), found.num_bytes, found.time_ns, found.wait_ns)
-    sums = np.zeros((len(columns), pairs.shape[1]), np.int64)
+    sums = np.zeros((len(columns), keys.shape[1]), np.int64)
     for total, column in zip(sums, columns, strict=True):
         np.add.at(total, which, column[here])
-    for (unit, kind), (calls, num_bytes, time_ns, exposed_ns) in zip(pairs.T.tolist(), sums.T.tolist(), strict=True):
+    for key, (calls, num_bytes, time_ns, exposed_ns) in zip(keys.T.tolist(), sums.T.tolist(), strict=True):
+        unit, kind, num_ranks = key
         yield Count(
             rank=rank_trace.rank,
             unit=unit,
             kind=Kind(kind),
+            num_ranks=num_ranks,
             calls=calls,
             num_bytes=num_bytes,
             time_ns=time_ns,
             exposed_ns=exposed_ns,
         )
+
+
+def _num_ranks(header: Header, found: Collectives) -> Ints:
+    """Ranks that took part in each collective: those of its group; if not known, those its unit is spread over."""
+    sizes = np.array([*(len(group.ranks) for group in header.comm_groups), 0])  # the last is where -1 looks
+    known = sizes[np.where(found.comm_group < len(sizes) - 1, found.comm_group, -1)]
+    copies = found.kind == Kind.ALL_REDUCE
+    spread = np.array([[unit.shard_size, unit.replicate_size] for unit in header.units] + [[header.world_size] * 2])
+    row = np.where(found.unit < len(header.units), found.unit, -1)
+    num_ranks: Ints = np.where(known > 0, known, spread[row, copies.astype(np.int64)])
+    return num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +194,7 @@ class Expected:
 
     unit: int
     kind: Kind
+    num_ranks: int
     calls: int
     num_bytes: int
 
@@ -177,10 +202,15 @@ class Expected:
 def closed_form(header: Header) -> tuple[Expected, ...]:
     """Return the collectives of one plain training step on each rank: one forward, one backward, gradients reduced.
 
-    With ``p^ = padded_rows * F * elements of a row``, F the unit's shard size, b_c and b_r the bytes per element of
-    its all-gathers and reductions: each unit gathers ``sum of p^ * b_c`` in forward and, if it is resharded after
-    forward, once more in backward; it reduces ``sum of p^ * b_r`` of its trainable parameters once. A unit with
-    F = 1 communicates nothing. Retired units are left out.
+    With ``p^ = padded_rows * F * elements of a row``, F the unit's shard size, R its copies, b_c and b_r the bytes per
+    element of its all-gathers and reductions:
+
+    - each unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward, once more in
+      backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, K in the place of F also in p^;
+    - it reduces and scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once;
+    - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks.
+
+    Among one rank nothing is communicated. Retired units are left out.
 
     Example: G units, only the root kept unsharded after forward -> 2 G - 1 all-gathers and G reduce-scatters.
     """
@@ -189,27 +219,43 @@ def closed_form(header: Header) -> tuple[Expected, ...]:
 
 
 def _closed_form(unit: Unit) -> Iterator[Expected]:
+    size, copies = unit.shard_size, unit.replicate_size
     trainable = [param for param in unit.params if param.trainable]
-    gathers = (1 + unit.reshard_after_forward) if unit.shard_size > 1 else 0
-    reduces = 1 if unit.shard_size > 1 and trainable else 0
-    payload = unit.compute_itemsize * sum(_padded_elements(param, unit.shard_size) for param in unit.params)
-    yield Expected(unit=unit.index, kind=Kind.ALL_GATHER, calls=gathers, num_bytes=gathers * payload)
-    payload = unit.reduce_itemsize * sum(_padded_elements(param, unit.shard_size) for param in trainable)
-    yield Expected(unit=unit.index, kind=Kind.REDUCE_SCATTER, calls=reduces, num_bytes=reduces * payload)
+    for num_ranks, calls in Counter([size, *_backward_gather(unit)]).items():
+        payload = unit.compute_itemsize * sum(_padded_elements(param, num_ranks) for param in unit.params)
+        yield _expected(unit, Kind.ALL_GATHER, num_ranks, calls, payload)
+    payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
+    yield _expected(unit, Kind.REDUCE_SCATTER, size, 1 if trainable else 0, payload)
+    if copies > 1:
+        yield _expected(unit, Kind.ALL_REDUCE, copies, 1 if trainable else 0, payload // size)
 
 
-def _padded_elements(param: Param, shard_size: int) -> int:
+def _backward_gather(unit: Unit) -> tuple[int, ...]:
+    """The number of ranks that backward's all-gather is over; nothing if the unit was not resharded after forward."""
+    policy = unit.reshard_after_forward
+    if isinstance(policy, bool):
+        return (unit.shard_size,) if policy else ()
+    return (policy,) if policy > 1 else ()
+
+
+def _expected(unit: Unit, kind: Kind, num_ranks: int, calls: int, payload: int) -> Expected:
+    calls = calls if num_ranks > 1 else 0
+    return Expected(unit=unit.index, kind=kind, num_ranks=num_ranks, calls=calls, num_bytes=calls * payload)
+
+
+def _padded_elements(param: Param, num_ranks: int) -> int:
     others = prod(size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
-    return param.padded_rows * shard_size * others
+    return -(-param.shape[param.shard_dim] // num_ranks) * num_ranks * others
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Measured beside expected, for one unit and kind, of ranks that issued equally many calls and bytes.
+    """Measured beside expected, for one unit, kind and number of ranks, of ranks that issued equally much.
 
     Attributes:
         unit: unit index, -1 none.
         kind: one of COLLECTIVES.
+        num_ranks: ranks that took part in each collective.
         ranks: the ranks this is about, ascending.
         calls: how many each issued.
         num_bytes: payloads of one rank together.
@@ -221,6 +267,7 @@ class Comparison:
 
     unit: int
     kind: Kind
+    num_ranks: int
     ranks: tuple[int, ...]
     calls: int
     num_bytes: int
@@ -238,29 +285,35 @@ class Comparison:
 def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
     """Return measured beside expected for every unit that a rank did anything with in ``step``.
 
-    Ordered by unit and kind; several entries of one unit and kind where ranks differ, the most common first.
+    Ordered by unit, kind and number of ranks; several entries of one of these where ranks differ, the most common
+    first.
     """
     one_step = trace.slice(step=step)
-    forms = {(e.unit, e.kind): e for e in closed_form(trace.header)}
-    found: dict[tuple[int, Kind, int, int, Expected | None], list[Count]] = {}
+    forms = {(e.unit, e.kind, e.num_ranks): e for e in closed_form(trace.header)}
+    found: dict[tuple[Key, int, int, Expected | None], list[Count]] = {}
     for rank in one_step.ranks:
-        for count, expected in _with_expected(rank, step, forms):
-            found.setdefault((count.unit, count.kind, count.calls, count.num_bytes, expected), []).append(count)
+        for count, expected in _with_expected(list(_counts(trace.header, rank, step)), rank, step, forms):
+            key = (count.unit, count.kind, count.num_ranks)
+            found.setdefault((key, count.calls, count.num_bytes, expected), []).append(count)
     rows = [_comparison(alike, key[-1]) for key, alike in found.items()]
-    return tuple(sorted(rows, key=lambda c: (c.unit, c.kind, -len(c.ranks), c.ranks)))
+    return tuple(sorted(rows, key=lambda c: (c.unit, c.kind, -c.num_ranks, -len(c.ranks), c.ranks)))
 
 
 def _with_expected(
-    rank_trace: RankTrace, step: int, forms: dict[tuple[int, Kind], Expected]
+    counted: list[Count], rank_trace: RankTrace, step: int, forms: dict[Key, Expected]
 ) -> Iterator[tuple[Count, Expected | None]]:
     """What one rank issued in ``step``, each with what was expected; also what was expected and never issued."""
-    measured = {(count.unit, count.kind): count for count in _counts(rank_trace, step)}
+    measured = {(count.unit, count.kind, count.num_ranks): count for count in counted}
     rows = rank_trace.rows[rank_trace.rows["step"] == step]
     active = set(np.unique(rows["unit"]).tolist()) if _is_whole(rows) else set()
     expected = {key: form for key, form in forms.items() if key[0] in active}
-    for unit, kind in measured | {key: form for key, form in expected.items() if form.calls}:
-        nothing = Count(rank=rank_trace.rank, unit=unit, kind=kind, calls=0, num_bytes=0, time_ns=0, exposed_ns=0)
-        yield measured.get((unit, kind), nothing), expected.get((unit, kind))
+    for key in measured | {key: form for key, form in expected.items() if form.calls}:
+        yield measured.get(key, _nothing(rank_trace.rank, key)), expected.get(key)
+
+
+def _nothing(rank: int, key: Key) -> Count:
+    unit, kind, num_ranks = key
+    return Count(rank=rank, unit=unit, kind=kind, num_ranks=num_ranks, calls=0, num_bytes=0, time_ns=0, exposed_ns=0)
 
 
 def _is_whole(rows: Rows) -> bool:
@@ -274,6 +327,7 @@ def _comparison(alike: list[Count], expected: Expected | None) -> Comparison:
     return Comparison(
         unit=first.unit,
         kind=first.kind,
+        num_ranks=first.num_ranks,
         ranks=tuple(count.rank for count in alike),
         calls=first.calls,
         num_bytes=first.num_bytes,

@@ -1,11 +1,13 @@
 """Memory: live bytes by class at any row, and what was going on when there were most of them.
 
-Bytes are those the engine owns and tells of: exact, in the order the rank's program asked for them. Arrays: ``C``
+Bytes are those the engine owns and tells of: exact, in the order the rank's program asked for them. A class's bytes
+are *in use*, except those of RESERVED: pools keep them, nobody uses them, and no peak counts them. Arrays: ``C``
 memory classes (:class:`~workbench.trace.schema.Category`), ``M`` ALLOC / FREE rows, ``N`` moments asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,7 +39,7 @@ class MemoryState:
 
     Attributes:
         bytes_by_category: live bytes of each class.
-        peak_bytes: most live bytes there were at once, all classes together.
+        peak_bytes: most bytes in use there were at once, all classes but RESERVED together.
         peak_bytes_by_category: the classes at that moment.
         peak_seq: the row after which that was first so; the key frame's ``seq - 1`` if it was so from the start.
     """
@@ -52,8 +54,13 @@ def start(key_frame: KeyFrame) -> MemoryState:
     """Return the state before row ``key_frame.seq``; the peak before it is not known and counts as no higher."""
     live = key_frame.bytes_by_category
     return MemoryState(
-        bytes_by_category=live, peak_bytes=sum(live), peak_bytes_by_category=live, peak_seq=key_frame.seq - 1
+        bytes_by_category=live, peak_bytes=in_use(live), peak_bytes_by_category=live, peak_seq=key_frame.seq - 1
     )
+
+
+def in_use(bytes_by_category: Sequence[int]) -> int:
+    """Return the bytes of all classes but RESERVED."""
+    return sum(bytes_by_category) - bytes_by_category[Category.RESERVED]
 
 
 def advance(state: MemoryState, rows: Rows) -> MemoryState:
@@ -61,7 +68,7 @@ def advance(state: MemoryState, rows: Rows) -> MemoryState:
     places = _moves(rows)
     if not len(places):
         return state
-    total = sum(state.bytes_by_category) + np.cumsum(rows["num_bytes"][places])
+    total = in_use(state.bytes_by_category) + np.cumsum(_deltas_in_use(rows[places]))
     top = int(np.argmax(total))
     live = _add(state.bytes_by_category, rows, places)
     if total[top] <= state.peak_bytes:
@@ -79,10 +86,23 @@ def _moves(rows: Rows) -> Ints:
     return np.flatnonzero(of_kind(rows, MOVES) & (rows["category"] < len(Category)))
 
 
+def _deltas_in_use(moves: Rows) -> Ints:
+    """By how much each of some rows that move bytes changes the bytes in use."""
+    deltas: Ints = np.where(moves["category"] == Category.RESERVED, 0, moves["num_bytes"])
+    return deltas
+
+
 def _add(before: tuple[int, ...], rows: Rows, places: Ints) -> tuple[int, ...]:
     live = np.array(before, np.int64)
     np.add.at(live, rows["category"][places], rows["num_bytes"][places])
     return tuple(live.tolist())
+
+
+def most_reserved(rank_trace: RankTrace) -> int:
+    """Return the most bytes that pools kept at once in a rank's trace."""
+    rows = rank_trace.rows
+    deltas = rows["num_bytes"][of_kind(rows, MOVES) & (rows["category"] == Category.RESERVED)]
+    return int(rank_trace.start.bytes_by_category[Category.RESERVED] + np.cumsum(deltas).max(initial=0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,9 +121,15 @@ class MemorySeries:
 
     @property
     def total(self) -> Ints:
-        """Live bytes of all classes together, ``[N]``."""
-        total: Ints = self.num_bytes.sum(axis=1, dtype=np.int64)
+        """Bytes in use, ``[N]``."""
+        total: Ints = self.num_bytes.sum(axis=1, dtype=np.int64) - self.reserved
         return total
+
+    @property
+    def reserved(self) -> Ints:
+        """Bytes that pools keep on top of those, ``[N]``."""
+        reserved: Ints = self.num_bytes[:, Category.RESERVED]
+        return reserved
 
 
 def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySeries:
@@ -120,7 +146,7 @@ def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySerie
     places = _moves(rows)
     moments = places
     if max_moments is not None and len(places) > max_moments:
-        total = np.cumsum(rows["num_bytes"][places])
+        total = np.cumsum(_deltas_in_use(rows[places]))
         moments = places[_envelope(rows["t_ns"][places], total, max(max_moments // 4, 1))]
     return MemorySeries(
         t_ns=np.concatenate([rows["t_ns"][:1], rows["t_ns"][moments]]),
@@ -161,10 +187,10 @@ def _first_equal(values: Ints, wanted: Ints, lengths: Ints) -> Ints:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment with most live bytes; the first of several equal ones.
+    """The moment with most bytes in use; the first of several equal ones.
 
     Attributes:
-        num_bytes: live bytes, all classes together.
+        num_bytes: bytes in use.
         bytes_by_category: those of each class, ``C`` entries.
         seq: the row just after which it was; the key frame's ``seq - 1`` if it was so from the start.
         t_ns: time of that row (from the start: of the first row; 0 without rows).
@@ -189,7 +215,7 @@ class Peak:
 
 
 def peak(rank_trace: RankTrace) -> Peak:
-    """Return the moment with most live bytes in a rank's trace."""
+    """Return the moment with most bytes in use in a rank's trace."""
     rows, before = rank_trace.rows, rank_trace.start
     top = advance(start(before), rows)
     place = top.peak_seq - before.seq

@@ -53,8 +53,13 @@ class ParamShards:
 
     @property
     def bytes_unsharded(self) -> int:
-        """Bytes of the whole parameter, without padding."""
+        """Bytes of what FSDP splits, without padding; under tensor parallelism that is this rank's part."""
         return self.row_bytes * sum(self.param.rows_per_rank)
+
+    @property
+    def bytes_global(self) -> int:
+        """Bytes of the parameter before tensor parallelism split it, without padding."""
+        return self.param.itemsize * prod(self.param.global_shape)
 
     @property
     def bytes_at_rest(self) -> int:
@@ -73,8 +78,8 @@ class Totals:
 
     Attributes:
         num_params: parameters.
-        num_elements: elements of the unsharded parameters.
-        bytes_unsharded: what a rank would hold without sharding.
+        num_elements: elements of the parameters, unsharded in every way.
+        bytes_unsharded: what a rank would hold without FSDP and tensor parallelism.
         bytes_at_rest: what each rank holds between steps, padding included.
         bytes_wasted: padding in one copy, over its shard-ranks together.
         num_empty: empty shards in one copy.
@@ -103,18 +108,59 @@ def totals(split: Iterable[ParamShards]) -> Totals:
     parts = tuple(split)
     return Totals(
         num_params=len(parts),
-        num_elements=sum(prod(s.param.shape) for s in parts),
-        bytes_unsharded=sum(s.bytes_unsharded for s in parts),
+        num_elements=sum(prod(s.param.global_shape) for s in parts),
+        bytes_unsharded=sum(s.bytes_global for s in parts),
         bytes_at_rest=sum(s.bytes_at_rest for s in parts),
         bytes_wasted=sum(s.bytes_wasted for s in parts),
         num_empty=sum(len(s.empty_shards) for s in parts),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AtRest:
+    """What one rank holds between steps, in bytes; all of it in host memory for units that are offloaded.
+
+    Attributes:
+        params: its shards, padding included.
+        grads: gradients of the trainable ones, as padded as their shards.
+        adam: two moments of each trainable element that is its own, and 4 bytes per such parameter for the step.
+    """
+
+    params: int
+    grads: int
+    adam: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.params + self.grads + self.adam
+
+
+def at_rest(header: Header, shard_rank: int) -> AtRest:
+    """Return what a rank holds between steps of training with Adam.
+
+    Example: one trainable float32 parameter of 5 rows of 3 over F = 4: shard-rank 2 holds 2 padded rows, 24 bytes, the
+    gradient likewise, and for its one real row ``8 * 3 + 4`` bytes of Adam's state.
+
+    Args:
+        header: its units, retired ones left out.
+        shard_rank: the rank's place among those that share a copy, taken modulo F where a unit is on fewer ranks.
+    """
+    split = shards(header)
+    trainable = [part for part in split if part.param.trainable]
+    own = sum(part.row_bytes * part.param.rows_per_rank[shard_rank % part.num_shards] for part in trainable)
+    return AtRest(
+        params=sum(part.bytes_at_rest for part in split),
+        grads=sum(part.bytes_at_rest for part in trainable),
+        adam=2 * own + 4 * len(trainable),
+    )
+
+
 def alike(split: Iterable[ParamShards]) -> list[tuple[ParamShards, ...]]:
     """Return parameters with those put together that differ in nothing but the numbers in their names.
 
-    Their units have to be alike as a whole: ``blocks.0`` and ``blocks.1`` of the same parameters, shapes and split.
+    Their units have to be alike as a whole: ``blocks.0`` and ``blocks.1`` of the same parameters, shapes, split and
+    policy.
     Order: that of each group's first member.
     """
     units: dict[int, Hashable] = {}
@@ -128,7 +174,8 @@ def alike(split: Iterable[ParamShards]) -> list[tuple[ParamShards, ...]]:
 
 def _unit_key(unit: Unit) -> Hashable:
     params = tuple(_param_key(param) for param in unit.params)
-    return pattern(unit.name), unit.root, unit.shard_size, params
+    policy = replace(unit, index=0, name=pattern(unit.name), params=())
+    return policy, params
 
 
 def _param_key(param: Param) -> Hashable:

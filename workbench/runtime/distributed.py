@@ -14,9 +14,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
-from workbench.engine.state import roots
+from workbench.engine.root import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
+from workbench.runtime.meshes import make_mesh, rebuild_groups
 from workbench.runtime.sockets import PeerSockets
 
 LOOPBACK = "127.0.0.1"
@@ -54,7 +55,7 @@ class ProcessGroups:
         rank: this rank.
         world_size: number of ranks.
         device: this rank's device.
-        mesh: 1-D mesh over all ranks, axis ``shard``; stays valid when groups are rebuilt.
+        mesh: 1-D mesh over all ranks, axis ``shard``; as all of :meth:`mesh_of` it stays valid when groups are rebuilt.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class ProcessGroups:
     _store: Store | None = None
     _sockets: PeerSockets = field(default_factory=PeerSockets)
     _mesh: DeviceMesh | None = None
+    _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -70,6 +72,20 @@ class ProcessGroups:
         if self._mesh is None:
             raise ClusterError(f"rank {self.rank} has not joined a process group yet")
         return self._mesh
+
+    def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """Return the mesh of all ranks with this shape: one axis, or copies x shards; made at first use, collective.
+
+        Args:
+            shape: ``()`` or ``(F,)``, or ``(R, F)``; the product is the number of ranks.
+        """
+        if len(shape) < 2:
+            return self.mesh
+        copies, size = shape
+        if (copies, size) not in self._meshes:
+            with self._sockets.tracked():
+                self._meshes[copies, size] = make_mesh(self.device.type, (copies, size))
+        return self._meshes[copies, size]
 
     def listen(self) -> tuple[str, int]:
         """Open the store that all ranks meet at, on a free loopback port (rank 0 only); returns host and port."""
@@ -122,12 +138,16 @@ class ProcessGroups:
     def rebuild(self, generation: int) -> None:
         """Drop every process group and make new ones; collective over all ranks.
 
-        The mesh of before keeps working: c10d gives the new default group the name of the old one.
+        The meshes of before keep working: c10d gives the new default group the name of the old one, and those of
+        copies x shards have names of their own.
         """
         self._sockets.shut()
         dist.destroy_process_group()
         cancellation.reset()
         self._init(generation)
+        with self._sockets.tracked():
+            for shape in self._meshes:
+                rebuild_groups(shape)
         for root in list(roots):
             root.reset_iter_state()
 

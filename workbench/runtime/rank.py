@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from workbench.commands import Command, Shard, Step, Unshard, Verify, from_dict
+from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, from_dict
 from workbench.engine import groups, probe
 from workbench.errors import ClusterError
 from workbench.runtime import sharding
@@ -54,7 +54,9 @@ class RankRuntime:
     def _execute(self, command: Command) -> dict[str, Any]:
         match command:
             case Shard():
-                result = sharding.shard(command, self.groups.mesh)
+                result = sharding.shard(command, self.groups.mesh_of)
+            case Reshard():
+                result = sharding.reshard(command, self.groups.mesh_of)
             case Unshard():
                 result = sharding.unshard(command)
             case Step():

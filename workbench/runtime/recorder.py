@@ -26,6 +26,7 @@ from workbench.trace.schema import (
     ROW,
     ROW_DTYPE,
     Category,
+    CommGroup,
     Edge,
     Header,
     KeyFrame,
@@ -136,10 +137,10 @@ class Recorder:
 
     def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
         """Put a new communication group into the header."""
-        names = self.header.comm_groups
-        self._groups[index] = len(names)
-        name = f"group {index}: ranks {', '.join(map(str, ranks))}"
-        self._change(dataclasses.replace(self.header, comm_groups=(*names, name)))
+        known = self.header.comm_groups
+        self._groups[index] = len(known)
+        group = CommGroup(name=f"group {index}", ranks=ranks)
+        self._change(dataclasses.replace(self.header, comm_groups=(*known, group)))
 
     # ---- what the runtime itself records
 
@@ -266,15 +267,5 @@ class Recorder:
 
 def _unit(info: probe.UnitInfo) -> Unit:
     """Return the trace's description of a unit."""
-    itemsize = info.params[0].itemsize if info.params else 0
-    return Unit(
-        index=info.index,
-        name=info.name,
-        root=info.root,
-        params=tuple(Param(**dataclasses.asdict(p), shard_dim=0) for p in info.params),
-        reshard_after_forward=info.reshard_after_forward,
-        shard_size=info.shard_size,
-        compute_itemsize=itemsize,
-        reduce_itemsize=itemsize,
-        retired=info.retired,
-    )
+    fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(info)}
+    return Unit(**fields | {"params": tuple(Param(**vars(param)) for param in info.params)})

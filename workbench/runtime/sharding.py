@@ -1,59 +1,103 @@
-"""The commands ``shard`` and ``unshard`` on a rank."""
+"""The commands ``shard``, ``reshard`` and ``unshard`` on a rank."""
 
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.commands import Shard, Unshard
-from workbench.engine import FSDPModule, fully_shard, unshard_module
-from workbench.engine.api import remap_optimizer
+from workbench.commands import Reshard, Shard, Unshard
+from workbench.engine import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    reshard_module,
+    unshard_module,
+)
+from workbench.engine.call import units_of
 from workbench.engine.mesh import mesh_info
 from workbench.engine.signature import check_same_lines
-from workbench.engine.state import state_of
+from workbench.engine.state import state_of, states_below
+from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
+from workbench.policy import DTYPES, MixedPrecision, check_mesh_fits, check_reshard_fits
+from workbench.runtime.describe import describe, unit_infos
 from workbench.runtime.namespace import find_module, optimizers_of
+from workbench.runtime.prefetch import set_prefetch
 
-_POLICY = {"auto": None, "true": True, "false": False}
+MeshOf = Callable[[tuple[int, ...]], DeviceMesh]
+"""Gives the mesh of a shape; ``()`` is all ranks on one axis."""
+
+_RESHARD = {"auto": None, "true": True, "false": False}
+
+_prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # asked for by a command; a new policy keeps it
 
 
-def shard(command: Shard, mesh: DeviceMesh) -> dict[str, Any]:
+def shard(command: Shard, mesh_of: MeshOf) -> dict[str, Any]:
     """Apply ``fully_shard`` to each wrapped module and to the model itself; collective.
 
     Optimizers that were made before go on with the sharded parameters, their state sharded too.
 
     Raises:
-        UsageError: no such model, already sharded, an unknown class to wrap, or a pattern without a match.
+        UsageError: no such model, already sharded, an unknown class to wrap, a pattern without a match, or a mesh
+            that does not hold all ranks.
         RanksDisagreeError: the ranks' models differ; nothing was sharded.
     """
     model = find_module(command.model)
     if isinstance(model, FSDPModule):
-        raise UsageError(f"{command.model!r} is sharded already; undo it first: %fsdp unshard {command.model}")
+        raise UsageError(
+            f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
+            f"%fsdp unshard {command.model}"
+        )
     inner = _modules_to_wrap(model, command.wrap)
     ignored = _ignored(model, command.ignore)
-    check_same_model(model, inner, mesh)
-    num_params, num_elements, num_bytes = _size(model)
+    _check_fits(command, [dist.get_world_size(), *command.mesh][-1])
+    check_same_model(model, inner, mesh_of(()))
+    policy = {"mesh": mesh_of(command.mesh), "ignored_params": ignored, **_policy(command)}
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
-    _apply(model, inner, ignored, command, mesh)
+    _apply(model, inner, policy)
     mapping = {before.pop(name): param for name, param in model.named_parameters()}
     for optimizer in optimizers:
         remap_optimizer(optimizer, mapping)
-    return {
-        "model": command.model,
-        "units": _unit_names(model),
-        "num_params": num_params,
-        "num_elements": num_elements,
-        "bytes_unsharded": num_bytes,
-        "bytes_at_rest": _bytes_at_rest(model),
-        "optimizers": len(optimizers),
-    }
+    _cast_only_at_root(model)
+    _plan(model, command.prefetch)
+    return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
+
+
+def reshard(command: Reshard, mesh_of: MeshOf) -> dict[str, Any]:
+    """Give a sharded model another policy, in place; collective. Optimizers go on, their state carried along.
+
+    Raises:
+        UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
+            fit.
+    """
+    model = _sharded(command.model)
+    names = {_class_name(module) for module in _modules_to_wrap(model, command.wrap)} if command.wrap else set()
+    for info in unit_infos(model):
+        _check_fits(command, [info.shard_size, *command.mesh][-1])
+    policy = _policy(command)
+    if command.mesh:
+        policy["mesh"] = mesh_of(command.mesh)
+    if names:
+        policy["wrap"] = lambda module: _class_name(module) in names
+    optimizers = optimizers_of(model)
+    reshard_module(model, **policy, optimizers=optimizers)
+    if command.wrap or command.mp:
+        _cast_only_at_root(model)
+    _name_units(model)
+    ahead = _prefetch.get(model, 0) if command.prefetch is None else command.prefetch
+    _plan(model, ahead)
+    return describe(command.model, model, prefetch=ahead, optimizers=len(optimizers))
 
 
 def unshard(command: Unshard) -> dict[str, Any]:
@@ -62,12 +106,57 @@ def unshard(command: Unshard) -> dict[str, Any]:
     Raises:
         UsageError: no such model, or not sharded.
     """
-    model = find_module(command.model)
-    if not isinstance(model, FSDPModule):
-        raise UsageError(f"{command.model!r} is not sharded; shard it first: %fsdp shard {command.model}")
+    model = _sharded(command.model)
     optimizers = optimizers_of(model)
     mapping = unshard_module(model, optimizers)
+    _prefetch.pop(model, None)
     return {"model": command.model, "num_params": len(mapping), "optimizers": len(optimizers)}
+
+
+def _sharded(name: str) -> nn.Module:
+    model = find_module(name)
+    if not isinstance(model, FSDPModule):
+        raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
+    return model
+
+
+def _check_fits(command: Shard | Reshard, shard_size: int) -> None:
+    try:
+        check_mesh_fits(command.mesh, dist.get_world_size())
+        check_reshard_fits(command.reshard_after_forward, shard_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _policy(command: Shard | Reshard) -> dict[str, Any]:
+    """Return the engine's arguments for what the command asks for; what stands at its default is left out."""
+    found: dict[str, Any] = {}
+    if command.reshard_after_forward != type(command).reshard_after_forward:
+        word = command.reshard_after_forward
+        found["reshard_after_forward"] = _RESHARD[word] if isinstance(word, str) else word
+    if command.mp != type(command).mp:
+        dtypes = vars(MixedPrecision.parse(command.mp))
+        named = {f"{what}_dtype": getattr(torch, DTYPES[dtype]) for what, dtype in dtypes.items() if dtype}
+        found["mp_policy"] = MixedPrecisionPolicy(**named)
+    if command.offload is not type(command).offload:
+        found["offload_policy"] = CPUOffloadPolicy() if command.offload else OffloadPolicy()
+    return found
+
+
+def _cast_only_at_root(model: nn.Module) -> None:
+    """Let the model's result be cast to the output dtype, and what inner units hand to each other stay as it is."""
+    for state in states_below(model):
+        if state is not state_of(model):
+            state.mp_policy = replace(state.mp_policy, output_dtype=None)
+            for unit in units_of([state]):
+                unit.policy = replace(unit.policy, mp_policy=state.mp_policy)
+
+
+def _plan(model: nn.Module, ahead: int) -> None:
+    """Set explicit prefetch lists, and empty those of before."""
+    if ahead or _prefetch.get(model):
+        set_prefetch(model, ahead)
+    _prefetch[model] = ahead
 
 
 def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh) -> None:
@@ -77,28 +166,31 @@ def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceM
         RanksDisagreeError: on every rank.
     """
     info = mesh_info(mesh)
-    if info.group is None:
+    if info.shard_group is None:
         return
     names = {id(m): name for name, m in model.named_modules()}
     lines = [f"{name} {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     lines += [f"unit {names[id(m)]}" for m in inner]
-    check_same_lines(lines, info.group, torch.device(mesh.device_type))
+    check_same_lines(lines, info.shard_group, torch.device(mesh.device_type))
 
 
-def _apply(
-    model: nn.Module, inner: Sequence[nn.Module], ignored: list[nn.Parameter], command: Shard, mesh: DeviceMesh
-) -> None:
+def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any]) -> None:
     """Shard inner modules first; if one refuses, the model is as it was."""
-    policy = _POLICY[command.reshard_after_forward]
     try:
         for module in [*inner, model]:
-            fully_shard(module, mesh=mesh, reshard_after_forward=policy, ignored_params=ignored)
-    except (TypeError, ValueError, NotImplementedError):
+            fully_shard(module, **policy)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
         if any(state_of(m) is not None for m in model.modules()):
             unshard_module(model)
         raise
-    if isinstance(model, FSDPModule) and not any(p.is_meta for p in model.parameters()):
-        model._get_fsdp_state()._lazy_init()  # units have their names at once
+    _name_units(model)
+
+
+def _name_units(model: nn.Module) -> None:
+    """Let units have their names at once, where that does not have to wait for parameters."""
+    state = state_of(model)
+    if state is not None and state._is_root is None and not any(p.is_meta for p in model.parameters()):
+        state._lazy_init()
 
 
 def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
@@ -108,14 +200,19 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
         UsageError: a class in ``wrap`` occurs nowhere in the model.
     """
     names = set(wrap) or _repeated_class(model)
-    counts = Counter(type(m).__name__ for m in model.modules() if m is not model)
+    counts = Counter(_class_name(m) for m in model.modules() if m is not model)
     unknown = names - counts.keys()
     if unknown:
         there = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
         raise UsageError(f"the model holds no {', '.join(sorted(unknown))}; its classes are: {there}")
     # named_modules lists parents before children
-    found = [m for _, m in model.named_modules() if m is not model and type(m).__name__ in names]
+    found = [m for _, m in model.named_modules() if m is not model and _class_name(m) in names]
     return list(reversed(found))
+
+
+def _class_name(module: nn.Module) -> str:
+    """Return the name of a module's own class, also while ``fully_shard`` has given it another."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _repeated_class(model: nn.Module) -> set[str]:
@@ -138,22 +235,3 @@ def _ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
         if not names:
             raise UsageError(f"--ignore {pattern} matches no parameter; there are: {', '.join(params)}")
     return [params[name] for names in matches.values() for name in names]
-
-
-def _size(model: nn.Module) -> tuple[int, int, int]:
-    """Return the number of parameters, of their elements and of their bytes."""
-    params = list(model.parameters())
-    return len(params), sum(p.numel() for p in params), sum(math.prod(p.shape) * p.itemsize for p in params)
-
-
-def _unit_names(model: nn.Module) -> list[str]:
-    """Return the paths of the units, ``(root)`` for the model's own; a call that found no parameters made none."""
-    states = ((name, state_of(module)) for name, module in model.named_modules())
-    return [name or "(root)" for name, s in states if s is not None and s._fsdp_param_group is not None]
-
-
-def _bytes_at_rest(model: nn.Module) -> int:
-    """Return the bytes of this rank's shards, with padding."""
-    states = {id(s): s for m in model.modules() if (s := state_of(m)) is not None}
-    units = [s._fsdp_param_group for s in states.values()]
-    return sum(u.flat_shard.nbytes for u in units if u is not None)

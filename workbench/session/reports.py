@@ -120,6 +120,7 @@ class ShardReport(Report):
         num_elements: elements of all parameters.
         bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
+        policy: how they are kept and computed, a phrase each; none where it is the plain way.
     """
 
     model: str
@@ -128,6 +129,7 @@ class ShardReport(Report):
     num_elements: int
     bytes_unsharded: int
     bytes_at_rest: tuple[int, ...]
+    policy: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -141,9 +143,27 @@ class ShardReport(Report):
         at_rest = _by_rank([f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest])
         return [
             ("units", _names(self.units)),
+            *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("unsharded", f"{format_bytes(self.bytes_unsharded)} on every rank"),
             ("at rest", at_rest),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardReport(ShardReport):
+    """A sharded model is sharded in another way; attributes as in :class:`ShardReport`, and one more.
+
+    Attributes:
+        optimizers: optimizers whose state was carried along.
+    """
+
+    optimizers: int = 0
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        carried = f", state of {plural(self.optimizers, 'optimizer')} carried along" if self.optimizers else ""
+        return f"resharded in place, {super().headline}{carried}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from workbench.commands import Command, Shard, Step, Unshard, Verify
-from workbench.session.reports import Report, ShardReport, StepReport, UnshardReport, VerifyReport
+from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify
+from workbench.session.reports import (
+    Report,
+    ReshardReport,
+    ShardReport,
+    StepReport,
+    UnshardReport,
+    VerifyReport,
+)
 
 
 def to_report(command: Command, results: Mapping[int, dict[str, Any]]) -> Report:
@@ -19,7 +26,9 @@ def to_report(command: Command, results: Mapping[int, dict[str, Any]]) -> Report
     by_rank = [results[rank] for rank in sorted(results)]
     match command:
         case Shard():
-            return _shard(by_rank)
+            return ShardReport(**_shard(by_rank))
+        case Reshard():
+            return ReshardReport(**_shard(by_rank), optimizers=by_rank[0]["optimizers"])
         case Unshard():
             first = by_rank[0]
             return UnshardReport(model=first["model"], num_params=first["num_params"], optimizers=first["optimizers"])
@@ -31,16 +40,14 @@ def to_report(command: Command, results: Mapping[int, dict[str, Any]]) -> Report
             raise ValueError(f"there is no report of {command.word!r}")
 
 
-def _shard(by_rank: list[dict[str, Any]]) -> ShardReport:
+def _shard(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     first = by_rank[0]
-    return ShardReport(
-        model=first["model"],
-        units=tuple(first["units"]),
-        num_params=first["num_params"],
-        num_elements=first["num_elements"],
-        bytes_unsharded=first["bytes_unsharded"],
-        bytes_at_rest=tuple(result["bytes_at_rest"] for result in by_rank),
-    )
+    same = {name: first[name] for name in ("model", "num_params", "num_elements", "bytes_unsharded")}
+    return same | {
+        "units": tuple(first["units"]),
+        "policy": tuple(first["policy"]),
+        "bytes_at_rest": tuple(result["bytes_at_rest"] for result in by_rank),
+    }
 
 
 def _step(by_rank: list[dict[str, Any]]) -> StepReport:

@@ -87,11 +87,12 @@ def _read(file: IO[bytes]) -> Trace:
             raise TraceError(f"it holds no {_META}, so it is not a trace")
         meta = json.loads(archive.read(_META))
         header = header_from_dict(meta["header"])
-        return Trace(header, tuple(_read_rank(archive, entry) for entry in meta["ranks"]))
+        version = meta["header"]["schema_version"]
+        return Trace(header, tuple(_read_rank(archive, entry, version) for entry in meta["ranks"]))
 
 
-def _read_rank(archive: zipfile.ZipFile, entry: dict[str, Any]) -> RankTrace:
+def _read_rank(archive: zipfile.ZipFile, entry: dict[str, Any], version: int) -> RankTrace:
     rank = int(entry["rank"])
     member = io.BytesIO(archive.read(f"rows_{rank}.npy"))  # read whole: its checksum is verified before it is parsed
     rows = npy.read_array(member, allow_pickle=False)
-    return RankTrace(rank, rows, key_frame_from_dict(entry["start"]), int(entry["lost"]))
+    return RankTrace(rank, rows, key_frame_from_dict(entry["start"], version), int(entry["lost"]))

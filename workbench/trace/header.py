@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from enum import IntEnum
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from workbench.errors import TraceError
-from workbench.trace.schema import SCHEMA_VERSION, Category, Header, KeyFrame, Rows
+from workbench.trace.schema import SCHEMA_VERSION, Category, CommGroup, Header, KeyFrame, Rows
+from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
 T = TypeVar("T")
+Entry = TypeVar("Entry", str, CommGroup)
 
 
 def header_to_dict(header: Header) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def header_from_dict(data: dict[str, Any]) -> Header:
             f"the trace has schema version {version}, this workbench reads up to {SCHEMA_VERSION}: "
             "update fsdp-workbench to read it"
         )
-    return _decode(Header, data, "header")
+    return _decode(Header, upgrade_header(data) if isinstance(data, dict) else data, "header")
 
 
 def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
@@ -44,13 +47,17 @@ def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
     return data
 
 
-def key_frame_from_dict(data: dict[str, Any]) -> KeyFrame:
+def key_frame_from_dict(data: dict[str, Any], version: int = SCHEMA_VERSION) -> KeyFrame:
     """Inverse of :func:`key_frame_to_dict`, also after a trip through JSON.
+
+    Args:
+        data: what it returned.
+        version: of the schema it was written by.
 
     Raises:
         TraceError: a field is missing, unknown or of the wrong type.
     """
-    key_frame = _decode(KeyFrame, data, "key_frame")
+    key_frame = _decode(KeyFrame, upgrade_key_frame(data, version), "key_frame")
     num_categories = len(key_frame.bytes_by_category)
     if num_categories != len(Category):
         raise TraceError(f"key_frame.bytes_by_category has {num_categories} entries, expected {len(Category)}")
@@ -81,23 +88,25 @@ def translate(rows: Rows, source: Header, target: Header) -> Rows:
         source: a header whose strings and groups ``target`` holds as well, maybe elsewhere.
         target: result of :func:`join`.
     """
-    for column, old, new in (
-        ("module", source.strings, target.strings),
-        ("comm_group", source.comm_groups, target.comm_groups),
-    ):
-        if old != new[: len(old)]:
-            places = {name: place for place, name in enumerate(new)}
-            # the last entry is where index -1 (none) looks
-            moved = np.array([places[name] for name in old] + [-1])
-            rows = rows.copy()
-            rows[column] = moved[rows[column]]
+    rows = _moved(rows, "module", source.strings, target.strings)
+    return _moved(rows, "comm_group", source.comm_groups, target.comm_groups)
+
+
+def _moved(rows: Rows, column: str, old: tuple[Entry, ...], new: tuple[Entry, ...]) -> Rows:
+    if old == new[: len(old)]:
+        return rows
+    places = {entry: place for place, entry in enumerate(new)}
+    # the last entry is where index -1 (none) looks
+    moved = np.array([places[entry] for entry in old] + [-1])
+    rows = rows.copy()
+    rows[column] = moved[rows[column]]
     return rows
 
 
-def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+def _union(first: tuple[Entry, ...], second: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """``first``, then the new ones of ``second``: places in ``first`` stay."""
     known = set(first)
-    return first + tuple(name for name in dict.fromkeys(second) if name not in known)
+    return first + tuple(entry for entry in dict.fromkeys(second) if entry not in known)
 
 
 def _encode(value: Any) -> Any:  # noqa: ANN401 - any value of the schema
@@ -122,6 +131,9 @@ def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - anythi
     elif origin is dict:
         _expect(data, (dict,), where)
         value = {_decode_key(key, where): _decode(args[1], item, f"{where}[{key}]") for key, item in data.items()}
+    elif origin is UnionType:
+        _expect(data, args, where)
+        value = data
     elif issubclass(kind, IntEnum):
         _expect(data, (int,), where)
         if data not in {int(member) for member in kind}:

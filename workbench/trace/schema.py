@@ -5,7 +5,8 @@ hang shows what was begun. Rows are packed with :data:`ROW` on the rank and read
 the two describe the same 52 bytes.
 
 Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
-a collective (all-gather: its whole output; reduce-scatter: its whole input), not the bytes on the wire.
+a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the
+bytes on the wire.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 ROW = struct.Struct("<qqqdiiihhBBBB")
 """One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""
@@ -105,6 +106,7 @@ class Category(IntEnum):
     OPTIMIZER_STATE = 6
     ACTIVATIONS = 7  # saved for backward
     OTHER = 8
+    RESERVED = 9  # kept by pools for reuse, and nobody's now: what a slot holds while it is taken counts elsewhere
 
 
 class UnitState(IntEnum):
@@ -122,7 +124,8 @@ class Param:
 
     Attributes:
         fqn: name relative to the root module.
-        shape: full shape, in elements.
+        shape: what FSDP shards, in elements: under tensor parallelism this rank's part.
+        global_shape: before tensor parallelism; equal to ``shape`` without.
         dtype: e.g. ``"float32"``.
         itemsize: bytes per element.
         shard_dim: tensor dimension that is split.
@@ -133,6 +136,7 @@ class Param:
 
     fqn: str
     shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     dtype: str
     itemsize: int
     shard_dim: int
@@ -150,10 +154,17 @@ class Unit:
         name: module path relative to the root, ``""`` for the root itself.
         root: index of the root unit of its model (its own index for the root; -1 before the first forward).
         params: its parameters, in order.
-        reshard_after_forward: the policy in force (``None`` resolved to a bool once the root is known).
+        reshard_after_forward: the policy in force (``None`` resolved to a bool once the root is known); a number: after
+            forward the parameters are sharded over that many of the F ranks only.
         shard_size: ranks that share one copy, F.
-        compute_itemsize: bytes per element of the all-gather dtype.
-        reduce_itemsize: bytes per element of the reduce-scatter dtype.
+        replicate_size: copies whose gradients are averaged by an all-reduce, R; 1 without replication.
+        compute_dtype: of the all-gather and of forward and backward, e.g. ``"bfloat16"``.
+        reduce_dtype: of the gradients on their way.
+        compute_itemsize: bytes per element of ``compute_dtype``.
+        reduce_itemsize: bytes per element of ``reduce_dtype``.
+        offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
+        comm: what carries its collectives: ``"gloo"``, ``"shared memory"``, ``"c10d"``, ``"custom"``; ``""`` on one
+            rank or not known.
         retired: True once the unit was undone by ``unshard_module``.
     """
 
@@ -161,11 +172,29 @@ class Unit:
     name: str
     root: int
     params: tuple[Param, ...]
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     shard_size: int
+    replicate_size: int = 1
+    compute_dtype: str
+    reduce_dtype: str
     compute_itemsize: int
     reduce_itemsize: int
+    offload: bool = False
+    comm: str = ""
     retired: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommGroup:
+    """Ranks that issue collectives together.
+
+    Attributes:
+        name: tells it from other groups, also from an earlier one of the same ranks.
+        ranks: global ranks, in group order; none if not known.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +219,7 @@ class Header:
     mesh_axes: tuple[str, ...] = ()
     ranks: tuple[RankInfo, ...] = ()
     units: tuple[Unit, ...] = ()
-    comm_groups: tuple[str, ...] = ()
+    comm_groups: tuple[CommGroup, ...] = ()
     strings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

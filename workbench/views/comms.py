@@ -1,7 +1,7 @@
 """What was communicated in a step, for which unit and how, beside what the closed form says; a difference is marked.
 
-Payload is the logical size of a collective. Bytes sent are those of a ring, computed from the payload: what really
-went over the wire depends on the backend and is not in a trace.
+Payload is the logical size of a collective. Bytes sent are those of a ring over the ranks that took part, computed from
+the payload: what really went over the wire depends on the backend and is not in a trace.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Column:
 
     heading: str
     right: float
-    text: Callable[[Header, Comparison], str]
+    text: Callable[[Comparison], str]
 
 
 def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
@@ -75,7 +75,7 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
         legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
         margin_b=theme.LEGEND_MARGIN,
     )
-    _add_table(fig, trace.header, drawn)
+    _add_table(fig, drawn)
     _add_bars(fig, drawn)
     _set_axes(fig, trace.header, drawn)
     return fig
@@ -96,9 +96,10 @@ def _fold(header: Header, rows: Sequence[Comparison]) -> list[Row]:
     found: dict[Hashable, list[Comparison]] = {}
     for row in rows:
         expected = row.expected and (row.expected.calls, row.expected.num_bytes)
-        key = (pattern(unit_name(header, row.unit)), row.kind, row.ranks, row.calls, row.num_bytes, expected)
+        alike = (pattern(unit_name(header, row.unit)), row.kind, row.num_ranks)
+        key = (alike, row.ranks, row.calls, row.num_bytes, expected)
         found.setdefault(key, []).append(row)
-    return [_together(alike) for alike in found.values()]
+    return [_together(rows) for rows in found.values()]
 
 
 def _together(alike: list[Comparison]) -> Row:
@@ -144,11 +145,11 @@ def _totals(rows: Sequence[Comparison]) -> str:
 def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> str:
     rank = min(rank for row in rows for rank in row.ranks)
     own = [row for row in rows if rank in row.ranks]
-    payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(header, row) for row in own)
+    payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(row) for row in own)
     time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
     sentences = [
         f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}, "
-        f"of which a ring sends {theme.format_bytes(sent)} per rank",
+        f"of which a ring sends {theme.format_bytes(sent)} per rank{_carriers(header, own)}",
         f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
         "compute stood still",
         "≠ is right only where gradients were accumulated, units skipped or unsharded by hand"
@@ -159,15 +160,19 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> 
     return " · ".join(sentence for sentence in sentences if sentence)
 
 
-def _sent_bytes(header: Header, row: Comparison) -> float:
+def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
+    """Return what carries the units' bytes, such as ``", carried by shared memory"``; nothing if it is not known."""
+    units = {row.unit for row in rows if 0 <= row.unit < len(header.units)}
+    names = dict.fromkeys(header.units[unit].comm for unit in sorted(units) if header.units[unit].comm)
+    return f", carried by {' and '.join(names)}" if names else ""
+
+
+def _sent_bytes(row: Comparison) -> float:
     """Bytes a rank sends on a ring for a row's collectives."""
-    size = header.units[row.unit].shard_size if 0 <= row.unit < len(header.units) else header.world_size
-    if row.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and size < header.world_size:
-        size = header.world_size // size  # over the copies, not over the shards of one
-    return ring_bytes(row.kind, row.num_bytes, max(size, 1))
+    return ring_bytes(row.kind, row.num_bytes, max(row.num_ranks, 1))
 
 
-def _closed_form(_: Header, row: Comparison) -> str:
+def _closed_form(row: Comparison) -> str:
     """``"= 2 x 193 KiB"``; ``"≠ none"`` where nothing was expected and something happened."""
     if row.expected is None:
         return "-"
@@ -177,21 +182,21 @@ def _closed_form(_: Header, row: Comparison) -> str:
 
 
 _COLUMNS = (
-    Column(heading="calls", right=0.1, text=lambda _, row: f"{row.calls}"),
-    Column(heading="payload", right=0.28, text=lambda _, row: theme.format_bytes(row.num_bytes)),
+    Column(heading="calls", right=0.1, text=lambda row: f"{row.calls}"),
+    Column(heading="payload", right=0.28, text=lambda row: theme.format_bytes(row.num_bytes)),
     Column(heading="closed form", right=0.52, text=_closed_form),
-    Column(heading="sent", right=0.68, text=lambda header, row: theme.format_bytes(_sent_bytes(header, row))),
-    Column(heading="time", right=0.83, text=lambda _, row: theme.format_duration(row.time_ns)),
-    Column(heading="exposed", right=0.99, text=lambda _, row: theme.format_duration(row.exposed_ns)),
+    Column(heading="sent", right=0.68, text=lambda row: theme.format_bytes(_sent_bytes(row))),
+    Column(heading="time", right=0.83, text=lambda row: theme.format_duration(row.time_ns)),
+    Column(heading="exposed", right=0.99, text=lambda row: theme.format_duration(row.exposed_ns)),
 )
 
 
-def _add_table(fig: go.Figure, header: Header, rows: list[Row]) -> None:
+def _add_table(fig: go.Figure, rows: list[Row]) -> None:
     for column in _COLUMNS:
         fig.add_scatter(
             x=[column.right] * (len(rows) + 1),
             y=list(range(-1, len(rows))),
-            text=[f"<b>{column.heading}</b>", *(column.text(header, row.said) for row in rows)],
+            text=[f"<b>{column.heading}</b>", *(column.text(row.said) for row in rows)],
             textfont={"color": [theme.INK, *(theme.WRONG if row.said.differs else theme.INK for row in rows)]},
             textposition="middle left",
             mode="text",
@@ -229,12 +234,14 @@ def _scale(rows: list[Row]) -> tuple[int, str]:
 
 def _set_axes(fig: go.Figure, header: Header, rows: list[Row]) -> None:
     ranks = {rank for row in rows for rank in row.said.ranks}
+    several_sizes = len({row.said.num_ranks for row in rows}) > 1
+    labels = [_tick(header, row, all_ranks=len(row.said.ranks) == len(ranks), size=several_sizes) for row in rows]
     fig.update_layout(
         yaxis={
             "range": [len(rows) - 0.4, -1.6],
             "tickmode": "array",
             "tickvals": list(range(len(rows))),
-            "ticktext": [_tick(header, row, all_ranks=len(row.said.ranks) == len(ranks)) for row in rows],
+            "ticktext": labels,
             "ticklabelstandoff": 4,
             "showgrid": False,
         },
@@ -248,8 +255,10 @@ def _set_axes(fig: go.Figure, header: Header, rows: list[Row]) -> None:
     )
 
 
-def _tick(header: Header, row: Row, *, all_ranks: bool) -> str:
+def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
+    """``"blocks.0 all-gather"``; also over how many ranks if ``size``, and which ranks did so if not all."""
     name = theme.escape(theme.shorten(join_names([unit_name(header, unit) for unit in row.units]), 20))
+    over = f" over {row.said.num_ranks}" if size else ""
     several = f", each of {len(row.units)}" if len(row.units) > 1 else ""
     ranks = "" if all_ranks else f", {theme.shorten(label(row.said.ranks), 20)}"
-    return f"{name} {theme.label(row.said.kind)}{several}{ranks}"
+    return f"{name} {theme.label(row.said.kind)}{over}{several}{ranks}"

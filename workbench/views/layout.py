@@ -1,7 +1,8 @@
 """Which rows of which parameter lie on which rank: one bar per parameter, one column per rank.
 
 A column is the room a rank's storage has for the parameter (``padded_rows``), so padding and empty shards are seen
-where they are. Read off the header alone: it can be drawn before the first step.
+where they are. Copies of a replicated model lie in the same columns. Read off the header alone: it can be drawn before
+the first step.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Literal
 import plotly.graph_objects as go
 
 from workbench.replay.alike import join_names, label, ranges
-from workbench.replay.shards import ParamShards, Totals, alike, shards, totals, unit_shards
+from workbench.replay.shards import ParamShards, Totals, alike, at_rest, shards, totals, unit_shards
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Header
+from workbench.trace.schema import Header, Unit
 from workbench.views import theme
 
 MAX_UNFOLDED = 32
@@ -105,7 +106,7 @@ def _title(header: Header, total: Totals) -> str:
 
 def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     live = [unit for unit in header.units if not unit.retired]
-    copies = header.world_size // max(unit.shard_size for unit in live)
+    copies = max(unit.replicate_size for unit in live)
     each = f" in each of {copies} copies" if copies > 1 else ""
     whole = max(total.bytes_unsharded, 1)
     waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({total.bytes_wasted / whole:.2%}){each}"
@@ -114,9 +115,17 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
         f"at rest a rank holds {total.bytes_at_rest / whole:.1%} of the unsharded bytes",
         waste if total.bytes_wasted else "no padding",
         f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
+        _in_training(header),
         f"{theme.plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _in_training(header: Header) -> str:
+    """Say what comes on top of the parameters on a rank."""
+    most = at_rest(header, 0)  # no other has more rows
+    amounts = theme.format_bytes(most.grads), theme.format_bytes(most.adam)
+    return f"in training gradients take {amounts[0]} more, Adam's state up to {amounts[1]}" if most.grads else ""
 
 
 def _places(groups: list[Group]) -> Iterator[Place]:
@@ -132,7 +141,19 @@ def _heading(members: list[Group]) -> str:
     name = theme.shorten(join_names([unit.name for unit in units.values()])) or "root"
     at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
     several = f", {len(units)} units alike: {at_rest} of each" if len(units) > 1 else f": {at_rest}"
-    return f"<b>{theme.escape(name)}</b>{several} on a rank"
+    return f"<b>{theme.escape(name)}</b>{several} on a rank{_policy(members[0][0].unit)}"
+
+
+def _policy(unit: Unit) -> str:
+    """Say what is special about how a unit is kept and computed; escaped."""
+    own = unit.params[0].dtype
+    said = [
+        f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
+        f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
+        "rests in host memory" if unit.offload else "",
+        f"on {unit.reshard_after_forward} ranks after forward" if type(unit.reshard_after_forward) is int else "",
+    ]
+    return "".join(f", {theme.escape(theme.shorten(part))}" for part in said if part)
 
 
 def _segments(y: int, place: Place, columns: int) -> Iterator[Segment]:
@@ -175,7 +196,8 @@ def _about(group: Group) -> str:
     param = group[0].param
     names = theme.escape(theme.shorten(join_names([part.param.fqn for part in group]), 80))
     trainable = "" if param.trainable else ", frozen"
-    return f"<b>{names}</b><br>{list(param.shape)} {theme.escape(theme.shorten(param.dtype))}{trainable}<br>"
+    part = f", this rank's part of {list(param.global_shape)}" if param.global_shape != param.shape else ""
+    return f"<b>{names}</b><br>{list(param.shape)} {theme.escape(theme.shorten(param.dtype))}{part}{trainable}<br>"
 
 
 def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, str]:
@@ -258,14 +280,13 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
         showgrid=False,
     )
     shown = range(0, columns, -(-columns // 16)) if len(num_shards) == 1 else range(0)
-    # a mesh is (replicate, shard): shard-rank i of every copy is rank i, i + F, i + 2 F, ...
-    copies = [range(i, max(header.world_size, columns), columns) for i in shown]
+    labels = _columns(header, columns, shown)
     fig.update_xaxes(
         title_text="rank: each column is its room for rows of the parameter",
         range=[0, columns * 1.12],
         tickmode="array",
         tickvals=[i + 0.5 for i in shown],
-        ticktext=[label(ranks) if columns <= 8 else ranges(ranks) for ranks in copies],
+        ticktext=labels,
         tickangle=0,
         ticks="",
         showgrid=False,
@@ -273,6 +294,19 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
     )
 
 
+def _columns(header: Header, columns: int, shown: range) -> list[str]:
+    """Return who each column stands for: the ranks with the same shard, or the shard-rank under tensor parallelism."""
+    copies = max(unit.replicate_size for unit in header.units if not unit.retired)
+    if columns * copies != max(header.world_size, columns):
+        return [_who(i, i) for i in shown]
+    # a mesh is (replicate, shard): shard-rank i of every copy is rank i, i + F, i + 2 F, ...
+    ranks = [range(i, columns * copies, columns) for i in shown]
+    return [label(same) if columns <= 8 else ranges(same) for same in ranks]
+
+
 def _tick(group: Group) -> str:
     names = join_names([part.param.fqn.removeprefix(f"{part.unit.name}.") for part in group])
-    return f"{theme.escape(theme.shorten(names, 30))} {list(group[0].param.shape)}"
+    param = group[0].param
+    whole = f" of {list(param.global_shape)}" if param.global_shape != param.shape else ""
+    dim = f" by dim {param.shard_dim}" if param.shard_dim else ""
+    return f"{theme.escape(theme.shorten(names, 30))} {list(param.shape)}{whole}{dim}"

@@ -1,7 +1,7 @@
 """How many bytes of which class a rank holds over time, and what is going on when they are most.
 
-The bytes are those the engine owns, exact, in the order the rank's program asked for them. One panel per group of
-ranks whose bytes are alike.
+The bytes are those the engine owns, exact, in the order the rank's program asked for them. What its pools keep for
+reuse lies hatched above the line of all that is in use. One panel per group of ranks whose bytes are alike.
 """
 
 from __future__ import annotations
@@ -139,12 +139,14 @@ def _with_short_names(header: Header) -> Header:
 
 def _subtitle(panels: Sequence[Panel], num_left_out: int, unsharded: int) -> str:
     measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
+    reserved = max(live.most_reserved(panel.shown) for panel in panels)
     alike = _who(panels[0]) if len(panels) == 1 else ""
     sentences = [
         alike,
         "bytes the engine owns, exact, in the order the program asked for them",
         "" if measured else "activations are not measured",
         f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
+        f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
         f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
@@ -167,7 +169,8 @@ def _has(shown: RankTrace, category: Category) -> bool:
 def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int) -> None:
     top = max(panel.peak.num_bytes for panel in panels)
     is_near = unsharded <= _FAR * top
-    high = max(top * _HEADROOM, unsharded * 1.15 if is_near else 0)
+    held = max(panel.peak.num_bytes + live.most_reserved(panel.shown) for panel in panels)
+    high = max(top * _HEADROOM, held * 1.05, unsharded * 1.15 if is_near else 0)
     long_ns = max(last_ns(panel.shown.rows) - _origin_ns(panel) for panel in panels)
     (num_bytes, byte_unit), (ns, time_unit) = theme.byte_unit(high), theme.time_unit(long_ns)
     scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, ns=ns, time_unit=time_unit)
@@ -203,7 +206,7 @@ def _moments(panel: Panel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
 def _add_areas(
     fig: go.Figure, panel: Panel, series: MemorySeries, classes: Sequence[Category], scale: Scale, row: int
 ) -> None:
-    """Stack the classes in their order, the first at the bottom, under a line of all together."""
+    """Stack the classes in their order, the first at the bottom; RESERVED is last, above the line of the others."""
     common = {
         "x": _moments(panel, series.t_ns, scale),
         "mode": "lines",
@@ -219,15 +222,24 @@ def _add_areas(
             legendgroup=category.name,
             stackgroup="live",
             line={"shape": "hv", "width": 0, "color": colour},
-            fillcolor=colour,
+            **_fill(category),
             row=row,
             col=1,
         )
     total = series.total / scale.num_bytes
     line = {"shape": "hv", "width": 1, "color": theme.INK}
     fig.add_scatter(
-        **common, y=np.append(total, total[-1]), name="total", legendgroup="total", line=line, row=row, col=1
+        **common, y=np.append(total, total[-1]), name="total in use", legendgroup="total", line=line, row=row, col=1
     )
+
+
+def _fill(category: Category) -> dict[str, object]:
+    """A plain area; what nobody uses is hatched, as padding is."""
+    colour = theme.CATEGORY_COLOURS[category]
+    if category is not Category.RESERVED:
+        return {"fillcolor": colour}
+    hatch = {"shape": "/", "fgcolor": colour, "bgcolor": theme.CLEAR, "size": 7, "solidity": 0.2}
+    return {"fillcolor": theme.CLEAR, "fillpattern": hatch}
 
 
 def _place(row: int, x: float, y: float) -> dict[str, object]:

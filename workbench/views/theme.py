@@ -58,8 +58,10 @@ CATEGORY_COLOURS: dict[Category, str] = {
     Category.OPTIMIZER_STATE: "#5740a6",
     Category.ACTIVATIONS: "#968b35",
     Category.OTHER: "#8a8c83",
+    Category.RESERVED: "#b8b8a4",
 }
-"""One colour per memory class. Blues: parameters; reds: gradients; teal and amber: what communication holds."""
+"""One colour per memory class. Blues: parameters; reds: gradients; teal and amber: what communication holds; pale: what
+nobody uses."""
 
 UNIT_STATE_COLOURS: dict[UnitState, str] = {
     UnitState.SHARDED: CATEGORY_COLOURS[Category.SHARDED_PARAMS],
@@ -89,7 +91,6 @@ KIND_COLOURS: dict[Kind, str] = {
     Kind.GATE: "#8a8c83",
     Kind.METRIC: "#5c70c6",
     Kind.LOG: "#8a8c83",
-    Kind.RESET: "#8a8c83",
     Kind.RESET: "#d6336c",
 }
 """One colour per kind of event; WAIT, exposed communication, has its own."""

@@ -1,0 +1,68 @@
+"""What is measured: a model on so many ranks in one precision, and who trains it.
+
+The cases are those of the table "Fast" of the issue "Engine": sequences of 128 tokens, 4 of them in a batch, one unit
+per block and one for the rest, fused AdamW.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from workbench.zoo import GPT, GPTConfig
+
+NUM_SEQUENCES = 4
+NUM_TOKENS = 128
+
+ALONE, DDP, TORCH, OURS_GLOO, OURS = "alone", "ddp", "torch", "ours gloo", "ours"
+IMPLEMENTATIONS = {
+    ALONE: "the same arithmetic on every rank without any communication",
+    DDP: "torch's DistributedDataParallel",
+    TORCH: "torch's fully_shard",
+    OURS_GLOO: "ours over gloo's TCP, WORKBENCH_COMM=gloo",
+    OURS: "ours with the communication it chooses by itself, WORKBENCH_COMM unset",
+}
+OF_OURS = (OURS_GLOO, OURS)
+WITHOUT_OURS = (ALONE, TORCH)
+"""What the second run holds, into which nothing of ours is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the issue's table.
+
+    Attributes:
+        name: what ``--cases`` calls it.
+        num_ranks: processes of one thread each.
+        is_bf16: compute and communicate in bfloat16; parameters at rest and optimizer stay fp32.
+    """
+
+    name: str
+    config: GPTConfig
+    num_ranks: int
+    is_bf16: bool = False
+
+    def describe(self) -> str:
+        """Say what it is in half a line."""
+        millions = num_params(self.config) / 1e6
+        precision = "bf16 params and reduce" if self.is_bf16 else "fp32"
+        sizes = f"{self.config.num_blocks} blocks x {self.config.width}"
+        return f"{self.name}: {millions:.1f} M parameters ({sizes}), {self.num_ranks} ranks, {precision}"
+
+
+_LARGE = GPTConfig(vocab_size=256, num_blocks=6, width=512, num_heads=8, max_tokens=NUM_TOKENS)
+_SMALL = GPTConfig(vocab_size=256, num_blocks=4, width=256, num_heads=4, max_tokens=NUM_TOKENS)
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="19.2M", config=_LARGE, num_ranks=2),
+        Case(name="3.3M", config=_SMALL, num_ranks=2),
+        Case(name="19.2M-4ranks", config=_LARGE, num_ranks=4),
+        Case(name="19.2M-bf16", config=_LARGE, num_ranks=2, is_bf16=True),
+    )
+}
+
+
+def num_params(config: GPTConfig) -> int:
+    """Elements of all parameters of a model, which is made without memory."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())

@@ -1,0 +1,197 @@
+"""One case under all implementations: who is started when, and what the samples come to.
+
+Times on a shared machine drift. So every implementation is started anew, in processes of its own, in each of several
+rounds, and the next round begins with another one; what counts are ratios of medians over all rounds. A second run
+holds torch's (and compute alone) only. Its ratio is one of ratios, (ours / alone) : (torch / alone), each from its own
+run, so that a machine that became faster in between does not count for or against anybody.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from tests.bench import sharding
+from tests.bench.cases import ALONE, IMPLEMENTATIONS, OF_OURS, OURS, TORCH, WITHOUT_OURS, Case, num_params
+from tests.bench.memory import Bytes, measure_bytes
+from tests.bench.parts import MeteredStep, budget, measure_parts
+from tests.bench.processes import RankFailure, on_ranks
+from tests.bench.recording import Recording, measure_recording
+from tests.bench.stats import median_interval, spread
+from tests.bench.training import Sample, measure
+
+Tree = dict[str, Any]
+Step = TypeVar("Step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: times each implementation is started.
+        steps: steps measured per start, after some to warm up.
+        pairs: recorded and plain steps each.
+    """
+
+    rounds: int
+    steps: int
+    pairs: int
+
+
+@dataclass
+class Runs:
+    """Starts ranks, and writes down what failed: one implementation that does is no reason to lose the others.
+
+    Attributes:
+        failed: traceback by what was measured and under which implementation, such as ``steps of ours``.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def on_ranks(self, what: str, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As :func:`tests.bench.processes.on_ranks`; no ranks at all if one of them, now or before, failed."""
+        if what in self.failed:
+            return []
+        try:
+            return on_ranks(num_ranks, function, *args)
+        except RankFailure as error:
+            self.failed[what] = str(error)
+            return []
+
+
+def compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:
+    """Measure one case; see :mod:`tests.bench.report` for what the result holds."""
+    runs = Runs()
+    steps = with_ratios(_steps(case, tuple(IMPLEMENTATIONS), effort, runs, "steps"))
+    torch_only = with_ratios(_steps(case, WITHOUT_OURS, effort, runs, "steps in the second run"))
+    against_second_run(steps, torch_only)
+    return {
+        "what": case.describe(),
+        "num_params": num_params(case.config),
+        "num_ranks": case.num_ranks,
+        "is_bf16": case.is_bf16,
+        "steps": steps,
+        "steps_torch_only": torch_only,
+        "parts": _parts(case, effort, runs, steps) if with_parts else {},
+        "bytes": _bytes(case, runs),
+        "failed": runs.failed,
+    }
+
+
+def _steps(case: Case, names: Sequence[str], effort: Effort, runs: Runs, what: str) -> Tree:
+    samples: dict[str, list[list[Sample]]] = {name: [] for name in names}  # per start, per rank, steps
+    for number in range(effort.rounds):
+        for name in rotated(names, number):
+            ranks = runs.on_ranks(f"{what} of {name}", case.num_ranks, measure, case, name, effort.steps)
+            samples[name].append(ranks)
+    return {name: row(starts) for name, starts in samples.items() if all(starts)}
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """Return the names beginning with another one each time: nobody always follows the same one."""
+    at = number % len(names)
+    return [*names[at:], *names[:at]]
+
+
+def row(starts: Iterable[Sequence[Sequence[Sample]]]) -> Tree:
+    """Summarise the steps of one implementation, per start and rank: a step takes as long as its slowest rank does."""
+    steps = list(zip(*joined(starts), strict=True))
+    columns = {
+        "wall_ms": [max(s.wall_ns for s in step) / 1e6 for step in steps],
+        "cpu_ms": [statistics.fmean(s.cpu_ns for s in step) / 1e6 for step in steps],
+        "optimizer_ms": [statistics.fmean(s.optimizer_ns for s in step) / 1e6 for step in steps],
+    }
+    return {name: spread(values).as_dict() for name, values in columns.items()}
+
+
+def with_ratios(rows: Tree) -> Tree:
+    """Add each row's ratio to compute alone and to torch's, as far as these were measured."""
+    for name, other in (("to_alone", ALONE), ("to_torch", TORCH)):
+        for each in rows.values() if other in rows else ():
+            each[name] = each["wall_ms"]["median"] / rows[other]["wall_ms"]["median"]
+    return rows
+
+
+def against_second_run(rows: Tree, torch_only: Mapping[str, Any]) -> None:
+    """Add each row's ratio to torch's of the second run; see the module docstring."""
+    reference = torch_only.get(TORCH, {}).get("to_alone")
+    for each in rows.values():
+        if reference is not None and "to_alone" in each:
+            each["to_torch_only"] = each["to_alone"] / reference
+
+
+def _parts(case: Case, effort: Effort, runs: Runs, steps: Tree) -> Tree:
+    medians = {name: {k: each[f"{k}_ms"]["median"] for k in ("wall", "optimizer")} for name, each in steps.items()}
+    names = [name for name in OF_OURS if {name, ALONE} <= medians.keys()]
+    starts: dict[str, list[list[list[MeteredStep]]]] = {name: [] for name in names}
+    for _ in range(effort.rounds):
+        for name in names:
+            starts[name].append(
+                runs.on_ranks(f"parts of {name}", case.num_ranks, measure_parts, case, name, effort.steps)
+            )
+    return {
+        name: budget(joined(found), medians[name]["wall"], medians[ALONE])
+        for name, found in starts.items()
+        if all(found)
+    }
+
+
+def joined(starts: Iterable[Sequence[Sequence[Step]]]) -> list[list[Step]]:
+    """Return each rank's steps, start after start: ``[[[1], [2]], [[3], [4]]]`` -> ``[[1, 3], [2, 4]]``."""
+    return [[step for steps in rank for step in steps] for rank in zip(*starts, strict=True)]
+
+
+def _bytes(case: Case, runs: Runs) -> Tree:
+    found = {}
+    for name in (TORCH, *OF_OURS):
+        ranks: list[Bytes] = runs.on_ranks(f"bytes of {name}", case.num_ranks, measure_bytes, case, name)
+        if ranks:
+            found[name] = asdict(max(ranks, key=lambda rank: rank.peak))
+    if TORCH in found:
+        for each in found.values():
+            each["to_torch"] = each["peak"] / found[TORCH]["peak"]
+    return found
+
+
+def compare_sharding(effort: Effort) -> Tree:
+    """Measure ``fully_shard`` itself: the first call of a process, and the median of later ones."""
+    runs = Runs()
+    times: dict[str, list[list[int]]] = {name: [] for name in (TORCH, OURS)}
+    for number in range(effort.rounds):
+        for name in rotated(tuple(times), number):
+            times[name] += runs.on_ranks(name, 1, sharding.measure_sharding, name, 1 + effort.steps)
+    found: Tree = {
+        name: {
+            "first_ms": spread([start[0] / 1e6 for start in starts]).as_dict(),
+            "later_ms": spread([t / 1e6 for start in starts for t in start[1:]]).as_dict(),
+        }
+        for name, starts in times.items()
+        if starts and name not in runs.failed
+    }
+    if len(found) == len(times):
+        found["to_torch"] = found[OURS]["later_ms"]["median"] / found[TORCH]["later_ms"]["median"]
+        found["first_to_torch"] = found[OURS]["first_ms"]["median"] / found[TORCH]["first_ms"]["median"]
+    what = {"num_params": num_params(sharding.CONFIG), "num_ranks": sharding.WORLD_SIZE}
+    return {**what, **found, "failed": runs.failed}
+
+
+def compare_recording(case: Case, effort: Effort) -> Tree:
+    """Measure what recording costs: ratios of pairs of neighbouring steps."""
+    runs = Runs()
+    ranks: list[Recording] = runs.on_ranks("recording", case.num_ranks, measure_recording, case, effort.pairs)
+    if not ranks:
+        return {"failed": runs.failed}
+    pairs = [on / off for r in ranks for on, off in zip(r.on_ns, r.off_ns, strict=True)]
+    plain_ns = statistics.median(ns for r in ranks for ns in r.off_ns)
+    low, high = median_interval(pairs)
+    return {
+        "cpu_ratio": statistics.median(pairs),
+        "cpu_ratio_low": low,
+        "cpu_ratio_high": high,
+        "num_rows": ranks[0].num_rows,
+        "row_ns": ranks[0].row_ns,
+        "rows_share": ranks[0].num_rows * ranks[0].row_ns / plain_ns,
+        "plain_ms": plain_ns / 1e6,
+        "failed": {},
+    }

@@ -1,0 +1,99 @@
+"""Ranks in processes of their own, forked from one that never loads the engine.
+
+So what trains with torch's own code has nothing of ours in it: no hook on its optimizer, no module patched, no memory
+touched. (``tests.engine.ranks`` loads the engine for everybody.)
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch._dynamo  # the first DTensor loads it: once here, not 0.6 s in every rank
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor  # as above: loaded before the ranks are forked
+
+TIMEOUT_S = 600
+_FORK = multiprocessing.get_context("fork")
+
+
+class RankFailure(Exception):
+    """A rank raised, died or took too long; the message is its traceback, or what happened."""
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(*args)`` on forked gloo ranks of one thread each; return the results in rank order.
+
+    Raises:
+        RankFailure: one of them did not return; its peers were ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        job = (f"{folder}/store", num_ranks, function, args)
+        pipes = [_FORK.Pipe(duplex=False) for _ in range(num_ranks)]
+        ranks = [_FORK.Process(target=_main, args=(r, end, job)) for r, (_, end) in enumerate(pipes)]
+        for process, (_, end) in zip(ranks, pipes, strict=True):
+            process.start()
+            end.close()
+        try:
+            return _results([here for here, _ in pipes])
+        finally:
+            for process, (here, _) in zip(ranks, pipes, strict=True):
+                here.close()
+                _end(process)
+
+
+def _main(rank: int, end: Connection, job: tuple[str, int, Callable[..., Any], tuple[Any, ...]]) -> None:
+    path, num_ranks, function, args = job
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(path, num_ranks)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        end.send_bytes(pickle.dumps(("ok", function(*args))))
+    except BaseException:  # noqa: BLE001 - everything goes to the parent
+        end.send_bytes(pickle.dumps(("failed", f"rank {rank}: {traceback.format_exc()}")))
+        os._exit(1)  # its sockets close: the peers do not wait for it
+    if "workbench.engine.groups" in sys.modules:
+        sys.modules["workbench.engine.groups"].forget_all()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _results(pipes: list[Connection]) -> list[Any]:
+    """Take what every rank sends; the first failure in time is the one to be told of: the others follow from it."""
+    results: dict[Connection, Any] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(results) < len(pipes):
+        ready = wait([p for p in pipes if p not in results], max(0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailure(f"a rank did not answer within {TIMEOUT_S} s")
+        for pipe in ready:
+            results[pipe] = _received(pipe, pipes.index(pipe))
+    return [results[pipe] for pipe in pipes]
+
+
+def _received(pipe: Connection, rank: int) -> Any:
+    try:
+        what, result = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise RankFailure(f"rank {rank}: died") from None
+    if what != "ok":
+        raise RankFailure(result)
+    return result
+
+
+def _end(process: Any) -> None:
+    process.join(10)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()

@@ -1,0 +1,33 @@
+"""Numbers made of samples."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A median with its quartiles, in the unit of the samples."""
+
+    median: float
+    lower: float
+    upper: float
+    count: int
+
+    def as_dict(self) -> dict[str, float]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Summarise at least one value."""
+    low, mid, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Spread(median=mid, lower=low, upper=high, count=len(values))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The values between which the true median lies in 95 of 100 cases, by counting: n / 2 -+ sqrt(n) from below."""
+    ordered, half = sorted(values), len(values) / 2
+    apart = math.sqrt(len(values))
+    return ordered[max(0, math.floor(half - apart))], ordered[min(len(values) - 1, math.ceil(half + apart))]

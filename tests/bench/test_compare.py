@@ -1,0 +1,121 @@
+"""Who is started when, what samples come to, and one whole comparison of a model that takes no time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.bench import __main__ as bench
+from tests.bench import report
+from tests.bench.cases import ALONE, IMPLEMENTATIONS, OURS, TORCH
+from tests.bench.compare import Effort, Runs, against_second_run, compare, joined, rotated, row, with_ratios
+from tests.bench.processes import RankFailure, on_ranks
+from tests.bench.test_parts import TINY
+from tests.bench.training import Sample
+
+LITTLE = Effort(rounds=1, steps=1, pairs=1)
+
+
+def test_every_round_begins_with_another_one():
+    assert [rotated("abc", n) for n in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_starts_are_joined_per_rank():
+    assert joined([[[1], [2]], [[3], [4]]]) == [[1, 3], [2, 4]]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank():
+    first, second = Sample(3_000_000, 2_000_000, 1_000_000), Sample(5_000_000, 4_000_000, 0)
+    found = row([[[first, first], [second, first]]])
+    assert found["wall_ms"]["median"] == 4
+    assert found["cpu_ms"]["median"] == 2.5
+    assert found["optimizer_ms"]["median"] == 0.75
+    assert found["wall_ms"]["count"] == 2
+
+
+def rows(**medians):
+    return with_ratios({name: {"wall_ms": {"median": value}} for name, value in medians.items()})
+
+
+def test_ratios_are_to_compute_alone_and_to_torchs():
+    assert rows(alone=4, torch=8, ours=6)["ours"] == {"wall_ms": {"median": 6}, "to_alone": 1.5, "to_torch": 0.75}
+    assert rows(torch=8)["torch"] == {"wall_ms": {"median": 8}, "to_torch": 1}
+
+
+def test_a_machine_twice_as_fast_in_the_second_run_changes_nothing():
+    first = rows(alone=4, torch=8, ours=6)
+    against_second_run(first, rows(alone=2, torch=4))
+    assert first["ours"]["to_torch_only"] == first["ours"]["to_torch"]
+    against_second_run(first, {})
+    assert first["ours"]["to_torch_only"] == 0.75
+
+
+def raises_on_the_second_rank():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("no such luck")
+    dist.barrier()
+
+
+def test_a_failing_rank_ends_its_peers_and_is_named():
+    with pytest.raises(RankFailure, match=r"(?s)^rank 1: .*ValueError: no such luck$"):
+        on_ranks(2, raises_on_the_second_rank)
+
+
+def test_what_failed_is_not_started_again():
+    runs = Runs()
+    assert runs.on_ranks("steps", 1, int, "x") == []
+    assert runs.failed["steps"].strip().endswith("ValueError: invalid literal for int() with base 10: 'x'")
+    assert runs.on_ranks("steps", 1, int, "3") == []
+    assert runs.on_ranks("others", 1, int, "3") == [3]
+    assert list(report.failures({"failed": runs.failed})) == [
+        "  FAILED steps: ValueError: invalid literal for int() with base 10: 'x'"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
+def test_a_comparison_measures_everything_of_everyone(monkeypatch):
+    monkeypatch.setattr("tests.bench.training.WARM_UP", 1)
+    monkeypatch.setattr("tests.bench.memory.WARM_UP", 1)
+    found = compare(TINY, LITTLE, with_parts=True)
+    assert found["failed"] == {}
+    assert set(found["steps"]) == set(IMPLEMENTATIONS)
+    assert set(found["steps_torch_only"]) == {ALONE, TORCH}
+    assert set(found["bytes"]) == {TORCH, *found["parts"]}
+    assert found["bytes"][OURS]["peak"] > found["bytes"][OURS]["classes_peak"] > 0
+    assert json.loads(json.dumps(found)) == found
+    lines = [*report.steps(found), *report.parts(found), *report.memory(found)]
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_a_table_has_columns():
+    assert list(report.table(("", "ms"), [("a", "1.0"), ("long", "12.0")])) == [
+        "           ms",
+        "  a       1.0",
+        "  long   12.0",
+    ]
+    assert [report.number(n, 2) for n in (None, 0.125, 3)] == ["-", "0.12", "3.00"]
+
+
+@pytest.mark.parametrize(
+    ("is_check", "all_met", "failed", "ratio", "status"),
+    [
+        (True, True, {}, 1.0, 0),
+        (True, False, {}, 1.0, 1),
+        (False, False, {}, 1.0, 0),
+        (False, False, {}, 1.04, 1),
+        (False, True, {"steps of ours": "Error"}, 1.0, 1),
+    ],
+)
+def test_the_exit_status(capsys, is_check, all_met, failed, ratio, status):
+    recording = {"3.3M": {"failed": {}, "cpu_ratio_low": ratio}}
+    result = {"cases": {"3.3M": {"failed": failed}}, "sharding": {"failed": {}}, "recording": recording}
+    assert bench._status(result, is_check=is_check, all_met=all_met) == status
+    assert ("recording costs more" in capsys.readouterr().out) == (ratio > bench.RECORDING_LIMIT)
+
+
+def test_the_process_that_forks_ranks_has_nothing_of_the_engine():
+    program = "import sys, tests.bench.__main__; sys.exit('workbench.engine' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

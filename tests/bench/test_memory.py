@@ -1,0 +1,70 @@
+"""Bytes: of mappings, of classes, of a process whose buffers die in other threads."""
+
+import threading
+from types import SimpleNamespace
+
+import torch
+from torch.profiler import profile
+
+from tests.bench.memory import Classes, _count_in_all_threads, shared_bytes, totals
+from tests.bench.processes import on_ranks
+from workbench.engine.probe import Category
+
+MAPPINGS = """\
+5567-5568 r-xp 00000000 08:01 11  /usr/bin/python3.11
+Size:                  4 kB
+Pss:                  40 kB
+7f00-7f10 rw-s 00000000 00:01 12                    /memfd:workbench-0123 (deleted)
+Size:                 64 kB
+Rss:                  64 kB
+Pss:                  32 kB
+Pss_Dirty:             8 kB
+VmFlags: rd wr sh
+7f10-7f20 rw-p 00000000 00:00 0
+Pss:                 100 kB
+7f20-7f30 r--s 00000000 00:01 13                    /dev/shm/other
+Pss:                   3 kB
+"""
+
+
+def test_shared_mappings_count_in_proportion():
+    assert shared_bytes(MAPPINGS) == (32 + 3) * 1024
+    assert shared_bytes("") == 0
+
+
+def test_classes_know_their_peaks_and_that_of_all_together():
+    classes = Classes()
+    for category, delta in ((Category.SHARDED_PARAMS, 10), (Category.UNSHARDED_PARAMS, 5)):
+        classes.memory(category, 0, delta)
+    classes.memory(Category.UNSHARDED_PARAMS, 0, -5)
+    classes.clear()
+    classes.memory(Category.UNSHARDED_GRADS, 1, 3)
+    classes.memory(Category.UNSHARDED_GRADS, 1, -3)
+    classes.memory(Category.UNSHARDED_PARAMS, 1, 2)
+    assert +classes.peak == {"SHARDED_PARAMS": 10, "UNSHARDED_GRADS": 3, "UNSHARDED_PARAMS": 2}
+    assert classes.total_peak == 13
+    assert +classes.live == {"SHARDED_PARAMS": 10, "UNSHARDED_PARAMS": 2}
+
+
+def test_classes_remember_how_units_communicate():
+    classes = Classes()
+    for info in (SimpleNamespace(comm="gloo"), SimpleNamespace(comm=""), SimpleNamespace()):
+        classes.unit(info)
+    assert classes.comm == {"gloo", ""}
+
+
+def totals_while_a_buffer_dies_elsewhere() -> list[int]:
+    _count_in_all_threads()
+    buffers = [torch.empty(1000, dtype=torch.uint8)]
+    thread = threading.Thread(target=buffers.clear)
+    with profile(profile_memory=True) as profiler:
+        kept = torch.empty(500, dtype=torch.uint8)
+        thread.start()
+        thread.join()
+        kept = torch.empty(70, dtype=torch.uint8)
+    del kept
+    return sorted(totals(profiler.profiler.kineto_results.experimental_event_tree()))
+
+
+def test_a_buffer_that_dies_in_another_thread_is_counted_as_dead():
+    assert on_ranks(1, totals_while_a_buffer_dies_elsewhere) == [[70, 570, 1500]]

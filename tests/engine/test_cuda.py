@@ -1,0 +1,296 @@
+"""What only a GPU can show: NCCL, streams, no host synchronisation in a step, pinned memory, peak memory.
+
+One rank is enough for most of it: a mesh of one rank has no collective, so that the copies and the streams are seen
+alone; where there are two devices, two ranks show the collectives.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.engine.models import Block, Net
+from workbench import engine
+from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from workbench.engine.call import states_below, units_of
+from workbench.engine.streams import Streams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # whatever NCCL and torch's own warn of
+]
+NUM_GPUS = torch.cuda.device_count()
+RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices"))]
+DIM, VOCAB, LENGTH = 256, 64, 32
+
+
+def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., None], args: tuple) -> None:
+    """CUDA cannot be used in a forked child: these ranks are spawned."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world_size)
+    try:
+        fn(*args)
+        torch.cuda.synchronize()
+    finally:
+        engine.groups.forget_all()
+        dist.destroy_process_group()
+
+
+def run_on_gpus(world_size: int, fn: Callable[..., None], *args: object) -> None:
+    """Call ``fn(*args)`` on ``world_size`` ranks with a device each; raises what one of them raises."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    mp.spawn(_rank_main, (world_size, port, fn, args), nprocs=world_size)
+
+
+def make(**options: object) -> Net:
+    torch.manual_seed(0)
+    return Net(**({"dim": DIM, "vocab": VOCAB, "num_blocks": 4} | options)).cuda()
+
+
+def mesh() -> torch.distributed.device_mesh.DeviceMesh:
+    return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def shard(model: nn.Module, by: Callable[..., nn.Module] = fully_shard, **options: object) -> nn.Module:
+    for block in model.blocks:
+        by(block, mesh=mesh(), **options)
+    return by(model, mesh=mesh(), **options)
+
+
+def tokens(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(VOCAB, (4, LENGTH), generator=generator).cuda()
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Within the body whatever makes the host wait for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- numbers
+
+
+def parity(options: dict[str, object], tolerance: dict[str, float]) -> None:
+    plain = make()
+    sharded = shard(copy.deepcopy(plain), **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, sharded)]
+    for step in range(5):
+        batch = tokens(step)
+        losses = [loss_of(m, batch) for m in (plain, sharded)]
+        for loss in losses:
+            loss.backward()
+        for param in plain.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+        torch.testing.assert_close(losses[1], losses[0], **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for value, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
+        full = value.detach().to(value.device_mesh.device_type).full_tensor()
+        torch.testing.assert_close(full, wanted, **tolerance)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+LOOSE = {"rtol": 5e-2, "atol": 2e-2}
+WAYS = {
+    "plain": ({}, CLOSE),
+    "kept after forward": ({"reshard_after_forward": False}, CLOSE),
+    "offloaded": ({"offload_policy": CPUOffloadPolicy()}, CLOSE),
+    "offloaded, pageable": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, CLOSE),
+    "bf16": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, LOOSE),
+    "bf16 sums": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}, LOOSE),
+}
+
+
+@pytest.mark.parametrize(("options", "tolerance"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("world_size", RANKS)
+def test_equals_an_unsharded_copy(world_size, options, tolerance):
+    run_on_gpus(world_size, parity, options, tolerance)
+
+
+def divided() -> None:
+    """The user's factor also holds where no reduce-scatter could apply it."""
+    model, twin = shard(make()), shard(make())
+    for block in twin.blocks:
+        block.set_gradient_divide_factor(4 * dist.get_world_size())
+    for m in (model, twin):
+        loss_of(m, tokens(0)).backward()
+    for value, wanted in zip(twin.blocks.parameters(), model.blocks.parameters(), strict=True):
+        torch.testing.assert_close(4 * value.grad.to_local(), wanted.grad.to_local(), **CLOSE)
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_divide_factor_of_the_users(world_size):
+    run_on_gpus(world_size, divided)
+
+
+# ---- offloading
+
+
+def offloaded() -> None:
+    model = shard(make(), offload_policy=CPUOffloadPolicy())
+    for _ in range(2):
+        loss_of(model, tokens(0)).backward()
+    for param in model.parameters():
+        assert param.to_local().is_pinned()
+        assert param.grad.to_local().device.type == "cpu"
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.reshard_module(model, offload_policy=engine.OffloadPolicy(), optimizers=[optimizer])
+    for name, param in model.named_parameters():
+        assert param.to_local().is_cuda
+        assert param.grad.to_local().is_cuda
+        assert torch.equal(param.to_local().cpu(), before[name])
+    optimizer.step()
+    engine.reshard_module(model, offload_policy=CPUOffloadPolicy(), optimizers=[optimizer])
+    assert all(p.to_local().is_pinned() for p in model.parameters())
+    assert all(s["exp_avg"].to_local().device.type == "cpu" for s in optimizer.state.values())
+    loss_of(model, tokens(1)).backward()
+    optimizer.step()
+    plain = engine.unshard_module(model, [optimizer])
+    assert all(p.is_cuda for p in plain.values())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size):
+    run_on_gpus(world_size, offloaded)
+
+
+# ---- streams
+
+
+def asynchronous(options: dict[str, object]) -> None:
+    model = shard(make(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(2):
+        loss_of(model, tokens(step)).backward()  # the first step asks the other ranks and fills the allocator
+        optimizer.step()
+        optimizer.zero_grad()
+    batch = tokens(2)
+    with no_synchronisation():
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_step_never_lets_the_host_wait_for_the_device(world_size, options):
+    run_on_gpus(world_size, asynchronous, options)
+
+
+def lagging_device() -> None:
+    """The device sleeps, so that whatever is not ordered by streams is read too early or overwritten too soon."""
+    plain = make()
+    sharded = shard(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
+    for step in range(3):
+        batch = tokens(step)
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+            loss = loss_of(model, batch)
+            torch.cuda._sleep(20_000_000)
+            loss.backward()
+            if model is plain:
+                for param in model.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad.div_(dist.get_world_size())
+            torch.cuda._sleep(20_000_000)
+            optimizer.step()
+            optimizer.zero_grad()
+        sharded.unshard()  # by hand, right after the step
+        sharded.reshard()
+    for value, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value.full_tensor(), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_numbers_do_not_depend_on_how_far_the_device_lags(world_size):
+    run_on_gpus(world_size, lagging_device)
+
+
+def stream_of_each_gather() -> None:
+    seen: list[tuple[str, torch.cuda.Stream]] = []
+    model = shard(make())
+    loss_of(model, tokens(0)).backward()
+    for unit in units_of(states_below(model)):
+        original = unit.pair.gather.__call__
+
+        def gather(*args, name=unit.name, original=original, **kwargs):
+            seen.append((name, torch.cuda.current_stream()))
+            return original(*args, **kwargs)
+
+        wrapped = type("Watched", (), {"allocate": unit.pair.gather.allocate, "__call__": staticmethod(gather)})
+        unit.set_custom(gather=wrapped())
+    ctx, compute = model._get_fsdp_state()._comm_ctx, torch.cuda.current_stream()
+    loss_of(model, tokens(1)).backward()
+    blocks = [f"blocks.{i}" for i in range(4)]
+    assert [name for name, _ in seen] == ["", *blocks, *blocks[::-1]]  # forward, then backward one ahead
+    assert {stream for _, stream in seen} == {ctx.streams.copy_in}
+    assert ctx.streams.copy_in != compute != ctx.streams.reduce
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices")
+def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
+    run_on_gpus(2, stream_of_each_gather)
+
+
+def test_each_context_has_two_streams_beside_the_one_that_computes():
+    streams = Streams(torch.device("cuda", 0))
+    with streams.gathering():
+        assert torch.cuda.current_stream() == streams.copy_in
+    with streams.reducing(after_compute=True):
+        assert torch.cuda.current_stream() == streams.reduce
+    assert len({streams.copy_in, streams.reduce, torch.cuda.current_stream()}) == 3
+
+
+# ---- memory
+
+
+def peaks() -> None:
+    """Bytes of the allocator at the peak of a settled step, ours and torch's, of the same model."""
+    peak = {}
+    for api in (fsdp, engine):
+        model = shard(make(num_blocks=8), api.fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(4):
+            if step == 3:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            loss_of(model, tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        peak[api] = torch.cuda.max_memory_allocated() - before
+        del model, optimizer
+    block = sum(p.numel() for p in Block(DIM).parameters()) * 4
+    assert peak[engine] <= peak[fsdp] + block // 8  # the allocator rounds up
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_step_needs_no_more_memory_than_torchs(world_size):
+    run_on_gpus(world_size, peaks)

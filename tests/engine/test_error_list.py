@@ -1,0 +1,59 @@
+"""The engine's source: errors are raised, never asserted, and each has a test that quotes it."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+import workbench.engine
+
+SOURCES = sorted(Path(workbench.engine.__file__).parent.glob("*.py"))
+TESTS = sorted(set(Path(__file__).parent.glob("test_*.py")) - {Path(__file__)})
+
+
+def raised(path: Path) -> list[tuple[int, ast.Call]]:
+    """Return line and call of every ``raise Name(...)``."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [(n.lineno, n.exc) for n in nodes if isinstance(n, ast.Raise) and isinstance(n.exc, ast.Call)]
+
+
+def phrases(node: ast.AST) -> set[tuple[str, ...]]:
+    """Return every run of three words in the plain and formatted strings below a node."""
+    texts = [n.value.split() for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return {tuple(words[i : i + 3]) for words in texts for i in range(len(words) - 2)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_the_engine_asserts_nothing(path):
+    tree = ast.parse(path.read_text())
+    assert [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)] == []
+    assert "AssertionError" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+@functools.cache
+def quoted() -> set[tuple[str, ...]]:
+    """Return every run of three words in a string of a test of the engine."""
+    return set().union(*(phrases(ast.parse(path.read_text())) for path in TESTS))
+
+
+# not the user's mistakes: two parts of the engine, or of the machine, that do not fit
+NOT_QUOTED = {
+    ("reduction.py", "a reduction was finished twice"),
+    ("shared_comm.py", "memory on"),
+    ("shared_comm.py", "an input of"),
+    ("shared_comm.py", "a reduce-scatter through"),
+    ("shared_memory.py", "is not the other"),
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_error_has_a_message_that_a_test_quotes(path):
+    assert [line for line, call in raised(path) if not call.args] == []
+    known = [text for name, text in NOT_QUOTED if name == path.name]
+    found = {
+        f"{path.name}:{line}": ast.unparse(call)
+        for line, call in raised(path)
+        if phrases(call) and not phrases(call) & quoted()
+    }
+    assert {place: said for place, said in found.items() if not any(text in said for text in known)} == {}

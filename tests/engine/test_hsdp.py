@@ -1,0 +1,334 @@
+"""Hybrid sharding: sharded over one mesh axis, replicated over the other; 2 x 2 ranks unless said otherwise."""
+
+import copy
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.engine.both import (
+    APIS,
+    CLOSE,
+    double_net,
+    in_order,
+    one_batch,
+    shard_net_with,
+    tell,
+    train_all,
+    units_below,
+)
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import assert_same_shards, average_grads
+from tests.engine.ranks import run_ranks
+from tests.engine.recording import ROOT, Recording, recording
+from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, slots
+from workbench import engine
+from workbench.engine.probe import Edge, Kind
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
+F = R = 2
+KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+
+
+def grid(replicas: int = R, shards: int = F) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_on(mesh: DeviceMesh, **options: object):
+    return lambda api, model: shard_net_with(api, model, mesh=mesh, **options)
+
+
+# ---- numbers
+
+
+def ten_steps(reshard: bool | None) -> None:
+    train_all(double_net, shard_on(grid(), reshard_after_forward=reshard), steps=10)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_ten_steps_equal_an_unsharded_model_and_torchs(reshard):
+    run_ranks(4, ten_steps, reshard)
+
+
+def replicas_after_training() -> bool:
+    mesh = grid()
+    model = shard_net_with(engine, make_net(**NET), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        one_batch(model, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for p in model.parameters():
+        replicas = [torch.empty_like(p.to_local()) for _ in range(R)]
+        dist.all_gather(replicas, p.to_local().contiguous(), group=mesh.get_group("replicate"))
+        assert torch.equal(*replicas)
+    return True
+
+
+def test_replicas_stay_bit_identical():
+    assert all(run_ranks(4, replicas_after_training))
+
+
+def clipped() -> None:
+    plain = double_net()
+    models = [shard_net_with(api, copy.deepcopy(plain), mesh=grid()) for api in APIS]
+    for model in (plain, *models):
+        one_batch(model, 0)
+    average_grads(plain)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    for model in models:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        torch.testing.assert_close(norm.full_tensor(), expected, **CLOSE)
+        assert_same_shards(model, plain, **CLOSE)
+
+
+def test_clip_grad_norm_counts_every_shard_once():
+    run_ranks(4, clipped)
+
+
+# ---- events and bytes
+
+
+def last_of_two_steps(replicas: int, shards: int, reduce: torch.dtype | None) -> Recording:
+    policy = engine.MixedPrecisionPolicy(reduce_dtype=reduce)
+    with recording() as record:
+        model = shard_net_with(engine, make_net(**NET), mesh=grid(replicas, shards), mp_policy=policy)
+        for step in range(2):
+            record.clear()
+            one_batch(model, step)
+    return record
+
+
+def by_unit(record: Recording, kind: Kind) -> dict[str, int]:
+    """Bytes that each unit's ``kind`` began with."""
+    return {record.name(unit): n for k, edge, unit, n, *_ in record.rows if (k, edge) == (kind, Edge.BEGIN)}
+
+
+@pytest.mark.parametrize("reduce", [None, torch.bfloat16])
+def test_one_reduction_of_each_kind_per_unit_with_the_closed_forms_bytes(reduce):
+    units = dict(zip(UNITS, (slots(F, s) for s in (ROOT_SHAPES, BLOCK_SHAPES, BLOCK_SHAPES)), strict=True))
+    b_r = (reduce or torch.float32).itemsize
+    for record in run_ranks(4, last_of_two_steps, R, F, reduce):
+        assert record.count(Kind.ALL_GATHER) == dict.fromkeys(UNITS, 2) | {ROOT: 1}
+        assert record.payload(Kind.ALL_GATHER) == F * (units[ROOT] + 2 * BLOCKS * slots(F, BLOCK_SHAPES)) * FP32
+        for kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
+            assert record.count(kind) == record.count(kind, Edge.END) == dict.fromkeys(UNITS, 1)
+        assert by_unit(record, Kind.REDUCE_SCATTER) == {unit: F * s * b_r for unit, s in units.items()}
+        assert by_unit(record, Kind.ALL_REDUCE) == {unit: s * b_r for unit, s in units.items()}
+        assert all((u.shard_size, u.replicate_size) == (F, R) for u in record.units.values())
+
+
+def test_the_all_reduce_follows_the_reduce_scatter_in_the_replicas_group():
+    for rank, record in enumerate(run_ranks(4, last_of_two_steps, R, F, None)):
+        for unit in UNITS:
+            assert in_order(
+                record.events,
+                f"REDUCE_SCATTER BEGIN {unit}",
+                f"REDUCE_SCATTER END {unit}",
+                f"ALL_REDUCE BEGIN {unit}",
+                f"ALL_REDUCE END {unit}",
+            )
+        ranks = {
+            kind: {record.groups[comm.group] for k, _, _, _, comm, _ in record.rows if k is kind} for kind in KINDS
+        }
+        row, column = divmod(rank, F)
+        assert ranks[Kind.ALL_GATHER] == ranks[Kind.REDUCE_SCATTER] == {(F * row, F * row + 1)}
+        assert ranks[Kind.ALL_REDUCE] == {(column, column + F)}
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (1, 2), (1, 1)])
+def test_an_axis_of_one_rank_needs_no_collective(replicas, shards):
+    for record in run_ranks(replicas * shards, last_of_two_steps, replicas, shards, None):
+        sharded, replicated = shards > 1, replicas > 1
+        assert record.count(Kind.ALL_GATHER).total() == (5 if sharded else 0)
+        assert record.count(Kind.REDUCE_SCATTER) == (dict.fromkeys(UNITS, 1) if sharded else {})
+        assert record.count(Kind.ALL_REDUCE) == (dict.fromkeys(UNITS, 1) if replicated else {})
+
+
+def trained_on(replicas: int, shards: int) -> None:
+    train_all(double_net, shard_on(grid(replicas, shards)))
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (1, 2)])
+def test_an_axis_of_one_rank_gives_the_same_numbers(replicas, shards):
+    run_ranks(2, trained_on, replicas, shards)
+
+
+# ---- accumulation
+
+
+def reduce_now_replicate_later(model: nn.Module, step: int) -> None:
+    """Three micro-batches of which only the last is reduced over the replicas."""
+    for micro in range(3):
+        tell(model, "set_requires_all_reduce", micro == 2)
+        one_batch(model, 3 * step + micro)
+        if micro < 2 and isinstance(model.scale, DTensor):
+            assert all(p.grad is None for p in model.parameters())  # half a gradient is no gradient
+
+
+def without_any_sync(model: nn.Module, step: int) -> None:
+    for micro in range(3):
+        tell(model, "set_requires_gradient_sync", micro == 2)
+        one_batch(model, 3 * step + micro)
+
+
+def only_the_blocks_wait(model: nn.Module, step: int) -> None:
+    for micro in range(2):
+        for unit in units_below(model):
+            unit.set_requires_all_reduce(unit is model or micro == 1, recurse=False)
+        one_batch(model, 2 * step + micro)
+
+
+def accumulated(run) -> dict[str, dict[str, int]]:
+    record = train_all(double_net, shard_on(grid()), run, 2)
+    return {kind.name: dict(record.count(kind)) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}
+
+
+@pytest.mark.parametrize(
+    ("run", "reduced", "replicated"),
+    [
+        (reduce_now_replicate_later, dict.fromkeys(UNITS, 3), dict.fromkeys(UNITS, 1)),
+        (without_any_sync, dict.fromkeys(UNITS, 1), dict.fromkeys(UNITS, 1)),
+        (only_the_blocks_wait, dict.fromkeys(UNITS, 2), dict.fromkeys(UNITS, 1) | {ROOT: 2}),
+    ],
+)
+def test_accumulation_over_micro_batches(run, reduced, replicated):
+    for counts in run_ranks(4, accumulated, run):
+        assert counts == {"REDUCE_SCATTER": reduced, "ALL_REDUCE": replicated}
+
+
+def dropped_by_a_reset() -> None:
+    """What was reduced and not yet replicated belongs to the iteration that is given up."""
+    plain = double_net()
+    model = shard_net_with(engine, copy.deepcopy(plain), mesh=grid())
+    model.set_requires_all_reduce(False)
+    one_batch(model, 7)
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    for m in (plain, model):
+        one_batch(m, 0)
+    average_grads(plain)
+    assert_same_shards(model, plain, **CLOSE)
+
+
+def test_a_reset_drops_half_reduced_gradients():
+    run_ranks(4, dropped_by_a_reset)
+
+
+# ---- the user's own all-reduce
+
+
+def hooked(api: ModuleType) -> list[int]:
+    """A hook after the all-reduce sees each unit's shard once and may change it; returns its sizes in elements."""
+    plain = double_net()
+    model = shard_net_with(api, copy.deepcopy(plain), mesh=grid())
+    seen = []
+
+    def double(shard: torch.Tensor) -> None:
+        seen.append(shard.numel())
+        shard.mul_(2)
+
+    for unit in units_below(model):
+        unit.set_all_reduce_hook(double)
+    for m in (plain, model):
+        one_batch(m, 0)
+    average_grads(plain)
+    for p in plain.parameters():
+        p.grad.mul_(2)
+    assert_same_shards(model, plain, **CLOSE)
+    return seen
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_all_reduce_hook_gets_each_units_shard(api):
+    block, root = slots(F, BLOCK_SHAPES), slots(F, ROOT_SHAPES)
+    assert run_ranks(4, hooked, api) == [[block] * BLOCKS + [root]] * 4
+
+
+def replicated_by_hand(api: ModuleType) -> None:
+    """Plain sharding over a row and an all-reduce of one's own over the column is hybrid sharding."""
+    mesh = grid()
+    plain = double_net()
+    model = shard_net_with(api, copy.deepcopy(plain), mesh=mesh["shard"])
+
+    def replicate(shard: torch.Tensor) -> None:
+        dist.all_reduce(shard, group=mesh.get_group("replicate"))
+        shard.div_(R)
+
+    for unit in units_below(model):
+        unit.set_all_reduce_hook(replicate)
+    for m in (plain, model):
+        one_batch(m, 0)
+    average_grads(plain)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name, **CLOSE)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_hook_that_replicates_by_itself(api):
+    run_ranks(4, replicated_by_hand, api)
+
+
+def stream_for_the_hook() -> str:
+    model = engine.fully_shard(nn.Linear(4, 4), mesh=grid(2, 1))
+    with pytest.raises(ValueError, match="in its stream") as caught:
+        model.set_all_reduce_hook(lambda shard: None, stream=torch.cpu.Stream())
+    return str(caught.value)
+
+
+def test_a_stream_for_the_hook_is_refused_on_a_mesh_that_has_its_own():
+    assert all("set_all_reduce_hook: with replicas" in message for message in run_ranks(2, stream_for_the_hook))
+
+
+# ---- state dicts
+
+
+def placements(api: ModuleType) -> set[tuple[object, ...]]:
+    mesh = grid()
+    plain = make_net(**NET)
+    model = shard_net_with(api, copy.deepcopy(plain), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, batch(dist.get_rank(), 0)).backward()
+    optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    values = model.state_dict()
+    for value, param in zip(values.values(), model.parameters(), strict=True):
+        assert torch.equal(value.full_tensor(), param.full_tensor())
+    model.load_state_dict(values)
+    return {(t.placements, t.device_mesh == mesh, t.device_mesh.mesh_dim_names) for t in (*values.values(), *moments)}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_state_is_replicated_over_one_axis_and_sharded_over_the_other(api):
+    expected = {((Replicate(), Shard(0)), True, ("replicate", "shard"))}
+    assert run_ranks(4, placements, api) == [expected] * 4
+
+
+# ---- meshes that are refused
+
+MESHES = {
+    "unnamed": ((2, 2), None, "mesh_dim_names"),
+    "three axes": ((1, 2, 2), ("a", "b", "c"), "3-D|3 axes|three"),
+    "three unnamed axes": ((1, 2, 2), None, "3-D|3 axes|three"),
+}
+
+
+def refused(shape: tuple[int, ...], names: tuple[str, ...] | None, message: str) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = nn.Linear(4, 4)
+    params = list(model.parameters())
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        engine.fully_shard(model, mesh=mesh)
+    assert type(model) is nn.Linear
+    assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_other_meshes_are_refused_and_leave_the_module_alone(kind):
+    run_ranks(4, refused, *MESHES[kind])

@@ -1,0 +1,532 @@
+"""Ranks that are about to do different things are told, all of them, before any byte moves; equal ranks never are."""
+
+import copy
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.engine.comparison import train_both
+from tests.engine.models import Block, batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import eventually, run_ranks, simulated_rank, simulating
+from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, order
+from workbench.engine._torch import default_store
+from workbench.engine.groups import CommGroup
+from workbench.engine.order import END, Board, Call, Order
+from workbench.engine.waits import cancellation
+
+A, B, C, D = (Call("all-gather", name, 64) for name in "abcd")
+
+
+@pytest.fixture(autouse=True)
+def no_cancellation_left():
+    yield
+    cancellation.reset()
+
+
+def test_how_a_call_reads():
+    assert str(Call("all-gather", "blocks.0", 12)) == "all-gather of unit blocks.0"
+    assert str(Call("reduce-scatter", "", 12)) == "reduce-scatter of unit (root)"
+    assert str(END) == END.sized() == "end of the iteration"
+    assert Call("all-gather", "blocks.0", 12608).sized() == "all-gather of unit blocks.0 (12,608 bytes)"
+    assert str(Call("barrier", None, 0)) == "barrier"
+
+
+# ---- ranks that are threads
+
+
+class Memory:
+    """A store in this process that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.texts = {}
+        self.num_asked = 0
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, key, text):
+        self.texts[key] = text
+
+    def check(self, keys):
+        return all(key in self.texts for key in keys)
+
+    def multi_get(self, keys):
+        self.num_asked += 1
+        return [self.texts[key] for key in keys]
+
+    def delete_key(self, key):
+        del self.texts[key]
+
+
+class Rank:
+    """A rank that issues calls as long as the others join in: it can be one ahead, like with a prefetch."""
+
+    looks_on = True
+
+    def __init__(self, store, rank: int, ranks: list["Rank"], program: list[Call]) -> None:
+        self.program = program
+        self.ranks = ranks
+        self.issued = []
+        self.said = "running"
+        self.order = Order(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
+
+    def run(self) -> None:
+        try:
+            self.order._board.meet()
+            for call in self.program:
+                self.do(call)
+            self.wait_for(len(self.issued))
+            self.said = "done"
+            while self.looks_on and any(rank.said == "running" for rank in self.ranks):
+                self.order.look()  # as in its next collective
+            if self.looks_on:
+                self.order.look()
+        except RanksDisagreeError as error:
+            self.order.leave(str(error))
+            self.said = str(error)
+
+    def do(self, call: Call) -> None:
+        if call is END:
+            self.order.end_iteration()
+            return
+        self.order.before(call)
+        self.issued.append(call)
+        self.wait_for(len(self.issued) - 1)
+
+    def wait_for(self, number: int) -> None:
+        while any(len(rank.issued) < number for rank in self.ranks):
+            self.order.look()
+
+
+PLACES = (4, 7)
+
+
+def go(programs: list[list[Call]], store=None) -> list[Rank]:
+    """Run one program on each of two ranks, which are 4 and 7 of a larger world."""
+    ranks: list[Rank] = []
+    store = store or Memory()
+    ranks += [Rank(store, number, ranks, program) for number, program in enumerate(programs)]
+    threads = [threading.Thread(target=rank.run) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ranks
+
+
+def both(program: list[Call], store=None) -> list[str]:
+    return [rank.said for rank in go([program, list(program)], store)]
+
+
+def asked(*iterations: list[Call]) -> list[int]:
+    """How often a rank without peers asks the store in each iteration."""
+    store = Memory()
+    counts = []
+    lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone._board.meet()
+    for calls in iterations:
+        before = store.num_asked
+        for call in calls:
+            lone.before(call)
+        lone.end_iteration()
+        counts.append(store.num_asked - before)
+    return counts
+
+
+def test_who_follows_the_known_order_asks_nobody():
+    assert asked([A, B, C], [A, B, C], [A, B, C]) == [4, 0, 0]
+
+
+def test_a_known_branch_is_asked_about_where_it_begins_only():
+    train, evaluate = [A, B, C, D], [A, B]
+    # first: its calls and its end; the first evaluation: its end; then one question each, behind B
+    assert asked(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
+
+
+def test_a_branch_that_no_one_takes_any_more_is_forgotten():
+    counts = asked([A, B, C], [A, D], *[[A, B, C]] * (order.REMEMBERED + 3))
+    assert counts[:2] == [4, 2]
+    assert set(counts[2:-2]) == {1}
+    assert counts[-2:] == [0, 0]
+    assert asked([A], *[[A, B]] * (order.REMEMBERED + 3))[-1] == 0  # one that ends on the way of another
+
+
+def test_an_iteration_without_calls_is_none():
+    assert asked([A], [], [A], []) == [2, 0, 0, 0]
+
+
+def test_what_recurs_not_is_asked_about_and_not_remembered():
+    store = Memory()
+    lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone.ask(D)
+    lone.before(A)
+    lone.end_iteration()
+    before = store.num_asked
+    lone.before(A)
+    assert store.num_asked == before
+    lone.ask(D)
+    assert store.num_asked > before
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_every_kind_of_store_serves(kind):
+    path = Path(tempfile.mkdtemp()) / "store"
+    store = dist.PrefixStore("prefix", dist.HashStore() if kind == "hash" else dist.FileStore(str(path), 1))
+    assert both([A, B, END, A, B, END, A, C, END], store) == ["done", "done"]
+    assert "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].said
+
+
+MESSAGES = [  # programs of two ranks, and what both are told
+    ([A, B], [A, C], "collective 2 of this iteration: rank 4 {b}; rank 7 {c}."),
+    ([A, END, A, B], [A, END, A, END], "collective 2 of this iteration: rank 4 {b}; rank 7 end of the iteration."),
+    ([A, B, END] * 2, [A, B, END, A, C, END], "collective 2 of this iteration: rank 4 {b}; rank 7 {c}."),
+    ([A, B, END] * 3, [A, B, END, A, B, B, END], "collective 3 of this iteration: rank 4 {e}; rank 7 {b}."),
+    (
+        [A, B, C, END] * 3,
+        [A, B, C, END, A, B, END],
+        "collective 3 of this iteration: rank 4 {c}; rank 7 {e}.",
+    ),
+    (
+        [A, B, C, END] * 2 + [A, C],
+        [A, B, C, END] * 2 + [A, D],
+        "collective 2 of this iteration: rank 4 {c}; rank 7 {d}.",
+    ),
+    ([A, END, C], [A, END, Call("all-gather", "c", 8)], "rank 4 {c}; rank 7 all-gather of unit c (8 bytes)."),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "said"), MESSAGES)
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_all_are_told_the_same(first, second, said, exchanged):
+    words = {name: f"all-gather of unit {name} (64 bytes)" for name in "abcd"} | {"e": "end of the iteration"}
+    programs = [second, first] if exchanged else [first, second]
+    ranks = go(programs)
+    assert ranks[0].said == ranks[1].said
+    begin, end = said.format(**words).split("rank 4 ")
+    one, other = end.rstrip(".").split("; rank 7 ")
+    if exchanged:
+        one, other = other, one
+    assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].said
+    assert ranks[0].said.startswith("ranks are about to do different things as collective ")
+
+
+def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatch):
+    monkeypatch.setattr(Rank, "looks_on", False)
+    said = [rank.said for rank in go([[A, END, A, B], [A, END, A, END]])]
+    assert said[1] == "done"
+    assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in said[0]
+
+
+def iterations_of(program: list[list[Call]]) -> list[Call]:
+    return [call for calls in program for call in [*calls, END]]
+
+
+PROGRAMS = st.lists(st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROGRAMS)
+def test_law_equal_ranks_are_never_told_off(program):
+    ranks = go([iterations_of(program)] * 2)
+    assert [rank.said for rank in ranks] == ["done", "done"]
+    assert ranks[0].issued == [call for calls in program for call in calls]
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROGRAMS, PROGRAMS, PROGRAMS)
+def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, second):
+    """Two programs that begin alike and then part, at their end if not before."""
+    ranks = go([iterations_of([*alike, *first, [D]]), iterations_of([*alike, *second, [D, D]])])
+    joined = min(len(rank.issued) for rank in ranks)
+    assert ranks[0].issued[:joined] == ranks[1].issued[:joined]
+    assert ranks[0].said == ranks[1].said
+    assert ranks[0].said.startswith("ranks are about to do different things")
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
+    store = Memory()
+    store.texts = {"order/1": "[]"}
+    lone = Order(Board(store, 0, 2), (0, 1), 0, is_part=False)
+    lone._board.meet()
+    waiting = cancellation._cancelled._cond._waiters
+    thread = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("now")))
+    thread.start()
+    with pytest.raises(StepAborted, match=r"^now$"):
+        lone.before(A)
+    thread.join()
+    cancellation.reset()
+    # it says B, and a third rank never says anything
+    monkeypatch.setattr(order, "ANSWERS_S", 0.0)
+    store.texts |= {"order/1": order.Note(0, (0, 0), B).text(), "order/2": "[]"}
+    three = Order(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
+    with pytest.raises(RanksDisagreeError) as refused:
+        three.before(A)
+    said = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
+    assert said + "rank 2 elsewhere." in str(refused.value)
+
+
+def test_a_store_that_has_gone_is_a_failure():
+    class Gone(Memory):
+        def set(self, *_):
+            raise dist.DistNetworkError("Broken pipe\n frames")
+
+        check = multi_get = delete_key = set
+
+    board = Board(Gone(), 0, 1)
+    for use in (lambda: board.pin("[]"), board.meet, board.read):
+        with pytest.raises(CollectiveFailed, match=r"^the ranks' store cannot be reached: Broken pipe; the process"):
+            use()
+    board.take_down()  # what it held has gone with it
+
+
+def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
+    store = Memory()
+    lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
+    for _ in range(order.REMEMBERED + 3):
+        lone.before(A)
+        lone.end_iteration()
+    tree = lone._tree
+    assert tree.call_at((tree.iteration - 1, 0)) == tree.call_at((tree.iteration - order.REMEMBERED, 0)) == A
+    assert tree.call_at((tree.iteration - 1, 1)) == END
+    assert tree.call_at((0, 0)) is None
+
+
+# ---- ranks that are processes
+
+
+class Unlike(nn.Module):
+    """What one rank does otherwise: the blocks in another order, fewer or more of them, or no gradients."""
+
+    def __init__(self, *, unequal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(4))
+        if unequal:
+            self.blocks[2].mlp = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 5))
+        self.head = nn.Linear(5, 7)
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+ORDERS = {"swapped": [0, 2, 1, 3], "skipped": [0, 2, 3], "twice": [0, 1, 1, 2, 3], "unequal": [0, 2, 1, 3]}
+
+
+@contextmanager
+def unlike(model: nn.Module, how: str):
+    model.order = ORDERS.get(how, model.order)
+    with torch.set_grad_enabled(how != "no backward"):
+        yield
+    model.order = [0, 1, 2, 3]
+
+
+def steps(model: nn.Module) -> None:
+    step(model)
+    step(model)  # whoever was through first waits for the others here
+
+
+def step(model: nn.Module) -> None:
+    loss = loss_of(model, batch(dist.get_rank(), 0))
+    if torch.is_grad_enabled():
+        loss.backward()
+
+
+def differ(how: str, num_before: int) -> tuple[str, float]:
+    plain = Unlike(unequal=how == "unequal")
+    model = shard_net(copy.deepcopy(plain))
+    if num_before:
+        train_both(plain, model, num_before)
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    begin = time.monotonic()
+    with unlike(model, how if is_odd else ""), pytest.raises(RanksDisagreeError) as refused:
+        steps(model)
+    elapsed = time.monotonic() - begin
+    with pytest.raises(RuntimeError, match="was given up \\(RanksDisagreeError: ranks are about to do different"):
+        model(batch(0, 0))
+    groups.rebuild_all()
+    model.reset_iter_state()
+    model.zero_grad()
+    train_both(plain, model, 3)
+    return str(refused.value), elapsed
+
+
+SAID = {
+    "swapped": (" of unit ", "all-gather of unit blocks."),
+    "skipped": (" of unit ", ""),
+    "twice": (" of unit ", ""),
+    "unequal": (" of unit ", "all-gather of unit blocks."),
+    "no backward": (" of unit ", "end of the iteration"),
+}
+
+
+def check_told(results: list[tuple[str, float]], how: str) -> None:
+    messages = {message for message, _ in results}
+    assert len(messages) == 1
+    assert max(elapsed for _, elapsed in results) < 5
+    most = len(results) - 1
+    others = "rank 0" if most == 1 else "ranks 0, 1, 2"
+    common, odd = SAID[how]
+    (message,) = messages
+    said = message.partition(" of this iteration: ")[2].partition(". Run the same")[0].split("; ")
+    assert said[0].startswith(others)
+    assert common in said[0]
+    assert said[1].startswith(f"rank {most} {odd}")
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("how", SAID)
+def test_two_ranks_that_part_are_told_and_go_on_after_a_rebuild(how, num_before):
+    check_told(run_ranks(2, differ, how, num_before), how)
+
+
+@pytest.mark.parametrize(("how", "num_before"), [("swapped", 2), ("unequal", 0), ("no backward", 2)])
+def test_four_ranks_too(how, num_before):
+    check_told(run_ranks(4, differ, how, num_before), how)
+
+
+def iterations(num: int) -> int:
+    """Train and evaluate in turn, with several forwards before a backward now and then; returns the store's keys."""
+    model = shard_net(make_net(num_blocks=2))
+    for number in range(num):
+        with torch.set_grad_enabled(number % 3 != 0):
+            losses = [loss_of(model, batch(dist.get_rank(), number)) for _ in range(1 + number % 2)]
+        model.set_requires_gradient_sync(number % 4 != 1)
+        for loss in losses if number % 3 else []:
+            loss.backward()
+    return default_store().num_keys()
+
+
+def test_the_store_does_not_grow_and_ranks_that_do_alike_are_never_told_off():
+    assert run_ranks(2, iterations, 3) == run_ranks(2, iterations, 30)
+
+
+def notes_left() -> list[list[str]]:
+    model = shard_net(make_net(num_blocks=1))
+    left = []
+    for _ in range(3):
+        step(model)
+        dist.barrier()
+        left.append(sorted(key for key in default_store().list_keys() if "order/" in key))
+        dist.barrier()
+        groups.rebuild_all()
+    return left
+
+
+def test_a_rebuild_leaves_no_note_of_before():
+    left = run_ranks(2, notes_left)
+    assert left[0] == left[1]
+    assert [len(keys) for keys in left[0]] == [2, 2, 2]
+    assert len({key for keys in left[0] for key in keys}) == 6  # every incarnation has its own
+
+
+def gather(group: CommGroup, unit: str) -> list[float]:
+    """All-gather this rank's number; waits for it."""
+    own, rows = torch.full((4,), float(dist.get_rank())), torch.zeros(group.size, 4)
+    issue: Callable = lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True)  # noqa: E731
+    pending = group.start(issue, Call("all-gather", unit, rows.nbytes))
+    pending.block()
+    group.finished(pending)
+    pending.finish()
+    return rows[:, 0].tolist()
+
+
+def rows_and_columns() -> tuple[CommGroup, CommGroup]:
+    rank = dist.get_rank()
+    return groups.group_of((rank // 2 * 2, rank // 2 * 2 + 1)), groups.group_of((rank % 2, rank % 2 + 2))
+
+
+def gather_in_both(shard: CommGroup, unit: str, replicate: CommGroup) -> None:
+    gather(shard, unit)
+    gather(replicate, "a")
+
+
+def told_by_others() -> tuple[str, list[list[float]]]:
+    shard, replicate = rows_and_columns()
+    for _ in range(2):
+        seen = [gather(shard, "a"), gather(replicate, "a")]
+        groups.end_iteration()
+    with pytest.raises(RanksDisagreeError) as refused:
+        gather_in_both(shard, "b" if dist.get_rank() == 3 else "a", replicate)
+    groups.rebuild_all()
+    assert seen == [gather(shard, "b"), gather(replicate, "b")]
+    return str(refused.value), seen
+
+
+def test_who_waits_in_another_group_for_a_rank_that_was_told_is_told_as_well():
+    results = run_ranks(4, told_by_others)
+    (message,) = {message for message, _ in results}
+    said = "collective 1 of this iteration among ranks 2, 3: rank 2 all-gather of unit a (32 bytes); rank 3 all-gather"
+    assert said in message
+    assert [seen for _, seen in results] == [
+        [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
+    ]  # fmt: skip
+
+
+def groups_of_their_own() -> dict[tuple[int, ...], tuple[int, list[float]]]:
+    """Some ranks have made more groups than others when they make one together."""
+    rank = dist.get_rank()
+    members = [m for m in ((0, 1), (0, 1, 2, 3), (0, 2), (1, 2, 3)) if rank in m]
+    mine = [groups.group_of(ranks) for ranks in members]
+    groups.rebuild_all()
+    for group in mine:
+        gather(group, "a")
+    if rank in {0, 2}:
+        groups.group_of((0, 2)).rebuild()
+    return {group.ranks: (group.incarnation, gather(group, "a")) for group in mine}
+
+
+def test_incarnations_are_equal_on_all_members_whatever_other_groups_they_have():
+    for seen in run_ranks(4, groups_of_their_own):
+        for ranks, (incarnation, rows) in seen.items():
+            assert rows == list(ranks)
+            assert incarnation == (2 if ranks == (0, 2) else 1)
+
+
+def interrupted_while_asking() -> list[str]:
+    """An interrupt while a rank waits for the others to say: they may have issued it meanwhile."""
+    group = groups.group_of((0, 1))
+    if dist.get_rank() == 0:
+        real = order._pause
+
+        def interrupt(_delay_s: float) -> float:
+            raise KeyboardInterrupt
+
+        order._pause = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            gather(group, "a")
+        order._pause = real
+        with pytest.raises(RuntimeError, match="an earlier collective was given up \\(KeyboardInterrupt: \\)"):
+            gather(group, "a")
+    dist.barrier()
+    groups.rebuild_all()
+    return gather(group, "a")
+
+
+def test_an_interrupt_while_asking_counts_as_given_up():
+    assert run_ranks(2, interrupted_while_asking) == [[0, 1], [0, 1]]
+
+
+@simulating
+def test_a_simulated_world_asks_nobody():
+    with simulated_rank(1, 4):
+        group = groups.group_of((0, 1, 2, 3))
+        assert group.rank == 1
+        assert group.start(lambda _: None, A).has_ended
+        groups.end_iteration()
+        group.look()

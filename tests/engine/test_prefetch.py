@@ -1,0 +1,271 @@
+"""Which all-gathers start ahead of time: by the order of the last iteration, or by the user's lists."""
+
+import functools
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from tests.engine.both import double_net, one_batch, shard_net_with, sharded, tell, train_all
+from tests.engine.models import Net, batch, loss_of, make_net
+from tests.engine.ranks import run_ranks
+from tests.engine.recording import ROOT, Recording, recording
+from workbench import engine
+from workbench.engine.probe import Category, Kind
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
+COUNT = 4
+FORWARD = (ROOT, *(f"blocks.{i}" for i in range(COUNT)))
+BACKWARD = (ROOT, *reversed(FORWARD[1:]))
+
+
+def ahead(record: Recording) -> tuple[list[int], list[int]]:
+    """Per unit of each pass, in its order: how many later units' all-gathers began before its own compute."""
+    events = record.events
+    middle = events.index("FORWARD END root")
+    return (
+        _ahead(events[:middle], "FORWARD BEGIN", FORWARD),
+        _ahead(events[middle:], "BACKWARD BEGIN", BACKWARD),
+    )
+
+
+def _ahead(events: list[str], begin: str, order: tuple[str, ...]) -> list[int]:
+    counts = []
+    for i, unit in enumerate(order):
+        before = events[: events.index(f"{begin} {unit}")]
+        started = [event.split()[-1] for event in before if event.startswith("ALL_GATHER BEGIN")]
+        counts.append(len(set(started) & set(order[i + 1 :])))
+    return counts
+
+
+def expected(k: int) -> list[int]:
+    return [min(k, len(FORWARD) - 1 - i) for i in range(len(FORWARD))]
+
+
+def nothing_is_left(record: Recording) -> bool:
+    return {Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS}.isdisjoint(record.alive)
+
+
+# ---- by itself
+
+
+def by_itself(reshard: bool | None) -> list[tuple[list[int], list[int]]]:
+    seen = []
+    with recording() as record:
+        model = shard_net_with(engine, make_net(num_blocks=COUNT), reshard_after_forward=reshard)
+        for step in range(3):
+            record.clear()
+            one_batch(model, step)
+            seen.append(ahead(record))
+            assert sharded(model)
+            assert nothing_is_left(record)
+    return seen
+
+
+def test_one_unit_ahead_in_forward_from_the_second_iteration_and_in_backward_always():
+    one, none = expected(1), [0] * len(FORWARD)
+    assert run_ranks(2, by_itself, None) == [[(none, one), (one, one), (one, one)]] * 2
+
+
+def test_kept_parameters_are_not_gathered_ahead_in_backward():
+    one, none = expected(1), [0] * len(FORWARD)
+    assert run_ranks(2, by_itself, False) == [[(none, none), (one, none), (one, none)]] * 2
+
+
+class AnyOrder(Net):
+    """Runs its blocks in the order it is told."""
+
+    order: tuple[int, ...] = ()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x * self.scale)
+
+
+ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2), (2, 1, 0), (1, 1), (0, 1, 2, 0), (0, 1, 2))
+
+
+def in_changing_order(model: AnyOrder, step: int) -> None:
+    model.order = ORDERS[step]
+    one_batch(model, step)
+    assert not hasattr(model, "unshard") or sharded(model)
+
+
+def any_order() -> AnyOrder:
+    torch.manual_seed(0)
+    return AnyOrder().double()
+
+
+def changing_order(reshard: bool | None) -> bool:
+    def shard(api: ModuleType, model: nn.Module) -> None:
+        shard_net_with(api, model, reshard_after_forward=reshard)
+
+    return nothing_is_left(train_all(any_order, shard, in_changing_order, len(ORDERS)))
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_another_order_than_the_last_iterations_changes_no_number(reshard):
+    assert all(run_ranks(2, changing_order, reshard))
+
+
+def gathers_of_a_skipped_block() -> list[int]:
+    counts = []
+    with recording() as record:
+        torch.manual_seed(0)
+        model = shard_net_with(engine, AnyOrder())
+        for order in ((0, 1, 2), (0, 1, 2), (0, 2), (0, 2)):
+            record.clear()
+            model.order = order
+            one_batch(model, 0)
+            counts.append(record.count(Kind.ALL_GATHER)["blocks.1"])
+            assert nothing_is_left(record)
+    return counts
+
+
+def test_a_block_that_no_longer_runs_is_gathered_in_vain_once_at_most():
+    (counts, same) = run_ranks(2, gathers_of_a_skipped_block)
+    assert counts == same
+    assert counts[:2] == [2, 2]
+    assert counts[2] <= 1
+    assert counts[3] == 0
+
+
+def without_gradients() -> list[list[int]]:
+    seen = []
+    plain = make_net(num_blocks=COUNT)
+    model = shard_net_with(engine, make_net(num_blocks=COUNT))
+    with recording() as record, torch.no_grad():
+        for step in range(3):
+            tokens = batch(dist.get_rank(), step)
+            record.clear()
+            torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens))
+            seen.append(_ahead(record.events, "FORWARD BEGIN", FORWARD))
+            assert sharded(model)
+            assert nothing_is_left(record)
+    return seen
+
+
+def test_forwards_without_backwards_are_iterations_too():
+    none, *later = run_ranks(2, without_gradients)[0]
+    assert none == [0] * len(FORWARD)
+    assert all(seen in (none, expected(1)) for seen in later)
+
+
+# ---- by the user's lists
+
+
+def set_ahead(model: Net, k: int) -> None:
+    """Give each unit the next ``k`` of each pass."""
+    forward = (model, *model.blocks)
+    backward = (model, *reversed(model.blocks))
+    for order, setter in ((forward, "set_modules_to_forward_prefetch"), (backward, "set_modules_to_backward_prefetch")):
+        for i, unit in enumerate(order):
+            tell(unit, setter, list(order[i + 1 : i + 1 + k]))
+
+
+def by_lists(counts: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    seen = []
+    with recording() as record:
+        model = shard_net_with(engine, make_net(num_blocks=COUNT))
+        for step, k in enumerate(counts):
+            set_ahead(model, k)
+            record.clear()
+            one_batch(model, step)
+            seen.append(ahead(record))
+            assert record.count(Kind.ALL_GATHER) == dict.fromkeys(FORWARD, 2) | {ROOT: 1}
+            assert nothing_is_left(record)
+    return seen
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (3, 1, 2)])
+def test_lists_say_how_far_ahead_and_may_change_between_iterations(counts):
+    assert run_ranks(2, by_lists, counts) == [[(expected(k), expected(k)) for k in counts]] * 2
+
+
+def test_empty_lists_leave_it_to_the_engine():
+    *_, last = run_ranks(2, by_lists, (2, 0))[0]
+    assert last == (expected(1), expected(1))
+
+
+def far_ahead(model: nn.Module, step: int) -> None:
+    set_ahead(model, (2, 1, 3)[step])
+    one_batch(model, step)
+
+
+def mistaken(model: Net, step: int) -> None:
+    """Lists in the wrong direction, of the unit itself, of the same one twice, of the root."""
+    blocks = list(model.blocks)
+    lists = [list(reversed(blocks)), [blocks[0]], [blocks[1]] * 2, [model, blocks[2]]][step]
+    for unit in (model, *blocks):
+        tell(unit, "set_modules_to_forward_prefetch", lists)
+        tell(unit, "set_modules_to_backward_prefetch", lists)
+    one_batch(model, step)
+    assert not hasattr(model, "unshard") or sharded(model)
+
+
+def listed(run, steps: int, reshard: bool | None) -> None:
+    def shard(api: ModuleType, model: nn.Module) -> None:
+        shard_net_with(api, model, reshard_after_forward=reshard)
+
+    record = train_all(functools.partial(double_net, num_blocks=3), shard, run, steps)
+    assert nothing_is_left(record)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize(("run", "steps"), [(far_ahead, 3), (mistaken, 4)])
+def test_lists_change_no_number(world_size, run, steps, reshard):
+    run_ranks(world_size, listed, run, steps, reshard)
+
+
+def refused_list(setter: str) -> str:
+    model = shard_net_with(engine, make_net())
+    with pytest.raises((TypeError, ValueError)) as caught:
+        getattr(model, setter)([model.blocks[0], model.head])
+    one_batch(model, 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("setter", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"])
+def test_only_sharded_modules_can_be_prefetched(setter):
+    (message,) = run_ranks(1, refused_list, setter)
+    assert "Linear" in message
+
+
+# ---- with activation checkpointing
+
+
+def wrapped_net() -> Net:
+    """A net whose blocks are recomputed by a wrapper around each."""
+    model = double_net(num_blocks=3)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
+def shard_and_look_ahead(api: ModuleType, model: Net, *, composable: bool, k: int) -> None:
+    for block in model.blocks if composable else ():
+        checkpoint(block)
+    shard_net_with(api, model)
+    set_ahead(model, k)
+
+
+def checkpointed(kind: str, k: int) -> tuple[dict[str, int], bool]:
+    composable = kind == "composable"
+    make = functools.partial(double_net, num_blocks=3) if composable else wrapped_net
+    shard = functools.partial(shard_and_look_ahead, composable=composable, k=k)
+    record = train_all(make, shard)
+    return dict(record.count(Kind.ALL_GATHER)), nothing_is_left(record)
+
+
+@pytest.mark.parametrize("kind", ["composable", "wrapper"])
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_recomputed_blocks_are_gathered_twice_however_far_ahead(kind, k):
+    gathers = dict.fromkeys(FORWARD[:4], 2) | {ROOT: 1}
+    assert run_ranks(2, checkpointed, kind, k) == [(gathers, True)] * 2

@@ -1,0 +1,329 @@
+"""The collectives over shared memory: equal to gloo's bit for bit, without a copy, and what they refuse."""
+
+import multiprocessing
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.ranks import run_ranks
+from tests.engine.test_shared_memory import DTYPES, connected, mapped, meet
+from workbench.engine.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
+
+FORK = multiprocessing.get_context("fork")
+CPU = torch.device("cpu")
+SUM = dist.ReduceOp.SUM
+
+
+# ---- the same bits as gloo's
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    numel: int
+    magnitude: int
+    seed: int
+
+    def numbers(self, count: int) -> torch.Tensor:
+        """Numbers only this rank has; of very different sizes, so that the order of a sum shows."""
+        generator = torch.Generator().manual_seed(self.seed * 8 + dist.get_rank())
+        if not self.dtype.is_floating_point:
+            return torch.randint(-128, 128, (count,), generator=generator).to(self.dtype)
+        exponents = torch.randint(0, self.magnitude, (count,), generator=generator)
+        return (torch.randn(count, generator=generator) * 2.0**exponents).to(self.dtype)
+
+
+CASES = st.builds(
+    Case,
+    dtype=st.sampled_from(DTYPES),
+    numel=st.sampled_from([0, 1, 2, 7, 63, 64, 65, 1000, 4097]),
+    magnitude=st.integers(1, 20),  # in float16 some sums overflow, and become NaN
+    seed=st.integers(0, 2**20),
+)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.view(torch.uint8).tolist()
+
+
+def gloo_gather(shard: torch.Tensor) -> torch.Tensor:
+    rows = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, shard)
+    return torch.cat(rows)
+
+
+def gloo_reduce(chunks: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(chunks)
+    dist.all_to_all_single(received, chunks)
+    total, *rest = received.view(dist.get_world_size(), -1).unbind(0)
+    for chunk in rest:
+        total = total + chunk
+    return total
+
+
+def compare(cases: list[Case]) -> None:
+    shared, size, group = connected(), dist.get_world_size(), dist.group.WORLD
+    reduces = {dtype: SharedMemoryReduceScatter(shared, dtype) for dtype in DTYPES}
+    for case in cases:
+        gather, reduce = SharedMemoryAllGather(shared), reduces[case.dtype]
+        shard = gather.shard_memory(case.numel, case.dtype)
+        shard.copy_(case.numbers(case.numel))
+        output = gather.allocate([case.numel * size], dtype=case.dtype, device=CPU)
+        gather(output, shard, group, async_op=True).wait()
+        assert bits(output) == bits(gloo_gather(case.numbers(case.numel)))
+        chunks = reduce.allocate([case.numel * size], dtype=case.dtype, device=CPU)
+        assert chunks.shape == (case.numel * size,)
+        chunks.copy_(case.numbers(case.numel * size))
+        total = torch.empty(case.numel, dtype=case.dtype)
+        reduce(total, chunks, group, SUM, async_op=True).wait()
+        assert bits(total) == bits(gloo_reduce(case.numbers(case.numel * size)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@settings(max_examples=4)
+@given(cases=st.lists(CASES, min_size=4, max_size=12))
+def test_both_collectives_give_the_same_bits_as_gloo(world_size, cases):
+    run_ranks(world_size, compare, cases)
+
+
+def synchronous() -> tuple[list[float], list[float]]:
+    shared, group = connected(), dist.group.WORLD
+    gather, reduce = SharedMemoryAllGather(shared), SharedMemoryReduceScatter(shared, torch.float32)
+    shard = gather.shard_memory(1, torch.float32).fill_(dist.get_rank())
+    output = gather.allocate([2, 1], dtype=torch.float32, device=CPU)
+    assert gather(output, shard, group) is None
+    chunks = reduce.allocate([2, 1], dtype=torch.float32, device=CPU)
+    chunks.copy_(torch.tensor([[1.0], [10.0]]))
+    total = torch.empty(1)
+    assert reduce(total, chunks, group, SUM) is None
+    return output.flatten().tolist(), total.tolist()
+
+
+def test_called_without_async_op_they_return_when_it_is_done():
+    assert run_ranks(2, synchronous) == [([0.0, 1.0], [2.0]), ([0.0, 1.0], [20.0])]
+
+
+# ---- memory
+
+
+def shards() -> None:
+    shared = connected()
+    gather = SharedMemoryAllGather(shared)
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):  # a unit may get new memory: another policy
+        shard = gather.shard_memory(1000, dtype)
+        assert shard.untyped_storage().nbytes() == shard.nbytes == gather.num_bytes == 1000 * dtype.itemsize
+        output = gather.allocate([2000], dtype=dtype, device=CPU)
+        assert output.data_ptr() + dist.get_rank() * shard.nbytes == shard.data_ptr()
+        kept.append(shard.fill_(1))
+        assert len(mapped()) == len(kept)
+    del gather, output, kept
+    assert len(mapped()) == 1
+    assert shard.sum() == 1000  # a shard keeps its memory without anybody's help
+    del shard
+    assert mapped() == []
+
+
+def test_a_shard_is_its_own_storage_and_keeps_it_alive():
+    run_ranks(2, shards)
+
+
+def stages_grow() -> list[int]:
+    shared, group = connected(), dist.group.WORLD
+    reduce, sizes = SharedMemoryReduceScatter(shared, torch.float32, max_outstanding=2), []
+
+    def begin(numel: int) -> tuple[Any, torch.Tensor]:
+        chunks = reduce.allocate([2 * numel], dtype=torch.float32, device=CPU).fill_(numel)
+        sizes.append(reduce.num_bytes)
+        total = torch.empty(numel)
+        return reduce(total, chunks, group, SUM, async_op=True), total
+
+    sizes.append(reduce.num_bytes)
+    reduce.reserve(30)
+    small, large = begin(10), begin(1000)
+    assert len(mapped()) == 2  # the outstanding one keeps its stages
+    for (work, total), numel in ((small, 10), (large, 1000)):
+        work.wait()
+        work.wait()  # once more does nothing
+        assert total.tolist() == [2 * numel] * numel
+    assert len(mapped()) == 1
+    del small, large, work, total
+    reduce.release()
+    assert mapped() == []
+    again, total = begin(20)
+    again.wait()
+    assert total.tolist() == [40] * 20
+    return sizes
+
+
+def test_stages_grow_are_given_up_and_come_again():
+    assert run_ranks(2, stages_grow) == [[0, 5 * 32 * 4, 5 * 2000 * 4, 5 * 48 * 4]] * 2
+
+
+# ---- ranks that are late: shards
+
+
+def overwritten_after(barrier: bool, has_read, has_written) -> list[float]:
+    """A forward without backward, then rank 1 writes its shard; rank 0 reads late."""
+    shared = connected()
+    gather = SharedMemoryAllGather(shared)
+    shard = gather.shard_memory(1, torch.float32).fill_(1 + dist.get_rank())
+    output = gather.allocate([2], dtype=torch.float32, device=CPU)
+    gather(output, shard, dist.group.WORLD)
+    if dist.get_rank() == 1:
+        if barrier:
+            meet(shared)
+            assert has_read.is_set()
+        shard.fill_(9)
+        has_written.set()
+        return []
+    if not barrier:
+        assert has_written.wait(60)
+    seen = output.tolist()
+    has_read.set()
+    if barrier:
+        meet(shared)
+    return seen
+
+
+@pytest.mark.parametrize(("barrier", "seen"), [(True, [1.0, 2.0]), (False, [1.0, 9.0])])
+def test_the_barrier_after_reading_keeps_shards_for_slow_readers(barrier, seen):
+    assert run_ranks(2, overwritten_after, barrier, FORK.Event(), FORK.Event())[0] == seen
+
+
+# ---- given up, and refused
+
+
+def after_a_rebuild() -> list[float]:
+    """Rank 0 issues a reduction more than rank 1; on new process groups they count together again."""
+    shared = connected()
+    group = shared.group
+    reduce = SharedMemoryReduceScatter(shared, torch.float32)
+
+    def begin(number: float) -> tuple[Any, torch.Tensor]:
+        chunks = reduce.allocate([2], dtype=torch.float32, device=CPU).fill_(number)
+        total = torch.empty(1)
+        return reduce(total, chunks, group.process_group, SUM, async_op=True), total
+
+    begin(1)[0].wait()
+    if group.rank == 0:
+        abandoned, _ = begin(2)
+    group.rebuild()
+    seen = []
+    for number in (3, 4, 5):
+        work, total = begin(number)
+        work.wait()
+        seen += total.tolist()
+    if group.rank == 0:
+        assert abandoned._unread == ()
+    return seen
+
+
+def test_after_an_abandoned_reduction_new_groups_count_anew():
+    assert run_ranks(2, after_a_rebuild) == [[6.0, 8.0, 10.0]] * 2
+
+
+def dropped() -> list[float]:
+    """All ranks were interrupted at the same place, again and again: nobody waits for what they issued."""
+    reduce, totals = SharedMemoryReduceScatter(connected(), torch.float32), []
+    for number in range(7):
+        reduce.allocate([2], dtype=torch.float32, device=CPU).fill_(-1)  # not even issued
+        chunks = reduce.allocate([2], dtype=torch.float32, device=CPU).fill_(number)
+        total = torch.empty(1)
+        work = reduce(total, chunks, dist.group.WORLD, SUM, async_op=True)
+        if number % 3 == 0:
+            work.wait()
+            totals += total.tolist()
+    return totals
+
+
+def test_reductions_that_nobody_waits_for_do_no_harm():
+    assert run_ranks(2, dropped) == [[0.0, 6.0, 12.0]] * 2
+
+
+def more_allowed() -> list[float]:
+    reduce = SharedMemoryReduceScatter(connected(), torch.float32)
+    works, totals = [], [torch.empty(1) for _ in range(4)]
+    for number, total in enumerate(totals):
+        if number == 1:
+            reduce.allow(3)  # one is outstanding
+        chunks = reduce.allocate([2], dtype=torch.float32, device=CPU).fill_(number)
+        works.append(reduce(total, chunks, dist.group.WORLD, SUM, async_op=True))
+    for work in works:
+        work.wait()
+    return [float(total) for total in totals]
+
+
+def test_more_reductions_can_be_allowed_at_any_time():
+    assert run_ranks(2, more_allowed) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+def too_many() -> tuple[str, list[list[float]]]:
+    reduce, group = SharedMemoryReduceScatter(connected(), torch.float32, max_outstanding=2), dist.group.WORLD
+    works, totals = [], [torch.full((1,), -1.0) for _ in range(3)]
+    for number, total in enumerate(totals):
+        chunks = reduce.allocate([2], dtype=torch.float32, device=CPU).fill_(number)
+        works.append(reduce(total, chunks, group, SUM, async_op=True))
+    with pytest.raises(RuntimeError) as refused:
+        works[0].wait()
+    for work in works[1:]:
+        work.wait()
+    return str(refused.value), [total.tolist() for total in totals]
+
+
+def test_a_reduction_that_was_waited_for_too_late_is_an_error_not_a_wrong_sum():
+    said = (
+        "this reduction was waited for too late: as many others as may be outstanding were issued since, or the group "
+        "was built anew, so its stages may hold other gradients"
+    )
+    assert run_ranks(2, too_many) == [(said, [[-1.0], [2.0], [4.0]])] * 2
+
+
+def refusals() -> list[str]:
+    shared, group, other = connected(), dist.group.WORLD, torch.zeros(4)
+    gather, reduce = SharedMemoryAllGather(shared), SharedMemoryReduceScatter(shared, torch.float32)
+    shard = gather.shard_memory(2, torch.float32)
+    output = gather.allocate([4], dtype=torch.float32, device=CPU)
+    chunks = reduce.allocate([4], dtype=torch.float32, device=CPU)
+    meta = torch.device("meta")
+    refused = [
+        lambda: SharedMemoryAllGather(shared).allocate([4], dtype=torch.float32, device=CPU),
+        lambda: gather.allocate([4], dtype=torch.bfloat16, device=CPU),
+        lambda: gather.allocate([4], dtype=torch.float32, device=meta),
+        lambda: gather(other, shard, group),
+        lambda: gather(output, other[:2], group),
+        lambda: reduce.allocate([4], dtype=torch.bfloat16, device=CPU),
+        lambda: reduce.allocate([4], dtype=torch.float32, device=meta),
+        lambda: reduce(other[:2], other, group, SUM),
+        lambda: reduce(other[:1], chunks, group, SUM),
+        lambda: reduce(other[:2].double(), chunks, group, SUM),
+        lambda: reduce(other[:2], chunks, group, dist.ReduceOp.AVG),
+        lambda: SharedMemoryReduceScatter(shared, torch.float32).__call__(other[:2], other, group, SUM),
+        lambda: SharedMemoryReduceScatter(shared, torch.float32, max_outstanding=0),
+        lambda: SharedMemoryReduceScatter(shared, torch.float32, max_outstanding=2, num_stages=2),
+    ]
+    messages = []
+    for call in refused:
+        with pytest.raises(ValueError, match=r"shar|stage") as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_cannot_be_done_without_copying_is_refused():
+    messages, _ = run_ranks(2, refusals)
+    assert messages[1] == (
+        "an output of 4 elements of torch.bfloat16 was asked for, but this unit's shared memory has 4 of "
+        "torch.float32; call shard_memory() with a shard's size and dtype first"
+    )
+    assert "the input must be the tensor that shard_memory() returned last" in messages[3] == messages[4]
+    assert "the input must be the tensor that allocate() returned last" in messages[7] == messages[8] == messages[9]
+    assert messages[12] == (
+        "0 outstanding reductions with 1 stages were asked for; at least 1 reduction and one stage more than "
+        "reductions are needed"
+    )

@@ -1,0 +1,311 @@
+"""Memory that ranks share: who sees what, when there is none, and that nothing of it is left behind."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.engine.ranks import eventually, outcomes, run_ranks
+from workbench.engine import CollectiveFailed, StepAborted, groups, shared_memory
+from workbench.engine.shared_memory import SharedMemory, barrier
+from workbench.engine.waits import PendingWork, cancellation
+
+FORK = multiprocessing.get_context("fork")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8)
+
+
+def all_ranks() -> groups.CommGroup:
+    return groups.group_for(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def connected() -> SharedMemory:
+    shared = SharedMemory.connect(all_ranks())
+    assert shared is not None
+    return shared
+
+
+def meet(shared: SharedMemory) -> None:
+    pending = shared.barrier()
+    pending.block()
+    shared.group.finished(pending)
+    pending.finish()
+
+
+def mapped() -> list[str]:
+    """Names of the shared memory this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split("memfd:")[1].split()[0] for line in lines if "memfd:workbench-" in line]
+
+
+def open_files() -> list[str]:
+    """What the descriptors of this process point to, as far as it is shared memory."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(link))
+        except FileNotFoundError:  # the one with which the folder is read
+            continue
+    return [target for target in found if "memfd:" in target]
+
+
+def holders(name: str) -> list[str]:
+    """Processes of this machine that hold the memory of that name."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if name in maps.read_text():
+                found.append(maps.parent.name)
+        except OSError:
+            continue  # it has ended, or is not ours to look at
+    return found
+
+
+# ---- what it is
+
+
+def written_and_read(numel: int) -> list[list[float]]:
+    shared, seen = connected(), []
+    for dtype in DTYPES:
+        rows = shared.rows(numel, dtype)
+        assert rows.shape == (shared.group.size, numel)
+        assert rows.is_contiguous()
+        assert rows.dtype == dtype
+        assert rows.data_ptr() % 4096 == 0
+        assert not rows.any()
+        meet(shared)  # all have seen the zeros
+        rows[shared.group.rank] = shared.group.rank + 1
+        meet(shared)
+        seen.append(rows[:, -1].tolist())
+        assert len(mapped()) == 1
+        assert (rows == rows[:, -1:]).all()
+        del rows
+        assert mapped() == []
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_sees_what_each_has_written_to_its_row(world_size):
+    numel = 2049  # of int8: rows begin in the middle of a page, and of a cache line
+    wanted = [float(rank + 1) for rank in range(world_size)]
+    assert run_ranks(world_size, written_and_read, numel) == [[wanted] * len(DTYPES)] * world_size
+
+
+def empty_rows() -> tuple[int, ...]:
+    shared = connected()
+    rows = shared.rows(0, torch.bfloat16)
+    assert rows.dtype == torch.bfloat16
+    assert mapped() == []
+    return tuple(rows.shape)
+
+
+def test_rows_without_elements():
+    assert run_ranks(2, empty_rows) == [(2, 0)] * 2
+
+
+def side_by_side() -> list[float]:
+    """Each row and each column of a 2 x 2 mesh shares memory of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    seen = []
+    for axis in ("shard", "replicate"):
+        shared = SharedMemory.connect(groups.group_for(mesh[axis]))
+        rows = shared.rows(1, torch.float32)
+        rows[shared.group.rank] = dist.get_rank()
+        meet(shared)
+        seen += rows.flatten().tolist()
+    return seen
+
+
+def test_groups_side_by_side_share_apart():
+    assert run_ranks(4, side_by_side) == [[0, 1, 0, 2], [0, 1, 1, 3], [2, 3, 0, 2], [2, 3, 1, 3]]
+
+
+# ---- when there is none
+
+
+def answer_without(damage: Callable[[pytest.MonkeyPatch], None], damaged_rank: int) -> list[bool]:
+    """Connect while one rank is damaged and once more when it is not; return whether it went."""
+    went = []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == damaged_rank:
+            damage(patch)
+        went.append(SharedMemory.connect(all_ranks()) is not None)
+    assert open_files() == mapped() == []
+    went.append(SharedMemory.connect(all_ranks()) is not None)
+    return went
+
+
+def raiser(error: Exception) -> Callable:
+    def refuse(*_args, **_named):
+        raise error
+
+    return refuse
+
+
+def no_memfd(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(os, "memfd_create")
+
+
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "posix_fallocate", raiser(OSError(errno.ENOSPC, "No space left on device")))
+
+
+def little_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shared_memory, "_available_bytes", lambda: 1)
+
+
+def unreadable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "readlink", raiser(PermissionError(errno.EACCES, "Permission denied")))
+
+
+def elsewhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "readlink", lambda _: "/memfd:workbench-of-another-host (deleted)")
+
+
+def unmappable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "from_file", raiser(RuntimeError("unable to mmap 3 bytes\n frames of C++")))
+
+
+@pytest.mark.parametrize(
+    ("damage", "rank"),
+    [(no_memfd, 0), (no_memory, 0), (little_memory, 0), (unreadable, 1), (elsewhere, 2), (unmappable, 0)],
+)
+def test_if_one_rank_cannot_all_ranks_do_without(damage, rank):
+    assert run_ranks(3, answer_without, damage, rank) == [[False, True]] * 3
+
+
+def refused_rows(damage: Callable[[pytest.MonkeyPatch], None], damaged_rank: int) -> str:
+    shared = connected()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == damaged_rank:
+            damage(patch)
+        with pytest.raises(OSError, match="cannot share") as refused:
+            shared.rows(1000, torch.float32)
+    assert open_files() == mapped() == []
+    shared.rows(1000, torch.float32)[shared.group.rank] = 1
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "rank", "why"),
+    [
+        (no_memory, 0, "[Errno 28] No space left on device"),
+        (little_memory, 0, "[Errno 12] only 1 bytes of memory are available"),
+        (no_memfd, 0, "[Errno 38] this system has no memfd_create"),
+        (unmappable, 1, "unable to mmap 3 bytes"),
+    ],
+)
+def test_lack_of_memory_is_an_error_on_all_ranks_that_says_why(damage, rank, why):
+    messages = run_ranks(2, refused_rows, damage, rank)
+    said = f"ranks [0, 1] cannot share 8000 bytes of memory; rank {rank}: {why}. "
+    assert messages == [said + "Set WORKBENCH_COMM=gloo to do without."] * 2
+
+
+def test_the_memory_of_this_machine_is_known():
+    assert 2**20 < shared_memory._available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- interrupted, killed, ended
+
+
+def alone(goes_on) -> int:
+    """Rank 1 does not come: rank 0 is told to give up."""
+    group = all_ranks()
+    if dist.get_rank() == 1:
+        assert goes_on.wait(60)
+        return 0
+    thread = threading.Thread(target=lambda: eventually(lambda: bool(open_files())) and cancellation.cancel("enough"))
+    thread.start()
+    with pytest.raises(StepAborted, match=r"^enough$"):
+        SharedMemory.connect(group)
+    thread.join()
+    assert open_files() == mapped() == []
+    cancellation.reset()
+    goes_on.set()
+    return 1
+
+
+def test_a_rank_that_connects_alone_can_be_freed():
+    assert run_ranks(2, alone, FORK.Event()) == [1, 0]
+
+
+def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
+    shared = connected()
+    rows = shared.rows(1000, torch.float32)
+    rows[shared.group.rank] = shared.group.rank + 1
+    meet(shared)
+    (name,) = mapped()
+    if dist.get_rank() == victim:
+        assert peer_is_past_the_barrier.wait(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    peer_is_past_the_barrier.set()
+    pending = PendingWork.of(barrier(shared.group.process_group), "barrier")
+    pending.block()
+    with pytest.raises(CollectiveFailed, match=r"^barrier failed: "):
+        pending.finish()
+    total = float(rows.sum())  # also what the dead rank wrote, and made
+    assert open_files() == []
+    del rows
+    assert mapped() == []
+    return name, total
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_leaves_nothing_and_its_peers_keep_what_they_share(victim):
+    results = outcomes(2, killed, victim, FORK.Event())
+    assert results[victim][0] == "died"
+    what, said = results[1 - victim]
+    assert what == "ok", said
+    name, total = said
+    assert total == 3000.0
+    assert holders(name) == []
+
+
+def test_who_holds_memory_is_found():
+    fd = os.memfd_create("workbench-test")
+    os.posix_fallocate(fd, 0, 1)
+    own = shared_memory._map(f"{os.getpid()} {fd} workbench-test", 1)
+    assert mapped() == ["workbench-test"]
+    assert open_files() == ["/memfd:workbench-test (deleted)"]
+    assert holders("workbench-test") == [str(os.getpid())]
+    os.close(fd)
+    own.fill_(1)
+    del own
+    assert holders("workbench-test") == mapped() == open_files() == []
+
+
+def no_file_is_made() -> tuple[set[str], int]:
+    before = len(os.listdir("/proc/self/fd"))
+    shared = connected()
+    descriptors = len(os.listdir("/proc/self/fd")) - before  # of the group's sockets
+    kept = [shared.rows(10, dtype) for dtype in DTYPES]
+    assert len(os.listdir("/proc/self/fd")) - before == descriptors
+    assert len(mapped()) == len(kept)
+    return {name for name in os.listdir("/dev/shm") if "workbench" in name}, len(open_files())
+
+
+def test_no_descriptor_and_no_file_stands_for_the_memory():
+    assert run_ranks(2, no_file_is_made) == [(set(), 0)] * 2
+
+
+def alone_at_a_barrier(other_may_come) -> bool:
+    group = all_ranks()
+    if dist.get_rank() == 1:
+        assert other_may_come.wait(60)
+    pending = PendingWork.of(barrier(group.process_group), "barrier")
+    early = pending.has_ended
+    other_may_come.set()
+    pending.block()
+    pending.finish()
+    return dist.get_rank() == 0 and early
+
+
+def test_a_barrier_ends_when_the_last_rank_has_come():
+    assert run_ranks(2, alone_at_a_barrier, FORK.Event()) == [False, False]

@@ -1,0 +1,122 @@
+"""Parameters that some ranks use and others do not, such as experts."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.engine.parity import assert_same_shards, average_grads
+from tests.engine.ranks import outcomes, run_ranks
+from tests.engine.recording import recording
+from workbench.engine import fully_shard
+from workbench.engine.probe import Kind
+
+
+class OneOfTwo(nn.Module):
+    """Two experts of one size, of which a forward uses one; dim 5 is uneven on 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.out = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.out(self.experts[expert](x).relu())
+
+
+def make() -> OneOfTwo:
+    torch.manual_seed(0)
+    return OneOfTwo()
+
+
+def data() -> torch.Tensor:
+    """Input [3, 5], different for every rank."""
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def backward(model: nn.Module, expert: int) -> None:
+    model(data(), expert).square().mean().backward()
+
+
+def each_its_own() -> None:
+    backward(fully_shard(make()), dist.get_rank())
+
+
+def test_ranks_that_use_different_parameters_are_told_which():
+    """Both ranks have as many bytes: without this, one expert would silently get the other's gradient."""
+    for what, _ in outcomes(2, each_its_own):
+        assert what.startswith("RanksDisagreeError: ")
+        for rank, unused in enumerate(("experts.1.weight, experts.1.bias", "experts.0.weight, experts.0.bias")):
+            assert f"rank {rank} reduce-scatter without {unused} (no gradient; " in what
+        assert "set_reduce_scatter_unused_params(True) counts that as zero" in what
+
+
+def average_with_zeros(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    average_grads(model)
+
+
+def counted_as_zero(accumulate: bool) -> None:
+    plain = make()
+    ours, theirs = (wrap(copy.deepcopy(plain)) for wrap in (fully_shard, torch_fully_shard))
+    experts = [0, dist.get_rank()] if accumulate else [dist.get_rank()]
+    for sharded in (ours, theirs):
+        sharded.set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        for model in (plain, ours, theirs):
+            for number, expert in enumerate(experts, start=1):
+                if model is not plain:
+                    model.set_requires_gradient_sync(number == len(experts))
+                backward(model, expert)
+        average_with_zeros(plain)
+        assert_same_shards(ours, plain)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a.grad.to_local(), b.grad.to_local())
+        for model in (plain, ours, theirs):
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_an_absent_gradient_may_count_as_zero(world_size, accumulate):
+    run_ranks(world_size, counted_as_zero, accumulate)
+
+
+def accounted_for() -> None:
+    model = fully_shard(make())
+    model.set_reduce_scatter_unused_params(True)
+    with recording() as record:
+        backward(model, dist.get_rank())
+        at_rest = record.alive
+        model.zero_grad()
+        record.clear()
+        backward(model, dist.get_rank())
+    assert record.alive == at_rest  # the zeros are gone
+    assert record.payload(Kind.REDUCE_SCATTER) == 2 * 3 * 4 * (3 * 5 + 3)  # ranks, rows, bytes, weights and biases
+
+
+def test_the_zeros_are_reduced_and_freed():
+    run_ranks(2, accounted_for)
+
+
+def unused_everywhere() -> None:
+    plain = make()
+    sharded = fully_shard(copy.deepcopy(plain))
+    for expert in (0, 1, 0):  # which one may change, if it does on every rank
+        for model in (plain, sharded):
+            backward(model, expert)
+        for expected, ours in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert (ours.grad is None) == (expected.grad is None)
+            assert ours.grad is None or isinstance(ours.grad, DTensor)
+        plain.zero_grad()
+        sharded.zero_grad()
+
+
+def test_what_no_rank_uses_has_no_gradient():
+    run_ranks(2, unused_everywhere)

@@ -1,0 +1,285 @@
+"""Policies on real ranks: ``shard`` and ``reshard`` with each option, what is recorded of them, and ``verify``."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from torch.distributed.tensor import DTensor
+
+from tests.runtime.job import drain, execute, namespace, prepare, run
+from workbench.commands import Reshard, Shard, Step, Unshard, Verify
+from workbench.engine import FSDPModule
+from workbench.replay.collectives import compare
+from workbench.replay.shards import at_rest
+from workbench.runtime import prefetch
+from workbench.trace import header_from_dict
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.rules import check
+from workbench.trace.schema import ROW_DTYPE, Category, KeyFrame, Kind
+
+POLICIES = {
+    "plain": {},
+    "copies": {"mesh": (2, 2)},
+    "whole copies": {"mesh": (4, 1)},
+    "few ranks after forward": {"reshard_after_forward": 2},
+    "kept": {"reshard_after_forward": "false"},
+    "mixed precision": {"mp": "bf16,reduce=fp32,output=fp32"},
+    "copies, all in bfloat16": {"mesh": (2, 2), "mp": "bf16"},
+    "offload": {"offload": True},
+    "prefetch": {"prefetch": 2},
+}
+
+
+def trace_here():
+    content, buffers = drain()
+    rows = np.frombuffer(buffers[0], ROW_DTYPE)
+    return Trace(
+        header=header_from_dict(content["header"]),
+        ranks=(RankTrace(rank=content["position"]["rank"], rows=rows, start=KeyFrame()),),
+    )
+
+
+def train(policy):
+    prepare()
+    out = {"shard": execute(Shard(model="model", wrap=("Block",), **policy))}
+    out["losses"] = execute(Step(count=3))["losses"]
+    trace = trace_here()
+    out["rules"] = check(trace)
+    out["units"] = trace.header.units
+    out["forms"] = [(row.unit, row.kind, row.num_ranks, row.calls, row.differs) for row in compare(trace, 2)]
+    (rank,) = trace.ranks
+    live = rank.cut(rank.end_seq, rank.end_seq).start.bytes_by_category
+    out["live"] = {category: live[category] for category in Category}
+    out["at rest"] = at_rest(trace.header, rank.rank % trace.header.units[0].shard_size)
+    out["verify"] = execute(Verify())
+    return out
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_is_recorded_as_its_closed_form_says_and_verifies(name):
+    policy = POLICIES[name]
+    results = run(4, train, policy)
+    for out in results:
+        assert out["rules"] == []
+        assert out["verify"]["ok"], out["verify"]
+        assert not [row for row in out["forms"] if row[-1]], out["forms"]
+        assert out["live"][Category.SHARDED_PARAMS] == out["at rest"].params == out["shard"]["bytes_at_rest"]
+        assert out["live"][Category.OPTIMIZER_STATE] == out["at rest"].adam
+    kinds = Counter(kind for _, kind, *_ in results[0]["forms"])
+    copies, size = ([*policy.get("mesh", (1, 4))])[:2]
+    assert {unit.replicate_size for unit in results[0]["units"]} == {copies}
+    assert {unit.shard_size for unit in results[0]["units"]} == {size}
+    assert bool(kinds[Kind.ALL_REDUCE]) == (copies > 1)
+    assert bool(kinds[Kind.REDUCE_SCATTER]) == (size > 1)
+    if not policy.get("mp"):
+        plain = run(4, train, {})
+        for out, other in zip(results, plain, strict=True):
+            assert out["losses"] == pytest.approx(other["losses"], rel=1e-4)
+
+
+WORDS = {
+    "copies": ["2 copies, each on 2 ranks"],
+    "whole copies": ["4 copies, each on 1 rank"],
+    "few ranks after forward": ["on 2 ranks after forward"],
+    "mixed precision": ["computes in bfloat16", "reduces in float32"],
+    "prefetch": ["gathers 2 units ahead"],
+}
+
+
+def words(policy):
+    prepare()
+    return execute(Shard(model="model", **policy))["policy"]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_policy_is_put_in_words(name):
+    assert run(4, words, POLICIES[name])[0][: len(WORDS[name])] == WORDS[name]
+
+
+def change(first, second):
+    """Losses of two steps, a change, two steps, another change back, two steps."""
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), **first))
+    losses = execute(Step(count=2))["losses"]
+    report = execute(Reshard(model="model", **second))
+    losses += execute(Step(count=2))["losses"]
+    state = ns["opt"].state
+    carried = [state[p]["step"].item() for p in ns["model"].parameters()]
+    kinds = {type(state[p]["exp_avg"]) for p in ns["model"].parameters()}
+    verified = execute(Verify())
+    execute(Unshard(model="model"))
+    losses += execute(Step(count=1))["losses"]
+    trace = trace_here()
+    return (
+        losses,
+        report,
+        carried,
+        kinds,
+        verified["ok"],
+        check(trace),
+        [u for u in trace.header.units if not u.retired],
+    )
+
+
+CHANGES = [
+    ({}, {"reshard_after_forward": "false"}),
+    ({"reshard_after_forward": "false"}, {"reshard_after_forward": "auto", "prefetch": 1}),
+    ({}, {"mesh": (2, 2)}),
+    ({"mesh": (2, 2)}, {"mesh": (4,), "wrap": ("Linear",)}),
+    ({}, {"offload": True}),
+    ({"offload": True, "prefetch": 2}, {"offload": False}),
+    ({}, {"reshard_after_forward": 2}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES, ids=str)
+def test_a_live_model_gets_another_policy_and_goes_on(first, second):
+    unchanged = run(4, change, first, {})
+    for before, (losses, report, carried, kinds, ok, broken, units) in zip(
+        unchanged, run(4, change, first, second), strict=True
+    ):
+        assert losses == pytest.approx(before[0], rel=1e-5)
+        assert report["optimizers"] == 1
+        assert carried == [4.0] * 21
+        assert kinds == {DTensor}
+        assert ok
+        assert broken == []
+        assert units == []
+
+
+def precision_back_and_forth():
+    prepare()
+    execute(Shard(model="model", mp="bf16"))
+    first = execute(Reshard(model="model", mp="off"))["policy"]
+    second = execute(Reshard(model="model", mp="fp16,reduce=fp32"))["policy"]
+    return first, second, execute(Step(count=1))["steps_done"]
+
+
+def test_precision_can_be_switched_off_and_on():
+    assert run(2, precision_back_and_forth)[0] == ([], ["computes in float16", "reduces in float32"], 1)
+
+
+def keeps_prefetch():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), prefetch=2))
+    said = [execute(Reshard(model="model", **changes))["policy"] for changes in ({"wrap": ("Linear",)}, {})]
+    lists = [len(m._get_fsdp_state().forward_prefetch) for m in ns["model"].modules() if isinstance(m, FSDPModule)]
+    execute(Reshard(model="model", prefetch=0))
+    emptied = [len(m._get_fsdp_state().forward_prefetch) for m in ns["model"].modules() if isinstance(m, FSDPModule)]
+    return said, lists, emptied
+
+
+def test_prefetch_lists_follow_the_units_until_they_are_given_up():
+    said, lists, emptied = run(1, keeps_prefetch)[0]
+    assert said == [["gathers 2 units ahead"]] * 2
+    assert lists == [2, 2, 2, 2, 2, 2, 1, 0]
+    assert emptied == [0] * 8
+
+
+def orders():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block", "Linear")))
+    names = {m: name or "root" for name, m in ns["model"].named_modules()}
+    return [[names[m] for m in order(ns["model"])] for order in (prefetch.forward_order, prefetch.backward_order)]
+
+
+def test_units_are_entered_outer_first_and_backward_the_other_way_round():
+    forward, backward = run(1, orders)[0]
+    assert forward[:4] == ["root", "blocks.0", "blocks.0.mlp.0", "blocks.0.mlp.2"]
+    assert backward[:5] == ["root", "head", "blocks.2", "blocks.2.mlp.2", "blocks.2.mlp.0"]
+    assert sorted(forward) == sorted(backward)
+
+
+def wrong_policies():
+    ns = prepare()
+    said = []
+
+    def refuse(command):
+        try:
+            execute(command)
+        except Exception as error:  # noqa: BLE001 - the test asks which one
+            said.append(f"{type(error).__name__}: {error}")
+
+    refuse(Reshard(model="model"))
+    refuse(Shard(model="model", mesh=(3,)))
+    refuse(Shard(model="model", reshard_after_forward=2))
+    plain = not any(isinstance(m, FSDPModule) for m in ns["model"].modules())
+    execute(Shard(model="model"))
+    before = [type(m).__name__ for m in ns["model"].modules()], [p.data_ptr() for p in ns["model"].parameters()]
+    refuse(Reshard(model="model", mesh=(3, 1)))
+    refuse(Reshard(model="model", wrap=("Blok",)))
+    refuse(Reshard(model="model", reshard_after_forward=4))
+    after = [type(m).__name__ for m in ns["model"].modules()], [p.data_ptr() for p in ns["model"].parameters()]
+    return said, plain, before == after
+
+
+def test_a_policy_that_does_not_fit_says_what_does_and_changes_nothing():
+    for said, plain, same in run(2, wrong_policies):
+        parts = [
+            "'model' is not sharded; shard it first: %fsdp shard model",
+            "mesh 3 is not the number of ranks, 2; what fits: 2, 2x1",
+            "what fits: no number; auto, true, false",
+            "mesh 3x1 = 3 is not the number of ranks, 2",
+            "the model holds no Blok; its classes are: ",
+            "what fits: no number; auto, true, false",
+        ]
+        for message, part in zip(said, parts, strict=True):
+            assert message.startswith("UsageError: ")
+            assert part in message
+        assert plain
+        assert same
+
+
+def trains_on_other_data(mp):
+    ns = prepare()
+    execute(Shard(model="model", mp=mp))
+    step = ns["train_step"]
+
+    def train_step():
+        if isinstance(ns["model"], FSDPModule):
+            ns["generator"].manual_seed(99)
+        return step()
+
+    ns["train_step"] = train_step
+    return execute(Verify())
+
+
+@pytest.mark.parametrize("mp", ["off", "bf16", "fp16,reduce=fp32"])
+def test_verify_notices_a_step_that_differs(mp):
+    for found in run(2, trains_on_other_data, mp):
+        assert not found["ok"]
+
+
+def coarse_verify():
+    prepare()
+    execute(Shard(model="model", mp="bf16,reduce=fp32"))
+    execute(Step(count=2))
+    return execute(Verify())
+
+
+def test_verify_states_the_tolerance_of_the_coarsest_dtype():
+    for found in run(2, coarse_verify):
+        assert found["ok"]
+        assert found["tolerance"] == "25% of each parameter's update, in norm (bfloat16)"
+        assert found["params"] == 21
+        assert found["loss_sharded"] == pytest.approx(found["loss_reference"], rel=1e-2)
+
+
+def recover_with_copies():
+    from workbench.runtime import rank as rank_module
+
+    ns = prepare()
+    execute(Shard(model="model", mesh=(2, 2)))
+    first = execute(Step(count=1))["losses"]
+    rank_module.recover(1)
+    again = execute(Step(count=1))["losses"]
+    verified = execute(Verify())["ok"]
+    execute(Reshard(model="model", mesh=(4,)))
+    return first, again, verified, execute(Step(count=1))["losses"], type(namespace()["model"]).__name__, ns["rank"]
+
+
+def test_copies_outlive_a_rebuild_of_all_groups():
+    for first, again, verified, last, name, _ in run(4, recover_with_copies):
+        assert len(first) == len(again) == len(last) == 1
+        assert verified
+        assert name == "FSDPNet"

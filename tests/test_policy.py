@@ -1,0 +1,82 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.policy import (
+    MixedPrecision,
+    as_mesh,
+    as_reshard_after_forward,
+    check_mesh_fits,
+    check_reshard_fits,
+    meshes_that_fit,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", MixedPrecision()),
+        ("bf16", MixedPrecision(param="bf16")),
+        ("param=fp16", MixedPrecision(param="fp16")),
+        ("bf16,reduce=fp32", MixedPrecision(param="bf16", reduce="fp32")),
+        (" bf16 , output = fp32 , reduce=fp64 ", MixedPrecision(param="bf16", reduce="fp64", output="fp32")),
+        ("reduce=fp32", MixedPrecision(reduce="fp32")),
+    ],
+)
+def test_mixed_precision_is_read(text, expected):
+    assert MixedPrecision.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "mesh"), [(4, (4,)), ("4", (4,)), ("2x3", (2, 3)), ([2, 3], (2, 3)), ((8,), (8,)), ("1x2x3", (1, 2, 3))]
+)
+def test_a_mesh_is_read(value, mesh):
+    assert as_mesh(value) == mesh
+
+
+@pytest.mark.parametrize("value", ["", "x", "2x", "-4", "2*2", 2.0, True, None])
+def test_what_is_no_mesh(value):
+    with pytest.raises(ValueError, match="such as 4 or 2x2"):
+        as_mesh(value)
+
+
+@given(st.integers(1, 64))
+def test_exactly_the_meshes_said_to_fit_do(world_size):
+    fitting = meshes_that_fit(world_size)
+    assert fitting[0] == str(world_size)
+    for text in fitting:
+        assert math.prod(as_mesh(text)) == world_size
+        check_mesh_fits(as_mesh(text), world_size)
+    check_mesh_fits((), world_size)
+    with pytest.raises(ValueError, match="what fits: ") as caught:
+        check_mesh_fits((2, world_size), world_size)
+    assert str(caught.value).endswith(", ".join(fitting))
+
+
+def test_a_mesh_that_does_not_fit_is_told_what_would():
+    with pytest.raises(ValueError, match=r"^mesh 2x3 = 6 is not the number of ranks, 4; what fits: 4, 2x2, 4x1$"):
+        check_mesh_fits((2, 3), 4)
+    with pytest.raises(ValueError, match=r"^mesh 3 is not the number of ranks, 4; "):
+        check_mesh_fits((3,), 4)
+
+
+@pytest.mark.parametrize("value", ["auto", "true", "false", "", 2, 4])
+def test_what_splits_a_copy_of_eight_ranks(value):
+    check_reshard_fits(value, 8)
+
+
+@pytest.mark.parametrize(("value", "size"), [(3, 8), (8, 8), (16, 8)])
+def test_what_does_not_is_told_what_would(value, size):
+    with pytest.raises(ValueError, match=r"what fits: 2, 4; or auto, true, false$"):
+        check_reshard_fits(value, size)
+
+
+def test_few_ranks_have_no_number_that_fits():
+    with pytest.raises(ValueError, match=r"what fits: no number; auto, true, false$"):
+        check_reshard_fits(2, 2)
+
+
+def test_a_number_is_a_number_and_a_word_a_word():
+    assert [as_reshard_after_forward(text) for text in ("4", "auto", "-1")] == [4, "auto", "-1"]

@@ -1,0 +1,131 @@
+"""One ``fully_shard`` call: its modules, their units, how to find it from a module. Its hooks are in ``state.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.engine import probe
+from workbench.engine.comm_context import FSDPCommContext, RecordedForward
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
+from workbench.engine.policies import MixedPrecisionPolicy
+from workbench.engine.probe import Phase
+
+
+class ShardedCall:
+    """See the module docstring.
+
+    Attributes:
+        modules: the modules given to that call.
+        original_classes: their classes before it.
+        auto_reshard: no policy was given: reshard after forward unless this is the root.
+        mp_policy: which dtypes inputs and outputs are cast to.
+    """
+
+    _root: Any  # RootContext: what the calls of one model share
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        param_groups: Sequence[FSDPParamGroup],
+        *,
+        auto_reshard: bool,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.modules = modules
+        self.original_classes = tuple(type(m) for m in modules)
+        self.auto_reshard = auto_reshard
+        self.mp_policy = mp_policy
+        self._fsdp_param_groups = list(param_groups)
+        self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext()
+        self._is_root: bool | None = None
+        self._not_yet_run: set[int] = set()
+        self._backward_follows = False
+        self._recorded: RecordedForward | None = None  # the present forward, if autograd records it
+        self._training_state = TrainingState.IDLE
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        """The call's unit; the first one if its parameters lie on several meshes, None if it has no parameters."""
+        return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
+
+    @property
+    def _states(self) -> tuple[ShardedCall, ...]:
+        """Every call in the tree, once this is a root that ran."""
+        states: tuple[ShardedCall, ...] = self._root.states if self._is_root else ()
+        return states
+
+    def use_comm_ctx(self, ctx: FSDPCommContext) -> None:
+        """Share ``ctx`` with other roots."""
+        self._comm_ctx = ctx
+        for unit in self._fsdp_param_groups:
+            unit.comm_ctx = ctx
+
+    def overlaps(self, states: Iterable[ShardedCall]) -> bool:
+        """Tell whether one of ``states`` belongs to this root."""
+        return any(state in self._states for state in states)
+
+    def _end_forward(self) -> None:
+        # a root is kept for the backward that follows; without autograd none does, and no one would free it
+        free = self.auto_reshard and not torch.is_grad_enabled()
+        for unit in self._fsdp_param_groups:
+            unit.post_forward(free=free, backward_follows=self._backward_follows)
+        if self._backward_follows and self._fsdp_param_groups:
+            self._comm_ctx.post_forward_order.append(self)
+        self._not_yet_run.clear()
+        self._recorded = None  # from here on the graph alone keeps it alive
+        self._training_state = TrainingState.IDLE
+
+    def reset(self) -> None:
+        """Forget this call's part of an iteration that raised."""
+        for unit in self._fsdp_param_groups:
+            unit.reset_iter_state()
+        self._recorded = None
+        self._training_state = TrainingState.IDLE
+        self._not_yet_run.clear()
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration clean after an exception in forward or backward.
+
+        Raises:
+            RuntimeError: this is not the root; its tree communicates as one, and is reset as one.
+        """
+        if self._is_root is False:
+            raise RuntimeError(
+                f"reset_iter_state was called on a {type(self.modules[0]).__name__} inside of an FSDP root; "
+                "call it on the root"
+            )
+        self._root.reset(self._states or (self,), self._comm_ctx)
+        probe.phase(Phase.IDLE)
+
+
+_ATTRIBUTE = "_workbench_fsdp_state"
+
+
+def attach(module: nn.Module, state: ShardedCall) -> None:
+    """Remember ``state`` on ``module``."""
+    object.__setattr__(module, _ATTRIBUTE, state)
+
+
+def detach(module: nn.Module) -> None:
+    """Forget it."""
+    object.__delattr__(module, _ATTRIBUTE)
+
+
+def state_of(module: nn.Module) -> ShardedCall | None:
+    """Return the ``fully_shard`` call that ``module`` itself was given to."""
+    state: ShardedCall | None = getattr(module, _ATTRIBUTE, None)
+    return state
+
+
+def states_below(module: nn.Module) -> list[ShardedCall]:
+    """Return every ``fully_shard`` call in ``module``'s tree, each once, parents first."""
+    return list({id(s): s for m in module.modules() if (s := state_of(m)) is not None}.values())
+
+
+def units_of(states: Iterable[ShardedCall]) -> list[FSDPParamGroup]:
+    """Return the units of ``states``; a call on modules without parameters has none."""
+    return [unit for state in states for unit in state._fsdp_param_groups]

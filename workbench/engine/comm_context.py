@@ -1,0 +1,82 @@
+"""What the units of one model share while they communicate."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from workbench.engine.comm_selection import CommSelection, CommUser
+from workbench.engine.pool import BufferPool, OverlapRecord, SlotUser, make_slots
+from workbench.engine.reduction import ReductionQueue
+from workbench.engine.streams import Streams
+
+CPU = torch.device("cpu")
+
+
+class RecordedForward:
+    """A forward that autograd has recorded; its graph keeps it alive."""
+
+
+class FSDPCommContext:
+    """Buffers, streams and order of one model's communication, or of several models that share it.
+
+    Attributes:
+        pool: staging.
+        comms: comm pairs of the units.
+        overlaps: which units were unsharded together.
+        reductions: reductions in flight.
+        streams: CUDA streams.
+        post_forward_order: calls (FSDPState) whose forward ended and whose backward did not run, in that order.
+        recorded: forwards whose backward can still come, after the iteration's end too (pipeline order).
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+        self.pool = BufferPool()
+        self.comms = CommSelection()
+        self.overlaps = OverlapRecord()
+        self.reductions = ReductionQueue()
+        self.streams = Streams(device)
+        self.post_forward_order: list[object] = []
+        self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
+
+    def choose_comms(self, units: Sequence[CommUser]) -> None:
+        """Give each unit its comm pair; collective, see :meth:`CommSelection.choose`."""
+        self.comms.choose(units, self.pool, self.reductions.max_scatters)
+
+    def settle(self, units: Sequence[SlotUser]) -> None:
+        """Give units that are never unsharded together one memory; call it between iterations.
+
+        Does nothing while that is not known, or while a recorded forward still refers to the memory they have.
+        """
+        overlaps = self.overlaps
+        busy = self.recorded or any(not u.is_sharded or u.is_unsharding for u in units)
+        if overlaps.is_settled or not overlaps.is_complete or busy or self.device.type != "cpu":
+            return
+        by_index = {u.index: u for u in units}
+        groups = [[by_index[i] for i in group] for group in overlaps.colour(by_index)]
+        for unit in units:
+            unit.use_slot(None)
+        for group, slot in zip(groups, make_slots(groups, self.device), strict=True):
+            for unit in group:
+                unit.use_slot(slot)
+        overlaps.is_settled = True
+
+    def release_buffers(self, units: Sequence[SlotUser]) -> None:
+        """Free what is kept for the next step; what is in use, or a recorded forward refers to, is kept."""
+        if not self.recorded:
+            for unit in units:
+                if unit.is_sharded and not unit.is_unsharding:
+                    unit.use_slot(None)
+            self.overlaps.is_settled = False
+        self.pool.release()
+        self.comms.release()
+
+    def abandon(self) -> None:
+        """Drop what an iteration that raised has left, without waiting for anything."""
+        self.post_forward_order.clear()
+        self.recorded.clear()
+        self.reductions.abandon()
+        self.pool.forget_taken()

@@ -1,0 +1,282 @@
+"""Other ``fully_shard`` calls for a tree that is sharded already, or, if anything fails, the old ones again.
+
+The new calls are made on the meta device, where they cost nothing; then shards are handed over. A parameter whose
+shards lie where they lay before goes over as the object it is, with its gradient, hooks and optimizer state. For
+another mesh a new parameter is made of the old one: that one tensor is whole at a time. What was is let go of last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from workbench.engine import probe
+from workbench.engine._torch import (
+    dtensor_of,
+    local_of,
+    set_local,
+    share_post_accumulate_hooks,
+    spec_of,
+    with_dtype,
+)
+from workbench.engine.api import fully_shard
+from workbench.engine.call import ShardedCall, attach, detach, units_of
+from workbench.engine.collectives import set_sharded_grads
+from workbench.engine.comm import CUSTOM
+from workbench.engine.managed import mark_taken
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param import FSDPParam
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.placement import ShardPlacementResult
+from workbench.engine.policies import UnitPolicy
+from workbench.engine.pool import OverlapRecord
+from workbench.engine.probe import Category
+from workbench.engine.root import roots
+from workbench.engine.state import FSDPState, state_of, states_below
+from workbench.engine.undo import NewParams, laid_out, staged, undo
+
+CPU = torch.device("cpu")
+Place = tuple[int, str]  # id of a module, name in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardCall:
+    """A ``fully_shard`` call to be made.
+
+    Attributes:
+        modules: what it is given.
+        mesh: its mesh; None: all ranks.
+        policy: its policy.
+        auto_reshard: no ``reshard_after_forward`` is given.
+        origin: the call its modules were in before, whose settings it takes.
+    """
+
+    modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh | None
+    policy: UnitPolicy
+    auto_reshard: bool
+    origin: FSDPState
+
+    def apply(self, placement: Callable[[nn.Parameter], ShardPlacementResult], ignored: Sequence[nn.Parameter]) -> None:
+        """Make the call."""
+        fully_shard(
+            list(self.modules) if len(self.modules) > 1 else self.modules[0],
+            mesh=self.mesh,
+            reshard_after_forward=None if self.auto_reshard else self.policy.reshard_after_forward,
+            shard_placement_fn=placement,
+            mp_policy=self.policy.mp_policy,
+            offload_policy=self.policy.offload_policy,
+            ignored_params=ignored,
+        )
+
+
+class Exchange:
+    """One such exchange; see the module docstring.
+
+    Attributes:
+        mapping: new parameter for each one that could not go over as it is.
+    """
+
+    def __init__(self, module: nn.Module, calls: Sequence[ShardCall], mesh_info: FSDPMeshInfo | None) -> None:
+        self.mapping: NewParams = {}
+        self._module = module
+        self._calls = calls
+        self._mesh_info = mesh_info  # None: that of each parameter
+        self._old = states_below(module)
+        self._params = [p for unit in units_of(self._old) for p in unit.fsdp_params]
+        self._by_place = {(id(m), name): p for p in self._params for m, name in p.info.places}
+        self._classes = [(m, type(m), state) for state in self._old for m in state.modules]
+
+    @torch.no_grad()
+    def run(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Make it; collective. Whatever is raised, the tree is as it was."""
+        for state in self._old:
+            state._comm_ctx.comms.order_reads()
+        for unit in units_of(self._old):
+            unit.reshard()
+        managed = {p.sharded_param for p in self._params}
+        ignored = [p for p in self._module.parameters() if p not in managed]
+        locals_ = [local_of(cast("DTensor", p.sharded_param)) for p in self._params]
+        with ExitStack() as stack:
+            stack.callback(self._put_back, locals_)
+            self._apply(ignored)
+            new = self._new_states()
+            for unit in units_of(new):
+                self._fill(unit)
+            self._carry(new)
+            commits = [staged(optimizer, self.mapping) for optimizer in optimizers]
+            stack.pop_all()
+        self._commit(new)
+        for commit in commits:
+            commit()
+
+    # ---- the new calls
+
+    def _apply(self, ignored: Sequence[nn.Parameter]) -> None:
+        for module, _, state in self._classes:
+            detach(module)
+            module.__class__ = state.original_classes[state.modules.index(module)]
+        stand_ins = [(_stand_in(param), param) for param in self._params]
+        for stand_in, param in stand_ins:
+            param.info.register(stand_in)
+        by_id = {id(stand_in): param for stand_in, param in stand_ins}
+
+        def placement(param: nn.Parameter) -> ShardPlacementResult:
+            old = by_id[id(param)]
+            return ShardPlacementResult(Shard(old.layout.dim), self._mesh_info or old.mesh_info)
+
+        for call in reversed(self._calls):
+            call.apply(placement, ignored)
+
+    def _new_states(self) -> list[FSDPState]:
+        """Return the new calls' states, in the order of the calls.
+
+        Raises:
+            ValueError: a parameter would not be sharded any more.
+        """
+        states = [cast("FSDPState", state_of(call.modules[0])) for call in self._calls]
+        taken = {place for unit in units_of(states) for p in unit.fsdp_params for place in map(_key, p.info.places)}
+        lost = [p.fqn for p in self._params if not taken.issuperset(map(_key, p.info.places))]
+        if lost:
+            raise ValueError(
+                f"reshard_module: {', '.join(lost)} would be in no unit, because they do not lie below the "
+                f"{type(self._module).__name__} it was called on; call it on a parent of all modules of a list"
+            )
+        return states
+
+    # ---- parameters and gradients
+
+    def _old_of(self, param: FSDPParam) -> FSDPParam:
+        return self._by_place[_key((param.info.module, param.info.name))]
+
+    def _fill(self, unit: FSDPParamGroup) -> None:
+        """Give a new unit its shards."""
+        home = CPU if unit.policy.offloads else unit.device
+        pairs = [(param, self._old_of(param)) for param in unit.fsdp_params]
+        for param, old in pairs:
+            param.info.register(self._handed_over(param, old, home))
+        unit.adopt_registered()
+        moved = [(param, grad) for param, old in pairs if (grad := self._grad_to_move(param, old)) is not None]
+        if moved:
+            _set_grads(unit, moved, home)
+
+    def _handed_over(self, param: FSDPParam, old: FSDPParam, home: torch.device) -> nn.Parameter:
+        """Return the parameter that takes the place of the new unit's, which is on the meta device."""
+        source = cast("DTensor", old.sharded_param)
+        local = local_of(source)
+        same_layout = (source.device_mesh, source.placements) == (param.spec.mesh, param.spec.placements)
+        if same_layout and (local.is_meta or local.device == home):
+            return old.sharded_param
+        if local.is_meta:
+            new = param.sharded_param
+        else:
+            data = laid_out(source, param.spec.mesh, param.spec.placements, home)
+            new = nn.Parameter(data, requires_grad=old.trainable)
+        share_post_accumulate_hooks(old.sharded_param, new)
+        self.mapping[old.sharded_param] = new
+        return new
+
+    def _grad_to_move(self, param: FSDPParam, old: FSDPParam) -> DTensor | None:
+        return None if param.sharded_param is old.sharded_param else cast("DTensor | None", old.sharded_param.grad)
+
+    # ---- what was set by hand
+
+    def _carry(self, new: Sequence[FSDPState]) -> None:
+        """Let the new calls take the settings of the old ones, and be initialised if those were; collective."""
+        for call, state in zip(self._calls, new, strict=True):
+            _carry_unit_settings(call.origin, state)
+            if call.origin.modules == state.modules:
+                state.forward_prefetch = self._followers(call.origin.forward_prefetch)
+                state.backward_prefetch = self._followers(call.origin.backward_prefetch)
+        inner = {m for state in new for top in state.modules for m in top.modules() if m not in state.modules}
+        for call, state in zip(self._calls, new, strict=True):
+            if not inner.issuperset(state.modules):
+                _carry_root_settings(call.origin, state)
+
+    def _followers(self, targets: Sequence[ShardedCall]) -> tuple[ShardedCall, ...]:
+        """Return the calls that took the place of ``targets``, without those that have gone."""
+        found = (target if target not in self._old else state_of(target.modules[0]) for target in targets)
+        followers = zip(targets, found, strict=True)
+        return tuple(state for old, state in followers if state is not None and state.modules == old.modules)
+
+    # ---- the end
+
+    def _put_back(self, locals_: Sequence[torch.Tensor]) -> None:
+        new = [state for state in states_below(self._module) if state not in self._old]
+        for unit in units_of(new):
+            unit.retire()
+        for state in new:
+            undo(state)
+        for module, cls, state in self._classes:
+            attach(module, state)
+            module.__class__ = cls
+        for param, local in zip(self._params, locals_, strict=True):
+            set_local(cast("DTensor", param.sharded_param), local)
+            param.info.register(param.sharded_param)
+        self.mapping.clear()
+
+    def _commit(self, new: Sequence[FSDPState]) -> None:
+        for state in new:
+            owner = ", ".join(cls.__name__ for cls in state.original_classes)
+            for unit in state._fsdp_param_groups:
+                mark_taken([(p.sharded_param, p.info) for p in unit.fsdp_params], owner)
+        for old in self._old:
+            ctx = old._comm_ctx
+            ctx.post_forward_order[:] = [s for s in ctx.post_forward_order if s not in self._old]
+            ctx.overlaps = OverlapRecord()
+            for unit in old._fsdp_param_groups:
+                unit.retire()
+            roots.discard(old)
+            old.remove_hooks()
+        for param in self.mapping:
+            param.grad = None
+
+
+def _key(place: tuple[nn.Module, str]) -> Place:
+    return id(place[0]), place[1]
+
+
+def _stand_in(param: FSDPParam) -> nn.Parameter:
+    """Return a parameter on the meta device like the one that was sharded once."""
+    like = param.unsharded_param
+    data = torch.empty(param.layout.shape, dtype=param.orig_dtype, device="meta")
+    if isinstance(like, DTensor):
+        data = dtensor_of(data, with_dtype(spec_of(like), param.orig_dtype))
+    return nn.Parameter(data, requires_grad=param.trainable)
+
+
+def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[FSDPParam, DTensor]], home: torch.device) -> None:
+    """Give parameters the gradients of those they come from, in one flat tensor."""
+    sizes = [param.slot_numel for param, _ in grads]
+    flat = torch.zeros(sum(sizes), dtype=unit.orig_dtype, device=home)
+    lease = probe.Lease(Category.SHARDED_GRADS, unit.index, flat.nbytes)
+    for (param, grad), slot in zip(grads, flat.split(sizes), strict=True):
+        param.local_view(slot).copy_(local_of(laid_out(grad, param.spec.mesh, param.spec.placements, home)))
+    set_sharded_grads([param for param, _ in grads], flat, lease)
+
+
+def _carry_unit_settings(old: FSDPState, new: FSDPState) -> None:
+    for unit in new._fsdp_param_groups:
+        same_mesh = [u for u in old._fsdp_param_groups if u.mesh_info == unit.mesh_info]
+        for was in (same_mesh or old._fsdp_param_groups)[:1]:
+            vars(unit.sync).update(vars(was.sync))
+            unit.reshard_after_backward = was.reshard_after_backward
+            unit.unshard_in_backward = was.unshard_in_backward
+            unit.max_reductions = was.max_reductions
+            if was.comm is not None and was.comm.name == CUSTOM:
+                unit.use_comm(was.comm)
+
+
+def _carry_root_settings(old: FSDPState, new: FSDPState) -> None:
+    new.use_comm_ctx(old._comm_ctx)
+    if old._is_root is not None:
+        new._lazy_init()
+    new._root.is_last_backward = old._root.is_last_backward
+    new._root.post_optim_event = old._root.post_optim_event

@@ -1,0 +1,111 @@
+"""How one tensor is split over ranks: pure geometry, no communication.
+
+Words:
+
+- *rows*         slices of the tensor's *shard dim*. Each of the F ranks has storage for ``c = ceil(rows / F)`` *padded
+                 rows*; rank r really holds rows ``[r*c, min(rows, (r+1)*c))``, which may be none: torch.chunk's split.
+- *slot*         the ``c * row_numel`` elements of a flat buffer that belong to the tensor on one rank.
+- *padded full*  ``[F * slot_numel]``: for dim 0 all slots one below the other, so that the tensor is its beginning.
+
+Only dim 0 may be uneven: along another dim padding would lie between the tensor's own elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """A tensor of ``shape`` split along ``dim`` over ``num_shards`` ranks, F.
+
+    Example: ``ShardLayout(torch.Size([7, 5]), 0, 4)`` -> 2 padded rows, slots of 10 elements; ranks 0, 1, 2 hold two
+    rows, rank 3 holds one and one row of padding.
+    """
+
+    shape: torch.Size
+    dim: int
+    num_shards: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def row_numel(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+
+    @cached_property
+    def padded_rows(self) -> int:
+        """Rows every rank has storage for, c."""
+        return -(-self.shape[self.dim] // self.num_shards)
+
+    @cached_property
+    def slot_numel(self) -> int:
+        """Elements of one rank's slot, padding included."""
+        return self.padded_rows * self.row_numel
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if no rank has padding."""
+        return self.padded_rows * self.num_shards == self.shape[self.dim]
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """Return the first row ``rank`` holds and the row after its last."""
+        rows = self.shape[self.dim]
+        return min(rank * self.padded_rows, rows), min((rank + 1) * self.padded_rows, rows)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of what ``rank`` holds."""
+        first, last = self.rows_of(rank)
+        return (*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :])
+
+    def local_view(self, slot: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the rows of ``rank`` as a view of its slot ``[slot_numel]``."""
+        shape = self.local_shape(rank)
+        return slot[: math.prod(shape)].view(shape)
+
+    def shard_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the rows of ``rank`` as a view of the whole tensor."""
+        first, last = self.rows_of(rank)
+        return full.narrow(self.dim, first, last - first)
+
+    def full_view(self, padded_full: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor as a view of its padded full ``[>= numel]``."""
+        return padded_full[: self.numel].view(self.shape)
+
+    def by_rank(self, padded_full: torch.Tensor) -> torch.Tensor:
+        """Return a view ``[F, ...]`` of ``padded_full`` ``[>= F * slot_numel]`` whose part r is what rank r holds."""
+        if self.dim == 0:
+            return padded_full[: self.num_shards * self.slot_numel].view(self.num_shards, self.slot_numel)
+        return self._parts(self.full_view(padded_full))
+
+    def _parts(self, full: torch.Tensor) -> torch.Tensor:
+        """Return an evenly split ``full`` with the ranks in front."""
+        parts: torch.Tensor = full.unflatten(self.dim, (self.num_shards, self.padded_rows))
+        return parts.movedim(self.dim, 0)
+
+    def copy_in_pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (destination, source) that lay ``full`` out in ``slots`` ``[F, slot_numel]``; padding is zeroed."""
+        if self.is_even and self.dim == 0:
+            yield slots, full.reshape(slots.shape)
+        elif self.is_even:
+            parts = self._parts(full)
+            yield slots.view(parts.shape), parts
+        else:
+            yield from self._uneven_pairs(full, slots)
+
+    def _uneven_pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for rank, slot in enumerate(slots):
+            first, last = self.rows_of(rank)
+            numel = (last - first) * self.row_numel
+            slot[numel:].zero_()
+            if numel:
+                yield slot[:numel], full[first:last].reshape(-1)

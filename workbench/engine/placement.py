@@ -1,0 +1,86 @@
+"""Along which dim, and over which mesh, each parameter is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param import ParamModuleInfo, check_uniform, local_tensor
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return: a dim, and a mesh of its own (experts on fewer ranks).
+
+    Attributes:
+        placement: the dim to split; None: dim 0.
+        mesh_info: over which ranks.
+    """
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+Placed = tuple[nn.Parameter, ParamModuleInfo, Shard]
+
+
+def place(
+    infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], fn: ShardPlacementFn | None, default: FSDPMeshInfo
+) -> dict[FSDPMeshInfo, list[Placed]]:
+    """Group parameters by the mesh they are split over, each with its dim.
+
+    Raises:
+        TypeError: ``fn`` is no function, or returned something else than it may.
+        ValueError: a dim out of range, or one that does not divide evenly; parameters of one mesh differ in dtype or
+            device.
+    """
+    if fn is not None and not callable(fn):
+        raise TypeError(f"shard_placement_fn must be a function of a parameter, got {fn!r}; use lambda param: {fn!r}")
+    by_mesh: dict[FSDPMeshInfo, list[Placed]] = {}
+    for param, info in infos:
+        shard, mesh = _resolve(info.path, fn(param) if fn is not None else None, default)
+        by_mesh.setdefault(mesh, []).append((param, info, _checked(info.path, param, shard, mesh)))
+    for placed in by_mesh.values():
+        check_uniform([(info.path, param) for param, info, _ in placed])
+    return by_mesh
+
+
+def _resolve(path: str, result: object, default: FSDPMeshInfo) -> tuple[Shard, FSDPMeshInfo]:
+    mesh = default
+    if isinstance(result, ShardPlacementResult):
+        mesh, result = result.mesh_info, result.placement
+    if not isinstance(mesh, FSDPMeshInfo):
+        raise TypeError(
+            f"shard_placement_fn gave parameter {path!r} a mesh_info of type {type(mesh).__name__}; it must be an "
+            "FSDPMeshInfo"
+        )
+    if result is None:
+        return Shard(0), mesh
+    if not isinstance(result, Shard):
+        raise TypeError(
+            f"shard_placement_fn returned {result!r} for parameter {path!r}; it may return None, Shard(dim) or "
+            "ShardPlacementResult(Shard(dim), mesh_info)"
+        )
+    return result, mesh
+
+
+def _checked(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo) -> Shard:
+    """Return ``shard`` with its dim counted from the front."""
+    shape, num_shards = tuple(local_tensor(param).shape), mesh.shard_mesh_size
+    if not -len(shape) <= shard.dim < len(shape):
+        raise ValueError(
+            f"shard_placement_fn returned Shard({shard.dim}) for parameter {path!r} of shape {list(shape)}; its dims "
+            f"are 0 to {len(shape) - 1}"
+        )
+    dim = shard.dim % len(shape)
+    if dim and shape[dim] % num_shards:
+        raise ValueError(
+            f"parameter {path!r} of shape {list(shape)} cannot be split along dim {dim}: {shape[dim]} rows do not "
+            f"divide by {num_shards} ranks, and only dim 0 may be uneven; return Shard(0) for it"
+        )
+    return Shard(dim)

@@ -1,0 +1,85 @@
+"""What a user can choose for a unit beside where its parameters lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtype is used where; ``None`` leaves it as it is. Shards, their gradients and the optimizer never change.
+
+    Attributes:
+        param_dtype: of the full parameters: all-gather, forward and backward.
+        reduce_dtype: of the reduction, and of gradients that accumulate without sync; None: what backward computes.
+        output_dtype: floating-point outputs of forward are cast to it.
+        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for what is no floating-point dtype, or no bool."""
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.dtype):
+                raise TypeError(f"MixedPrecisionPolicy: {name} must be a torch.dtype or None, got {value!r}")
+            if value is not None and not value.is_floating_point:
+                raise ValueError(f"MixedPrecisionPolicy: {name} must be a floating-point dtype, got {value}")
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(
+                f"MixedPrecisionPolicy: cast_forward_inputs must be a bool, got {self.cast_forward_inputs!r}"
+            )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards stay on the device that computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and the optimizer's state are on the CPU between uses.
+
+    Attributes:
+        pin_memory: pin that memory where CUDA exists, so that copies overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for what is no bool."""
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(f"CPUOffloadPolicy: pin_memory must be a bool, got {self.pin_memory!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPolicy:
+    """All of a unit's choices.
+
+    Attributes:
+        reshard_after_forward: True frees the full parameters between forward and backward, False keeps them, an int
+            keeps them sharded over groups of so many ranks.
+        mp_policy: see :class:`MixedPrecisionPolicy`.
+        offload_policy: see :class:`OffloadPolicy`.
+    """
+
+    reshard_after_forward: bool | int = True
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+    @property
+    def offloads(self) -> bool:
+        """True if shards live on the CPU whatever computes."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def pins(self) -> bool:
+        """True if the shards' memory is pinned."""
+        policy = self.offload_policy
+        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.cuda.is_available()

@@ -1,0 +1,40 @@
+"""A unit between forward and backward under ``reshard_after_forward=K``: split over groups of K ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from workbench.engine import probe
+from workbench.engine.layout import ShardLayout
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param import FSDPParam
+from workbench.engine.probe import Category
+
+
+class PostForwardShard:
+    """This rank's part of the full parameters, larger than its shards and gathered from fewer ranks.
+
+    Attributes:
+        flat: slots one after another, in the param dtype.
+        layouts: how each parameter is cut.
+        mesh_info: the smaller mesh.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        params: Sequence[FSDPParam],
+        mesh_info: FSDPMeshInfo,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.mesh_info = mesh_info
+        self.layouts = [cast("ShardLayout", p.post_forward) for p in params]
+        sizes = [layout.slot_numel for layout in self.layouts]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._lease = probe.Lease(Category.SHARDED_PARAMS, unit, self.flat.nbytes)
+        for param, slot in zip(params, self.flat.split(sizes), strict=True):
+            param.to_sharded(param.post_forward_form(slot, mesh_info))

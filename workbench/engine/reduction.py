@@ -1,0 +1,282 @@
+"""From full gradients to the gradients of shards.
+
+A reduction goes through these, each only where there is something to do::
+
+    copy-in -> reduce-scatter over F -> [+ what was kept] -> all-reduce over R -> hook -> divide -> cast -> .grad
+
+It is started by a unit's post-backward and finished later, when another one needs its room or backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from workbench.engine import probe
+from workbench.engine._torch import call_post_accumulate_hooks
+from workbench.engine.collectives import (
+    AllReduceState,
+    ReduceMode,
+    ReduceScatterState,
+    Scaling,
+    UnitId,
+    _get_gradient_divide_factors,
+    all_reduce,
+    drop_full_grads,
+    foreach_reduce,
+    lay_out,
+    set_sharded_grads,
+)
+from workbench.engine.comm import ReduceScatter
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param import FSDPParam
+from workbench.engine.probe import Category, Edge, Kind
+from workbench.engine.streams import used_here
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class GradientSync:
+    """What a user can set about a unit's gradients.
+
+    Attributes:
+        reduce_grads: reduce at the end of backward (False: keep adding up full gradients).
+        all_reduce_grads: with replicas, also all-reduce then (False: keep adding up reduced shards).
+        divide_factor: divisor of the sum; None: the number of ranks that see different data.
+        force_sum: let the backend only ever sum.
+        reduce_unused: count a parameter that got no gradient as zero.
+        all_reduce_hook: called with the reduced shard ``[S]``, before it is divided.
+        hook_stream: CUDA stream the hook runs in; None: the engine's.
+    """
+
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    divide_factor: float | None = None
+    force_sum: bool = False
+    reduce_unused: bool = False
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    hook_stream: torch.cuda.Stream | None = None
+
+
+@dataclass
+class Reducer:
+    """Reduces the gradients of one unit.
+
+    Attributes:
+        mesh_info: ranks to reduce over.
+        dtype: of the reduction.
+        orig_dtype: of the shards' gradients.
+        offloads: those live on the CPU.
+        kept: reduced shards ``[S]`` that no all-reduce has seen yet, with the parameters they belong to.
+    """
+
+    unit: UnitId
+    mesh_info: FSDPMeshInfo
+    dtype: torch.dtype
+    orig_dtype: torch.dtype
+    offloads: bool
+    sync: GradientSync = field(default_factory=GradientSync)
+    kept: torch.Tensor | None = None
+    _kept_lease: probe.Lease | None = None
+
+    @property
+    def scaling(self) -> Scaling:
+        """How to average."""
+        # NCCL multiplies by the user's factor in the reduce-scatter, which a single shard rank has none of
+        can_divide = self.sync.divide_factor is None or self.mesh_info.shard_group is not None
+        return _get_gradient_divide_factors(
+            self.mesh_info.data_parallel_size,
+            self.dtype,
+            has_average=self.mesh_info.mesh.device_type == "cuda" and not self.sync.force_sum and can_divide,
+            factor=self.sync.divide_factor,
+        )
+
+    def start(
+        self, params: list[FSDPParam], grads: list[torch.Tensor], reduce: ReduceScatter, unused: Sequence[str]
+    ) -> Reduction:
+        """Start reducing ``grads``; empties the list. ``unused`` names the trainable parameters that have none."""
+        group = self.mesh_info.shard_group
+        moves = self.offloads and grads[0].device != CPU
+        lives_on = not moves and self.dtype == self.orig_dtype
+        category = Category.SHARDED_GRADS if lives_on else Category.REDUCE_SCATTER_BUFFERS
+        reduction = Reduction(self, params)
+        if group is None:
+            output = self._whole(params, grads)
+            reduction.lease = probe.Lease(category, self.unit.index, output.nbytes)
+            reduction.reduced(output)
+        else:
+            mode = ReduceMode(self.dtype, self.scaling, category, tuple(unused))
+            reduction.scatter = foreach_reduce(params, grads, mode, group, reduce, self.unit)
+        return reduction
+
+    def _whole(self, params: Sequence[FSDPParam], grads: list[torch.Tensor]) -> torch.Tensor:
+        """Return the full gradients of a single shard rank, laid out ``[S]``."""
+        output = torch.empty(sum(p.slot_numel for p in params), dtype=self.dtype, device=grads[0].device)
+        lay_out(params, grads, output.view(1, -1), self.unit)
+        drop_full_grads(grads, self.unit)
+        self.scaling.before(output)
+        return output
+
+    def keep(self, output: torch.Tensor, lease: probe.Lease) -> None:
+        """Add a reduced shard to those that wait for an all-reduce."""
+        if self.kept is None:
+            self.kept, self._kept_lease = output, lease
+        else:
+            self.kept += output
+
+    def take_kept(self) -> torch.Tensor | None:
+        """Return what :meth:`keep` added up, and forget it."""
+        kept, self.kept, self._kept_lease = self.kept, None, None
+        return kept
+
+    def finish(self, params: Sequence[FSDPParam], output: torch.Tensor, lease: probe.Lease) -> None:
+        """Make ``output`` ``[S]``, fully reduced, the gradient of the shards."""
+        self._run_hook(output)
+        self.scaling.after(output)
+        grad = output.to(self.orig_dtype) if output.dtype != self.orig_dtype else output
+        if self.offloads and grad.device != CPU:
+            probe.event(Kind.OFFLOAD, Edge.BEGIN, self.unit.index, grad.nbytes)
+            grad = grad.to(CPU)  # the optimizer, or a hook below, reads it on the host: not before it is there
+            probe.event(Kind.OFFLOAD, Edge.END, self.unit.index, grad.nbytes)
+        if grad is not output:
+            lease = probe.Lease(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
+        set_sharded_grads(params, grad, lease)
+        for param in params:
+            call_post_accumulate_hooks(param.sharded_param)
+
+    def _run_hook(self, output: torch.Tensor) -> None:
+        hook, stream = self.sync.all_reduce_hook, self.sync.hook_stream
+        if hook is None:
+            return
+        if stream is None:
+            hook(output)
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            used_here(output)
+            hook(output)
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@dataclass
+class Reduction:
+    """One reduction under way.
+
+    Attributes:
+        params: the parameters whose gradients are in it, in order.
+        scatter: its reduce-scatter in flight.
+        all_reduce: its all-reduce in flight.
+        lease: of the bytes of its output.
+    """
+
+    reducer: Reducer
+    params: list[FSDPParam]
+    scatter: ReduceScatterState | None = None
+    all_reduce: AllReduceState | None = None
+    lease: probe.Lease | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """True until the shards have their gradients, or the result is kept."""
+        return self.scatter is not None or self.all_reduce is not None
+
+    def end_scatter(self) -> None:
+        """Wait for the reduce-scatter and start what follows it."""
+        if self.scatter is not None:
+            output, self.lease = self.scatter.finish(), self.scatter.lease
+            self.scatter = None
+            self.reduced(output)
+
+    def reduced(self, output: torch.Tensor) -> None:
+        """Go on with ``output`` ``[S]``, summed over the shard ranks."""
+        reducer, group = self.reducer, self.reducer.mesh_info.replicate_group
+        if group is None:
+            self._set(output)
+        elif not reducer.sync.all_reduce_grads:
+            reducer.keep(output, self._lease())
+        else:
+            kept = reducer.take_kept()
+            if kept is not None:
+                output += kept
+            self.all_reduce = all_reduce(output, group, reducer.scaling, reducer.unit)
+
+    def end_all_reduce(self) -> None:
+        """Wait for the all-reduce, if there is one, and set the gradients."""
+        if self.all_reduce is not None:
+            output = self.all_reduce.finish()
+            self.all_reduce = None
+            self._set(output)
+
+    def _lease(self) -> probe.Lease:
+        lease, self.lease = self.lease, None
+        if lease is None:
+            raise RuntimeError("a reduction was finished twice")
+        return lease
+
+    def _set(self, output: torch.Tensor) -> None:
+        self.reducer.finish(self.params, output, self._lease())
+
+    def abandon(self) -> None:
+        """The iteration was given up: nobody waits for it any more."""
+        if self.scatter is not None:
+            self.scatter.abandon()
+        self.scatter = self.all_reduce = self.lease = None
+
+
+class ReductionQueue:
+    """Reductions in flight, oldest first.
+
+    Attributes:
+        max_scatters: reduce-scatters in flight at once: each holds an input buffer.
+    """
+
+    def __init__(self) -> None:
+        self.max_scatters = 1
+        self._scattering: deque[Reduction] = deque()
+        self._all_reducing: Reduction | None = None
+
+    def __len__(self) -> int:
+        """Reductions not finished yet."""
+        return len(self._scattering) + (self._all_reducing is not None)
+
+    def make_room(self) -> None:
+        """Finish reduce-scatters until one more may start."""
+        while len(self._scattering) >= self.max_scatters:
+            self._end_oldest()
+
+    def add(self, reduction: Reduction) -> None:
+        """Remember a reduction that was started."""
+        if reduction.scatter is not None:
+            self._scattering.append(reduction)
+        elif reduction.all_reduce is not None:
+            self._follow(reduction)
+
+    def finish(self) -> None:
+        """Finish all."""
+        while self._scattering:
+            self._end_oldest()
+        self._follow(None)
+
+    def abandon(self) -> None:
+        """Forget all, without waiting."""
+        for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
+            reduction.abandon()
+        self._scattering.clear()
+        self._all_reducing = None
+
+    def _end_oldest(self) -> None:
+        reduction = self._scattering[0]
+        reduction.end_scatter()
+        self._scattering.popleft()  # not before: a wait that is given up leaves it to be abandoned
+        if reduction.all_reduce is not None:
+            self._follow(reduction)
+
+    def _follow(self, reduction: Reduction | None) -> None:
+        """Let ``reduction`` be the one whose all-reduce is in flight, and finish the one before it."""
+        before, self._all_reducing = self._all_reducing, reduction
+        if before is not None:
+            before.end_all_reduce()

@@ -1,0 +1,248 @@
+"""``reshard_module``: another policy for a live, trained model, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from workbench.engine.call import units_of
+from workbench.engine.exchange import Exchange, ShardCall
+from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from workbench.engine.state import FSDPState, state_of, states_below
+from workbench.engine.undo import NewParams, check_undoable, optimizers_in
+
+
+class Keep:
+    """Stands for an argument that was not given: what the model has now stays."""
+
+    def __repr__(self) -> str:
+        """Return ``KEEP``."""
+        return "KEEP"
+
+
+KEEP: Final = Keep()
+
+
+@torch.no_grad()
+def reshard_module(
+    module: nn.Module,
+    *,
+    wrap: Callable[[nn.Module], bool] | Keep = KEEP,
+    mesh: DeviceMesh | Keep = KEEP,
+    reshard_after_forward: bool | int | Keep | None = KEEP,
+    mp_policy: MixedPrecisionPolicy | Keep = KEEP,
+    offload_policy: OffloadPolicy | Keep = KEEP,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+) -> NewParams:
+    """Change how a sharded model is sharded, in place; collective: all ranks must call it, between iterations.
+
+    Parameters, gradients and optimizer state keep their values, and what is not given stays as it is. Training goes on
+    bit-identically unless the change is one of numbers: another precision, or another order of sums (replicas).
+
+    - ``reshard_after_forward``, ``mp_policy``, and ``offload_policy`` where shards are on the CPU anyway, change what
+      the next forward does. No memory, no communication.
+    - ``wrap`` makes new units of the parameters there are, which stay the objects they are. Old and new shards are in
+      memory at once; no communication.
+    - ``mesh``, and ``offload_policy`` on a GPU, make new parameters; ``optimizers`` go on with them. Old and new shards
+      of parameters, gradients and optimizer state are in memory at once; for another mesh each tensor of these is
+      gathered, one at a time, so that one of them is whole.
+
+    What the user has set stays: the dims of ``shard_placement_fn``, ignored, frozen and tied parameters, hooks of
+    modules, post-accumulate-grad hooks of parameters, and all setters of :class:`FSDPModule`; a unit that is new takes
+    those of the unit its module was in, and prefetch lists lose the modules that are none any more. Lost are other
+    hooks and attributes of parameters that are exchanged, and what
+    ``set_allocate_memory_from_process_group_for_comm`` has set. A graph recorded before cannot run backward afterwards.
+
+    Args:
+        module: the root of the tree.
+        wrap: says which modules below ``module`` become units of their own; ``module`` always is one.
+        mesh: as for ``fully_shard``, like the three that follow; it must hold the ranks the model is on now.
+        reshard_after_forward: see there.
+        mp_policy: see there.
+        offload_policy: see there.
+        optimizers: optimizers that hold the parameters; others would go on with the old ones.
+
+    Returns:
+        new parameter for each old one that was exchanged.
+
+    Raises:
+        TypeError, ValueError: an argument ``fully_shard`` would refuse; nothing in the tree is sharded; ``module`` is
+            only a part of what one root shards; a mesh of other ranks.
+        NotImplementedError: another mesh for parameters that lie on different ranks (experts); an int for parameters
+            that tensor parallelism has split.
+        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+
+    Whatever is raised, the model is as it was.
+    """
+    change = Change(wrap, mesh, reshard_after_forward, mp_policy, offload_policy)
+    change.check_types()
+    held = optimizers_in(optimizers, "reshard_module")
+    states = states_below(module)
+    check_undoable(module, states, "reshard_module")
+    units = units_of(states)
+    info = change.checked_mesh(units)
+    calls = [change.of(call) for call in _calls(module, states, change)]
+    if not change.makes_units(units):
+        _set_policies(calls)
+        return {}
+    exchange = Exchange(module, calls, info)
+    exchange.run(held)
+    return exchange.mapping
+
+
+@dataclass(frozen=True)
+class Change:
+    """The arguments of :func:`reshard_module`; :data:`KEEP` where nothing was given."""
+
+    wrap: Callable[[nn.Module], bool] | Keep
+    mesh: DeviceMesh | Keep
+    reshard_after_forward: bool | int | Keep | None
+    mp_policy: MixedPrecisionPolicy | Keep
+    offload_policy: OffloadPolicy | Keep
+
+    def check_types(self) -> None:
+        """Raise TypeError for values that :func:`fully_shard` would refuse."""
+        if not isinstance(self.wrap, Keep) and not callable(self.wrap):
+            raise TypeError(f"wrap must be a function of a module that returns True or False, got {self.wrap!r}")
+        if not isinstance(self.mesh, (Keep, DeviceMesh)):
+            raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(self.mesh).__name__}")
+        if not isinstance(self.reshard_after_forward, (Keep, int, type(None))):
+            raise TypeError(
+                f"reshard_after_forward must be True, False, an int or None, got {self.reshard_after_forward!r}"
+            )
+        if not isinstance(self.mp_policy, (Keep, MixedPrecisionPolicy)):
+            raise TypeError(f"mp_policy must be a workbench.engine.MixedPrecisionPolicy, got {self.mp_policy!r}")
+        if not isinstance(self.offload_policy, (Keep, OffloadPolicy)):
+            raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {self.offload_policy!r}")
+
+    def checked_mesh(self, units: Sequence[FSDPParamGroup]) -> FSDPMeshInfo | None:
+        """Return the new mesh's description; None: each parameter keeps its mesh.
+
+        Raises:
+            ValueError: a mesh that ``fully_shard`` would refuse, or of other ranks than the units'; a hook with a
+                stream of its own, which replicas do not allow.
+            NotImplementedError: units lie on different ranks.
+        """
+        if isinstance(self.mesh, Keep):
+            return None
+        wanted = _ranks(self.mesh)
+        for unit in units:
+            present = _ranks(unit.mesh_info.mesh)
+            if present != _ranks(units[0].mesh_info.mesh):
+                raise NotImplementedError(
+                    f"parameter {unit.fsdp_params[0].fqn!r} lies on ranks {present}, others on "
+                    f"{_ranks(units[0].mesh_info.mesh)}; reshard_module cannot give them one mesh: undo it with "
+                    "unshard_module and call fully_shard again"
+                )
+            if present != wanted:
+                raise ValueError(f"the model lies on ranks {present}; a mesh of ranks {wanted} must hold the same ones")
+            if unit.sync.hook_stream is not None and self.mesh.ndim > 1:
+                raise ValueError(
+                    f"unit {unit.name or '(root)'!r} has an all-reduce hook with a stream, which replicas do not "
+                    "allow; call set_all_reduce_hook without one first"
+                )
+        return mesh_info(self.mesh)
+
+    def makes_units(self, units: Sequence[FSDPParamGroup]) -> bool:
+        """True if other units are needed, not only another policy for those there are."""
+        moves = not isinstance(self.offload_policy, Keep) and any(
+            unit.device.type != "cpu" and unit.policy.offload_policy != self.offload_policy for unit in units
+        )
+        return moves or not (isinstance(self.wrap, Keep) and isinstance(self.mesh, Keep))
+
+    def of(self, call: ShardCall) -> ShardCall:
+        """Return ``call`` changed."""
+        given = {
+            name: value
+            for name in ("mp_policy", "offload_policy")
+            if not isinstance(value := getattr(self, name), Keep)
+        }
+        auto = call.auto_reshard
+        if not isinstance(self.reshard_after_forward, Keep):
+            auto = self.reshard_after_forward is None
+            given["reshard_after_forward"] = True if auto else self.reshard_after_forward
+        policy = replace(call.policy, **given) if given else call.policy
+        mesh = call.mesh if isinstance(self.mesh, Keep) else self.mesh
+        return replace(call, mesh=mesh, policy=policy, auto_reshard=auto)
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
+
+
+# ---- which calls
+
+
+def _calls(module: nn.Module, states: Sequence[FSDPState], change: Change) -> list[ShardCall]:
+    """Return the calls the tree is to have, parents first, with the policies it has now."""
+    units = units_of(states)
+    some_mesh = units[0].mesh_info.mesh if units else None
+    chosen = change.wrap
+    if isinstance(chosen, Keep):
+        return [_call_of(state, state.modules, some_mesh) for state in states]
+    origins = _origins(module, states[0])
+    inner = [m for m in module.modules() if m is not module and chosen(m)]
+    return [_call_of(origins[m], (m,), some_mesh) for m in (module, *inner)]
+
+
+def _origins(module: nn.Module, top: FSDPState) -> dict[nn.Module, FSDPState]:
+    """Return for each module the call it is in: its own, or that of the nearest module above it, or ``top``."""
+    by_name: dict[str, FSDPState] = {}
+    found: dict[nn.Module, FSDPState] = {}
+    for name, m in module.named_modules():
+        above = by_name[name.rpartition(".")[0]] if name else top
+        by_name[name] = found[m] = state_of(m) or above
+    return found
+
+
+def _call_of(state: FSDPState, modules: tuple[nn.Module, ...], some_mesh: DeviceMesh | None) -> ShardCall:
+    """Return a call with the mesh and policy of ``state``, the latter with what setters have changed."""
+    policy, mesh = UnitPolicy(mp_policy=state.mp_policy), some_mesh
+    for unit in state._fsdp_param_groups[:1]:
+        mesh = unit.mesh_info.mesh
+        reshard = unit.policy.reshard_after_forward if state.auto_reshard else unit.reshard_after_forward
+        policy = replace(unit.policy, mp_policy=state.mp_policy, reshard_after_forward=reshard)
+    return ShardCall(modules=modules, mesh=mesh, policy=policy, auto_reshard=state.auto_reshard, origin=state)
+
+
+# ---- another policy for the units there are
+
+
+def _set_policies(calls: Sequence[ShardCall]) -> None:
+    """Give the units of each call its policy.
+
+    Raises:
+        ValueError, NotImplementedError: one of them cannot have it; none has it then.
+    """
+    for call in calls:
+        for unit in call.origin._fsdp_param_groups:
+            _check_fits(unit, call.policy.reshard_after_forward)
+    for call in calls:
+        state = call.origin
+        keeps = call.auto_reshard and state._is_root
+        reshard = False if keeps else call.policy.reshard_after_forward
+        for unit in state._fsdp_param_groups:
+            unit.change_policy(replace(call.policy, reshard_after_forward=reshard))
+        state.auto_reshard = call.auto_reshard
+        state.mp_policy = call.policy.mp_policy
+
+
+def _check_fits(unit: FSDPParamGroup, reshard_after_forward: bool | int) -> None:
+    size = unit.mesh_info.shard_mesh_size
+    if isinstance(reshard_after_forward, bool) or reshard_after_forward in {1, size}:
+        return
+    if reshard_after_forward < 1 or size % reshard_after_forward:
+        _get_post_forward_mesh_info(reshard_after_forward, unit.mesh_info)  # raises; making it makes process groups
+    split = [p.fqn for p in unit.fsdp_params if p.spec.mesh.ndim > unit.mesh_info.mesh.ndim]
+    if split:
+        raise NotImplementedError(
+            f"parameter {split[0]!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of ranks is "
+            "for plain parameters: use True or False"
+        )

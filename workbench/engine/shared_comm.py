@@ -1,0 +1,335 @@
+"""Ranks of one host read each other's memory instead of sending bytes.
+
+The unit's shards, and the gradients to be reduced, lie in mappings (see :mod:`workbench.engine.shared_memory`). Both
+collectives are barriers: one ends as soon as every rank has *issued* it, and the bytes are read after that, by each
+rank for itself. So they cost no copy, but a slow rank reads later than it would with any of gloo's collectives.
+
+What a rank may write, and when
+    A write to one's own row is safe once this rank has waited for a collective of the group that every rank issues
+    *after* its last read of that row. In particular:
+
+    - a shard, up to the call of its all-gather: always, if the reads of the one before are covered as below;
+    - a shard, after its reads in forward and backward: as soon as this rank has finished the reduce-scatter of the same
+      unit, or any collective issued later. An optimizer is safe, also one that runs in backward, unit by unit;
+    - a shard, after a forward that has no backward (evaluation), or of a unit that reduces nothing:
+      :meth:`SharedMemory.barrier`, issued after the last copy-out and waited for before the shard is written;
+    - the same bytes once more (a cast of parameters that have not changed): always;
+    - a stage: whenever ``allocate`` returns it, see :class:`SharedMemoryReduceScatter`.
+
+Why a reader sees what was written before the barrier, also on processors that reorder memory accesses: between the two
+lie a mutex to one of gloo's threads, a send and a receive on a socket, and a mutex back; each of them orders memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine import probe
+from workbench.engine.comm import sum_in_order
+from workbench.engine.pool import NO_UNIT
+from workbench.engine.probe import Category
+from workbench.engine.shared_memory import SharedMemory, barrier
+from workbench.engine.waits import PendingWork, Work
+
+_ALIGNMENT = 64  # bytes, a cache line
+
+
+def _refuse_unless_cpu(device: torch.device) -> None:
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"memory on {device} was asked for; ranks share memory of the CPU only")
+
+
+def _is_same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two contiguous tensors are the same elements in the same memory."""
+    return (tensor.data_ptr(), tensor.numel(), tensor.dtype) == (expected.data_ptr(), expected.numel(), expected.dtype)
+
+
+def _waited(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+class SharedMemoryAllGather:
+    """All-gather of one unit, whose shard lives in shared memory: the output *is* every rank's shard, uncopied.
+
+    See :class:`workbench.engine.comm.AllGather`, and the head of this file for when a shard may be written.
+
+    Attributes:
+        is_shared: the output costs no memory.
+    """
+
+    is_shared = True
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self._whole = torch.empty(0)  # [F * S]
+        self._row = torch.empty(0)  # [S]
+
+    def shard_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return new memory ``[numel]`` for this rank's shard; its storage is this alone, not the whole mapping.
+
+        All ranks call it together. What was returned before stays memory, but no longer takes part.
+
+        Raises:
+            OSError: on all ranks, see :meth:`SharedMemory.rows`.
+        """
+        rows = self._shared.rows(numel, dtype)
+        self._whole = rows.view(-1)
+        self._row = torch.from_dlpack(rows[self._shared.group.rank])  # type: ignore[attr-defined]
+        return self._row
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's row; the output of the all-gather needs no more."""
+        return self._row.nbytes
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return every rank's shard, ``[F * S]``, as it is from now on; nothing is allocated.
+
+        Raises:
+            ValueError: ``shard_memory`` was not called for this size and dtype.
+        """
+        _refuse_unless_cpu(device)
+        numel = math.prod(size)
+        if (numel, dtype) != (self._whole.numel(), self._whole.dtype):
+            raise ValueError(
+                f"an output of {numel} elements of {dtype} was asked for, but this unit's shared memory has "
+                f"{self._whole.numel()} of {self._whole.dtype}; call shard_memory() with a shard's size and dtype first"
+            )
+        return self._whole.view(*size)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F * S]``.
+
+        Raises:
+            ValueError: the input is not what ``shard_memory`` gave, or the output not what ``allocate`` gave.
+        """
+        if not (_is_same(input_tensor, self._row) and _is_same(output_tensor, self._whole)):
+            raise ValueError(
+                "an all-gather through shared memory copies nothing: the input must be the tensor that shard_memory() "
+                "returned last, the output the one that allocate() returned"
+            )
+        return _waited(barrier(group), async_op)
+
+
+class _Reduction:
+    """A barrier whose ``wait`` also sums this rank's chunk of every rank's stage.
+
+    Attributes:
+        all_have_issued: this rank has waited for the barrier.
+    """
+
+    def __init__(self, barrier: Work, chunks: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        self._barrier = barrier
+        self._unread = chunks  # F times [S]; empty once summed
+        self._output = output  # [S]
+        self._is_too_late = False
+        self.all_have_issued = False
+
+    def get_future(self) -> Any:  # noqa: ANN401 - see Work
+        """Future of the barrier."""
+        return self._barrier.get_future()
+
+    def wait(self) -> None:
+        """Wait for the barrier and sum into the output; later calls do nothing.
+
+        Raises:
+            RuntimeError: the barrier failed, or the stages may hold later gradients.
+        """
+        self._barrier.wait()
+        self.all_have_issued = True
+        if self._is_too_late:
+            raise RuntimeError(
+                "this reduction was waited for too late: as many others as may be outstanding were issued since, or "
+                "the group was built anew, so its stages may hold other gradients"
+            )
+        if self._unread:
+            if len(self._unread) == 1:
+                self._output.copy_(self._unread[0])
+            else:
+                sum_in_order(self._unread, self._output)
+            self._unread = ()
+
+    def wait_for_all_to_issue(self) -> None:
+        """Wait for the barrier only, interruptibly.
+
+        Raises:
+            StepAborted, CollectiveFailed: see :class:`PendingWork`.
+        """
+        if not self.all_have_issued:
+            pending = PendingWork.of(self._barrier, "reduce-scatter through shared memory")
+            pending.block()
+            pending.finish()
+            self.all_have_issued = True
+
+    def give_up_reading(self) -> None:
+        """Never read the stages from now on."""
+        self._is_too_late |= bool(self._unread)
+        self._unread = ()
+
+
+class SharedMemoryReduceScatter:
+    """Reduce-scatter of all units of a group with the same reduce dtype.
+
+    Each rank lays its gradients out in a *stage* of its own; the sum reads every rank's stage, in rank order. See
+    :class:`workbench.engine.comm.ReduceScatter`. An input is allocated, filled and passed to the call before the next
+    one is allocated.
+
+    How many stages: let ``A(j)`` be the writing of stage j, ``B(j)`` the issuing of its barrier and ``R(j)`` the
+    reading, each on every rank, and n the number of reductions a rank may have issued and not read. Then a rank issues
+    ``B(m)`` only after its ``R(m - n)`` (one not read by then is given up), so a rank that has waited for barrier m
+    knows that all ranks are done with ``R(m - n)``. ``A(j)`` overwrites what ``R(j - N)`` reads with N stages; it needs
+    barrier ``m = j - N + n``. A rank that writes before it reads what is outstanding has waited for barrier
+    ``j - 1 - n``: with ``N = 2n + 1`` that is enough. One that first reads the oldest has waited for ``j - n``:
+    ``N = 2n``. With fewer (``n + 1`` at least) ``allocate`` itself waits for the barrier in question: right as well,
+    but slower ranks are then waited for earlier than need be.
+
+    Args:
+        shared: the memory of the group.
+        dtype: of the gradients that are summed.
+        max_outstanding: see :meth:`allow`.
+        num_stages: see :meth:`allow`.
+    """
+
+    def __init__(
+        self, shared: SharedMemory, dtype: torch.dtype, max_outstanding: int = 1, num_stages: int | None = None
+    ) -> None:
+        self._shared = shared
+        self._dtype = dtype
+        self._num_issued = 0
+        self._generation = shared.group.index
+        self.allow(max_outstanding, num_stages)
+
+    def allow(self, max_outstanding: int, num_stages: int | None = None) -> None:
+        """Let so many reductions be outstanding from now on; all ranks together, and the stages are made anew.
+
+        Args:
+            max_outstanding: n, reductions issued and not yet waited for.
+            num_stages: N, ``2 n + 1`` if None.
+
+        Raises:
+            ValueError: fewer stages than n + 1, or n < 1.
+        """
+        num_stages = 2 * max_outstanding + 1 if num_stages is None else num_stages
+        if not num_stages > max_outstanding >= 1:
+            raise ValueError(
+                f"{max_outstanding} outstanding reductions with {num_stages} stages were asked for; "
+                "at least 1 reduction and one stage more than reductions are needed"
+            )
+        self._max_outstanding = max_outstanding
+        self._num_stages = num_stages
+        self._stages: torch.Tensor | None = None  # [F, N, capacity]; what is outstanding keeps those before
+        self.lease: probe.Lease | None = None
+        self._recent: deque[_Reduction] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's stages, in use or not."""
+        return 0 if self._stages is None else self._stages[0].nbytes
+
+    def reserve(self, numel: int) -> None:
+        """Make the stages large enough for inputs of ``numel`` elements; all ranks together.
+
+        Asked for once with the largest unit's, no step has to make them anew.
+
+        Raises:
+            OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
+        """
+        if self._stages is not None and numel <= self._stages.shape[2]:
+            return
+        self.release()
+        step = _ALIGNMENT // math.gcd(_ALIGNMENT, self._dtype.itemsize)
+        capacity = -(-numel // step) * step
+        rows = self._shared.rows(self._num_stages * capacity, self._dtype)
+        self._stages = rows.view(self._shared.group.size, self._num_stages, capacity)
+        self.lease = probe.Lease(Category.RESERVED, NO_UNIT, self.num_bytes)
+
+    def release(self) -> None:
+        """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
+        self._stages = self.lease = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return this rank's next stage, ``[F * S]``, to be filled; all ranks ask for the same sizes in the same order.
+
+        Raises:
+            ValueError: another dtype or device than this object was made for.
+            OSError: on all ranks, see :meth:`reserve`.
+            StepAborted, CollectiveFailed: in a wait for ranks that have yet to read the stage.
+        """
+        _refuse_unless_cpu(device)
+        if dtype != self._dtype:
+            raise ValueError(f"an input of {dtype} was asked for; the stages of this reduce-scatter hold {self._dtype}")
+        self._begin_anew_if_rebuilt()
+        numel = math.prod(size)
+        self.reserve(numel)
+        last_user = self._issued_ago(self._num_stages - self._max_outstanding)
+        if last_user is not None:
+            last_user.wait_for_all_to_issue()
+        return self._next_stages()[self._shared.group.rank, :numel].view(*size)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Start the sum over ranks: ``output_tensor`` ``[S]`` gets this rank's chunk of it when the work is waited for.
+
+        Raises:
+            ValueError: the input ``[F * S]`` is not what ``allocate`` gave last, or ``op`` is not SUM.
+        """
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"a reduce-scatter through shared memory sums; {op} was asked for")
+        chunks = self._chunks(output_tensor, input_tensor)
+        oldest = self._issued_ago(self._max_outstanding)
+        if oldest is not None:
+            oldest.give_up_reading()
+        reduction = _Reduction(barrier(group), chunks, output_tensor)
+        self._recent.append(reduction)
+        self._num_issued += 1
+        return _waited(reduction, async_op)
+
+    def _chunks(self, output: torch.Tensor, chunks: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return this rank's chunk ``[S]`` of every rank's stage."""
+        rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
+        stages = self._next_stages()  # [F, capacity]
+        if output.dtype != self._dtype or not _is_same(chunks, stages[rank, : size * numel]):
+            raise ValueError(
+                "a reduce-scatter through shared memory copies nothing: the input must be the tensor that allocate() "
+                f"returned last, of {size} times as many elements as the output, and both of {self._dtype}"
+            )
+        return stages[:, rank * numel : (rank + 1) * numel].unbind(0)
+
+    def _next_stages(self) -> torch.Tensor:
+        """Return the stage of every rank for the next reduction, ``[F, capacity]``.
+
+        Counted by what was issued, so an input that an interrupt left unused shifts nothing on this rank alone.
+        """
+        if self._stages is None:
+            return torch.empty(self._shared.group.size, 0, dtype=self._dtype)
+        return self._stages[:, self._num_issued % self._num_stages]
+
+    def _issued_ago(self, number: int) -> _Reduction | None:
+        """Return the reduction that is ``number`` before the one to be issued next."""
+        return self._recent[-number] if len(self._recent) >= number else None
+
+    def _begin_anew_if_rebuilt(self) -> None:
+        """Count from 0 on a new process group: ranks may have come to differ, and making it they all met."""
+        if self._generation != self._shared.group.index:
+            for reduction in self._recent:
+                reduction.give_up_reading()
+            self._recent.clear()
+            self._num_issued = 0
+            self._generation = self._shared.group.index

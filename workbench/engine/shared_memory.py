@@ -1,0 +1,156 @@
+"""Memory that the ranks of one host share.
+
+A *mapping* is memory that all ranks of a group have mapped; its *row* r is written by rank r alone and read by all.
+The collectives over it are in :mod:`workbench.engine.shared_comm`, which also says what may be written when.
+
+The memory belongs to no file system: it is gone with the last process that maps it, however that one ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.groups import CommGroup
+from workbench.engine.order import Call
+from workbench.engine.waits import PendingWork, Work
+
+_MESSAGE_BYTES = 256
+_MAPPED = "mapped"
+_CPU = torch.device("cpu")
+_ON_CPU = dist.BarrierOptions()
+_ON_CPU.device = _CPU  # else a group that knows both gloo and NCCL takes NCCL
+
+T = TypeVar("T")
+
+
+def barrier(process_group: dist.ProcessGroup) -> Work:
+    """Start what ends once every rank has started it.
+
+    The cheapest of gloo's collectives: log2(F) messages in a row, an all-reduce or all-gather of one byte takes more.
+    """
+    return cast("Work", process_group.barrier(_ON_CPU))
+
+
+def _exchange(text: str, group: CommGroup) -> list[str]:
+    """Gather a short text from every rank, in rank order; interruptible."""
+    data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    texts = [torch.zeros_like(own) for _ in group.ranks]
+    pending = group.start(
+        lambda pg: cast("Work", dist.all_gather(texts, own, group=pg, async_op=True)),
+        Call("set-up of shared memory", None, _MESSAGE_BYTES * group.size),
+        recurs=False,
+    )
+    pending.block()
+    group.finished(pending)
+    pending.finish()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
+
+
+def _attempt(action: Callable[..., T], *args: Any) -> tuple[T | None, str]:  # noqa: ANN401 - action's own
+    """Return (result, "") or (None, why the system refused)."""
+    try:
+        return action(*args), ""
+    except (OSError, RuntimeError) as error:  # torch's own refusal to map is a RuntimeError
+        return None, str(error).splitlines()[0]
+
+
+def _available_bytes() -> int:
+    """Memory that could be taken now without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _create(num_bytes: int, until_mapped: ExitStack) -> str:
+    """Make anonymous memory and return the address under which a process of this host can map it."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    available = _available_bytes()
+    if num_bytes > available:  # the kernel would not refuse, but begin to end processes
+        raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
+    name = f"workbench-{secrets.token_hex(8)}"
+    fd = os.memfd_create(name)
+    until_mapped.callback(os.close, fd)
+    os.posix_fallocate(fd, 0, num_bytes)  # now, so that lack of memory is an error here and not a SIGBUS at a write
+    return f"{os.getpid()} {fd} {name}"
+
+
+def _map(address: str, num_bytes: int) -> torch.Tensor:
+    """Map the memory at an address, ``[num_bytes]`` uint8; unmapped when its last view dies."""
+    pid, fd, name = address.split()
+    path = f"/proc/{pid}/fd/{fd}"
+    if os.readlink(path) != f"/memfd:{name} (deleted)":  # the name is random: nobody else's has it
+        raise OSError(errno.ENXIO, f"{path} is not the other rank's memory: another host, or another pid namespace")
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+class SharedMemory:
+    """What the ranks of one group map together.
+
+    Attributes:
+        group: the ranks; all of them call every method but :meth:`barrier`'s wait together, in the same order.
+    """
+
+    def __init__(self, group: CommGroup) -> None:
+        self.group = group
+
+    @classmethod
+    def connect(cls, group: CommGroup) -> SharedMemory | None:
+        """Return the shared memory of ``group``, or None on all of its ranks if one of them cannot map it.
+
+        Raises:
+            StepAborted, CollectiveFailed: the ranks could not come to an answer.
+        """
+        shared = cls(group)
+        try:
+            shared.rows(1, torch.uint8)
+        except OSError:
+            return None
+        return shared
+
+    def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new mapping ``[F, numel]``, contiguous, zeroed; row r is rank r's.
+
+        Rows are not padded: rank r's lies ``r * numel * dtype.itemsize`` bytes behind the page that the first begins.
+
+        Raises:
+            OSError: on all ranks, if one of them could not get or map the memory; the message names it and says why.
+            StepAborted, CollectiveFailed: see :class:`PendingWork`.
+        """
+        num_bytes = self.group.size * numel * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(self.group.size, numel, dtype=dtype)
+        return self._map_together(num_bytes).view(dtype).view(self.group.size, numel)
+
+    def _map_together(self, num_bytes: int) -> torch.Tensor:
+        memory: torch.Tensor | None = None
+        address: str | None = None
+        problem = ""
+        with ExitStack() as until_mapped:
+            if self.group.rank == 0:
+                address, problem = _attempt(_create, num_bytes, until_mapped)
+            address = _exchange(address or "", self.group)[0]
+            if address:
+                memory, problem = _attempt(_map, address, num_bytes)
+            answers = _exchange(problem or _MAPPED, self.group)
+        problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != _MAPPED]
+        if problems or memory is None:
+            memory = None  # else the exception would keep it
+            raise OSError(
+                f"ranks {list(self.group.ranks)} cannot share {num_bytes} bytes of memory; {'; '.join(problems)}. "
+                "Set WORKBENCH_COMM=gloo to do without."
+            )
+        return memory
+
+    def barrier(self) -> PendingWork:
+        """Start a barrier: once it has ended, whatever any rank read before it issued it has been read."""
+        return self.group.start(barrier, Call("barrier after reading shared memory", None, 0))

@@ -1,0 +1,68 @@
+"""CUDA streams of the engine; on CPU there are none and nothing here does anything.
+
+Collectives run in c10d's own streams. What the engine adds is one stream for casting and copying the input of an
+all-gather, so that a prefetch does not queue behind the compute that is to hide it, and one in which gradients are
+copied and reductions finished. The host never waits (with offloading, for the gradients it is to step with).
+
+Memory goes back to the stream it is from as soon as the host has issued its last use, and that stream waits for the use
+(:meth:`Streams.was_read`, :meth:`Streams.join`). ``record_stream`` instead would keep it from being used again for as
+long as the device lags behind the host, so that the peak would grow with the lag.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+class Streams:
+    """Streams of one communication context.
+
+    Attributes:
+        copy_in: for all-gather inputs; None on CPU.
+        reduce: for reductions and what follows them; None on CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.copy_in = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+        self.reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+
+    def gathering(self) -> AbstractContextManager[object]:
+        """Within the body work goes to the copy-in stream."""
+        return torch.cuda.stream(self.copy_in) if self.copy_in is not None else nullcontext()
+
+    def reducing(self, *, after_compute: bool) -> AbstractContextManager[object]:
+        """Within the body work goes to the reduce stream, which first waits for what was computed so far."""
+        if self.reduce is None:
+            return nullcontext()
+        if after_compute:
+            self.reduce.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.reduce)
+
+    def shards_changed(self, event: torch.cuda.Event | None) -> None:
+        """Let later all-gathers see the optimizer's step: wait for ``event``, or for all that was computed so far."""
+        if self.copy_in is None:
+            return
+        if event is not None:
+            self.copy_in.wait_event(event)
+        else:
+            self.copy_in.wait_stream(torch.cuda.current_stream())
+
+    def was_read(self) -> None:
+        """Let the next all-gather have the memory of one that was copied out, or waited for, just now."""
+        if self.copy_in is not None:
+            self.copy_in.wait_stream(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        """Let compute see what the reduce stream was given so far: reduced gradients, and full ones read and freed."""
+        if self.reduce is not None:
+            torch.cuda.current_stream().wait_stream(self.reduce)
+
+
+def used_here(*tensors: torch.Tensor) -> None:
+    """Tell the CUDA allocator that tensors of another stream are used in the current one."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())

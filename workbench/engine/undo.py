@@ -1,0 +1,215 @@
+"""Undoing ``fully_shard``: plain modules again, or a plain copy; optimizers carried along."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+from workbench.engine._torch import dtensor_of, local_of, share_post_accumulate_hooks, spec_of
+from workbench.engine.call import detach, units_of
+from workbench.engine.param import FSDPParam
+from workbench.engine.param_group import TrainingState
+from workbench.engine.root import roots
+from workbench.engine.state import FSDPState, states_below
+
+M = TypeVar("M", bound=nn.Module)
+NewParams = dict[nn.Parameter, nn.Parameter]
+
+
+@torch.no_grad()
+def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> NewParams:
+    """Undo every ``fully_shard`` call in ``module``'s tree; collective: all ranks must call it.
+
+    Parameters and gradients keep their values and become what they were before, in place: plain tensors, or DTensors of
+    tensor parallelism. Hooks of modules and classes go back, post-accumulate-grad hooks of parameters go along, and
+    gradients move. Optimizers that hold the sharded parameters go on with the plain ones, their state gathered; until
+    everything is there nothing is changed, so that shards and the whole model are in memory at once.
+
+    Args:
+        module: the root of the tree.
+        optimizers: optimizers to carry along.
+
+    Returns:
+        plain parameter for each sharded parameter.
+
+    Raises:
+        TypeError: ``optimizers`` holds something else.
+        ValueError: nothing in the tree is sharded, or ``module`` is only a part of what one root shards.
+        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+    """
+    held = optimizers_in(optimizers, "unshard_module")
+    states = states_below(module)
+    check_undoable(module, states, "unshard_module")
+    units = units_of(states)
+    for unit in units:
+        unit.reshard()
+    infos = {param.sharded_param: param.info for unit in units for param in unit.fsdp_params}
+    plain = {param.sharded_param: _plain(param) for unit in units for param in unit.fsdp_params}
+    commits = [staged(optimizer, plain) for optimizer in held]
+    for sharded, param in plain.items():
+        infos[sharded].register(param)
+        sharded.grad = None
+    for unit in units:
+        unit.retire()
+    for state in states:
+        undo(state)
+        state._comm_ctx.release_buffers(())
+    for commit in commits:
+        commit()
+    return plain
+
+
+def optimizers_in(optimizers: object, what: str) -> list[torch.optim.Optimizer]:
+    """Return what was given to ``what`` as a list; raises TypeError for anything but optimizers."""
+    given = list(optimizers) if isinstance(optimizers, Iterable) else []
+    found = [o for o in given if isinstance(o, torch.optim.Optimizer)]
+    if len(found) < len(given) or not isinstance(optimizers, Iterable):
+        said = ", ".join(type(o).__name__ for o in given) or type(optimizers).__name__
+        raise TypeError(f"{what} takes optimizers as a list of torch.optim.Optimizer, got {said}")
+    return found
+
+
+def check_undoable(module: nn.Module, states: Sequence[FSDPState], what: str) -> None:
+    """Raise as :func:`unshard_module` does, before anything is changed; ``what`` was called."""
+    name = type(module).__name__
+    if not states:
+        raise ValueError(f"{name} holds no module that fully_shard was called on")
+    part_of = [type(root.modules[0]).__name__ for root in roots if root not in states and root.overlaps(states)]
+    if part_of:
+        raise ValueError(f"{name} is only a part of the FSDP root {part_of[0]}; call {what} on the root")
+    busy = [type(s.modules[0]).__name__ for s in states if s._training_state is not TrainingState.IDLE]
+    if busy:
+        raise RuntimeError(
+            f"{what}: the forward or backward of {busy[0]} is under way, or has raised; call it between iterations, "
+            "after an exception after reset_iter_state() on the root"
+        )
+    units = units_of(states)
+    held = [p.fqn for u in units for p in u.fsdp_params if p.has_full_grad or u._reducer.kept is not None]
+    if held:
+        raise RuntimeError(
+            f"{name} holds gradients that were accumulated without sync and not reduced yet, of {', '.join(held)}; "
+            "run a backward after set_requires_gradient_sync(True) and set_requires_all_reduce(True), or drop them "
+            "with reset_iter_state()"
+        )
+
+
+def _plain(param: FSDPParam) -> nn.Parameter:
+    """Return the parameter as it was before fully_shard, its values, gradient and hooks those of now."""
+    sharded, like = param.sharded_param, param.unsharded_param
+    plain = nn.Parameter(state_like(like, sharded), requires_grad=sharded.requires_grad)
+    if sharded.grad is not None:
+        plain.grad = state_like(like, sharded.grad)
+    share_post_accumulate_hooks(sharded, plain)
+    return plain
+
+
+@torch.no_grad()
+def plain_copy(module: M, memo: dict[int, Any]) -> M:
+    """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
+
+    Args:
+        module: the root of a sharded tree; it is left as it was.
+        memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
+    """
+    states = states_below(module)
+    for unit in units_of(states):
+        unit.reshard()
+    for param in module.parameters():
+        if isinstance(param, DTensor):
+            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+            if param.grad is not None:
+                plain.grad = full_tensor(param.grad)
+    memo.update((id(state), None) for state in states)
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.plain_modules())
+        return copy.deepcopy(module, memo)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` whole and plain: gathered if it is a DTensor (collective), copied if not."""
+    return _gathered(tensor).clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """Gather on the device of the mesh, wherever the shards are; a single rank's is the shard's own memory."""
+    local, device_type = local_of(tensor), tensor.device_mesh.device_type
+    if local.device.type not in {device_type, "meta"}:
+        tensor = dtensor_of(local.detach().to(device_type), spec_of(tensor))
+    return cast("DTensor", tensor.detach()).full_tensor()
+
+
+def undo(state: FSDPState) -> None:
+    """Give the modules of a call their class back, and take its hooks off."""
+    roots.discard(state)
+    state.remove_hooks()
+    for module, cls in zip(state.modules, state.original_classes, strict=True):
+        detach(module)
+        module.__class__ = cls
+
+
+@torch.no_grad()
+def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: NewParams) -> None:
+    """Make ``optimizer`` go on with other parameters, in place.
+
+    State follows its parameter: gathered when the new one is plain (collective), split when it is a DTensor.
+
+    Args:
+        optimizer: holds some of the old parameters.
+        mapping: new parameter for each old one, of the same full shape.
+    """
+    staged(optimizer, mapping)()
+
+
+def staged(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Callable[[], None]:
+    """Do all of :func:`remap_optimizer` that can fail (collective); what is returned does the rest."""
+    states = {
+        old: {key: state_like(new, value) for key, value in optimizer.state[old].items()}
+        for old, new in mapping.items()
+        if old in optimizer.state
+    }
+    return partial(_commit, optimizer, mapping, states)
+
+
+def _commit(
+    optimizer: torch.optim.Optimizer, mapping: NewParams, states: dict[nn.Parameter, dict[str, object]]
+) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [mapping.get(p, p) for p in group["params"]]
+    for old, state in states.items():
+        del optimizer.state[old]
+        optimizer.state[mapping[old]] = state
+
+
+def state_like(param: torch.Tensor, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    """Return a value in the layout its parameter has now, and where that is; whole and plain for a plain one.
+
+    A DTensor of another shape than the parameter's (a factor, a norm) is repeated on the parameter's mesh; a plain
+    value of another shape (a step count) stays as it is.
+    """
+    if not isinstance(param, DTensor):
+        return full_tensor(value) if isinstance(value, DTensor) else value
+    if not isinstance(value, torch.Tensor) or not (isinstance(value, DTensor) or value.shape == param.shape):
+        return value
+    placements = param.placements if value.shape == param.shape else (Replicate(),) * param.device_mesh.ndim
+    return laid_out(value, param.device_mesh, placements, local_of(param).device)
+
+
+def laid_out(value: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], place: torch.device) -> DTensor:
+    """Return a whole tensor, or a DTensor of another layout (collective), split over ``mesh``, shards in ``place``."""
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        return dtensor_of(local_of(value).detach().to(place), spec_of(value))
+    whole = _gathered(value) if isinstance(value, DTensor) else value.detach()
+    split = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    local = local_of(split)
+    if local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        local = local.clone()
+    return dtensor_of(local.to(place), spec_of(split))

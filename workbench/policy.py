@@ -1,0 +1,154 @@
+"""How a model is sharded, in the words people write: meshes, precisions, reshard_after_forward. stdlib only.
+
+Both ends read them here: the notebook before it asks any rank, and every rank before it changes anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+RESHARD_AFTER_FORWARD = ("auto", "true", "false")
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""What people write for a dtype, and torch's name of it."""
+
+OFF = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Dtypes of a unit, each a key of :data:`DTYPES` or ``""`` for none.
+
+    Attributes:
+        param: of the all-gather and of forward and backward.
+        reduce: gradients are reduced in it; none: in ``param``.
+        output: the model's result is cast to it; none: left as it comes.
+    """
+
+    param: str = ""
+    reduce: str = ""
+    output: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return what ``text`` says.
+
+        Example: ``"bf16,reduce=fp32"`` -> ``MixedPrecision(param="bf16", reduce="fp32")``; ``"off"`` -> all none.
+
+        Raises:
+            ValueError: ``text`` says something else.
+        """
+        if text == OFF:
+            return cls()
+        found: dict[str, str] = {}
+        for place, part in enumerate(text.split(",") if isinstance(text, str) else [""]):
+            name, has_name, dtype = part.strip().rpartition("=")
+            name = name.strip() if has_name else ("param" if place == 0 else "")
+            if name not in ("param", "reduce", "output") or name in found or dtype.strip() not in DTYPES:
+                raise ValueError(
+                    f"mp is a dtype, with reduce= and output= where those differ, such as bf16 or "
+                    f"bf16,reduce=fp32,output=fp32; or {OFF}. Dtypes are {', '.join(DTYPES)}. Not {text!r}"
+                )
+            found[name] = dtype.strip()
+        return cls(**found)
+
+
+def as_mesh(value: object) -> tuple[int, ...]:
+    """Return a mesh from what people write for it; whether it is one says :func:`check_mesh`.
+
+    Example: ``"2x4"`` and ``[2, 4]`` -> ``(2, 4)``, ``4`` and ``"4"`` -> ``(4,)``.
+
+    Raises:
+        ValueError: it is nothing of the sort.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, str) and all(part.isdecimal() for part in value.split("x")):
+        return tuple(map(int, value.split("x")))
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(value)
+    raise ValueError(_wrong_mesh(value))
+
+
+def as_reshard_after_forward(text: str) -> str | int:
+    """Return what a word says: a number, or the word itself. ``"4"`` -> ``4``, ``"auto"`` -> ``"auto"``."""
+    return int(text) if text.isdecimal() else text
+
+
+def check_mesh(mesh: Sequence[object]) -> None:
+    """Raise unless ``mesh`` is ``(F,)`` or ``(R, F)``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if len(mesh) not in (1, 2) or not all(type(size) is int and size > 0 for size in mesh):
+        raise ValueError(_wrong_mesh("x".join(map(str, mesh))))
+
+
+def check_mesh_fits(mesh: Sequence[int], world_size: int) -> None:
+    """Raise unless ``mesh`` holds all ranks; an empty one does.
+
+    Raises:
+        ValueError: it does not; the message says which would.
+    """
+    if mesh and math.prod(mesh) != world_size:
+        product = f" = {math.prod(mesh)}" if len(mesh) > 1 else ""
+        raise ValueError(
+            f"mesh {'x'.join(map(str, mesh))}{product} is not the number of ranks, {world_size}; what fits: "
+            f"{', '.join(meshes_that_fit(world_size))}"
+        )
+
+
+def meshes_that_fit(world_size: int) -> list[str]:
+    """Return the meshes over all ranks as people write them: ``4`` -> ``["4", "2x2", "4x1"]``."""
+    copies = [n for n in range(2, world_size + 1) if world_size % n == 0]
+    return [str(world_size), *(f"{n}x{world_size // n}" for n in copies)]
+
+
+def check_reshard_after_forward(value: object) -> None:
+    """Raise unless ``value`` is one of :data:`RESHARD_AFTER_FORWARD` or a number of at least 2.
+
+    Raises:
+        ValueError: it is not.
+    """
+    is_number = type(value) is int and value > 1
+    if value not in RESHARD_AFTER_FORWARD and not is_number:
+        raise ValueError(
+            f"reshard_after_forward is one of {', '.join(RESHARD_AFTER_FORWARD)}, or a number of ranks of at least 2, "
+            f"not {value!r}"
+        )
+
+
+def check_reshard_fits(value: object, shard_size: int) -> None:
+    """Raise unless a number of ranks divides the F ranks that share one copy, and is less.
+
+    Raises:
+        ValueError: it does not; the message says which would.
+    """
+    if not isinstance(value, int) or (value < shard_size and shard_size % value == 0):
+        return
+    fitting = [str(n) for n in range(2, shard_size) if shard_size % n == 0]
+    numbers = f"{', '.join(fitting)}; or " if fitting else "no number; "
+    raise ValueError(
+        f"reshard_after_forward {value} does not split the {shard_size} ranks that share one copy into equal, smaller "
+        f"groups; what fits: {numbers}{', '.join(RESHARD_AFTER_FORWARD)}"
+    )
+
+
+def check_prefetch(value: object) -> None:
+    """Raise unless ``value`` is a number of units ahead, 0 included.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(
+            f"prefetch is how many units are gathered ahead: 1, 2, ..., or 0 for the engine's own order, not {value!r}"
+        )
+
+
+def _wrong_mesh(value: object) -> str:
+    return f"mesh is a number of ranks, or copies x ranks that share one, such as 4 or 2x2, not {str(value)!r:.60}"

@@ -1,0 +1,60 @@
+"""Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
+
+Version 2 added to a unit ``replicate_size``, the dtypes of its collectives, ``offload`` and ``comm``; to a parameter
+``global_shape``; to a communication group its ranks; and the memory class RESERVED. What a version-1 trace could not
+know is filled with what the engine of that time did: one copy, one precision, no offloading, no pools.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from workbench.errors import TraceError
+from workbench.trace.schema import SCHEMA_VERSION, Category
+
+_RANKS = re.compile(r"ranks? (\d[\d, -]*)$")
+_MAX_RANKS = 2**16  # a file may say anything
+
+
+def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a header's JSON data as this version writes it; data of this version, or of none, as it is.
+
+    Raises:
+        TraceError: it says to be of an older version and is not like it.
+    """
+    if data.get("schema_version") != 1:
+        return data
+    try:
+        units = [_unit(unit) for unit in data["units"]]
+        groups = [{"name": name, "ranks": _ranks_in(name)} for name in data["comm_groups"]]
+    except (KeyError, TypeError, IndexError) as error:
+        raise TraceError("header says schema version 1, and its units or comm_groups are not that version's") from error
+    return data | {"schema_version": SCHEMA_VERSION, "units": units, "comm_groups": groups}
+
+
+def upgrade_key_frame(data: dict[str, Any], version: int) -> dict[str, Any]:
+    """Return the JSON data of a key frame that a trace of ``version`` holds as this version writes it."""
+    live = data["bytes_by_category"]
+    return data | {"bytes_by_category": [*live, 0]} if version == 1 and len(live) == Category.RESERVED else data
+
+
+def _unit(data: dict[str, Any]) -> dict[str, Any]:
+    dtype = data["params"][0]["dtype"] if data["params"] else ""
+    added = {"replicate_size": 1, "compute_dtype": dtype, "reduce_dtype": dtype, "offload": False, "comm": ""}
+    return added | data | {"params": [{"global_shape": param["shape"]} | param for param in data["params"]]}
+
+
+def _ranks_in(name: str) -> list[int]:
+    """Return the ranks a group was named after; none if it was not.
+
+    Example: ``"group 0: ranks 0, 2"`` -> ``[0, 2]``, ``"ranks 0-1"`` -> ``[0, 1]``.
+    """
+    found = _RANKS.search(name)
+    ranks: list[int] = []
+    for part in found[1].split(",") if found else ():
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            return []
+        ranks += range(int(first), min(int(last or first), int(first) + _MAX_RANKS) + 1)
+    return ranks
