@@ -806,8 +806,10 @@ def refused_replicas() -> str:
     unit = model._get_fsdp_state()._fsdp_param_group
     unit.sync.hook_stream = object()  # a stream needs CUDA
     before = fingerprint(model)
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match="has an all-reduce hook with a stream") as refused:
-        reshard_module(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        reshard_module(model, mesh=replicas)
+    dist.barrier()  # refused before anything collective: the rank with the store must not leave first
     assert fingerprint(model) == before
     return str(refused.value)
 
