@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tests.trace.strategies import example_trace
@@ -62,6 +63,136 @@ def prints(text: str, then: Act = returns) -> Act:
     return writes(Output("stdout", text=text), then=then)
 
 
+class FakeGate:
+    """The gate of one rank: steps through a program of events as it is told to, at each question one event further.
+
+    ``program`` holds, per event, its kind, edge and unit's index. A ``late`` rank comes to no event while it is late.
+    """
+
+    def __init__(self, rank: int, program: list[tuple[str, str, int]], units: dict[int, str]) -> None:
+        self.rank, self.program, self.units = rank, program, units
+        self.answer: Answer | None = None
+        self.ordinal = 0
+        self.held: dict[str, Any] | None = None
+        self.mode: tuple[str, Any] = ("continue", None)
+        self.breakpoints: list[dict[str, Any]] = []
+        self.tickets: dict[str, dict[str, Any]] = {}
+        self.jobs: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda rank, job: said(f"{rank}: {job['text']}")
+        self.late = self.waits = False
+        self.since_ns = 0
+
+    def begin(self, answer: Answer) -> None:
+        self.answer, self.ordinal, self.held, self.mode = answer, 0, None, ("continue", None)
+
+    def end(self, outcome: object) -> None:
+        if self.answer is not None:
+            settle(self.answer.future, outcome)
+        self.answer = self.held = None
+
+    def advance(self) -> None:
+        """Come to the next event: hold there, or pass it."""
+        if self.answer is None or self.held or self.late or self.waits:
+            return
+        if self.ordinal == len(self.program):
+            self.end(step_result(1))
+            return
+        kind, edge, unit = self.program[self.ordinal]
+        met = next((b for b in self.breakpoints if self._meets(b, kind, unit)), None)
+        if met is None and not self._is_wanted(kind):
+            self.ordinal += 1
+            return
+        self.since_ns += 1
+        place = {"step": 0, "ordinal": self.ordinal, "kind": kind, "edge": edge, "unit": unit, "num_bytes": 8}
+        self.held = {**place, "breakpoint": met["id"] if met else None, "since_ns": self.since_ns, "phase": "forward"}
+        self.mode = ("continue", None)
+        self.breakpoints = [b for b in self.breakpoints if b is not met or not b.get("once")]
+
+    def _meets(self, breakpoint_: dict[str, Any], kind: str, unit: int) -> bool:
+        return (
+            breakpoint_["event"] == kind
+            and breakpoint_["rank"] in {None, self.rank}
+            and fnmatchcase(self.units.get(unit, ""), breakpoint_["unit"] or "*")
+        )
+
+    def _is_wanted(self, kind: str) -> bool:
+        what, value = self.mode
+        if what == "run_to":
+            return (0, self.ordinal) >= value
+        return what == "pause" or (what == "next" and value in {"event", kind})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = getattr(self, f"_{request['op']}")(request) or {}
+        return answer
+
+    def _pause(self, request: dict[str, Any]) -> None:
+        if not self.held:
+            self.mode = ("pause", None)
+
+    def _run_to(self, request: dict[str, Any]) -> None:
+        target = (request["step"], request["ordinal"])
+        if not self.held or (0, self.ordinal) < target:
+            self._let_go(("run_to", target))
+
+    def _continue(self, request: dict[str, Any]) -> None:
+        self._let_go(("continue", None))
+
+    def _next(self, request: dict[str, Any]) -> None:
+        self._let_go(("next", request["what"]))
+
+    def _breakpoints(self, request: dict[str, Any]) -> None:
+        self.breakpoints = request["breakpoints"]
+
+    def _enqueue(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.held:
+            self.tickets[request["ticket"]] = self.jobs(self.rank, request["job"])
+        return {"accepted": self.held is not None}
+
+    def _forget(self, request: dict[str, Any]) -> None:
+        for ticket in request["tickets"]:
+            self.tickets.pop(ticket, None)
+
+    def _let_go(self, mode: tuple[str, Any]) -> None:
+        if self.held:
+            self.ordinal, self.held = self.ordinal + (mode[0] != "run_to"), None
+        self.mode = mode
+
+    def position(self) -> dict[str, Any]:
+        self.advance()
+        inside = self.answer is not None
+        return {
+            "held": self.held,
+            "ordinal": self.ordinal,
+            "waiting": self.waits,
+            "tickets": dict(self.tickets),
+            "doing": "step" if inside else "",
+            "step": 0 if inside else -1,
+        }
+
+
+def said(text: str, result: Any = None) -> dict[str, Any]:
+    return {"ok": True, "text": text, "result": result, "error": None}
+
+
+def failed(ename: str, evalue: str) -> dict[str, Any]:
+    return {"ok": False, "text": "", "result": None, "error": {"ename": ename, "evalue": evalue, "traceback": ""}}
+
+
+GATE_OPERATIONS = {"pause", "run_to", "continue", "next", "breakpoints", "enqueue", "forget"}
+PROGRAM = [
+    ("step", "begin", -1),
+    *[(kind, "begin", unit) for unit in (0, 1, 2) for kind in ("all_gather", "forward")],
+    *[(kind, "begin", unit) for unit in (2, 1, 0) for kind in ("backward", "reduce_scatter")],
+    ("optimizer", "begin", -1),
+]
+
+
+def inside(cluster: FakeCluster, rank: int, answer: Answer) -> None:
+    """A step of the events of PROGRAM: may be stopped inside, and aborted."""
+    gate = cluster.gates[rank]
+    gate.begin(answer)
+    cluster.on_abort[rank] = lambda reason: gate.end(rank_error(rank, "StepAborted", reason))
+
+
 class FakeRank:
     """The recorder of one rank: what was recorded so far is a growing part of a simulated job."""
 
@@ -116,6 +247,8 @@ class FakeCluster:
         self.on_interrupt: dict[int, Callable[[], None]] = {}
         self.on_drain: Callable[[], None] = lambda: None
         self.started = False
+        names = {unit.index: unit.name or "(root)" for unit in self.job.header.units}
+        self.gates = [FakeGate(rank, PROGRAM, names) for rank in range(num_ranks)]
 
     # ---- life
 
@@ -169,6 +302,8 @@ class FakeCluster:
             self.log.append(("shut", chosen))
         if request["op"] == "drain":
             self.on_drain()
+        if request["op"] in GATE_OPERATIONS:
+            self.log.append((request["op"], {k: v for k, v in request.items() if k != "op"}, chosen))
         return {rank: self._answer(rank, request) for rank in chosen}
 
     def _answer(self, rank: int, request: dict[str, Any]) -> Reply | Exception:
@@ -176,27 +311,30 @@ class FakeCluster:
             return RankDied(f"rank {rank} died", ranks=(rank,))
         if rank in self.silent:
             return ClusterError(f"rank {rank} has not answered")
+        if request["op"] in GATE_OPERATIONS:
+            return Reply(self.gates[rank].ask(request))
+        content: dict[str, Any] = {}
         match request["op"]:
             case "drain":
                 reply = self.ranks[rank].drain(*request["known"][str(rank)])
                 reply.content["position"] = self.position(rank)
                 return reply
             case "where":
-                return Reply(self.position(rank))
+                content = self.position(rank)
             case "names":
-                return Reply({"modules": self.modules[rank], "variables": self.variables[rank]})
+                content = {"modules": self.modules[rank], "variables": self.variables[rank]}
+            case "stacks":
+                content = {"stacks": [{"thread": "MainThread", "frames": ["cell.py:3 in train_step: f()"]}]}
             case "abort":
                 self.on_abort.pop(rank, lambda reason: None)(request["reason"])
-        return Reply({})
+        return Reply(content)
 
     def position(self, rank: int) -> dict[str, Any]:
         return {
             "rank": rank,
-            "doing": "",
-            "step": -1,
             "unfinished": self.unfinished.get(rank, 0),
             "optimizer_steps": self.optimizer_steps[rank],
-        }
+        } | self.gates[rank].position()
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
         self.log.append(("interrupt", self._chosen(ranks)))

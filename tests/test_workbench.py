@@ -442,10 +442,10 @@ def press_ctrl_c_on_drain(fake, times):
 
 
 def test_ctrl_c_frees_ranks_that_wait(trained):
-    trained.fake.script["step"] = blocks
+    trained.fake.script["cell"] = blocks
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again") as caught:
-        trained.step()
+        trained.run_cell("x")
     assert isinstance(caught.value, KeyboardInterrupt)
     assert trained.asked("abort") == [("abort", "interrupted", (0, 1, 2, 3))]
     assert trained.asked("interrupt") == []
@@ -453,39 +453,39 @@ def test_ctrl_c_frees_ranks_that_wait(trained):
 
 
 def test_ctrl_c_signals_ranks_that_compute_after_half_a_second(trained):
-    trained.fake.script["step"] = [blocks, computes, blocks, computes]
+    trained.fake.script["cell"] = [blocks, computes, blocks, computes]
     press_ctrl_c_on_drain(trained.fake, 1)
     begin = time.monotonic()
     with pytest.raises(Interrupted):
-        trained.step()
+        trained.run_cell("x")
     assert time.monotonic() - begin >= 0.5
     assert trained.asked("shut") == [("shut", (1, 3))]
     assert trained.asked("interrupt") == [("interrupt", (1, 3))]
 
 
 def test_a_second_ctrl_c_signals_at_once(trained):
-    trained.fake.script["step"] = computes
+    trained.fake.script["cell"] = computes
     press_ctrl_c_on_drain(trained.fake, 2)
     begin = time.monotonic()
     with pytest.raises(Interrupted):
-        trained.step()
+        trained.run_cell("x")
     assert time.monotonic() - begin < 0.5
     assert trained.asked("interrupt") == [("interrupt", (0, 1, 2, 3))]
 
 
 def test_a_third_ctrl_c_stops_waiting(trained):
-    trained.fake.script["step"] = lambda cluster, rank, answer: None
+    trained.fake.script["cell"] = lambda cluster, rank, answer: None
     press_ctrl_c_on_drain(trained.fake, 3)
     with pytest.raises(Interrupted, match="ranks 0-3 still run and nobody waits: %fsdp stop"):
-        trained.step()
+        trained.run_cell("x")
     assert trained.asked("recover") == []
 
 
 def test_ctrl_c_because_a_rank_is_gone_still_says_so(trained):
-    trained.fake.script["step"] = [dies, blocks, blocks, blocks]
+    trained.fake.script["cell"] = [dies, blocks, blocks, blocks]
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(RankDied):
-        trained.step()
+        trained.run_cell("x")
 
 
 def test_ctrl_c_elsewhere_is_as_ever(trained):

@@ -110,6 +110,8 @@ class Step(Command):
     Attributes:
         count: number of training steps, at least 1.
         fn: name of a function without arguments on the ranks; a number it returns is logged as the loss.
+        until: event before which all ranks stop once, as :class:`Break` has it; empty: none.
+        background: whether the notebook goes on at once.
 
     Raises:
         ValueError: ``count`` < 1, or ``fn`` is not a name.
@@ -118,6 +120,8 @@ class Step(Command):
     word: ClassVar[str] = "step"
     count: int = 1
     fn: str = "train_step"
+    until: str = ""
+    background: bool = False
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 1:
@@ -147,10 +151,107 @@ class Verify(Command):
         _check_function(self.fn)
 
 
-COMMANDS: dict[str, type[Command]] = {cls.word: cls for cls in (Shard, Reshard, Unshard, Step, Verify)}
+@dataclass(frozen=True, kw_only=True)
+class Pause(Command):
+    """Stop all ranks at the same event of the step under way."""
+
+    word: ClassVar[str] = "pause"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continue(Command):
+    """Let stopped ranks go on."""
+
+    word: ClassVar[str] = "continue"
+
+
+NEXT = ("event", "collective", "unit", "phase")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Next(Command):
+    """Let stopped ranks go on to the next event, or to the next collective, unit or phase.
+
+    Attributes:
+        what: one of :data:`NEXT`.
+
+    Raises:
+        ValueError: ``what`` is something else.
+    """
+
+    word: ClassVar[str] = "next"
+    what: str = "event"
+
+    def __post_init__(self) -> None:
+        if self.what not in NEXT:
+            raise ValueError(f"next goes to the next one of {', '.join(NEXT)}, not {self.what!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort(Command):
+    """Give up what the ranks do; they are ready again afterwards."""
+
+    word: ClassVar[str] = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break(Command):
+    """Stop before every such event.
+
+    Attributes:
+        event: such as ``all_gather``, ``all_gather:blocks.2``, ``backward.end:*``.
+        rank: the only rank that stops; None: all of them.
+        when: a condition over the event's fields, such as ``num_bytes > 1e6``; None: always.
+    """
+
+    word: ClassVar[str] = "break"
+    event: str
+    rank: int | None = None
+    when: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Command):
+    """Look at a parameter on every stopped rank.
+
+    Attributes:
+        fqn: its name relative to the root module.
+    """
+
+    word: ClassVar[str] = "inspect"
+    fqn: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Command):
+    """Evaluate a Python expression on stopped ranks, in the step's own thread.
+
+    Attributes:
+        expr: the expression.
+        ranks: which ranks; empty: all.
+    """
+
+    word: ClassVar[str] = "eval"
+    expr: str
+    ranks: tuple[int, ...] = ()
+
+
+COMMANDS: dict[str, type[Command]] = {
+    cls.word: cls
+    for cls in (Shard, Reshard, Unshard, Step, Verify, Pause, Continue, Next, Abort, Break, Inspect, Evaluate)
+}
 
 # the field each word takes without a flag
-_POSITIONAL = {"shard": "model", "reshard": "model", "unshard": "model", "step": "count", "verify": "model"}
+_POSITIONAL = {
+    "shard": "model",
+    "reshard": "model",
+    "unshard": "model",
+    "step": "count",
+    "verify": "model",
+    "next": "what",
+    "break": "event",
+    "inspect": "fqn",
+}
 
 
 def to_dict(command: Command) -> dict[str, Any]:
@@ -183,12 +284,14 @@ def to_text(command: Command) -> str:
 
     Example: ``Shard(model="model", wrap=("Block",))`` -> ``shard model --wrap Block``.
     """
-    words = [command.word]
+    if isinstance(command, Evaluate):  # its expression is the raw rest of the line
+        return f"eval {command.expr}" + (f" -t {','.join(map(str, command.ranks))}" if command.ranks else "")
+    words = ["break add" if isinstance(command, Break) else command.word]
     for f in dataclasses.fields(command):
         value = getattr(command, f.name)
         if value == f.default and type(value) is type(f.default):  # False and 0 are equal
             continue
-        if f.name == _POSITIONAL[command.word]:
+        if f.name == _POSITIONAL.get(command.word):
             words.insert(1, shlex.quote(str(value)))
         else:
             words += _flag(f.name, value)

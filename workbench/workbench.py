@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
-from workbench.cluster.pending import Output, Pending
-from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, to_dict
-from workbench.errors import UsageError, WorkbenchError
+from workbench.commands import (
+    Abort,
+    Break,
+    Command,
+    Continue,
+    Evaluate,
+    Inspect,
+    Next,
+    Pause,
+    Reshard,
+    Shard,
+    Step,
+    Unshard,
+    Verify,
+    to_dict,
+)
+from workbench.errors import UsageError
 from workbench.export import export
-from workbench.policy import as_mesh, check_mesh_fits, check_reshard_fits
-from workbench.session.follow import Follower, Progress
+from workbench.session.breakpoints import parse_event
+from workbench.session.follow import Follower
 from workbench.session.names import Names, check_function, check_model, shard_first
-from workbench.session.outputs import compare, text_of
+from workbench.session.options import ReshardOptions, ShardOptions, check_fits, made, plain
 from workbench.session.reports import (
     CellReport,
     ExportReport,
@@ -33,33 +48,17 @@ from workbench.session.reports import (
     UnshardReport,
     VerifyReport,
 )
-from workbench.session.results import to_report
-from workbench.session.session import RUNTIME, ClusterLike, Meanwhile, Session
+from workbench.session.request import CellWork, CommandWork, Listener, OnOutput, OnProgress, no_output, no_progress
+from workbench.session.session import RUNTIME, ClusterLike, Session
+from workbench.session.sides import side
+from workbench.session.stop_reports import BackgroundReport, StopReport
+from workbench.stopping import Stopping
 from workbench.trace.columns import Trace
 from workbench.views import draw
-
-OnProgress = Callable[[Progress], None]
-OnOutput = Callable[[Output], None]
+from workbench.views.compare import draw as draw_compared
 
 
-class ReshardOptions(TypedDict, total=False):
-    """What :meth:`Workbench.reshard` takes; :class:`workbench.commands.Reshard` says what each means."""
-
-    wrap: str | Iterable[str]
-    mesh: int | str | Sequence[int]
-    reshard_after_forward: str | int
-    mp: str
-    offload: bool
-    prefetch: int
-
-
-class ShardOptions(ReshardOptions, total=False):
-    """What :meth:`Workbench.shard` takes; :class:`workbench.commands.Shard` says what each means."""
-
-    ignore: str | Iterable[str]
-
-
-class Workbench:
+class Workbench(Stopping):
     """Ranks that train, and everything that can be seen of it.
 
     ``with Workbench(4) as wb:`` starts the ranks and stops them at the end; what was recorded outlives them.
@@ -81,13 +80,12 @@ class Workbench:
         cluster_factory: Callable[..., ClusterLike] = Cluster,
         in_notebook: Callable[[str], bool] = lambda name: False,
     ) -> None:
+        super().__init__()
         self.num_ranks = num_ranks
         self.device = device
         self.profile = profile
         self._factory = cluster_factory
         self._in_notebook = in_notebook
-        self._session: Session | None = None
-        self._last_trace = Trace.empty()
 
     def __enter__(self) -> Self:
         self.start()
@@ -127,6 +125,7 @@ class Workbench:
         if session is None:
             return
         try:
+            session.close()
             session.drain()
         finally:
             self._last_trace = session.trace
@@ -158,9 +157,9 @@ class Workbench:
     # ---- work
 
     def run_cell(
-        self, code: str, ranks: Sequence[int] | None = None, on_output: OnOutput = lambda output: None
-    ) -> CellReport:
-        """Run a cell in the main thread of ranks.
+        self, code: str, ranks: Sequence[int] | None = None, on_output: OnOutput = no_output
+    ) -> CellReport | StopReport:
+        """Run a cell in the main thread of ranks, or inside the step in which they are stopped.
 
         Args:
             code: as in a notebook; ``rank, world_size, device, mesh`` are there.
@@ -175,20 +174,17 @@ class Workbench:
             Interrupted: Ctrl-C.
         """
         session = self._started()
+        if session.request is not None and session.request.state == "stopped":
+            return self._cell_inside(code, ranks, on_output)
         chosen = self._chosen(ranks)
-        mark = session.ready(chosen)
-        pending = session.cluster.run_cell(code, ranks=chosen)
-        stream = _Stream(pending, chosen[0], on_output)
-        try:
-            session.finish(pending, mark, Meanwhile(on_slice=stream.forward), is_command=False)
-        except WorkbenchError:
-            stream.finish(also_agreement=False)
-            raise
-        remarks = stream.finish(also_agreement=True)
-        return CellReport(texts={rank: text_of(pending.outputs(rank)) for rank in chosen}, remarks=remarks)
+        with session.changed:
+            mark = session.ready(chosen)
+            pending = session.cluster.run_cell(code, ranks=chosen)
+            request = session.open(CellWork(pending, chosen), pending, mark)
+        return cast(CellReport | StopReport, self._run(session, request, Listener(on_output=on_output), False))
 
-    def do(self, command: Command, on_progress: OnProgress = lambda progress: None) -> Report:
-        """Carry out ``command`` on every rank and return its report.
+    def do(self, command: Command, on_progress: OnProgress = no_progress) -> Report:
+        """Carry out ``command`` and return its report, or where the ranks stopped inside it.
 
         Args:
             command: what to do.
@@ -198,17 +194,48 @@ class Workbench:
             UsageError: it cannot be done as asked; the message says what to run first or write instead.
             RankError: it raised on a rank; the others were freed and all are ready again.
             RankDied: a rank is gone.
-            Interrupted: Ctrl-C.
+            Interrupted: it was given up.
         """
+        report: Report
+        match command:
+            case Pause():
+                report = self.pause()
+            case Continue():
+                report = self.resume(on_progress=on_progress)
+            case Next():
+                report = self.next(command.what, on_progress=on_progress)
+            case Abort():
+                report = self.abort()
+            case Break():
+                report = self.break_add(command.event, rank=command.rank, when=command.when)
+            case Inspect():
+                report = self.inspect(command.fqn)
+            case Evaluate():
+                report = self.evaluate(command.expr, command.ranks or None)
+            case _:
+                report = self._do(command, on_progress)
+        return report
+
+    def _do(self, command: Command, on_progress: OnProgress) -> Report:
         session = self._started()
-        mark = session.ready(range(self.num_ranks))
-        self._check(command, session)
-        meanwhile = Meanwhile()
-        if isinstance(command, Step):
-            follower = Follower(session.trace, num_ranks=self.num_ranks, total=command.count)
-            meanwhile = Meanwhile(on_tick=lambda: on_progress(follower.catch_up(session.trace)))
-        pending = session.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-        return to_report(command, session.finish(pending, mark, meanwhile, is_command=True))
+        is_step = isinstance(command, Step)
+        with session.changed:
+            mark = session.ready(range(self.num_ranks))
+            self._check(command, session)
+            if isinstance(command, Step) and command.until:
+                session.breakpoints.set_until(*parse_event(command.until, self.units()))
+                session.push_breakpoints()
+            follower = (
+                Follower(session.trace, num_ranks=self.num_ranks, total=command.count)
+                if isinstance(command, Step)
+                else None
+            )
+            pending = session.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
+            request = session.open(CommandWork(command, follower), pending, mark)
+        if is_step:
+            self.cursor = None
+        background = isinstance(command, Step) and command.background
+        return self._run(session, request, Listener(on_progress=on_progress), background)
 
     def shard(self, model: str, **policy: Unpack[ShardOptions]) -> ShardReport:
         """Shard the module that ranks call ``model``; errors as :meth:`do`.
@@ -220,7 +247,7 @@ class Workbench:
                 ``"bf16,reduce=fp32"``; ``offload``; ``prefetch`` units ahead; ``ignore``: patterns of parameters. What
                 each means says :class:`~workbench.commands.Shard`.
         """
-        return cast(ShardReport, self.do(_made(lambda: Shard(model=model, **_plain(policy)))))
+        return cast(ShardReport, self.do(made(lambda: Shard(model=model, **plain(policy)))))
 
     def reshard(self, model: str, **policy: Unpack[ReshardOptions]) -> ReshardReport:
         """Change how a sharded model is sharded, in place; training goes on. Errors as :meth:`do`.
@@ -229,39 +256,50 @@ class Workbench:
             model: as in :meth:`shard`.
             policy: as in :meth:`shard`, without ``ignore``; what is not given stays as it is.
         """
-        return cast(ReshardReport, self.do(_made(lambda: Reshard(model=model, **_plain(policy)))))
+        return cast(ReshardReport, self.do(made(lambda: Reshard(model=model, **plain(policy)))))
 
     def unshard(self, model: str) -> UnshardReport:
         """Make it a plain module again: :class:`~workbench.commands.Unshard`; errors as :meth:`do`."""
-        return cast(UnshardReport, self.do(_made(lambda: Unshard(model=model))))
+        return cast(UnshardReport, self.do(made(lambda: Unshard(model=model))))
 
     def step(
-        self, count: int = 1, fn: str = "train_step", on_progress: OnProgress = lambda progress: None
-    ) -> StepReport:
-        """Train ``count`` steps: :class:`~workbench.commands.Step`; errors as :meth:`do`."""
-        return cast(StepReport, self.do(_made(lambda: Step(count=count, fn=fn)), on_progress))
+        self,
+        count: int = 1,
+        fn: str = "train_step",
+        on_progress: OnProgress = no_progress,
+        *,
+        until: str = "",
+        background: bool = False,
+    ) -> StepReport | StopReport | BackgroundReport:
+        """Train ``count`` steps: :class:`~workbench.commands.Step`; errors as :meth:`do`.
+
+        Args:
+            count: how many.
+            fn: name of the step function on the ranks.
+            on_progress: called while steps are done.
+            until: event before which all ranks stop once, as for :meth:`break_add`.
+            background: return at once; :meth:`news` tells how it ended.
+        """
+        command = made(lambda: Step(count=count, fn=fn, until=until, background=background))
+        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress))
 
     def verify(self, model: str = "", fn: str = "train_step") -> VerifyReport:
         """Compare a step with an unsharded one: :class:`~workbench.commands.Verify`; errors as :meth:`do`."""
-        return cast(VerifyReport, self.do(_made(lambda: Verify(model=model, fn=fn))))
+        return cast(VerifyReport, self.do(made(lambda: Verify(model=model, fn=fn))))
 
     # ---- looking
 
-    @property
-    def trace(self) -> Trace:
-        """What happened so far, brought up to date when ranks run."""
-        if self._session is None:
-            return self._last_trace
-        self._session.drain()
-        return self._session.trace
-
     def view(self, name: str, **options: object) -> go.Figure:
-        """Return the view called ``name`` of what happened so far.
+        """Return the view called ``name`` of what happened so far, or up to the cursor.
 
         Raises:
             UsageError: no such view.
         """
-        return draw(name, self.trace, **options)
+        return draw(name, self.shown_trace, **options)
+
+    def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
+        """Return a widget that shows what the ranks do while they do it, with buttons to stop inside a step."""
+        return importlib.import_module("workbench.widgets.dashboard").dashboard(self)
 
     def layout(self, **options: object) -> go.Figure:
         """Return which rows of which parameter lie on which rank."""
@@ -287,6 +325,22 @@ class Workbench:
         """Return loss, step time and what else was logged."""
         return self.view("training", **options)
 
+    def compare(
+        self, a: str | os.PathLike[str] | Trace, b: str | os.PathLike[str] | Trace, *, rank: int | None = None
+    ) -> go.Figure:
+        """Return what changed from ``a`` to ``b``, by logical event and not by time; the title says it in a sentence.
+
+        Args:
+            a: a trace file, ``"last"`` (what happened so far), or steps of either: ``"last:3..5"``, ``"3..5"``.
+            b: likewise.
+            rank: compare this rank; None: the one whose peak differs most.
+
+        Raises:
+            UsageError: there is no such file, trace, step or rank.
+        """
+        (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
+        return draw_compared(first, second, names=(name_a, name_b), rank=rank)
+
     def export(self, path: str | os.PathLike[str]) -> ExportReport:
         """Write what happened so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page of all views).
 
@@ -309,23 +363,10 @@ class Workbench:
 
     # ---- checks before ranks are asked
 
-    def _started(self) -> Session:
-        if self._session is None:
-            raise UsageError("there are no ranks: first %fsdp start -n 4")
-        return self._session
-
-    def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        chosen = tuple(range(self.num_ranks)) if ranks is None else tuple(sorted(set(ranks)))
-        unknown = [rank for rank in chosen if rank not in range(self.num_ranks)]
-        if unknown or not chosen:
-            named = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank is named"
-            raise UsageError(f"{named}: the ranks are 0 to {self.num_ranks - 1}")
-        return chosen
-
     def _check(self, command: Command, session: Session) -> None:
         """Raise if the ranks or their names do not fit ``command``: on some it would start, and wait for the rest."""
         if isinstance(command, (Shard, Reshard)):
-            _check_fits(command, self.num_ranks)
+            check_fits(command, self.num_ranks)
         names = session.names()
         is_sharded = any(not unit.retired for unit in session.trace.header.units)
         if isinstance(command, (Reshard, Step, Verify)) and not is_sharded:
@@ -334,59 +375,3 @@ class Workbench:
             check_function(names, command.fn, self._in_notebook)
         if isinstance(command, (Shard, Reshard, Unshard, Verify)) and command.model:
             check_model(names, command.model, self._in_notebook)
-
-
-class _Stream:
-    """Hands on the output of one rank as it arrives, and compares the others' with it at the end."""
-
-    def __init__(self, pending: Pending, rank: int, on_output: OnOutput) -> None:
-        self._pending, self._rank, self._on_output = pending, rank, on_output
-        self._num_seen = 0
-
-    def forward(self) -> None:
-        """Hand on what is new."""
-        for output in self._pending.outputs(self._rank, self._num_seen):
-            self._num_seen += 1
-            self._on_output(output)
-
-    def finish(self, *, also_agreement: bool) -> str:
-        """Hand on the rest, then how the ranks differ; return the latter."""
-        self.forward()
-        texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._pending.ranks}
-        agree = len({text.strip() for text in texts.values()}) == 1
-        remarks = compare(texts, self._rank) if also_agreement or not agree else ""
-        if remarks:
-            self._on_output(Output("stdout", text=remarks))
-        return remarks
-
-
-def _several(names: str | Iterable[str]) -> tuple[str, ...]:
-    """One name is no sequence of letters."""
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _plain(policy: ShardOptions | ReshardOptions) -> dict[str, Any]:
-    """Return options as a command's fields take them."""
-    fields: dict[str, Any] = dict(policy)
-    fields |= {name: _several(fields[name]) for name in ("wrap", "ignore") if name in fields}
-    if "mesh" in fields:
-        fields["mesh"] = as_mesh(fields["mesh"])
-    return fields
-
-
-def _check_fits(command: Shard | Reshard, num_ranks: int) -> None:
-    """Raise UsageError if a mesh does not hold all ranks, or a number of ranks does not split a copy."""
-    try:
-        check_mesh_fits(command.mesh, num_ranks)
-        if command.mesh or isinstance(command, Shard):
-            check_reshard_fits(command.reshard_after_forward, [num_ranks, *command.mesh][-1])
-    except ValueError as error:
-        raise UsageError(f"%fsdp {command.word}: {error}") from error
-
-
-def _made(make: Callable[[], Command]) -> Command:
-    """Return the command that ``make`` makes; what it takes amiss becomes a UsageError."""
-    try:
-        return make()
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.aims import AIMS, PEAK, SHARDING, STEP, Aim, Verdict, verdicts
+from tests.bench.aims import AIMS, RESERVED, SHARDING, STEP, Aim, Verdict, verdicts
 from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO, num_params
 
 
@@ -55,9 +55,9 @@ def test_what_failed_is_not_measured():
     assert {v.word for v in verdicts(found)} == {"not measured"}
 
 
-def test_peaks_and_sharding_are_judged():
-    found = result({"3.3M": {"bytes": {OURS: {"to_torch": 0.9}}}}, to_torch=0.5)
-    assert (measured(found, PEAK), measured(found, SHARDING)) == (0.9, 0.5)
+def test_reserved_bytes_and_sharding_are_judged():
+    found = result({"3.3M": {"bytes": {OURS: {"reserved_to_torch": 0.9}}}}, to_torch=0.5)
+    assert (measured(found, RESERVED), measured(found, SHARDING)) == (0.9, 0.5)
 
 
 def test_only_chosen_cases_are_judged():

@@ -136,7 +136,8 @@ def test_a_rank_side_that_fails_at_boot_is_named(private):
 
 
 def replace_rank_1(monkeypatch, code):
-    """Have ``code`` run where the engine of rank 1 should."""
+    """Have ``code`` run where the engine of rank 1 should, in a process that is not forked."""
+    monkeypatch.setattr(launch, "can_fork", lambda device: False)
     real = launch.engine_command
 
     def command(root, engine, timeout_s):

@@ -9,6 +9,7 @@ from workbench.errors import UsageError
 from workbench.magics.parser import HelpAsked
 from workbench.magics.words import (
     CELL,
+    METHODS,
     WORDS,
     overview,
     parse,
@@ -23,7 +24,7 @@ from workbench.workbench import Workbench
 
 def test_every_command_and_view_has_its_word_and_every_word_its_method():
     assert set(COMMANDS) | set(VIEWS) <= set(WORDS)
-    assert all(callable(getattr(Workbench, name)) for name in WORDS)
+    assert all(callable(getattr(Workbench, METHODS.get(name, name))) for name in WORDS)
 
 
 @pytest.mark.parametrize("name", WORDS)

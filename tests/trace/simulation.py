@@ -34,6 +34,7 @@ NS_PER_WIRE_BYTE = 0.8
 NS_PER_COPIED_BYTE = 0.1
 NS_PER_PARAM = 12.0  # forward compute of one parameter element
 TICK_NS = 600  # host work between two rows
+BASELINE_BYTES = 2**26  # of a process that has sharded nothing yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Setup:
     reshard_root: bool = False  # the engine keeps a root unsharded unless told otherwise
     prefetch: bool = True
     activations: bool = False
+    samples: bool = False  # of the process's memory
     width: int = 64
     vocab: int = 97
     heads: int = 6
@@ -85,7 +87,8 @@ def make_header(setup: Setup) -> Header:
     ]
     shapes = {"embed.weight": (setup.vocab, d), "norm.weight": (d,), "head.weight": (setup.vocab, d)}
     keeps = setup.reshard_after_forward if setup.reshard_root else False
-    ranks = tuple(RankInfo(rank=r, host="localhost", device="cpu", pid=4000 + r) for r in range(setup.num_ranks))
+    known = {"host": "localhost", "device": "cpu", "baseline_bytes": BASELINE_BYTES if setup.samples else 0}
+    ranks = tuple(RankInfo(rank=r, pid=4000 + r, **known) for r in range(setup.num_ranks))
     return Header(
         producer="simulation",
         world_size=setup.num_ranks,
@@ -292,7 +295,13 @@ class Job:
         self.finish_reductions(keep=0)
         self.out.phase = Phase.IDLE
 
+    def sample(self) -> None:
+        """Tell the memory of the process, if it is to be."""
+        if self.setup.samples:
+            self.out.all(Kind.RESIDENT, Edge.INSTANT, num_bytes=2 * BASELINE_BYTES + len(self.unsharded))
+
     def start_backward(self, unit: int) -> None:
+        self.sample()
         self.out.phase = Phase.PRE_BACKWARD
         self.unshard(unit)
         if self.setup.prefetch and unit > 0:
@@ -314,6 +323,7 @@ class Job:
         self.finish_reductions(keep=1)
 
     def optimize(self, *, first: bool) -> None:
+        self.sample()
         self.out.phase = Phase.OPTIMIZER
         self.out.all(Kind.OPTIMIZER, Edge.BEGIN)
         for unit in self.units if first else ():

@@ -56,6 +56,7 @@ def _setups(copies: int, shard_size: int, max_units: int, max_steps: int) -> st.
         reshard_root=st.booleans(),
         prefetch=st.booleans(),
         activations=st.booleans(),
+        samples=st.booleans(),
         width=st.integers(1, 16),
         vocab=st.integers(1, 16),
         heads=st.integers(1, 8),
@@ -148,6 +149,7 @@ _rank_infos = st.builds(
     pid=_size,
     clock_offset_ns=_ints(64),
     clock_error_ns=_size,
+    baseline_bytes=_size,
 )
 
 

@@ -58,9 +58,12 @@ def free_too_much(rows):
         (put("phase", 6, Kind.WAIT, Edge.BEGIN), "unknown phase"),
         (
             put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN),
-            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET",
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET and RESIDENT",
         ),
-        (put("edge", Edge.BEGIN, Kind.RESHARD), "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET"),
+        (
+            put("edge", Edge.BEGIN, Kind.RESHARD),
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET and RESIDENT",
+        ),
         (put("unit", 2, Kind.RESHARD), "unit is not in the header's table of 2"),
         (put("unit", -2, Kind.RESHARD), "unit is not in the header's table of 2"),
         (put("module", 1, Kind.METRIC), "module is not in the header's table of 1"),

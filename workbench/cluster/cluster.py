@@ -84,7 +84,14 @@ class Cluster:
             raise UsageError("the ranks are started already: stop them first (%fsdp stop)")
         atexit.register(self._stop_at_exit, os.getpid())
         try:
-            self._launch = Launch(self.num_ranks, self._profile, self._start_timeout_s, self._on_exit)
+            self._launch = Launch(
+                self.num_ranks,
+                self._profile,
+                self._start_timeout_s,
+                self._on_exit,
+                device=self.device,
+                preload=self._runtime,
+            )
             self._connect(self._launch)
             self._rank_info = self._boot(self._launch)
         finally:

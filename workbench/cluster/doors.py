@@ -25,6 +25,7 @@ class Doors:
         self._wire = wire
         self._engines = engines
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # a session numbers its messages without one
         self._lost: dict[int, ClusterError] = {}
         self._open: dict[int, set[Future[Any]]] = {rank: set() for rank in range(len(engines))}
 
@@ -33,7 +34,8 @@ class Doors:
         answers = {rank: Answer() for rank in args}
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
-                self._wire.call(self._engines[rank], name, args[rank], self._wire.exchange(rank, answer))
+                with self._sending:
+                    self._wire.call(self._engines[rank], name, args[rank], self._wire.exchange(rank, answer))
         return Pending(answers)
 
     def cell(self, code: str, ranks: Iterable[int]) -> Pending:
@@ -41,17 +43,16 @@ class Doors:
         answers = {rank: Answer() for rank in ranks}
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
-                self._wire.cell(self._engines[rank], code, self._wire.exchange(rank, answer))
+                with self._sending:
+                    self._wire.cell(self._engines[rank], code, self._wire.exchange(rank, answer))
         return Pending(answers)
 
     def ask(self, request: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Reply | Exception]:
         """Put ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for all."""
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
-        sent = {
-            rank: self._wire.ask(self._engines[rank], rank, request, future)
-            for rank, future in futures.items()
-            if self._admit(rank, future)
-        }
+        admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
+        with self._sending:
+            sent = {r: self._wire.ask(self._engines[r], r, request, future) for r, future in admitted.items()}
         concurrent.futures.wait(futures.values(), timeout_s)
         for rank, future in futures.items():
             settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))

@@ -26,6 +26,7 @@ from pathlib import Path
 from workbench.cluster import processes
 from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
+from workbench.cluster.zygote import Forked, Zygote, can_fork
 from workbench.errors import ClusterError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -84,11 +85,16 @@ def controller_command(root: Path) -> list[str]:
         "HeartMonitor.period": HEARTBEAT_MS,
         "HeartMonitor.max_heartmonitor_misses": _NEVER,
     }
-    return _command("ipyparallel.controller", flags)
+    return _command("ipyparallel.controller", _arguments(flags))
 
 
 def engine_command(root: Path, engine: str, timeout_s: float) -> list[str]:
     """Return the command line of the engine with the session id ``engine``."""
+    return _command("ipyparallel.engine", engine_arguments(root, engine, timeout_s))
+
+
+def engine_arguments(root: Path, engine: str, timeout_s: float) -> list[str]:
+    """Return the arguments of the engine with the session id ``engine``."""
     flags = {
         "ProfileDir.location": root / "profile",
         "Session.session": engine,
@@ -99,11 +105,15 @@ def engine_command(root: Path, engine: str, timeout_s: float) -> list[str]:
         "IPEngine.enable_nanny": False,
         "IPEngine.log_level": "ERROR",
     }
-    return _command("ipyparallel.engine", flags)
+    return _arguments(flags)
 
 
-def _command(module: str, flags: dict[str, object]) -> list[str]:
-    return [sys.executable, "-m", module, *(f"--{name}={value}" for name, value in flags.items())]
+def _arguments(flags: dict[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def _command(module: str, arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
 
 
 class Launch:
@@ -113,6 +123,8 @@ class Launch:
         num_ranks: number of engines.
         profile: name of the IPython profile that lends its configuration; None: none.
         timeout_s: time in seconds the start may take.
+        device: ``cpu``, ``cuda`` or ``auto``; ranks that compute on the CPU are forked from one process (zygote.py).
+        preload: module that every rank will need.
         on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller) and the
             exit code.
 
@@ -126,19 +138,30 @@ class Launch:
     """
 
     def __init__(
-        self, num_ranks: int, profile: str | None, timeout_s: float, on_exit: Callable[[int | None, int], None]
+        self,
+        num_ranks: int,
+        profile: str | None,
+        timeout_s: float,
+        on_exit: Callable[[int | None, int], None],
+        *,
+        device: str = "auto",
+        preload: str = "",
     ) -> None:
         self.deadline = time.monotonic() + timeout_s
         self._id = secrets.token_hex(8)
         self._on_exit = on_exit
-        self._watched: dict[int | None, Watched] = {}
+        self._watched: dict[int | None, Watched | Forked] = {}
+        self._zygote: Zygote | None = None
         self._root = private_directory(profile)
         self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
         self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
         self._reaper = Reaper(self._id, self._root)
         try:
+            if can_fork(device):
+                arguments = [engine_arguments(self._root, engine, timeout_s) for engine in self.engines]
+                self._fork(arguments, [preload] if preload else [])
             self._spawn(None, controller_command(self._root))
-            for rank, engine in enumerate(self.engines):
+            for rank, engine in enumerate(self.engines if self._zygote is None else ()):
                 self._spawn(rank, engine_command(self._root, engine, timeout_s))
         except BaseException:  # whatever it was: those that have started must not stay
             self.end()
@@ -154,8 +177,20 @@ class Launch:
                 env=self._environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the kernel alone
             )
-        self._watched[rank] = Watched(popen, lambda code: self._on_exit(rank, code))
-        self._reaper.adopt(self._watched[rank].process)
+        self._watched[rank] = watched = Watched(popen, lambda code: self._on_exit(rank, code))
+        self._reaper.adopt(watched.process)
+
+    def _fork(self, arguments: list[list[str]], preload: list[str]) -> None:
+        self._zygote = Zygote(
+            arguments,
+            [self._log_file(rank) for rank in range(len(arguments))],
+            preload,
+            environment=self._environment,
+            on_born=self._reaper.adopt,
+            on_exit=self._on_exit,
+        )
+        self._watched |= dict(enumerate(self._zygote.ranks))
+        self._reaper.adopt(self._zygote.process)
 
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, let the engines connect, and return its connection file for clients.
@@ -197,12 +232,14 @@ class Launch:
 
     def is_running(self, rank: int) -> bool:
         """Tell whether the process of ``rank`` runs."""
-        return self.exit_code(rank) is None and processes.is_running(self._watched[rank].process)
+        process = self._watched[rank].process
+        return self.exit_code(rank) is None and process is not None and processes.is_running(process)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of ``rank``, if it runs."""
-        if self.is_running(rank):
-            self._watched[rank].process.send_signal(number)
+        process = self._watched[rank].process
+        if process is not None and self.is_running(rank):
+            process.send_signal(number)
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
@@ -217,10 +254,14 @@ class Launch:
 
     def end(self) -> None:
         """End all processes and remove all files; may be called again."""
-        adopted = [watched.process for watched in self._watched.values()]
+        adopted = [watched.process for watched in self._watched.values() if watched.process is not None]
+        watchers: list[Watched | Zygote] = [w for w in self._watched.values() if isinstance(w, Watched)]
+        if self._zygote is not None:
+            adopted.append(self._zygote.process)
+            watchers.append(self._zygote)
         processes.end(self._id, adopted, grace_s=STOP_GRACE_S)
-        for watched in self._watched.values():
-            watched.join(STOP_GRACE_S)
+        for watcher in watchers:
+            watcher.join(STOP_GRACE_S)
         self._reaper.close(STOP_GRACE_S)
         shutil.rmtree(self._root, ignore_errors=True)
 

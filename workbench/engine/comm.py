@@ -129,7 +129,11 @@ class DefaultReduceScatter(Allocator):
 
 
 class GlooAllGather(Allocator):
-    """All-gather into a list of views of the output: 2 to 4 times faster on gloo than the single-tensor call."""
+    """The fastest on gloo: between two ranks an exchange, among more an all-gather into a list of views of the output.
+
+    The list is 2 to 4 times faster than the single-tensor call. But gloo gathers it in a buffer of its own, fresh at
+    every call; the exchange goes from memory to memory.
+    """
 
     def __call__(
         self,
@@ -139,8 +143,15 @@ class GlooAllGather(Allocator):
         async_op: bool = False,
     ) -> Work | None:
         """See :class:`AllGather`."""
-        views = list(output_tensor.view(group.size(), input_tensor.numel()).unbind(0))
-        return cast("Work | None", dist.all_gather(views, input_tensor, group=group, async_op=async_op))
+        rows = list(output_tensor.view(group.size(), input_tensor.numel()).unbind(0))
+        if len(rows) != 2:
+            return cast("Work | None", dist.all_gather(rows, input_tensor, group=group, async_op=async_op))
+        own, splits = group.rank(), [input_tensor.numel()] * 2
+        splits[own] = 0
+        if input_tensor.data_ptr() != rows[own].data_ptr():
+            rows[own].copy_(input_tensor)
+        work = dist.all_to_all_single(rows[1 - own], input_tensor, splits, splits, group=group, async_op=async_op)
+        return cast("Work | None", work)
 
 
 class GlooReduceScatter(Allocator):

@@ -43,6 +43,10 @@ def candidates(before: str, symbol: str, lookup: Lookup) -> list[str]:
     line = _LINE.match(before)
     if line is None or not before.endswith(symbol):
         return []
+    if ":" in symbol:
+        head, _, tail = symbol.rpartition(":")
+        before, symbol = before[: len(before) - len(tail)], tail
+        return [f"{head}:{found}" for found in candidates(before + tail, tail, lookup)]
     words = line["rest"][: len(line["rest"]) - len(symbol)].split()
     if line["magic"] == CELL:
         name, args = CELL, words
@@ -58,6 +62,8 @@ def candidates(before: str, symbol: str, lookup: Lookup) -> list[str]:
 def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> list[str]:
     """What can follow ``args`` of the word ``name``."""
     parser = parser_for(name)
+    if args and args[-1].endswith(":"):  # the part of EVENT:UNIT after the colon, where a new symbol begins
+        return list(lookup("units"))
     last = args[-1].rstrip("=").partition("=")[0] if args else ""
     if last in parser.flags and last not in {"-h", "--help"}:
         return _known(parser.flags[last], lookup)

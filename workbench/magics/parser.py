@@ -11,8 +11,8 @@ from workbench.errors import UsageError
 Expand = Callable[[str], str]
 """Replaces ``{name}`` in one argument by the notebook's variable of that name."""
 
-Kind = Literal["", "modules", "variables"]
-"""Which names of the ranks an argument takes: a field of :class:`workbench.session.names.Names`."""
+Kind = Literal["", "modules", "variables", "events", "units", "fqns"]
+"""Which names an argument takes: of variables a field of :class:`workbench.session.names.Names`; of parameters fqns."""
 
 
 class HelpAsked(Exception):
@@ -85,3 +85,18 @@ def number(text: str) -> int:
 def names(text: str) -> tuple[str, ...]:
     """Return the parts of a list: ``"Block,Embedding"`` -> ``("Block", "Embedding")``."""
     return tuple(part for part in (part.strip() for part in text.split(",")) if part)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return ``"1,3"`` or ``"0-2,5"`` as ranks, each once, ascending.
+
+    Raises:
+        argparse.ArgumentTypeError: written otherwise.
+    """
+    found: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"expected ranks such as 1,3 or 0-2, got {text!r}")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(found))

@@ -12,7 +12,7 @@ from IPython.core.completer import IPCompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
-from workbench.commands import Command, Step
+from workbench.commands import Command, Continue, Next, Step
 from workbench.errors import UsageError, WorkbenchError
 from workbench.magics.complete import matcher_for
 from workbench.magics.parser import HelpAsked, Kind
@@ -27,8 +27,10 @@ from workbench.magics.words import (
     split,
     to_command,
 )
+from workbench.session.breakpoints import EVENTS, ROOT
 from workbench.session.names import everywhere
-from workbench.session.reports import Report
+from workbench.session.reports import CellReport, Report
+from workbench.session.stop_reports import StopReport
 from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay
 from workbench.workbench import Workbench
@@ -89,12 +91,16 @@ class FsdpMagics(Magics):
 
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
         name, args = parse_line(line, self._expand)
+        self._tell_news()
         if name in _OWN_WORDS:
             return _OWN_WORDS[name](self, args)
         workbench = self._running()
         command = to_command(name, args)
         if command is not None:
             return self._do(workbench, command)
+        if name == "break":
+            clear = args.action == "clear"
+            return workbench.break_clear(int(args.event) if args.event else None) if clear else workbench.break_list()
         if name in VIEWS:
             return workbench.view(name, **vars(args))
         return workbench.export(args.file)
@@ -104,19 +110,38 @@ class FsdpMagics(Magics):
         if args and args[0] in WORDS:
             raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
         ranks = parse(CELL, args, self._expand).targets
-        self._running().run_cell(cell, ranks=ranks, on_output=emit)
+        self._tell_news()
+        report = self._running().run_cell(cell, ranks=ranks, on_output=emit)
+        if isinstance(report, StopReport):
+            show(report)
 
     def _do(self, workbench: Workbench, command: Command) -> Report:
-        if not isinstance(command, Step):
+        if not isinstance(command, (Step, Continue, Next)) or (isinstance(command, Step) and command.background):
             return workbench.do(command)
-        bar = ProgressDisplay(command.count)
+        bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:
-            report = workbench.do(command, on_progress=bar.update)
+            report = self._go_on(workbench, command, bar)
         except WorkbenchError as error:
             bar.close(str(error))
             raise
-        bar.close()
+        if isinstance(report, StopReport):
+            bar.pause(report.headline)
+        elif not isinstance(report, CellReport):
+            bar.close()
         return report
+
+    @staticmethod
+    def _go_on(workbench: Workbench, command: Command, bar: ProgressDisplay) -> Report:
+        if isinstance(command, Continue):
+            return workbench.resume(on_progress=bar.update, on_output=emit)
+        if isinstance(command, Next):
+            return workbench.next(command.what, on_progress=bar.update, on_output=emit)
+        return workbench.do(command, on_progress=bar.update)
+
+    def _tell_news(self) -> None:
+        """Say what ended in the background since the last word."""
+        for said in self.workbench.news() if self.workbench is not None else ():
+            say(said)
 
     def _running(self) -> Workbench:
         if self.workbench is None:
@@ -141,10 +166,22 @@ class FsdpMagics(Magics):
     def _status(self, _: Namespace) -> Report:
         return self._running().status()
 
+    def _dashboard(self, _: Namespace) -> Any:  # noqa: ANN401 - a widget
+        return (self.workbench or self._make(in_notebook=self._in_notebook)).dashboard()
+
     def _stop(self, _: Namespace) -> None:
         was_running = self.workbench is not None and self.workbench.running
         self._stop_ranks()
         say("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
+
+    def _where(self, args: Namespace) -> Report:
+        return self._running().where(stacks=args.stacks)
+
+    def _back(self, args: Namespace) -> Report:
+        return self._running().back(args.n)
+
+    def _compare(self, args: Namespace) -> Any:  # noqa: ANN401 - a figure
+        return (self.workbench or self._make(in_notebook=self._in_notebook)).compare(args.a, args.b, rank=args.rank)
 
     def _help(self, args: Namespace) -> None:
         if args.topic in WORDS:
@@ -174,8 +211,14 @@ class FsdpMagics(Magics):
 
     def _lookup(self, kind: Kind) -> Sequence[str]:
         """Return names on the ranks; a model alone brings the paths of its units along."""
+        if kind == "events":
+            return EVENTS
         if self.workbench is None:
             return []
+        if kind == "units":
+            return [name or ROOT for name in self.workbench.units()]
+        if kind == "fqns":
+            return self.workbench.parameters()
         names = everywhere(self.workbench.names(), kind)
         if kind == "modules" and len(names) == 1:
             units = self.workbench.trace.header.units
@@ -183,11 +226,15 @@ class FsdpMagics(Magics):
         return names
 
 
-_OWN_WORDS: dict[str, Callable[[FsdpMagics, Namespace], Report | None]] = {
+_OWN_WORDS: dict[str, Callable[[FsdpMagics, Namespace], Any]] = {
     "start": FsdpMagics._start,
     "status": FsdpMagics._status,
+    "dashboard": FsdpMagics._dashboard,
     "stop": FsdpMagics._stop,
     "help": FsdpMagics._help,
+    "where": FsdpMagics._where,
+    "back": FsdpMagics._back,
+    "compare": FsdpMagics._compare,
 }
 
 

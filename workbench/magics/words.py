@@ -13,9 +13,10 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from workbench.commands import COMMANDS, Command, Reshard, Shard
+from workbench.commands import COMMANDS, Break, Command, Reshard, Shard
 from workbench.errors import UsageError
-from workbench.magics.parser import AskHelp, Expand, Parser, names, number
+from workbench.magics import stop_flags
+from workbench.magics.parser import AskHelp, Expand, Parser, names, number, parse_ranks
 from workbench.magics.policy_flags import add_policy
 from workbench.magics.view_options import options_of
 from workbench.views import VIEWS
@@ -41,21 +42,6 @@ class Word:
 
 def _as_is(text: str) -> str:
     return text
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return ``"1,3"`` or ``"0-2,5"`` as ranks, each once, ascending.
-
-    Raises:
-        argparse.ArgumentTypeError: written otherwise.
-    """
-    found: set[int] = set()
-    for part in text.replace(" ", "").split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f"expected ranks such as 1,3 or 0-2, got {text!r}")
-        found.update(range(int(first), int(last if dash else first) + 1))
-    return tuple(sorted(found))
 
 
 def _add_start(parser: Parser) -> None:
@@ -101,12 +87,20 @@ def _add_unshard(parser: Parser) -> None:
 def _add_step(parser: Parser) -> None:
     parser.positional("count", nargs="?", type=number, default=1, metavar="N", help="training steps (default 1)")
     _add_fn(parser)
+    stop_flags.add_step(parser)
 
 
 def _add_verify(parser: Parser) -> None:
     about = "default: the only sharded model there is"
     parser.positional("model", complete="modules", nargs="?", default="", metavar="MODEL", help=about)
     _add_fn(parser)
+
+
+def _add_compare(parser: Parser) -> None:
+    about = "a trace file; last: what is recorded so far; of either some steps, such as last:3..5; 3..5 is of last"
+    parser.positional("a", metavar="A", help=about)
+    parser.positional("b", metavar="B", help="likewise: what to compare it with")
+    parser.flag("--rank", type=int, default=None, help="compare this rank (default: whose peak differs most)")
 
 
 def _add_export(parser: Parser) -> None:
@@ -156,10 +150,16 @@ _VIEW_SUMMARIES = {
     "training": "loss, step time and what else is logged",
 }
 
+METHODS = {"continue": "resume", "eval": "evaluate", "break": "break_add"}
+"""The words whose method has another name, for theirs are Python's."""
+
 WORDS: dict[str, Word] = {
     "start": Word(summary="start the ranks", example="%fsdp start -n 4", add=_add_start),
     "status": Word(summary="the ranks, what is sharded, what is recorded", example="%fsdp status"),
     "stop": Word(summary="stop the ranks; what was recorded stays", example="%fsdp stop"),
+    "dashboard": Word(
+        summary="watch the ranks while they train, and stop them inside a step", example="%fsdp dashboard"
+    ),
     "shard": Word(summary="shard a model with fully_shard", example="%fsdp shard model --wrap Block", add=_add_shard),
     "reshard": Word(
         summary="change how a sharded model is sharded, in place",
@@ -168,8 +168,42 @@ WORDS: dict[str, Word] = {
     ),
     "unshard": Word(summary="make it a plain module again", example="%fsdp unshard model", add=_add_unshard),
     "step": Word(summary="train: call train_step() on every rank", example="%fsdp step 40", add=_add_step),
+    "pause": Word(summary="stop all ranks at the same event of the step under way", example="%fsdp pause"),
+    "next": Word(
+        summary="let stopped ranks go on to the next event, collective, unit or phase",
+        example="%fsdp next collective",
+        add=stop_flags.add_next,
+    ),
+    "continue": Word(summary="let stopped ranks go on", example="%fsdp continue"),
+    "abort": Word(summary="give up what the ranks do; they are ready again", example="%fsdp abort"),
+    "where": Word(summary="where every rank is, and since when", example="%fsdp where", add=stop_flags.add_where),
+    "break": Word(
+        summary="stop before every such event: add, list or clear breakpoints",
+        example="%fsdp break add all_gather:blocks.2",
+        add=stop_flags.add_break,
+    ),
+    "inspect": Word(
+        summary="what every stopped rank has of a parameter",
+        example="%fsdp inspect blocks.2.mlp.0.weight",
+        add=stop_flags.add_inspect,
+    ),
+    "eval": Word(
+        summary="evaluate an expression on stopped ranks, inside the step",
+        example="%fsdp eval loss.item() -t 0",
+        add=stop_flags.add_eval,
+    ),
+    "back": Word(
+        summary="show what was recorded up to some events ago; undoes nothing",
+        example="%fsdp back 3",
+        add=stop_flags.add_back,
+    ),
     "verify": Word(summary="compare a step with an unsharded one", example="%fsdp verify", add=_add_verify),
     **{name: Word(summary=_VIEW_SUMMARIES[name], example=f"%fsdp {name}", add=_add_view(name)) for name in VIEWS},
+    "compare": Word(
+        summary="what changed from one trace, or some steps of it, to another",
+        example="%fsdp compare before.trace last",
+        add=_add_compare,
+    ),
     "export": Word(summary="write what was recorded to a file", example="%fsdp export run.trace", add=_add_export),
     "help": Word(summary="these words, or one of them", example="%fsdp help shard", add=_add_help),
 }
@@ -233,6 +267,9 @@ def parse_line(line: str, expand: Expand = _as_is) -> tuple[str, argparse.Namesp
         UsageError: no such word, or not its arguments.
         HelpAsked: ``-h`` is among them.
     """
+    name, _, rest = line.strip().partition(" ")
+    if name == "eval":  # its expression has quotes of its own
+        return name, stop_flags.parse_eval(rest, parser_for(name, expand))
     name, *args = split(line) or ["help"]
     if name in {"-h", "--help"}:
         name = "help"
@@ -262,8 +299,13 @@ def to_command(name: str, args: argparse.Namespace) -> Command | None:
     """
     if name not in COMMANDS:
         return None
+    fields = dict(vars(args))
+    if COMMANDS[name] is Break:
+        stop_flags.check_break(args)
+        if fields.pop("action") != "add":
+            return None
     try:
-        return COMMANDS[name](**vars(args))
+        return COMMANDS[name](**fields)
     except ValueError as error:
         raise UsageError(f"%fsdp {name}: {error}\n{parser_for(name).usage_line()}") from None
 

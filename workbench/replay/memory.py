@@ -147,7 +147,7 @@ def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySerie
     moments = places
     if max_moments is not None and len(places) > max_moments:
         total = np.cumsum(_deltas_in_use(rows[places]))
-        moments = places[_envelope(rows["t_ns"][places], total, max(max_moments // 4, 1))]
+        moments = places[envelope(rows["t_ns"][places], total, max(max_moments // 4, 1))]
     return MemorySeries(
         t_ns=np.concatenate([rows["t_ns"][:1], rows["t_ns"][moments]]),
         seq=np.concatenate([[rank_trace.start.seq - 1], rows["seq"][moments]]),
@@ -166,8 +166,14 @@ def _bytes_at(rank_trace: RankTrace, places: Ints, moments: Ints) -> Ints:
     return np.cumsum(deltas.reshape(-1, num_classes), axis=0, dtype=np.int64)
 
 
-def _envelope(t_ns: Ints, total: Ints, num_bins: int) -> Ints:
-    """Positions, ascending, of the first, lowest, highest and last of ``total`` in each equal bin of time."""
+def envelope(t_ns: Ints, total: Ints, num_bins: int) -> Ints:
+    """Return the positions, ascending, of the first, lowest, highest and last of ``total`` in each equal bin of time.
+
+    Args:
+        t_ns: times ``[N]``, at least one.
+        total: values ``[N]``.
+        num_bins: bins.
+    """
     ran = np.maximum.accumulate(t_ns) - t_ns[0]
     bins = np.minimum(ran * num_bins // (ran[-1] + 1), num_bins - 1)
     first = np.flatnonzero(np.diff(bins, prepend=-1))

@@ -151,6 +151,12 @@ class ProcessGroups:
         for root in list(roots):
             root.reset_iter_state()
 
+    def largest(self, number: int) -> int:
+        """Return the largest ``number`` that any rank has; collective over all ranks."""
+        agreed = torch.tensor(number, device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return int(agreed)
+
     def leave(self) -> None:
         """Destroy all groups; a rank that exits without can take its process down hard."""
         if dist.is_initialized():

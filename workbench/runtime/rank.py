@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, from_dict
-from workbench.engine import groups, probe
+from workbench.engine import groups
 from workbench.errors import ClusterError
 from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
+from workbench.runtime.gate import OPERATIONS, Gate
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
+from workbench.runtime.resident import Resident
+from workbench.runtime.stacks import stacks
 from workbench.runtime.training import Trainer
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
@@ -34,12 +37,14 @@ class RankRuntime:
     Attributes:
         groups: its process groups.
         recorder: what it records into.
+        gate: what may hold it.
         trainer: what runs its steps.
         doing: the word of the command under way, empty between commands.
     """
 
     groups: ProcessGroups
     recorder: Recorder
+    gate: Gate
     trainer: Trainer
     doing: str = ""
 
@@ -52,6 +57,13 @@ class RankRuntime:
             self.doing = ""
 
     def _execute(self, command: Command) -> dict[str, Any]:
+        if isinstance(command, Step):
+            with self.gate.stepping():
+                return self.trainer.run(command)
+        with self.gate.passing():
+            return self._execute_between_steps(command)
+
+    def _execute_between_steps(self, command: Command) -> dict[str, Any]:
         match command:
             case Shard():
                 result = sharding.shard(command, self.groups.mesh_of)
@@ -59,8 +71,6 @@ class RankRuntime:
                 result = sharding.reshard(command, self.groups.mesh_of)
             case Unshard():
                 result = sharding.unshard(command)
-            case Step():
-                return self.trainer.run(command)
             case Verify():
                 return self._verify(command)
             case _:
@@ -86,14 +96,14 @@ class RankRuntime:
 
     def position(self) -> dict[str, Any]:
         """Return where this rank is: JSON data, read from any thread."""
-        row = self.recorder.last_row()
+        row = self.recorder.last_event()
         here = {
             "rank": self.groups.rank,
             "doing": self.doing,
             "step": self.recorder.step,
             "unfinished": groups.num_unfinished(),
             "optimizer_steps": self.trainer.optimizer_steps,
-        }
+        } | self.gate.position()
         if row is None:
             return here
         return here | {
@@ -118,6 +128,27 @@ class RankRuntime:
             "position": self.position(),
         }
         return content, [drained.rows]
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request of the control thread asks for: look, set a flag, or enqueue."""
+        match request.get("op"):
+            case "where":
+                return self.position()
+            case "stacks":
+                return {"stacks": stacks()}
+            case "names":
+                return {"modules": module_names(), "variables": sorted(user_namespace())}
+            case "abort":
+                self.groups.abort(str(request.get("reason", "aborted")))
+                self.gate.wake()
+            case "shut":
+                self.groups.shut()
+            case op if op in OPERATIONS:
+                return self.gate.request(request)
+            case other:
+                known = ("drain", "where", "stacks", "names", "abort", "shut", *OPERATIONS)
+                raise ValueError(f"the side door knows {', '.join(known)}, not {other!r}")
+        return {}
 
 
 _runtime: RankRuntime | None = None
@@ -150,8 +181,9 @@ def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | Non
     recorder = Recorder(Header(producer="workbench.engine", world_size=world_size))
     trainer = Trainer(recorder)
     trainer.install()
-    probe.active = recorder
-    _runtime = RankRuntime(process_groups, recorder, trainer)
+    gate = Gate(recorder, rank)
+    gate.install()
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer)
     atexit.register(shutdown)
     return {"address": process_groups.listen() if rank == 0 else None}
 
@@ -169,6 +201,7 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
         host=socket.gethostname(),
         device=str(runtime.groups.device),
         pid=os.getpid(),
+        baseline_bytes=_sample_memory(runtime),
     )
     runtime.recorder.set_run(mine, mesh_shape=(runtime.groups.world_size,), mesh_axes=("shard",))
     user_namespace().update(
@@ -179,6 +212,18 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
         log_metric=runtime.recorder.metric,
     )
     return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid}
+
+
+def _sample_memory(runtime: RankRuntime) -> int:
+    """Sample this process's memory from now on, and return what there is of it before anything is sharded.
+
+    Nothing is sampled, and 0 returned, where the engine's bytes are on a device with a memory of its own.
+    """
+    if runtime.groups.device.type != "cpu":
+        return 0
+    resident = Resident(runtime.recorder.resident)
+    runtime.recorder.on_phase = resident.sample
+    return resident.num_bytes()
 
 
 def execute(command: dict[str, Any]) -> dict[str, Any]:
@@ -193,8 +238,11 @@ def recover(generation: int) -> dict[str, Any]:
         generation: a number that no earlier call had, equal on all ranks.
     """
     runtime = _this_rank()
+    runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
     runtime.groups.rebuild(generation)
+    # some may have begun a step that others have not: a step's number is one and the same on all ranks
+    runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
     return runtime.position()
 
 
@@ -202,30 +250,19 @@ def shutdown() -> None:
     """Leave the process groups; safe to call more than once."""
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
-        probe.active = None
+        _runtime.gate.uninstall()
         _runtime.groups.leave()
         _runtime = None
 
 
 def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """Answer a request of the control thread: drain, where, names, abort or shut.
+    """Answer a request of the control thread: drain, where, stacks, names, abort, shut, and what the gate does.
 
     Raises:
         ValueError: unknown operation.
+        UsageError: see :meth:`Gate.request`.
     """
     runtime = _this_rank()
-    match request.get("op"):
-        case "drain":
-            return runtime.drain(*request["known"][str(runtime.groups.rank)])
-        case "where":
-            return runtime.position(), []
-        case "names":
-            return {"modules": module_names(), "variables": sorted(user_namespace())}, []
-        case "abort":
-            runtime.groups.abort(str(request.get("reason", "aborted")))
-            return {}, []
-        case "shut":
-            runtime.groups.shut()
-            return {}, []
-        case other:
-            raise ValueError(f"the side door knows drain, where, names, abort and shut, not {other!r}")
+    if request.get("op") == "drain":
+        return runtime.drain(*request["known"][str(runtime.groups.rank)])
+    return runtime.answer(request), []

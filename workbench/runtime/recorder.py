@@ -13,7 +13,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,12 +35,22 @@ from workbench.trace.schema import (
     Param,
     Phase,
     RankInfo,
+    Rows,
     Unit,
 )
 
 CAPACITY = 2**18
 NO_STEP = -1
 _NAN = math.nan
+_LOOK_BACK = 256
+_BESIDE = (
+    Kind.ALLOC,
+    Kind.FREE,
+    Kind.METRIC,
+    Kind.LOG,
+    Kind.GATE,
+    Kind.RESIDENT,
+)  # do not say where a rank is
 
 E = TypeVar("E", Kind, Edge, Phase, Category)
 
@@ -52,8 +63,8 @@ def _translation(source: type[probe.Kind | probe.Edge | probe.Phase | probe.Cate
     return table
 
 
-_KIND = _translation(probe.Kind, Kind)
-_EDGE = _translation(probe.Edge, Edge)
+_KIND = KIND_OF = _translation(probe.Kind, Kind)
+_EDGE = EDGE_OF = _translation(probe.Edge, Edge)
 _PHASE = _translation(probe.Phase, Phase)
 _CATEGORY = _translation(probe.Category, Category)
 
@@ -82,15 +93,26 @@ class Recorder:
         header: what this rank knows of the trace's header.
         header_version: grows whenever ``header`` changes.
         step: number of the step under way, :data:`NO_STEP` outside.
+        next_step: number that the next one will have.
+        ordinal: events announced since that step began: the number of the next one; equal on ranks at the same event.
+        held_ns: how long this rank was held by a gate, all holds together.
+        is_aside: what runs now is no part of the step; see :meth:`aside`.
         on_forward: called when a forward begins outside of any step.
+        on_phase: called when a step has begun and when the phase is about to change.
+        before_own: called before an event that the engine does not see: edges of steps and optimizers.
     """
 
     def __init__(self, header: Header, capacity: int = CAPACITY) -> None:
         self.header = header
         self.header_version = 1
         self.step = NO_STEP
+        self.ordinal = 0
+        self.held_ns = 0
+        self.is_aside = False
         self.on_forward: Callable[[], None] = lambda: None
-        self._next_step = 0
+        self.on_phase: Callable[[], None] = lambda: None
+        self.before_own: Callable[[Kind, Edge], None] = lambda kind, edge: None
+        self.next_step = 0
         self._capacity = capacity
         self._ring = bytearray(capacity * ROW.size)
         self._seq = itertools.count()
@@ -113,6 +135,7 @@ class Recorder:
         t_ns: int | None,
     ) -> None:
         """Record an event of the engine."""
+        self.ordinal += 1
         if comm is None:
             self._append(_KIND[kind], _EDGE[edge], unit, num_bytes)
         else:
@@ -127,6 +150,7 @@ class Recorder:
         """Stamp the rows that follow with ``phase``."""
         if phase == probe.Phase.FORWARD and self.step == NO_STEP:
             self.on_forward()
+        self.on_phase()
         self._phase = _PHASE[phase]
 
     def unit(self, info: probe.UnitInfo) -> None:
@@ -153,6 +177,10 @@ class Recorder:
         """Record a number under ``name``."""
         self._append(int(Kind.METRIC), int(Edge.INSTANT), -1, 0, module=self._intern(name), value=value)
 
+    def resident(self, num_bytes: int) -> None:
+        """Record that ``num_bytes`` (more than 0) of this process are in memory."""
+        self._append(int(Kind.RESIDENT), int(Edge.INSTANT), -1, num_bytes)
+
     def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
         """Put this rank and the mesh into the header."""
         self._change(dataclasses.replace(self.header, ranks=(info,), mesh_shape=mesh_shape, mesh_axes=mesh_axes))
@@ -160,15 +188,23 @@ class Recorder:
     def begin_step(self) -> None:
         """Open the next step; one that is still open ends."""
         self.end_step()
-        self.step = self._next_step
-        self._next_step += 1
-        self._append(int(Kind.STEP), int(Edge.BEGIN), -1, 0)
+        self.step = self.next_step
+        self.next_step += 1
+        self.ordinal = 0
+        self._own(Kind.STEP, Edge.BEGIN)
+        self.on_phase()
 
     def end_step(self) -> None:
         """Close the step, if one is open."""
         if self.step != NO_STEP:
-            self._append(int(Kind.STEP), int(Edge.END), -1, 0)
+            self._own(Kind.STEP, Edge.END)
             self.step = NO_STEP
+
+    def _own(self, kind: Kind, edge: Edge) -> None:
+        """Record an event that the engine does not announce."""
+        self.before_own(kind, edge)
+        self.ordinal += 1
+        self._append(int(kind), int(edge), -1, 0)
 
     def give_up_step(self) -> None:
         """Leave a step that raised without an END: it has none."""
@@ -177,11 +213,35 @@ class Recorder:
 
     def optimizer_edge(self, edge: Edge) -> None:
         """Record the begin or end of an optimizer's step."""
+        self.on_phase()
         if edge is Edge.BEGIN:
             self._phase = int(Phase.OPTIMIZER)
-        self._append(int(Kind.OPTIMIZER), int(edge), -1, 0)
+        self._own(Kind.OPTIMIZER, edge)
         if edge is Edge.END:
             self._phase = int(Phase.IDLE)
+
+    @contextmanager
+    def held(self, unit: int) -> Iterator[None]:
+        """Record that this rank is held before an event of ``unit``, as long as the body runs."""
+        begin_ns = time.monotonic_ns()
+        self._append(int(Kind.GATE), int(Edge.BEGIN), unit, 0, t_ns=begin_ns)
+        try:
+            yield
+        finally:
+            end_ns = time.monotonic_ns()
+            self._append(int(Kind.GATE), int(Edge.END), unit, 0, t_ns=end_ns)
+            self.held_ns += end_ns - begin_ns
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run the body within a held step: what it announces is recorded, but the step stays where it is."""
+        before = self._phase, self.ordinal
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
+            self._phase, self.ordinal = before
 
     def _append(  # noqa: PLR0913 - the columns of a row
         self,
@@ -256,13 +316,23 @@ class Recorder:
             self._fold()
             return Drained(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
 
-    def last_row(self) -> np.void | None:
-        """Return the newest row, None if there is none."""
+    @property
+    def phase_now(self) -> Phase:
+        """The phase that the next row gets."""
+        return Phase(self._phase)
+
+    def newest(self, count: int) -> Rows:
+        """Return the newest rows, at most ``count``, in their order; from any thread."""
         with self._lock:
-            if not self._head:
-                return None
-            row: np.void = np.frombuffer(self._copy(self._head - 1, self._head), ROW_DTYPE)[0]
-            return row
+            count = min(count, self._head, self._capacity)
+            return np.frombuffer(self._copy(self._head - count, self._head), ROW_DTYPE)
+
+    def last_event(self) -> np.void | None:
+        """Return the newest row that tells what the rank does, None if there is none."""
+        rows = self.newest(_LOOK_BACK)
+        found = rows[~np.isin(rows["kind"], _BESIDE)]
+        last: np.void | None = found[-1] if len(found) else rows[-1] if len(rows) else None
+        return last
 
 
 def _unit(info: probe.UnitInfo) -> Unit:

@@ -91,9 +91,9 @@ class Trainer:
         self._running = True
         try:
             for _ in range(command.count):
-                begin = time.monotonic()
+                begin_ns = time.monotonic_ns() - self._recorder.held_ns
                 losses.append(self._one_step(function))
-                seconds.append(time.monotonic() - begin)
+                seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
         except RuntimeError as error:
             raise self._translated(error) from error
         finally:
@@ -129,17 +129,17 @@ class Trainer:
 
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
-        if self.counts_steps and not self._running and torch.is_grad_enabled():
+        if self.counts_steps and not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
             self._recorder.begin_step()
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
         self._recorder.optimizer_edge(Edge.BEGIN)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        self.optimizer_steps += 1  # first: a rank that is held there and gives up has taken the step
         self._recorder.optimizer_edge(Edge.END)
-        self.optimizer_steps += 1
         self.account(optimizer)
-        if self.counts_steps and not self._running:
+        if self.counts_steps and not self._running and not self._recorder.is_aside:
             self._recorder.end_step()
 
     def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:

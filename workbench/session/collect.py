@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ class Collector:
         self._versions: dict[int, int] = {}
         self._next_seq: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._drained_at = float("-inf")
 
     @property
     def next_seq(self) -> dict[int, int]:
@@ -45,9 +47,19 @@ class Collector:
         """What was collected so far."""
         return self._builder.snapshot()
 
-    def drain(self, door: SideDoor, ranks: Iterable[int], *, timeout_s: float) -> None:
-        """Take what ``ranks`` recorded since the last time; one that does not answer in time is left out."""
+    def drain(self, door: SideDoor, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0) -> None:
+        """Take what ``ranks`` recorded since the last time; one that does not answer in time is left out.
+
+        Args:
+            door: their side doors.
+            ranks: who is asked.
+            timeout_s: how long each may take.
+            max_age_s: nobody is asked if that was done less than so many seconds ago, by whichever thread.
+        """
         with self._lock:
+            if time.monotonic() - self._drained_at < max_age_s:
+                return
+            self._drained_at = time.monotonic()
             # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
             # for the last request comes again
             known = {str(r): [self._next_seq.get(r, 0), self._versions.get(r, 0)] for r in ranks}

@@ -104,7 +104,7 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Position], *, 
     """
     cause = first_cause(failures)
     dead = tuple(sorted(f.rank for f in failures if f.died))
-    split = _split_optimizer(positions)
+    split = split_optimizer(positions)
     if cause.died:
         return RankDied("\n".join([str(cause), death_sentence(dead, sorted(positions)), *split]), ranks=dead)
     alike = sorted((f for f in failures if str(f) == str(cause)), key=lambda f: f.rank)
@@ -165,7 +165,7 @@ def _place(cause: Failure, positions: Mapping[int, Position]) -> str:
     return f" ({places})" if places else ""
 
 
-def _split_optimizer(positions: Mapping[int, Position]) -> list[str]:
+def split_optimizer(positions: Mapping[int, Position]) -> list[str]:
     """Say which ranks did the optimizer's step that others did not do; usually nothing."""
     counts = {rank: p.optimizer_steps for rank, p in positions.items() if p.optimizer_steps is not None}
     if len(set(counts.values())) < 2:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from workbench.cluster.pending import Output
+from workbench.cluster.pending import Output, Pending
 from workbench.replay.alike import label
 from workbench.views.theme import plural
 
@@ -57,3 +57,32 @@ def _apart(text: str, ranks: list[int]) -> str:
     cut = [f"... {plural(len(lines) - MAX_LINES, 'line')} more"] if len(lines) > MAX_LINES else []
     body = "\n".join([*lines[:MAX_LINES], *cut]) or "(no output)"
     return f"--- {label(ranks)}:\n{body}\n"
+
+
+class Stream:
+    """Hands on the output of one rank as it arrives, and compares the others' with it at the end.
+
+    Args:
+        pending: the request.
+        rank: whose output is handed on.
+    """
+
+    def __init__(self, pending: Pending, rank: int) -> None:
+        self._pending, self._rank = pending, rank
+        self._num_seen = 0
+
+    def forward(self, on_output: Callable[[Output], None]) -> None:
+        """Hand on what is new."""
+        for output in self._pending.outputs(self._rank, self._num_seen):
+            self._num_seen += 1
+            on_output(output)
+
+    def finish(self, on_output: Callable[[Output], None], *, also_agreement: bool) -> str:
+        """Hand on the rest, then how the ranks differ; return the latter."""
+        self.forward(on_output)
+        texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._pending.ranks}
+        agree = len({text.strip() for text in texts.values()}) == 1
+        remarks = compare(texts, self._rank) if also_agreement or not agree else ""
+        if remarks:
+            on_output(Output("stdout", text=remarks))
+        return remarks

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import dataclasses
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from workbench.cluster.pending import Pending, Reply
 from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, WorkbenchError
 from workbench.replay.alike import label
+from workbench.session.breakpoints import Breakpoints
 from workbench.session.collect import Collector
-from workbench.session.failures import Position, death_sentence, first_cause, to_error
+from workbench.session.failures import Position, death_sentence, first_cause, split_optimizer, to_error
 from workbench.session.names import Names
+from workbench.session.places import Stop, unit_names
+from workbench.session.pulse import Pulse, pulse
+from workbench.session.reports import Report
+from workbench.session.request import Mark, Request, Work
+from workbench.session.stop_reports import StopReport
 from workbench.session.watch import ASK_S, Interruptible, Outcome, Watch
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Phase
@@ -19,8 +26,14 @@ from workbench.trace.schema import Phase
 RUNTIME = "workbench.runtime.rank"
 """The rank side, in the ranks' processes; here it is only a name."""
 
+PULSE_S = 0.08
+"""How old what a live view is shown may be, in seconds: several of them ask the ranks once."""
+
 RECOVER_S = 30.0
 """How long ranks may take to build new process groups, in seconds."""
+
+CLOSE_S = 1.0
+"""How long ranks may take to leave what they do before they are stopped, in seconds."""
 
 RESTART = "%fsdp stop, then %fsdp start"
 
@@ -53,45 +66,25 @@ class ClusterLike(Interruptible, Protocol):
 NEXT_THING = "the ranks are ready again and keep their variables: correct the code, run its cell, and go on"
 
 
-def _nothing() -> None:
-    """What happens meanwhile by default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Where the ranks were before a request.
-
-    Attributes:
-        num_rows: rows recorded, by rank.
-        optimizer_steps: by rank.
-    """
-
-    num_rows: dict[int, int]
-    optimizer_steps: dict[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meanwhile:
-    """What a caller does while ranks work.
-
-    Attributes:
-        on_slice: called about 50 times a second.
-        on_tick: called about 10 times a second after the trace was drained, and once when all is over.
-    """
-
-    on_slice: Callable[[], None] = _nothing
-    on_tick: Callable[[], None] = _nothing
-
-
 class Session:
     """See the module docstring.
 
     Args:
         cluster: started.
+
+    Attributes:
+        changed: held while a request is sent, stops, goes on or ends; notified at the latter three.
+        request: what is under way, stopped ones included; None between requests.
+        breakpoints: where ranks stop.
+        is_closed: whether the ranks are being stopped.
     """
 
     def __init__(self, cluster: ClusterLike) -> None:
         self.cluster = cluster
+        self.changed = threading.Condition(threading.RLock())
+        self.request: Request | None = None
+        self.breakpoints = Breakpoints()
+        self.is_closed = False
         self._collector = Collector()
         self._generation = 0
         self._needs_recovery = False
@@ -111,9 +104,14 @@ class Session:
         """Take what the ranks recorded since the last time."""
         self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S)
 
+    def pulse(self) -> Pulse:
+        """Return the trace so far and how each rank is, at most a tenth of a second old."""
+        self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S, max_age_s=PULSE_S)
+        return pulse(self.trace, self.cluster.alive(), self._collector.positions)
+
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
-        replies = self._ask({"op": "names"})
+        replies = self.ask({"op": "names"})
         return {
             rank: Names(modules=tuple(content["modules"]), variables=tuple(content["variables"]))
             for rank, content in replies.items()
@@ -121,10 +119,11 @@ class Session:
 
     def where(self) -> dict[int, dict[str, Any]]:
         """Return where each rank is; one that does not answer at once is left out."""
-        return self._ask({"op": "where"})
+        return self.ask({"op": "where"})
 
-    def _ask(self, request: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        replies = self.cluster.ask(request, self.living(), timeout_s=ASK_S) if self.living() else {}
+    def ask(self, request: dict[str, Any], *, timeout_s: float = ASK_S) -> dict[int, dict[str, Any]]:
+        """Return what the ranks answer to a request at their side doors; one that does not in time is left out."""
+        replies = self.cluster.ask(request, self.living(), timeout_s=timeout_s) if self.living() else {}
         return {rank: reply.content for rank, reply in replies.items() if isinstance(reply, Reply)}
 
     # ---- doing
@@ -133,9 +132,12 @@ class Session:
         """Make sure that ``ranks`` can take a request, and return where things are before it.
 
         Raises:
+            UsageError: another request is under way.
             RankDied: one of them is gone.
             ClusterError: they could not be joined again after an earlier failure.
         """
+        if self.request is not None:
+            raise UsageError(busy_sentence(self.request))
         living = self.living()
         dead = tuple(rank for rank in ranks if rank not in living)
         if dead:
@@ -146,34 +148,95 @@ class Session:
         steps = {rank: position["optimizer_steps"] for rank, position in self._collector.positions.items()}
         return Mark(num_rows=self._collector.next_seq, optimizer_steps=steps)
 
-    def finish(self, pending: Pending, mark: Mark, meanwhile: Meanwhile, *, is_command: bool) -> dict[int, Any]:
-        """Wait for ``pending`` and return the result of each rank; after a failure the ranks are ready again.
+    def open(self, work: Work, pending: Pending, mark: Mark) -> Request:
+        """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
+        request = Request(work, pending, mark)
+        request.watch = Watch(
+            self.cluster,
+            pending,
+            on_slice=lambda: work.on_slice(request.listener),
+            on_tick=lambda: self._tick(request),
+            can_pause=work.is_command,
+        )
+        self.request = request
+        return request
 
-        Args:
-            pending: the request, just sent.
-            mark: what :meth:`ready` returned before it was.
-            meanwhile: what to do while waiting.
-            is_command: whether it is a command (else a cell): the engine then was at work.
+    def _tick(self, request: Request) -> dict[int, dict[str, Any]]:
+        if self.is_closed:
+            raise ClusterError("the ranks were stopped")
+        self.drain()
+        request.work.on_tick(request.listener, self.trace)
+        return self._collector.positions
+
+    def attend(self, request: Request) -> Report:
+        """Wait for ``request`` until it is over or stops; after a failure the ranks are ready again.
 
         Raises:
             UsageError: the ranks refused the command.
             RankError: it raised on a rank.
             RankDied: a rank is gone.
-            Interrupted: Ctrl-C.
+            Interrupted: it was given up.
         """
-
-        def on_tick() -> None:
-            self.drain()
-            meanwhile.on_tick()
-
+        request.watcher = threading.current_thread()
+        report: Report | None = None
         try:
-            outcome = Watch(self.cluster, pending, on_slice=meanwhile.on_slice, on_tick=on_tick).run()
+            outcome = self._watch(request)
+            report = self._stopped(request, outcome) if isinstance(outcome, Stop) else self._result(request, outcome)
+            request.ending = report.headline
+        except BaseException as error:
+            request.ending = str(error)
+            raise
+        finally:
+            self._note(request, is_over=not isinstance(report, StopReport))
+        return report
+
+    def _watch(self, request: Request) -> Outcome | Stop:
+        try:
+            return request.watch.run()
         except BaseException:
             self._needs_recovery = True  # the ranks were aborted; nobody saw how they ended
             raise
-        if not outcome.failures and not outcome.interrupts:
-            return outcome.results
-        raise self._settle(outcome, mark, is_command)
+
+    def _stopped(self, request: Request, stop: Stop) -> StopReport:
+        request.stop = dataclasses.replace(stop, units=unit_names(self.trace.header))
+        reasons = tuple(self.breakpoints.named(number) for number in stop.breakpoints)
+        request.report = StopReport(stop=request.stop, words=request.work.words, reasons=reasons)
+        return request.report
+
+    def _result(self, request: Request, outcome: Outcome) -> Report:
+        if self.is_closed:
+            raise ClusterError("the ranks were stopped")
+        request.watch.stopper.disarm(set(self.living()))
+        if not outcome.failures and not outcome.given_up:
+            return request.work.finish(outcome.results, request.listener)
+        error = self._settle(outcome, request.mark, request.work.is_command)
+        request.work.fail(request.listener)
+        raise error
+
+    def _note(self, request: Request, *, is_over: bool) -> None:
+        """Tell everybody that ``request`` stands or is over."""
+        with self.changed:
+            request.state = "over" if is_over else "stopped"
+            if is_over and self.request is request:
+                self.request = None
+            if self.breakpoints.clear_until() and not self.is_closed:
+                self.push_breakpoints()
+            self.changed.notify_all()
+
+    def push_breakpoints(self) -> None:
+        """Have all ranks take the breakpoints that there are."""
+        self.ask({"op": "breakpoints", "breakpoints": self.breakpoints.to_data()})
+
+    def close(self) -> None:
+        """Free the ranks from what they do, and whoever waits for them; called before the cluster is stopped."""
+        self.is_closed = True
+        request = self.request
+        if request is None:
+            return
+        self.ask({"op": "abort", "reason": "the ranks are being stopped"})
+        request.pending.wait(CLOSE_S)
+        if request.thread is not None and request.thread is not threading.current_thread():
+            request.thread.join(CLOSE_S)
 
     def recover(self) -> None:
         """Have all ranks build new process groups and forget the step they were in.
@@ -223,13 +286,24 @@ class Session:
         }
 
 
+def busy_sentence(request: Request) -> str:
+    """Return why nothing else can be asked while ``request`` is under way, and what to do."""
+    if request.state == "stopped":
+        return (
+            f"{request.work.words} is under way ({request.stop}): first %fsdp continue, or give it up with %fsdp abort"
+        )
+    where = " in the background" if request.thread is not None else ""
+    return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort gives it up"
+
+
 def _error_of(outcome: Outcome, positions: dict[int, Position]) -> WorkbenchError:
     """Return what to raise for an outcome that is not a success."""
     if outcome.abandoned:
         still = f"{label(outcome.abandoned)} still {'run' if len(outcome.abandoned) > 1 else 'runs'}"
         return Interrupted(f"interrupted; {still} and nobody waits: {RESTART}")
-    if outcome.interrupts and not any(failure.died for failure in outcome.failures):
-        return Interrupted("interrupted; the ranks are ready again and keep their variables")
+    if outcome.given_up and not any(failure.died for failure in outcome.failures):
+        done = f"{outcome.given_up}; the ranks are ready again and keep their variables"
+        return Interrupted("\n".join([done, *split_optimizer(positions)]))
     cause = first_cause(outcome.failures)
     if cause.ename == UsageError.__name__:
         alike = sum(str(failure) == str(cause) for failure in outcome.failures)

@@ -1,11 +1,11 @@
-"""Waiting for ranks: a failure frees the others at once, a Ctrl-C frees all of them, and nobody is forgotten."""
+"""Waiting for ranks: a failure frees the others, a Ctrl-C stops or frees all of them, and nobody is forgotten."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from workbench.cluster.pending import Pending
 from workbench.errors import RankDied, RankError
 from workbench.session.collect import SideDoor
 from workbench.session.failures import Failure
+from workbench.session.places import Position, Stop
+from workbench.session.stopping import Stopper
 
 SLICE_S = 0.02
 """How often a wait looks up, in seconds."""
@@ -53,14 +55,14 @@ class Outcome:
         results: what ranks returned.
         failures: of the others, in the order they came in.
         aborted: ranks that were told to give up.
-        interrupts: how often Ctrl-C was pressed.
-        abandoned: ranks that still run, because a third Ctrl-C ended the wait.
+        given_up: why the user gave it up, ``"interrupted"`` or ``"aborted"``; empty: did not.
+        abandoned: ranks that still run, because a last Ctrl-C ended the wait.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     aborted: set[int] = field(default_factory=set)
-    interrupts: int = 0
+    given_up: str = ""
     abandoned: tuple[int, ...] = ()
 
 
@@ -90,14 +92,19 @@ class CountInterrupts:
 
 
 class Watch:
-    """Waits for one request.
+    """Waits for one request, as often as it stops and goes on.
 
     Args:
         cluster: where the ranks are.
         pending: the request.
         on_slice: called at every look-up, about 50 times a second.
-        on_tick: called about 10 times a second, and once when all is over.
+        on_tick: called about 10 times a second, and once when all is over; returns where the ranks are.
+        can_pause: whether the first Ctrl-C stops the ranks inside the step; the next one then aborts.
         clock: seconds, monotonic.
+
+    Attributes:
+        stopper: stops the ranks and lets them go.
+        running: ranks that have not ended.
     """
 
     def __init__(
@@ -106,48 +113,78 @@ class Watch:
         pending: Pending,
         *,
         on_slice: Callable[[], None],
-        on_tick: Callable[[], None],
+        on_tick: Callable[[], Mapping[int, Position]],
+        can_pause: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster, self._pending, self._clock = cluster, pending, clock
         self._on_slice, self._on_tick = on_slice, on_tick
-        self._running = set(pending.ranks)
+        self.stopper = Stopper(cluster, clock)
+        self.running = set(pending.ranks)
         self._outcome = Outcome()
+        self._can_pause = can_pause
+        self._level = 0
+        self._pause_asked = self._abort_asked = False
         self._abort_at: float | None = None
         self._shut_at: float | None = None
         self._signal_at: float | None = None
         self._next_tick = clock() + TICK_S
 
-    def run(self) -> Outcome:
-        """Wait until every rank is done, or the user gives up on those that are not."""
+    def ask_pause(self) -> None:
+        """Have the ranks stop; called from any thread."""
+        self._pause_asked = True
+
+    def ask_abort(self) -> None:
+        """Have the ranks give up; called from any thread."""
+        self._abort_asked = True
+
+    def run(self) -> Outcome | Stop:
+        """Wait until every rank is done, stands, or the user gives up on those that are neither."""
+        self._level = 0
         with CountInterrupts() as interrupts:
             try:
-                self._loop(interrupts)
+                stop = self._loop(interrupts)
             except BaseException:
                 self._abort("the notebook stopped waiting")
                 raise
-        return self._outcome
+        return self._outcome if stop is None else stop
 
-    def _loop(self, interrupts: CountInterrupts) -> None:
-        while self._running and not self._outcome.abandoned:
+    def _loop(self, interrupts: CountInterrupts) -> Stop | None:
+        seen = 0
+        while self.running and not self._outcome.abandoned:
             self._pending.wait(SLICE_S)
             self._gather()
-            if interrupts.count > self._outcome.interrupts:
-                self._outcome.interrupts = interrupts.count
-                self._on_interrupt()
+            if interrupts.count > seen:
+                seen += 1
+                self._escalate()
+            self._obey()
             self._act_in_time()
             self._on_slice()
-            if self._clock() >= self._next_tick:
+            stop = self._look()
+            if stop is not None:
                 self._on_tick()
-                self._next_tick = self._clock() + TICK_S
+                return stop
         self._on_tick()
+        return None
+
+    def _look(self) -> Stop | None:
+        """Drain in time; return the stop if the ranks stand."""
+        positions = None
+        if self._clock() >= self._next_tick:
+            positions = self._on_tick()
+            self._next_tick = self._clock() + TICK_S
+        elif self.stopper.eager:
+            positions = self.stopper.ask_where(self.running)
+        if positions is None or self._outcome.given_up or self._outcome.failures:
+            return None
+        return self.stopper.look(positions, self.running)
 
     def _gather(self) -> None:
         """Sort out the ranks that have ended since the last look."""
-        for rank in sorted(self._running):
+        for rank in sorted(self.running):
             if not self._pending.done(rank):
                 continue
-            self._running.discard(rank)
+            self.running.discard(rank)
             error = self._pending.error(rank)
             if error is None:
                 self._outcome.results[rank] = self._pending.result(rank)
@@ -156,15 +193,38 @@ class Watch:
                 if self._abort_at is None:
                     self._abort_at = self._clock() + GRACE_S
 
-    def _on_interrupt(self) -> None:
-        """First Ctrl-C: abort; second: also the signal, at once; third: stop waiting."""
-        if self._outcome.interrupts == 1:
-            self._abort("interrupted")
-            self._signal_at = self._clock() + SIGNAL_AFTER_S
-        elif self._outcome.interrupts == 2:
-            self._signal()
+    def _obey(self) -> None:
+        """Do what other threads asked for."""
+        if self._pause_asked:
+            self._pause_asked = False
+            self._pause()
+        if self._abort_asked:
+            self._abort_asked = False
+            self._give_up("aborted")
+
+    def _escalate(self) -> None:
+        """Do more than at the last Ctrl-C: stop, abort, signal at once, wait no more."""
+        if self._outcome.given_up:
+            floor = 2
         else:
-            self._outcome.abandoned = tuple(sorted(self._running))
+            floor = 0 if self._can_pause and not self.stopper.is_pausing and not self._outcome.failures else 1
+        level = max(self._level, floor)
+        self._level = min(level + 1, 3)
+        (self._pause, self._interrupt, self._signal, self._abandon)[level]()
+
+    def _pause(self) -> None:
+        self.stopper.pause(self.running)
+
+    def _interrupt(self) -> None:
+        self._give_up("interrupted")
+
+    def _give_up(self, why: str) -> None:
+        self._outcome.given_up = why
+        self._abort(why)
+        self._signal_at = self._clock() + SIGNAL_AFTER_S
+
+    def _abandon(self) -> None:
+        self._outcome.abandoned = tuple(sorted(self.running))
 
     def _act_in_time(self) -> None:
         now = self._clock()
@@ -178,7 +238,7 @@ class Watch:
 
     def _abort(self, reason: str) -> None:
         """Free the ranks that still run; each is told once."""
-        ranks = sorted(self._running - self._outcome.aborted)
+        ranks = sorted(self.running - self._outcome.aborted)
         self._outcome.aborted.update(ranks)
         if ranks:
             self._cluster.ask({"op": "abort", "reason": reason}, ranks, timeout_s=ASK_S)
@@ -187,14 +247,14 @@ class Watch:
     def _shut(self) -> None:
         """Free the aborted ranks that still run from what blocks them."""
         self._shut_at = None
-        ranks = sorted(self._running & self._outcome.aborted)
+        ranks = sorted(self.running & self._outcome.aborted)
         if ranks:
             self._cluster.ask({"op": "shut"}, ranks, timeout_s=ASK_S)
 
     def _signal(self) -> None:
         self._signal_at = None
-        if self._running:
-            self._cluster.interrupt(sorted(self._running))
+        if self.running:
+            self._cluster.interrupt(sorted(self.running))
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

@@ -196,6 +196,8 @@ def _instants(process: _Process) -> Iterator[Event]:
         elif kind == Kind.METRIC and math.isfinite(columns["value"][place]):  # JSON has no word for the others
             name = process.header.strings[columns["module"][place]]
             yield process.event("C", name, place, args={"value": columns["value"][place]})
+        elif kind == Kind.RESIDENT:
+            yield process.event("C", "resident bytes", place, args={"value": columns["num_bytes"][place]})
 
 
 def _unit_name(header: Header, unit: int) -> str:

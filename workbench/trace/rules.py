@@ -14,7 +14,7 @@ from workbench.trace.schema import COLLECTIVES, NO_CATEGORY, Category, Edge, Hea
 
 Rule = Callable[[Header, RankTrace], Iterator[str]]
 
-INSTANTS = (Kind.RESHARD, Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG, Kind.RESET)
+INSTANTS = (Kind.RESHARD, Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG, Kind.RESET, Kind.RESIDENT)
 """Kinds whose rows are no spans."""
 
 
@@ -78,7 +78,7 @@ def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
 def _edges_fit_kinds(_: Header, rank: RankTrace) -> Iterator[str]:
     is_instant = np.isin(rank.rows["kind"], INSTANTS)
     wrong = is_instant != (rank.rows["edge"] == Edge.INSTANT)
-    message = "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG and RESET, BEGIN / END to the rest"
+    message = "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET and RESIDENT, BEGIN / END to the rest"
     yield from _report(rank, wrong, message)
 
 
@@ -99,6 +99,8 @@ def _memory_rows_fit(_: Header, rank: RankTrace) -> Iterator[str]:
     yield from _report(rank, is_alloc & (rows["num_bytes"] <= 0), "ALLOC must have num_bytes > 0")
     yield from _report(rank, is_free & (rows["num_bytes"] >= 0), "FREE must have num_bytes < 0")
     yield from _report(rank, ~moves & (rows["num_bytes"] < 0), "num_bytes is negative")
+    is_sample = rows["kind"] == Kind.RESIDENT
+    yield from _report(rank, is_sample & (rows["num_bytes"] <= 0), "RESIDENT must have num_bytes > 0")
 
 
 def _live_bytes_stay_positive(_: Header, rank: RankTrace) -> Iterator[str]:

@@ -27,7 +27,7 @@ ROW_DTYPE = np.dtype(
     [
         ("seq", "<i8"),  # gap-free per rank, from 0
         ("t_ns", "<i8"),  # the rank's monotonic clock; an END may be earlier than the row before it (see below)
-        ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; else 0
+        ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; of RESIDENT; else 0
         ("value", "<f8"),  # METRIC: the number logged; else NaN
         ("step", "<i4"),  # training step, from 0; -1 outside any step
         ("module", "<i4"),  # index into Header.strings: metric name, log text, module path; -1 none
@@ -70,6 +70,7 @@ class Kind(IntEnum):
     METRIC = 17  # INSTANT: module names it, value holds it
     LOG = 18  # INSTANT: module holds the text
     RESET = 19  # INSTANT: the unit's iteration was given up: it is SHARDED and nothing of it is in flight
+    RESIDENT = 20  # INSTANT: num_bytes of the process are in memory, whoever owns them
 
 
 COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
@@ -199,7 +200,17 @@ class CommGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where one rank lives. The clock fields are nanoseconds relative to rank 0's clock; 0 and 0 on one host."""
+    """Where one rank lives.
+
+    Attributes:
+        rank: global rank.
+        host: its machine.
+        device: e.g. ``"cpu"`` or ``"cuda:0"``.
+        pid: of its process.
+        clock_offset_ns: its clock relative to rank 0's; 0 on one host.
+        clock_error_ns: how far that may be off; 0 on one host.
+        baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if not known.
+    """
 
     rank: int
     host: str
@@ -207,6 +218,7 @@ class RankInfo:
     pid: int
     clock_offset_ns: int = 0
     clock_error_ns: int = 0
+    baseline_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
 Version 2 added to a unit ``replicate_size``, the dtypes of its collectives, ``offload`` and ``comm``; to a parameter
-``global_shape``; to a communication group its ranks; and the memory class RESERVED. What a version-1 trace could not
-know is filled with what the engine of that time did: one copy, one precision, no offloading, no pools.
+``global_shape``; to a communication group its ranks; to a rank ``baseline_bytes``; the memory class RESERVED; and the
+kind RESIDENT. What a version-1 trace could not know is filled with what the engine of that time did: one copy, one
+precision, no offloading, no pools.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
     try:
         units = [_unit(unit) for unit in data["units"]]
         groups = [{"name": name, "ranks": _ranks_in(name)} for name in data["comm_groups"]]
+        ranks = [{"baseline_bytes": 0} | rank for rank in data["ranks"]]
     except (KeyError, TypeError, IndexError) as error:
-        raise TraceError("header says schema version 1, and its units or comm_groups are not that version's") from error
-    return data | {"schema_version": SCHEMA_VERSION, "units": units, "comm_groups": groups}
+        raise TraceError("header says schema version 1, and its units, ranks or comm_groups are not") from error
+    return data | {"schema_version": SCHEMA_VERSION, "units": units, "comm_groups": groups, "ranks": ranks}
 
 
 def upgrade_key_frame(data: dict[str, Any], version: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Category, Edge, Header, Kind
 from workbench.views import theme
 from workbench.views.phases import STRIP_HEIGHT, add_phases
+from workbench.views.process import HEIGHT, add_process, process_words
 from workbench.views.window import Window, one_rank, window
 
 MAX_PANELS = 4
@@ -86,17 +87,24 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
     unsharded = totals(shards(trace.header)).bytes_unsharded
+    is_sampled = any(map(_is_sampled, panels))
     header = _with_short_names(trace.header)
     fig = theme.figure(
         _title(header, shown, panels),
-        _subtitle(panels, len(groups) - len(panels), unsharded),
-        height=130 + _PANEL_HEIGHT * len(panels),
+        _subtitle(trace.header, panels, len(groups) - len(panels), unsharded),
+        height=130 + (_PANEL_HEIGHT + (HEIGHT if is_sampled else 0)) * len(panels),
         hovermode="x unified",
         legend={"traceorder": "reversed"},
     )
-    make_subplots(len(panels), 1, figure=fig, shared_xaxes=True, vertical_spacing=0.2 / len(panels))
+    heights = [_PANEL_HEIGHT, HEIGHT] * len(panels) if is_sampled else [_PANEL_HEIGHT] * len(panels)
+    spacing = (0.13 if is_sampled else 0.2) / len(panels)
+    make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
     _draw(fig, header, panels, unsharded)
     return fig
+
+
+def _is_sampled(panel: Panel) -> bool:
+    return bool((panel.shown.rows["kind"] == Kind.RESIDENT).any())
 
 
 # -- which ranks
@@ -137,7 +145,7 @@ def _with_short_names(header: Header) -> Header:
     return replace(header, units=tuple(replace(unit, name=theme.shorten(unit.name)) for unit in header.units))
 
 
-def _subtitle(panels: Sequence[Panel], num_left_out: int, unsharded: int) -> str:
+def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unsharded: int) -> str:
     measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
     reserved = max(live.most_reserved(panel.shown) for panel in panels)
     alike = _who(panels[0]) if len(panels) == 1 else ""
@@ -148,6 +156,7 @@ def _subtitle(panels: Sequence[Panel], num_left_out: int, unsharded: int) -> str
         f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
         f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
         f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
+        process_words(header, [panel.shown for panel in panels]),
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
     return text[:1].upper() + text[1:]
@@ -176,9 +185,11 @@ def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: in
     scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, ns=ns, time_unit=time_unit)
     classes = [c for c in Category if any(_has(panel.shown, c) for panel in panels)]
     max_moments = MAX_POINTS // (len(panels) * (len(classes) + 1))
-    for row, panel in enumerate(panels, start=1):
+    rows_each = 2 if any(map(_is_sampled, panels)) else 1
+    for row, panel in zip(range(1, rows_each * len(panels) + 1, rows_each), panels, strict=True):
         series = live.series(panel.shown, max_moments)
         _add_areas(fig, panel, series, classes, scale, row)
+        fig.update_yaxes(title_text=f"memory [{scale.byte_unit}]", range=[0, high / scale.num_bytes], row=row, col=1)
         _add_peak(fig, header, panel, scale, row)
         add_phases(fig, panel.shown.rows, scale.ns, row=row, col=1)
         _add_steps(fig, panel, scale, row)
@@ -187,9 +198,10 @@ def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: in
         if len(panels) > 1:
             said = {"text": _who(panel), "yshift": STRIP_HEIGHT, "showarrow": False}
             fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **said)
+        if rows_each > 1:
+            add_process(fig, header, panel.shown, scale.ns, row=row + 1)
     fig.update_xaxes(range=[0, long_ns / scale.ns])
-    fig.update_xaxes(title_text=f"time from the start [{scale.time_unit}]", row=len(panels), col=1)
-    fig.update_yaxes(title_text=f"memory [{scale.byte_unit}]", range=[0, high / scale.num_bytes])
+    fig.update_xaxes(title_text=f"time from the start [{scale.time_unit}]", row=rows_each * len(panels), col=1)
     fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT + (20 if len(panels) > 1 else 0))
 
 

@@ -92,6 +92,7 @@ KIND_COLOURS: dict[Kind, str] = {
     Kind.METRIC: "#5c70c6",
     Kind.LOG: "#8a8c83",
     Kind.RESET: "#d6336c",
+    Kind.RESIDENT: "#8a8c83",
 }
 """One colour per kind of event; WAIT, exposed communication, has its own."""
 

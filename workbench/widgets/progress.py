@@ -75,6 +75,15 @@ class ProgressDisplay:
         self._latest = progress
         self._show("running", "")
 
+    def pause(self, note: str) -> None:
+        """Show that it stands still, and where; :meth:`update` goes on."""
+        if not self._shown:
+            return
+        self._show("running", note)
+        if not _in_notebook():
+            self._stream.write("\n")
+            self._stream.flush()
+
     def close(self, error: str = "") -> None:
         """Show the end: done, or stopped because of ``error``, whose first line is shown if there is a bar already."""
         if error and not self._shown:

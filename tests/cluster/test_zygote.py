@@ -1,0 +1,102 @@
+"""Ranks that are forked from one process: each is a process of its own, and none is left behind."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import RUNTIME
+from tests.waiting import wait_until
+from workbench.cluster import Cluster, launch, zygote
+from workbench.cluster.processes import is_running
+from workbench.cluster.zygote import can_fork
+from workbench.errors import ClusterError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")]
+
+
+def processes_of(cluster):
+    """The zygote and the ranks, as psutil knows them."""
+    return cluster._launch._zygote.process, [psutil.Process(info["pid"]) for info in cluster.rank_info]
+
+
+def test_only_ranks_on_the_cpu_are_forked(monkeypatch, tmp_path):
+    monkeypatch.setattr(zygote, "_NVIDIA", tmp_path / "nvidiactl")
+    assert [can_fork(device) for device in ("cpu", "auto", "cuda")] == [True, True, False]
+    (tmp_path / "nvidiactl").touch()
+    assert [can_fork(device) for device in ("cpu", "auto", "cuda")] == [True, False, False]
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not can_fork("cpu")
+
+
+def test_each_rank_is_a_process_with_a_session_and_a_log_of_its_own(cluster):
+    parent, ranks = processes_of(cluster)
+    assert {rank.ppid() for rank in ranks} == {parent.pid}
+    assert {os.getsid(rank.pid) for rank in ranks} == {rank.pid for rank in ranks}
+    logs = [os.readlink(f"/proc/{rank.pid}/fd/2") for rank in ranks]
+    assert [Path(log).name for log in logs] == ["rank-0.log", "rank-1.log", "rank-2.log"]
+    assert {os.readlink(f"/proc/{rank.pid}/fd/0") for rank in ranks} == {os.devnull}
+
+
+def test_the_runtime_was_imported_once_and_random_numbers_differ(cluster):
+    cells = cluster.run_cell("import random, os, sys\nprint(random.random(), 'tests.cluster.fake_rank' in sys.modules)")
+    assert cells.wait(20)
+    told = [cells.outputs(rank)[0].text.split() for rank in range(3)]
+    assert len({number for number, _ in told}) == 3
+    assert {imported for _, imported in told} == {"True"}
+
+
+def test_a_rank_has_the_environment_it_would_have_had(cluster):
+    cells = cluster.run_cell("import os\nprint(os.environ['OPENBLAS_NUM_THREADS'] == os.environ['OMP_NUM_THREADS'])")
+    assert cells.wait(20)
+    assert [cells.outputs(rank)[0].text for rank in range(3)] == ["True\n"] * 3
+
+
+@pytest.mark.parametrize("who", ["a rank", "the zygote"])
+def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
+    cluster = make_cluster(2)
+    cluster.start()
+    parent, ranks = processes_of(cluster)
+    victim = ranks[1] if who == "a rank" else parent
+    victim.send_signal(signal.SIGKILL)
+    wait_until(lambda: cluster.alive() == ((True, False) if who == "a rank" else (False, False)))
+    assert is_running(parent) == (who == "a rank")
+    assert not is_running(ranks[1])
+    wait_until(lambda: cluster._launch.exit_code(1) == -signal.SIGKILL)
+    cluster.stop()
+    wait_until(lambda: not any(map(is_running, (parent, *ranks))))
+
+
+def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):
+    monkeypatch.setattr("workbench.cluster.launch.can_fork", lambda device: False)
+    cluster = make_cluster(2)
+    cluster.start()
+    assert cluster._launch._zygote is None
+    assert cluster.apply(f"{RUNTIME}:echo", 3).wait(20)
+
+
+def with_arguments(monkeypatch, *more):
+    """Have the engine of rank 1 get further arguments."""
+    real = launch.engine_arguments
+    monkeypatch.setattr(
+        launch,
+        "engine_arguments",
+        lambda root, engine, timeout_s: real(root, engine, timeout_s) + list(more) * engine.endswith("-rank-1"),
+    )
+
+
+def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, monkeypatch):
+    with_arguments(monkeypatch, "--IPEngine.timeout=never")
+    with pytest.raises(ClusterError, match=r"(?s)process of rank 1 ended while it started; the end of its log:.*never"):
+        make_cluster().start()
+
+
+def test_a_zygote_that_cannot_import_says_why(make_cluster, monkeypatch, tmp_path):
+    (tmp_path / "broken_runtime.py").write_text("raise RuntimeError('broken as can be')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    cluster = Cluster(2, "cpu", runtime="broken_runtime")
+    with pytest.raises(ClusterError, match=r"(?s)rank 0 .* broken as can be"):
+        cluster.start()

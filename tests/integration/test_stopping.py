@@ -1,0 +1,265 @@
+"""Stopping inside a step on real ranks: pause, breakpoints, looking around, going on, Ctrl-C, background, stop."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.integration.model import CELL
+from tests.waiting import wait_until
+from workbench import Workbench
+from workbench.errors import Interrupted, RankError, UsageError
+from workbench.session.stop_reports import StopReport
+
+pytestmark = pytest.mark.cluster
+
+FOREVER = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def wb():
+    """Two ranks with a model, sharded and trained for a step."""
+    with Workbench(2, device="cpu") as bench:
+        bench.run_cell(CELL)
+        bench.shard("model", wrap=["Block"])
+        bench.step(1)
+        yield bench
+
+
+@pytest.fixture
+def ready(wb):
+    """The same between requests, whatever the test before did."""
+    if wb._session.request is not None:
+        wb.abort()
+    wb.break_clear()
+    wb.news()
+    yield wb
+    if wb._session.request is not None:
+        wb.abort()
+
+
+def places(report):
+    """Where the ranks stand: one entry if all stand at the same event."""
+    assert isinstance(report, StopReport), report
+    return {(p["held"]["step"], p["held"]["ordinal"]) for p in report.stop.positions.values()}
+
+
+def press_ctrl_c(after_s):
+    timer = threading.Timer(after_s, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize(
+    "event", ["forward:blocks.1", "backward:blocks.1", "optimizer", "all_gather:blocks.2", "reduce_scatter:(root)"]
+)
+def test_until_stops_all_ranks_before_the_same_event(ready, event):
+    report = ready.step(2, until=event)
+    assert len(places(report)) == 1
+    assert report.stop.held == (0, 1)
+    assert report.headline.startswith("2 ranks stopped before ")
+    assert {row.state for row in ready.where().rows} == {"held"}
+    done = ready.resume()
+    assert done.steps_done == 2
+    assert ready.verify().ok
+
+
+def test_next_goes_from_event_to_event_on_all_ranks(ready):
+    seen = [places(ready.step(1, until="forward:blocks.0"))]
+    for what in ("event", "collective", "unit", "phase"):
+        report = ready.next(what)
+        seen.append(places(report))
+    assert all(len(found) == 1 for found in seen)
+    assert sorted(seen, key=lambda found: next(iter(found))) == seen
+    assert report.stop.positions[0]["held"]["phase"].endswith("backward")
+    assert ready.resume().steps_done == 1
+
+
+def test_a_breakpoint_holds_again_and_again_until_it_is_cleared(ready):
+    ready.break_add("backward:blocks.0", when="num_bytes >= 0")
+    first = ready.step(2)
+    second = ready.resume()
+    assert second.stop.positions[0]["held"]["step"] == first.stop.positions[0]["held"]["step"] + 1
+    assert "breakpoint" in str(second)
+    ready.break_clear()
+    assert ready.resume().steps_done == 2
+
+
+def test_a_breakpoint_on_one_rank_leaves_the_other_waiting(ready):
+    ready.break_add("all_gather:blocks.1", rank=1)
+    report = ready.step(1)
+    assert report.stop.held == (1,)
+    assert "rank 0 waits" in str(report)
+    assert [row.state for row in ready.where().rows] == ["waiting", "held"]
+    with pytest.raises(UsageError, match="rank 0 does not stand in the gate"):
+        ready.evaluate("1", ranks=[0])
+    ready.break_clear()
+    assert ready.resume().steps_done == 1
+
+
+def test_looking_around_inside_the_step(ready):
+    ready.step(1, until="backward:blocks.1")
+    assert ready.evaluate("1 + 1").texts == {0: "2", 1: "2"}
+    assert ready.evaluate("rank").texts == {0: "0", 1: "1"}
+    with pytest.raises(RankError) as caught:
+        ready.evaluate("1 / rank", ranks=[0])
+    assert str(caught.value).startswith("rank 0 raised ZeroDivisionError: division by zero\nthe stop stays")
+    with pytest.raises(UsageError, match=r"full_tensor\(\) waits for all ranks"):
+        ready.evaluate("model.head.weight.full_tensor().sum()", ranks=[1])
+    report = ready.inspect("blocks.1.mlp.0.weight")
+    assert set(report.by_rank) == {0, 1}
+    assert "shard" in str(report)
+    with pytest.raises(UsageError, match=r"nearest first: blocks\.1\.mlp\.0\.weight"):
+        ready.inspect("blocks.1.mlp.0.wieght")
+    heard = []
+    cell = ready.run_cell("print('inside', rank)\ninside = rank", on_output=heard.append)
+    assert cell.texts == {0: "inside 0\n", 1: "inside 1\n"}
+    assert heard[0].text == "inside 0\n"
+    assert len(ready.states().data) > 0
+    for refused in (lambda: ready.step(1), lambda: ready.unshard("model")):
+        with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):
+            refused()
+    stacks = ready.where(stacks=True)
+    assert any("train_step" in frame for frame in stacks.rows[0].stacks[0][1])
+    assert ready.resume().steps_done == 1
+    assert ready.run_cell("print(inside)").texts == {0: "0\n", 1: "1\n"}
+
+
+def test_one_ctrl_c_pauses_within_half_a_second_and_it_goes_on(ready):
+    pressed = []
+    timer = threading.Timer(0.5, lambda: (pressed.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT)))
+    timer.start()
+    report = ready.step(FOREVER)
+    assert time.monotonic() - pressed[0] < 2  # 0.5 s on an idle machine; this one is shared
+    timer.join()
+    assert len(places(report)) == 1
+    assert report.stop.held == (0, 1)
+    timer = press_ctrl_c(0.3)
+    assert len(places(ready.resume())) == 1
+    timer.join()
+    assert "ready again" in ready.abort().headline
+    assert ready.step(1).steps_done == 1
+    assert ready.verify().ok
+
+
+def test_a_second_ctrl_c_aborts_and_the_ranks_are_ready_again(ready):
+    ready.run_cell(
+        """
+import time
+old_step = train_step
+def train_step():
+    if rank == 1 and slow:
+        time.sleep(1000)
+    return old_step()
+slow = True
+"""
+    )
+    timers = [press_ctrl_c(0.5), press_ctrl_c(0.6)]
+    with pytest.raises(Interrupted, match="ready again"):
+        ready.step(1)
+    for timer in timers:
+        timer.join()
+    ready.run_cell("slow = False")
+    assert ready.step(1).steps_done == 1
+    ready.run_cell("train_step = old_step")
+
+
+def test_a_rank_that_comes_late_is_named_and_stops_later(ready):
+    ready.run_cell(
+        """
+import threading
+old_step, go = train_step, threading.Event()
+def train_step():
+    if rank == 1:
+        while not os.path.exists(flag): pass
+    return old_step()
+import os, tempfile
+flag = "/tmp/late-%d" % os.getppid()
+"""
+    )
+    flag = ready.run_cell("print(flag)").texts[1].strip()
+    timer = press_ctrl_c(0.5)
+    try:
+        report = ready.step(1)
+        timer.join()
+        assert "rank 1 stops at the next event" in str(report)
+    finally:
+        with open(flag, "w"):
+            pass
+        wait_until(lambda: {row.state for row in ready.where().rows} == {"held"})
+        os.unlink(flag)
+    assert ready.resume().steps_done == 1
+    ready.run_cell("train_step = old_step")
+
+
+def test_ctrl_c_in_a_cell_interrupts_it(ready):
+    timer = press_ctrl_c(0.3)
+    with pytest.raises(Interrupted):
+        ready.run_cell("while True: pass")
+    timer.join()
+    assert ready.step(1).steps_done == 1
+
+
+def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready):
+    assert "runs in the background" in str(ready.step(FOREVER, background=True))
+    assert {row.state for row in ready.where().rows} <= {"running", "waiting"}
+    with pytest.raises(UsageError, match="in the background"):
+        ready.step(1)
+    with pytest.raises(UsageError, match="nothing is stopped"):
+        ready.next()
+    report = ready.pause()
+    assert len(places(report)) == 1
+    assert ready.evaluate("rank").texts == {0: "0", 1: "1"}
+    ready.resume(background=True)
+    assert len(places(ready.pause())) == 1
+    ready.resume(background=True)
+    assert "ready again" in ready.abort().headline
+    report = ready.step(3, background=True)
+    wait_until(lambda: ready._session.request is None, timeout_s=30)
+    assert any("3 steps" in said for said in ready.news())
+
+
+def test_a_loop_of_the_user_s_own_stops_as_well(ready):
+    ready.break_add("forward:blocks.2")
+    report = ready.run_cell("loss = train_step(); print('done')")
+    assert len(places(report)) == 1
+    ready.break_clear()
+    heard = []
+    done = ready.resume(on_output=heard.append)
+    assert done.texts == {0: "done\n", 1: "done\n"}
+    assert heard[0].text == "done\n"
+
+
+def test_back_moves_the_cursor_and_nothing_else(ready):
+    ready.step(1)
+    live = ready.states()
+    assert "before the newest" in str(ready.back(30))
+    assert ready.states() != live
+    ready.back(0)
+    assert ready.states() == live
+
+
+def test_where_answers_at_once_whatever_the_ranks_do(ready):
+    ready.step(FOREVER, background=True)
+    begin = time.monotonic()
+    report = ready.where()
+    assert time.monotonic() - begin < 1  # 0.2 s on an idle machine
+    assert len(report.rows) == 2
+    ready.abort()
+
+
+@pytest.mark.parametrize("how", ["stopped", "background", "one rank"])
+def test_stopping_the_cluster_ends_everything(how):
+    with Workbench(2, device="cpu") as bench:
+        bench.run_cell(CELL)
+        bench.shard("model", wrap=["Block"])
+        if how == "background":
+            bench.step(FOREVER, background=True)
+        else:
+            if how == "one rank":
+                bench.break_add("all_gather", rank=0)
+            bench.step(1, until="" if how == "one rank" else "backward")
+    assert not bench.running
+    assert bench.trace.num_rows > 0

@@ -1,0 +1,54 @@
+"""``%fsdp compare`` from the line to the picture."""
+
+import pytest
+
+from tests.trace.strategies import Setup, example_trace, simulate
+from workbench.errors import UsageError
+from workbench.magics.show import PLOTLY_MIME
+from workbench.trace import save
+from workbench.workbench import Workbench
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Two traces in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    save(example_trace(), "before.trace")
+    save(simulate(Setup(reshard_after_forward=False)), "after.trace")
+
+
+def test_two_files_are_compared_without_any_rank(bare, files):
+    (shown,) = bare.ok("%fsdp compare before.trace after.trace").shown
+    assert "3 fewer all-gathers a step (blocks.0-2)" in shown["text/plain"]
+    assert "before.trace -> after.trace" in shown["text/plain"]
+    assert PLOTLY_MIME in shown
+    assert not bare.fakes
+
+
+def test_some_steps_of_a_file_and_one_rank(bare, files):
+    (shown,) = bare.ok("%fsdp compare before.trace:1 before.trace:2 --rank 3").shown
+    assert shown["text/plain"].startswith("the same, event for event")
+    assert "before.trace, step 1 -> before.trace, step 2" in shown["text/plain"]
+    assert "rank 3" in shown["text/plain"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("compare before.trace", "B"),
+        ("compare before.trace nowhere.trace", "there is no file 'nowhere.trace'"),
+        ("compare before.trace last", "nothing is recorded yet"),
+        ("compare before.trace before.trace:7", "no step 7; its steps are: 0-2"),
+        ("compare before.trace after.trace --rank 9", "no rank 9; its ranks are: 0-3"),
+    ],
+)
+def test_a_wrong_line_says_what_is_there(bare, files, line, says):
+    error = bare.run(f"%fsdp {line}").error
+    assert isinstance(error, UsageError)
+    assert says in str(error)
+
+
+def test_in_python_a_trace_stands_for_itself():
+    trace = example_trace()
+    figure = Workbench(2).compare(trace, trace)
+    assert figure.layout.title.text == "the same, event for event"

@@ -1,0 +1,155 @@
+"""The words that stop inside a step, in a real IPython shell."""
+
+import argparse
+
+import pytest
+
+from tests.fake_cluster import failed, inside
+from tests.waiting import wait_until
+from workbench.commands import Break, Evaluate, Inspect, Next, Step
+from workbench.errors import RankError, UsageError
+from workbench.magics.complete import candidates
+from workbench.magics.parser import HelpAsked
+from workbench.magics.words import parse_command, parse_line, to_command
+from workbench.session.breakpoints import EVENTS
+
+
+@pytest.fixture
+def stoppable(notebook):
+    notebook.fake.sharded()
+    notebook.fake.script["step"] = inside
+    return notebook
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("step 3 --until all_gather:blocks.0", Step(count=3, until="all_gather:blocks.0")),
+        ("step 500 --background", Step(count=500, background=True)),
+        ("next", Next()),
+        ("next unit", Next(what="unit")),
+        ("break add forward:* --rank 1 --when 'step > 2'", Break(event="forward:*", rank=1, when="step > 2")),
+        ("inspect a.b", Inspect(fqn="a.b")),
+        ("eval x['a'] + 1", Evaluate(expr="x['a'] + 1")),
+        ('eval f"{x}" -t 0,2', Evaluate(expr='f"{x}"', ranks=(0, 2))),
+        ("eval -t 1-2  x - 1", Evaluate(expr="x - 1", ranks=(1, 2))),
+        ("eval x -t", Evaluate(expr="x -t")),
+    ],
+)
+def test_lines_become_commands(line, command):
+    assert parse_command(line) == command
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("break add", "needs an event, such as all_gather:blocks.2"),
+        ("break", "required: add|list|clear"),
+        ("break dance x", "invalid choice"),
+        ("break clear all_gather", "takes a number that %fsdp break list shows"),
+        ("break list 3", "takes no event"),
+        ("break clear 3 --rank 1", "takes no --rank"),
+        ("break add forward --rank one", "expected a rank such as 1"),
+        ("next week", "invalid choice"),
+        ("eval", "required: EXPR"),
+        ("eval -t 1", "required: EXPR"),
+        ("eval x -t 1,,2", "such as 1,3 or 0-2"),
+        ("back -1", "0 for the newest event, got '-1'"),
+        ("back few", "0 for the newest event"),
+        ("inspect", "required: FQN"),
+    ],
+)
+def test_wrong_lines_say_what_is_right(line, says):
+    with pytest.raises(UsageError) as caught:
+        to_command(*parse_line(line))
+    assert says in str(caught.value)
+
+
+def test_help_of_eval_and_its_names():
+    with pytest.raises(HelpAsked, match="the raw rest of the line"):
+        parse_line("eval --help")
+    assert parse_line("eval x -t {who}", lambda text: text.replace("{who}", "0,3"))[1] == argparse.Namespace(
+        expr="x", ranks=(0, 3)
+    )
+
+
+def names(kind):
+    return {"events": EVENTS, "units": ["blocks.0", "(root)"], "fqns": ["blocks.0.weight"]}[kind]
+
+
+@pytest.mark.parametrize(
+    ("before", "symbol", "expected"),
+    [
+        ("%fsdp break ", "", ["add", "list", "clear", "--help", "--rank", "--when"]),
+        ("%fsdp break add all", "all", ["all_gather", "all_reduce"]),
+        ("%fsdp break add all_gather:bl", "bl", ["blocks.0"]),
+        ("%fsdp break add all_gather:bl", "all_gather:bl", ["all_gather:blocks.0"]),
+        ("%fsdp step --until opt", "opt", ["optimizer"]),
+        ("%fsdp step --until forward:", "", ["blocks.0", "(root)"]),
+        ("%fsdp inspect bl", "bl", ["blocks.0.weight"]),
+        ("%fsdp next c", "c", ["collective"]),
+    ],
+)
+def test_candidates(before, symbol, expected):
+    assert candidates(before, symbol, names) == expected
+
+
+def test_tab_completes_events_units_and_parameters(stoppable):
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
+    assert stoppable.complete("%fsdp break add all_g") == ["all_gather"]
+    assert workbench.units()[0] in stoppable.complete("%fsdp break add all_gather:bl")
+    assert workbench.parameters()[0] in stoppable.complete(f"%fsdp inspect {workbench.parameters()[0][:3]}")
+
+
+def test_a_step_that_stops_returns_with_a_sentence_and_goes_on(stoppable):
+    shown = stoppable.ok("%fsdp step --until backward\nreached = True").shown
+    assert "4 ranks stopped before backward of " in shown[-1]["text/plain"]
+    assert stoppable.shell.user_ns["reached"]
+    assert "first %fsdp continue" in stoppable.run("%fsdp step").out
+    assert "4 ranks held" in stoppable.ok("%fsdp where").shown[0]["text/plain"]
+    assert "MainThread" in stoppable.ok("%fsdp where --stacks").shown[0]["text/plain"]
+    assert stoppable.ok("%%fsdp -t 0\nhi").out == "0: hi\n"
+    assert "stopped before" in stoppable.ok("%fsdp next").shown[-1]["text/plain"]
+    cell = stoppable.ok("%fsdp continue")
+    assert "1 step" in cell.shown[-1]["text/plain"]
+
+
+def test_eval_that_raises_is_one_line_and_the_stop_stays(stoppable):
+    stoppable.ok("%fsdp step --until backward")
+    assert "x['a'] differs between" in stoppable.ok("%fsdp eval x['a']").shown[0]["text/plain"]
+    for gate in stoppable.fake.gates:
+        gate.jobs = lambda rank, job: failed("ZeroDivisionError", "division by zero")
+    cell = stoppable.run("%fsdp eval 1 / 0 -t 1")
+    assert isinstance(cell.error, RankError)
+    assert cell.out.splitlines()[0] == "RankError: rank 1 raised ZeroDivisionError: division by zero"
+    assert "4 ranks held" in stoppable.ok("%fsdp where").shown[0]["text/plain"]
+    assert "ready again" in stoppable.ok("%fsdp abort").shown[0]["text/plain"]
+
+
+def test_breakpoints(stoppable):
+    stoppable.ok("%fsdp break add forward --rank 2")
+    stoppable.ok("%fsdp break add optimizer --when 'step > 1'")
+    assert "2 breakpoints" in stoppable.ok("%fsdp break list").shown[0]["text/plain"]
+    assert "optimizer" in stoppable.ok("%fsdp break clear 1").shown[0]["text/plain"]
+    assert "no breakpoints" in stoppable.ok("%fsdp break clear\n%fsdp break list").shown[-1]["text/plain"]
+    assert "nearest first: forward" in stoppable.run("%fsdp break add farward").out
+
+
+def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
+    assert "runs in the background" in stoppable.ok("%fsdp step --background").shown[0]["text/plain"]
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
+    wait_until(lambda: workbench._session.request is None and workbench._news)
+    assert stoppable.ok("%fsdp status").out.startswith("in the background, %fsdp step --background: 1 step")
+    assert "in the background" not in stoppable.ok("%fsdp status").out
+
+
+def test_words_when_nothing_is_stopped(stoppable):
+    for word in ("pause", "next", "continue", "abort", "inspect x", "eval x"):
+        assert "nothing is stopped and nothing runs: %fsdp step --until" in stoppable.run(f"%fsdp {word}").out
+
+
+def test_back(stoppable):
+    stoppable.fake.script["step"] = stoppable.fake.trains(3)
+    stoppable.ok("%fsdp step 3")
+    assert "before the newest" in stoppable.ok("%fsdp back 5").shown[0]["text/plain"]
+    assert "at the newest event" in stoppable.ok("%fsdp back 0").shown[0]["text/plain"]

@@ -1,0 +1,123 @@
+"""A JupyterLab of its own on a notebook, and a page of it in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from playwright.sync_api import Page, sync_playwright
+
+from tests.browser import FLAGS
+from tests.waiting import wait_until
+from workbench.cli import lab_command
+
+SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+TOKEN = "test"
+KERNEL = "window.jupyterapp?.shell.currentWidget?.context?.sessionContext?.session?.kernel?.status"
+HERE = ("http://127.0.0.1", "http://localhost", "data:", "blob:")
+
+
+@contextmanager
+def jupyterlab(folder: Path, cells: Sequence[str]) -> Iterator[str]:
+    """Address of a JupyterLab on a notebook with ``cells``."""
+    notebook = folder / "run.ipynb"
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else JupyterLab asks for one
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel), notebook
+    )
+    runtime = folder / "runtime"
+    pages = folder / "config" / "labconfig" / "page_config.json"
+    pages.parent.mkdir(parents=True)
+    pages.write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
+    env = os.environ | {"JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(folder / "config")}
+    extra = [
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.port=0",
+        f"--IdentityProvider.token={TOKEN}",
+        "--LabApp.expose_app_in_browser=True",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(lab_command(notebook, extra), env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_until(lambda: process.poll() is not None or _address(runtime), timeout_s=60)
+        assert process.poll() is None, (folder / "log").read_text()[-2000:]
+        yield f"{_address(runtime)}lab/tree/run.ipynb?token={TOKEN}&reset"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _address(runtime: Path) -> str | None:
+    """Address that the server has written down, once it answers there; else None."""
+    try:
+        url = json.loads(next(runtime.glob("jpserver-*.json")).read_text())["url"]
+        with urllib.request.urlopen(f"{url}api?token={TOKEN}"):
+            return url
+    except (StopIteration, ValueError, OSError):  # not written yet, half written, or not listening yet
+        return None
+
+
+@dataclass
+class Opened:
+    """A page, every address it asked for, and every error of its console."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def outside(self) -> list[str]:
+        """Requests that left this machine."""
+        return [url for url in self.requests if not url.startswith(HERE)]
+
+    def cell(self, number: int):
+        """A cell of the notebook."""
+        return self.page.locator(".jp-CodeCell").nth(number)
+
+    def run(self, number: int) -> None:
+        """Start a cell and go on at once."""
+        self.page.evaluate(
+            """(number) => {
+                const panel = window.jupyterapp.shell.currentWidget;
+                panel.content.activeCellIndex = number;
+                panel.content.deselectAll();
+                window.jupyterapp.commands.execute("notebook:run-cell");
+            }""",
+            number,
+        )
+
+    def ends(self, number: int, timeout_s: float = 60) -> None:
+        """Wait until a cell that was run has ended."""
+        self.page.wait_for_function(
+            """(number) => window.jupyterapp.shell.currentWidget.content.widgets[number].model.executionState === "idle"
+                && window.jupyterapp.shell.currentWidget.content.widgets[number].model.executionCount !== null""",
+            arg=number,
+            timeout=timeout_s * 1000,
+        )
+
+
+@contextmanager
+def opened(url: str, chromium: str) -> Iterator[Opened]:
+    """The notebook in the browser, its kernel ready."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        try:
+            found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
+            found.page.on("request", lambda request: found.requests.append(request.url))
+            found.page.on("console", lambda said: found.errors.append(said.text) if said.type == "error" else None)
+            found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+            found.page.goto(url)
+            found.page.wait_for_selector(".jp-CodeCell", timeout=60_000)
+            found.page.click(".jp-CodeCell .cm-content")
+            found.page.wait_for_function(f"() => {KERNEL} === 'idle'", timeout=60_000)
+            yield found
+        finally:
+            browser.close()

@@ -1,0 +1,79 @@
+"""The notebook about stopping inside a step: as it is kept, and run on two ranks."""
+
+import nbclient
+import nbformat
+import pytest
+
+from tests.notebooks.test_tour import TOUR
+from tests.source import REPO
+from workbench.magics import words
+
+INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
+
+pytestmark = pytest.mark.cluster
+
+
+def lines_of(notebook) -> list[str]:
+    return [line for c in notebook.cells if c.cell_type == "code" for line in c.source.splitlines()]
+
+
+def words_of(path) -> set[str]:
+    lines = lines_of(nbformat.read(path, as_version=4))
+    said = [line.removeprefix("%fsdp ") for line in lines if line.startswith("%fsdp ")]
+    return {words.parse_line(line, lambda _: "2")[0] for line in said}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """What each ``%fsdp`` line said, in order."""
+    notebook = nbformat.read(INSIDE, as_version=4)
+    folder = {"metadata": {"path": str(tmp_path_factory.mktemp("inside"))}}
+    nbclient.NotebookClient(notebook, timeout=120, resources=folder).execute()
+    return [
+        (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))
+        for c in notebook.cells
+        if c.cell_type == "code"
+    ]
+
+
+def said(ran, line: str) -> str:
+    return next(text for source, text in ran if source.startswith(line))
+
+
+def test_it_is_kept_without_outputs():
+    notebook = nbformat.read(INSIDE, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
+
+
+def test_the_notebooks_together_show_every_word():
+    assert set(words.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"}
+
+
+def test_all_ranks_stop_at_the_breakpoint(ran):
+    assert "2 ranks stopped before all-gather of blocks.2, step 20" in said(ran, "%fsdp step 1")
+    assert said(ran, "%fsdp where").count("before all-gather") == 2
+
+
+def test_a_stopped_step_can_be_looked_into(ran):
+    assert "rows 0-127 of 256: 128x64 float32" in said(ran, "%fsdp inspect")
+    assert "torch.Size([128, 64])" in said(ran, "%fsdp eval")
+    assert "rank 1 has it as DTensor" in said(ran, '%%fsdp\nprint(f"rank {rank} has it')
+
+
+def test_it_goes_on_in_small_steps_and_to_the_end(ran):
+    assert "stopped before all-gather of blocks.3" in said(ran, "%fsdp next collective")
+    assert "20 events before the newest" in said(ran, "%fsdp back")
+    assert "1 step, loss" in said(ran, "%fsdp continue")
+    assert "sharded training is the same as unsharded" in said(ran, "%fsdp verify")
+
+
+def test_a_step_in_the_background_is_paused_and_given_up(ran):
+    assert "2 ranks stopped" in said(ran, "%fsdp pause")
+    assert "the ranks are ready again" in said(ran, "%fsdp abort")
+
+
+def test_a_change_of_policy_is_told_apart(ran):
+    assert "resharded in place" in said(ran, "%fsdp reshard")
+    assert "4 fewer all-gathers a step" in said(ran, "%fsdp compare")

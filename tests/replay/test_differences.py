@@ -1,0 +1,112 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.trace.strategies import Setup, example_trace, simulate, traces
+from workbench.replay.differences import differences
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Category, Edge, Kind, Phase
+
+
+def holding_on(trace: Trace, unit: int, ranks: tuple[int, ...]) -> Trace:
+    """The trace with the full parameters of ``unit`` kept from forward to backward on ``ranks``, gathered or not."""
+    return Trace(trace.header, tuple(_held(r, unit) if r.rank in ranks else r for r in trace.ranks))
+
+
+def _held(rank: RankTrace, unit: int) -> RankTrace:
+    rows = rank.rows
+    moves = (rows["category"] == Category.UNSHARDED_PARAMS) & (rows["unit"] == unit) & (rows["step"] == 1)
+    freed_and_made = np.flatnonzero(moves)[1:3]
+    rows = np.delete(rows, freed_and_made)
+    rows["seq"] = np.arange(len(rows))
+    return RankTrace(rank.rank, rows)
+
+
+def slower(trace: Trace, kind: Kind, unit: int, by_ns: int) -> Trace:
+    """The trace with every span of ``kind`` of ``unit`` ``by_ns`` longer, and all after it later."""
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        ends = (rows["kind"] == kind) & (rows["unit"] == unit) & (rows["edge"] == Edge.END)
+        rows["t_ns"] += by_ns * np.cumsum(ends)
+        ranks.append(RankTrace(rank.rank, rows))
+    return Trace(trace.header, tuple(ranks))
+
+
+@given(traces())
+def test_nothing_changed_between_a_trace_and_itself(trace):
+    found = differences(trace, trace)
+    assert found is None or (
+        found.aligned.first_difference == -1
+        and found.peak.before == found.peak.after
+        and not found.collectives
+        and not found.slower
+        and (found.step_ns[0] == found.step_ns[1] or math.isnan(found.step_ns[0]))
+    )
+
+
+@given(traces(), traces())
+def test_the_other_way_round_is_the_opposite(a, b):
+    there, back = differences(a, b), differences(b, a)
+    assert (there is None) == (back is None)
+    if there is not None and back is not None and there.rank == back.rank:
+        assert (there.peak.before, there.peak.after) == (back.peak.after, back.peak.before)
+        assert {(c.unit, c.kind): c.calls for c in there.collectives if c.differs} == {
+            (c.unit, c.kind): c.calls[::-1] for c in back.collectives if c.differs
+        }
+
+
+def test_the_peak_names_who_holds_more_and_through_which_phases():
+    a = example_trace()
+    b = holding_on(a, 0, ranks=(2,))
+    found = differences(a, b)
+    assert (found.rank, found.ranks) == (2, (0, 1, 2, 3))
+    assert found.peak.category is Category.UNSHARDED_PARAMS
+    assert found.peak.units == ("blocks.0",)
+    assert Phase.BACKWARD in found.peak.phases
+    back = differences(b, a).peak
+    assert (back.units, back.category, back.phases) == (found.peak.units, found.peak.category, found.peak.phases)
+
+
+def test_a_rank_can_be_chosen_and_one_that_both_lack_cannot_be_compared():
+    a = example_trace()
+    b = holding_on(a, 1, ranks=(2,))
+    assert differences(a, b, rank=0).aligned.first_difference == -1
+    assert differences(Trace(a.header, a.ranks[:1]), Trace(a.header, a.ranks[1:])) is None
+
+
+def test_collectives_that_are_fewer_are_found_with_their_bytes():
+    found = differences(simulate(Setup(num_units=4)), simulate(Setup(num_units=4, reshard_after_forward=False)))
+    differ = {c.unit: c for c in found.collectives if c.differs}
+    assert sorted(differ) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert {c.calls for c in differ.values()} == {(2.0, 1.0)}
+    assert all(c.num_bytes[0] == 2 * c.num_bytes[1] for c in differ.values())
+    assert found.collectives[0].differs
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.WAIT])
+def test_time_goes_to_who_took_it(kind):
+    a = example_trace()
+    b = slower(a, kind, 1, 3_000_000)
+    found = differences(a, b)
+    most = found.slower[0]
+    assert most.unit == "blocks.1"
+    assert most.kind in ((Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if kind is Kind.WAIT else (kind,))
+    assert most.delta_ns >= 2_900_000
+    assert found.step_ns[1] > found.step_ns[0]
+    assert differences(b, a).slower[0].delta_ns == -most.delta_ns
+
+
+def test_only_steps_that_both_have_are_compared():
+    found = differences(example_trace(steps=3), example_trace(steps=2))
+    assert found.num_steps == (3, 2)
+    assert found.aligned.first_difference == -1
+
+
+def test_what_was_there_before_is_nobodys_in_particular():
+    trace = example_trace()
+    found = differences(trace.slice(step=0), trace.slice(step=2)).peak
+    assert found.category is Category.OPTIMIZER_STATE
+    assert found.units == ()

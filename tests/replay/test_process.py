@@ -1,0 +1,52 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.replay.test_memory import pooled
+from tests.trace.strategies import Setup, simulate
+from workbench.replay import process
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Kind
+
+
+@given(pooled())
+def test_owned_and_not_owned_add_up(trace):
+    for rank in trace.ranks:
+        found = process.series(trace.header, rank)
+        assert len(found) == (rank.rows["kind"] == Kind.RESIDENT).sum()
+        assert (np.minimum(found.owned, found.resident) + found.not_owned == found.resident).all()
+        assert (found.baseline <= found.not_owned).all()
+
+
+@given(pooled(), st.floats(0, 1))
+def test_prefix_law(trace, part):
+    for rank in trace.ranks:
+        cut = rank.start.seq + round(part * len(rank.rows))
+        whole = process.series(trace.header, rank)
+        halves = [process.series(trace.header, rank.cut(0, cut)), process.series(trace.header, rank.cut(cut, 10**9))]
+        for name in ("seq", "resident", "owned"):
+            assert np.concatenate([getattr(half, name) for half in halves]).tolist() == getattr(whole, name).tolist()
+
+
+def test_owned_are_all_classes_what_pools_keep_included():
+    trace = simulate(Setup(samples=True))
+    rank = trace.rank(1)
+    found = process.series(trace.header, rank)
+    for seq, owned in zip(found.seq.tolist(), found.owned.tolist(), strict=True):
+        assert sum(rank.cut(seq, seq).start.bytes_by_category) == owned
+
+
+def test_memory_that_was_asked_for_and_never_touched_is_not_missing_twice():
+    trace = simulate(Setup(samples=True))
+    rows = trace.rank(0).rows.copy()
+    rows["num_bytes"][rows["kind"] == Kind.RESIDENT] = 1
+    found = process.series(trace.header, RankTrace(0, rows))
+    assert found.not_owned.max() == 0
+    assert found.baseline.max() == 0
+
+
+def test_of_many_samples_few_are_kept_but_never_without_the_highest():
+    trace = simulate(Setup(num_ranks=1, num_units=6, steps=20, samples=True))
+    whole, few = (process.series(trace.header, trace.rank(0), most) for most in (None, 16))
+    assert len(few) <= 16 < len(whole)
+    assert few.resident.max() == whole.resident.max()

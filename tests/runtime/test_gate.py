@@ -1,0 +1,365 @@
+"""Ranks that stop within a step: where, all at the same event, and what is left of it in numbers and rows."""
+
+import itertools
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.models import loss_of
+from tests.runtime.job import drain, execute, prepare, run
+from tests.runtime.stopping import Door, Meeting, beside
+from tests.runtime.test_commands import trace_of
+from workbench.commands import Shard, Step, Verify
+from workbench.engine import StepAborted
+from workbench.runtime import rank as rank_module
+from workbench.trace.rules import check
+from workbench.trace.schema import Edge, Kind
+
+
+def sharded(**options):
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), reshard_after_forward="true", **options))
+    return ns
+
+
+def weights(ns):
+    return [p.full_tensor().sum().item() for p in ns["model"].parameters()]
+
+
+def undisturbed(steps, **options):
+    ns = sharded(**options)
+    return [execute(Step())["losses"][0] for _ in range(steps)], weights(ns)
+
+
+def place(held):
+    return held["kind"], held["edge"], held["phase"], held["unit"]
+
+
+STOPS = [
+    ({"event": "step"}, ("step", "begin", "idle", "")),
+    ({"event": "all_gather", "unit": "blocks.1"}, ("all_gather", "begin", "forward", "blocks.1")),
+    ({"event": "forward.end", "unit": "blocks.*"}, ("forward", "end", "forward", "blocks.0")),
+    ({"event": "reshard", "unit": "blocks.2"}, ("reshard", "instant", "forward", "blocks.2")),
+    ({"event": "backward", "unit": "blocks.1"}, ("backward", "begin", "backward", "blocks.1")),
+    ({"event": "reduce_scatter", "unit": "blocks.0"}, ("reduce_scatter", "begin", "post_backward", "blocks.0")),
+    ({"event": "all_gather", "when": "phase == 'pre_backward'"}, ("all_gather", "begin", "pre_backward", None)),
+    ({"event": "copy_out.end", "unit": "(root)"}, ("copy_out", "end", "forward", "(root)")),
+    ({"event": "optimizer"}, ("optimizer", "begin", "optimizer", "")),
+    ({"event": "optimizer.end"}, ("optimizer", "end", "optimizer", "")),
+    ({"event": "step.end"}, ("step", "end", "idle", "")),
+]
+
+
+def stopped_everywhere():
+    ns = sharded()
+    losses, stops = [], []
+    for breakpoint_, _ in STOPS:
+
+        def script(door, breakpoint_=breakpoint_):
+            held = door.until_held()
+            held["said"] = door.job("evaluate", "rank")["text"]
+            return held
+
+        Door().break_at(breakpoint_)
+        done, held = beside(script, Step())
+        losses += done["losses"]
+        stops.append(held)
+    trace = trace_of(*drain())
+    names = {u.index: u.name or "(root)" for u in trace.header.units}
+    for held in stops:
+        held["unit"] = names.get(held["unit"], "")
+    rows = trace.ranks[0].rows
+    gates = np.flatnonzero((rows["kind"] == Kind.GATE) & (rows["edge"] == Edge.END))
+    after = [(Kind(r["kind"]).name.lower(), Edge(r["edge"]).name.lower()) for r in rows[gates + 1]]
+    return losses, weights(ns), stops, check(trace), after
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_stop_at_the_same_event_and_numbers_are_those_of_an_undisturbed_run(world_size):
+    expected = run(world_size, undisturbed, len(STOPS))
+    results = run(world_size, stopped_everywhere)
+    for rank, (losses, after, stops, broken, rows_after) in enumerate(results):
+        assert (losses, after) == expected[rank]
+        assert broken == []
+        assert [h["step"] for h in stops] == list(range(len(STOPS)))
+        for held, (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
+            assert place(held)[:3] == (kind, edge, phase)
+            assert unit is None or held["unit"] == unit
+            assert held["breakpoint"] == 0
+            assert held["said"] == str(rank)
+        assert rows_after == [(kind, edge) for _, (kind, edge, _, _) in STOPS]
+    for held in zip(*(stops for _, _, stops, _, _ in results), strict=True):
+        assert len({(h["step"], h["ordinal"], *place(h), h["num_bytes"]) for h in held}) == 1
+
+
+def paused_again_and_again(meeting, times):
+    ns = sharded()
+    rank = ns["rank"]
+    seen = []
+
+    def align(door):
+        door("pause")
+        target = meeting.furthest(rank, door.until_held())
+        door("run_to", step=target[0], ordinal=target[1])
+        held = door.until(lambda where: where["held"] and (where["held"]["step"], where["held"]["ordinal"]) == target)
+        meeting.wait()
+        return held["held"]
+
+    def script(door):
+        for _ in range(times):
+            door.until(lambda where: where["step"] >= 0)
+            align(door)
+            for what in ("event", "collective", "unit", "phase", "phase", "event"):
+                before = door.where()["held"]
+                door("next", what=what)
+                held = door.until_held()
+                seen.append((what, before["phase"], held["step"], held["ordinal"], *place(held)))
+                meeting.wait()
+            door("continue")
+        return seen
+
+    done, seen = beside(script, Step(count=40))
+    return done["losses"], seen, check(trace_of(*drain()))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_pause_and_next_bring_all_ranks_to_the_same_event(world_size):
+    results = run(world_size, paused_again_and_again, Meeting(world_size), 3)
+    assert all(seen == results[0][1] for _, seen, _ in results)
+    assert all(broken == [] for _, _, broken in results)
+    expected = run(world_size, undisturbed, 40)
+    assert [losses for losses, _, _ in results] == [losses for losses, _ in expected]
+    for what, _, _, _, kind, edge, _, _ in results[0][1]:
+        if what == "collective":
+            assert kind in {"all_gather", "reduce_scatter"}
+        if what == "unit":
+            assert kind in {"forward", "backward"}
+        if what in {"collective", "unit"}:
+            assert edge == "begin"
+    assert all(a[6] != b[6] for a, b in itertools.pairwise(results[0][1]) if b[0] == "phase")
+
+
+def one_rank_only(meeting):
+    ns = sharded()
+    execute(Step())
+    Door().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
+
+    def script(door):
+        if ns["rank"] != 1:
+            where = door.until(lambda where: where["waiting"])
+            meeting.wait()
+            meeting.wait()
+            door("pause")  # a wait is a stop point as well
+            held = door.until_held()
+            meeting.wait()
+            answer = door.evaluate("rank")
+            door("continue")
+            return where["held"], held["kind"], answer["number"]
+        held = door.until_held()
+        meeting.wait()
+        text = door.evaluate("rank * 10")["repr"]
+        meeting.wait()
+        meeting.wait()
+        door.break_at()
+        door("continue")
+        return held["kind"], held["breakpoint"], text
+
+    done, said = beside(script, Step())
+    return done["losses"], said
+
+
+def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
+    results = run(3, one_rank_only, Meeting(3))
+    expected = run(3, undisturbed, 2)
+    for rank, (losses, said) in enumerate(results):
+        assert losses == expected[rank][0][1:]
+        assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", rank))
+
+
+def give_up(how, event, meeting):
+    ns = sharded()
+    first = execute(Step())["losses"]
+    Door().break_at({"event": event, "unit": "blocks.1"})
+
+    def script(door):
+        door.until_held()
+        meeting.wait()
+        if how == "abort":
+            door("abort", reason="the user gave up")
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+        door.until(lambda where: where["doing"] == "")
+        return door("enqueue", ticket="late", job={"kind": "evaluate", "text": "1"})["accepted"]
+
+    handler = signal.getsignal(signal.SIGINT)
+    error, accepted = beside(script, Step())
+    meeting.wait()
+    rank_module.recover(1)
+    ns["opt"].zero_grad()
+    ns["generator"].manual_seed(ns["rank"])
+    after = execute(Step(count=2))["losses"]
+    assert signal.getsignal(signal.SIGINT) is handler
+    return first, type(error).__name__, str(error), accepted, after, check(trace_of(*drain()))
+
+
+def restarted():
+    ns = sharded()
+    first = execute(Step())["losses"]
+    ns["generator"].manual_seed(ns["rank"])
+    return first + execute(Step(count=2))["losses"]
+
+
+@pytest.mark.parametrize("event", ["all_gather", "backward"])
+@pytest.mark.parametrize("how", ["abort", "interrupt"])
+def test_giving_up_while_held_leaves_a_rank_that_can_go_on(how, event):
+    expected = run(2, restarted)
+    for rank, (first, name, text, accepted, after, broken) in enumerate(run(2, give_up, how, event, Meeting(2))):
+        said = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
+        assert (name, text) == said[how]
+        assert not accepted
+        assert first + after == expected[rank]
+        assert broken == []
+
+
+def change_a_parameter(when):
+    ns = sharded()
+    change = "with torch.no_grad():\n    p = next(model.blocks[1].parameters())\n    p.to_local().add_(0.5)"
+    ns["torch"] = torch
+    if when == "before":
+        exec(change, ns)
+        return execute(Step(count=2))["losses"]
+    Door().break_at({"event": "forward", "unit": "blocks.0", "once": True})  # blocks.1 is sharded, not gathered yet
+
+    def script(door):
+        door.until_held()
+        return door.job("cell", change)
+
+    done, answer = beside(script, Step(count=2))
+    assert answer["ok"], answer
+    return done["losses"]
+
+
+def test_a_parameter_changed_while_stopped_is_used_when_the_step_goes_on():
+    held, before = run(2, change_a_parameter, "held"), run(2, change_a_parameter, "before")
+    assert held == before
+    assert held != [losses for losses, _ in run(2, undisturbed, 2)]
+
+
+def accumulating(ns):
+    def train_step():
+        for micro in range(2):
+            ns["model"].set_requires_gradient_sync(micro == 1)
+            tokens = torch.randint(7, (4, 6), generator=ns["generator"])
+            loss = loss_of(ns["model"], tokens)
+            loss.backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+
+
+def stopped_under_accumulation(stops):
+    ns = sharded(prefetch=2)
+    accumulating(ns)
+    execute(Step())
+    if stops:
+        Door().break_at({"event": "backward.end", "unit": "blocks.1"}, {"event": "forward", "unit": "blocks.0"})
+
+    def script(door):
+        said = []
+        for _ in range(4 * stops):
+            held = door.until_held()
+            gathered = door.job("inspect", "blocks.2.mlp.0.weight")["result"]
+            grad = door.job("inspect", "blocks.1.mlp.0.weight")["result"]
+            said.append((held["kind"], gathered["full"]["state"], grad["full_grad"]["present"]))
+            door("continue")
+        return said
+
+    done, said = beside(script, Step())
+    return done["losses"], weights(ns), said
+
+
+def test_stops_with_prefetch_in_flight_and_under_accumulation_change_nothing():
+    plain, stopped = run(2, stopped_under_accumulation, 0), run(2, stopped_under_accumulation, 1)
+    assert [r[:2] for r in plain] == [r[:2] for r in stopped]
+    for _, _, said in stopped:
+        assert [kind for kind, _, _ in said] == ["forward", "backward", "forward", "backward"]
+        assert [state for kind, state, _ in said if kind == "forward"] == ["all-gather in flight"] * 2
+        assert [grad for _, _, grad in said] == [False, True, True, True]
+
+
+def nothing_holds_outside_of_steps():
+    ns = prepare()
+    door = Door()
+    door("pause")
+    door.break_at({"event": "all_gather"}, {"event": "forward"}, {"event": "wait"})
+    execute(Shard(model="model"))
+    ok = execute(Verify())["ok"]
+    with torch.no_grad():
+        ns["model"](torch.zeros(1, 2, dtype=torch.long))
+    door.break_at()
+    door("continue")
+    return ok, execute(Step())["steps_done"], bool((trace_of(*drain()).ranks[0].rows["kind"] == Kind.GATE).any())
+
+
+def test_nothing_holds_a_rank_outside_of_steps():
+    assert run(2, nothing_holds_outside_of_steps) == [(True, 1, False)] * 2
+
+
+def own_loop():
+    """A training loop in a cell: it is no command, yet it stops."""
+    import threading
+
+    ns = sharded()
+    door = Door()
+    door.break_at({"event": "optimizer"})
+    said = []
+
+    def script():
+        said.append(door.until_held()["step"])
+        said.append(door.job("cell", "opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7")["text"])
+        door.break_at()
+        door("continue")
+
+    ns["torch"] = torch
+    thread = threading.Thread(target=script)
+    thread.start()
+    ns["train_step"]()
+    ns["train_step"]()
+    thread.join()
+    rows = trace_of(*drain()).ranks[0].rows
+    return said, rows["step"][rows["kind"] == Kind.STEP].tolist()
+
+
+def test_the_user_s_own_loop_stops_and_what_runs_meanwhile_ends_no_step():
+    for said, steps in run(2, own_loop):
+        assert said == [0, "7\n"]
+        assert steps == [0, 0, 1, 1]
+
+
+def interrupted_in_user_code(times):
+    ns = sharded()
+    plain = ns["train_step"]
+    ns["reached"] = []
+
+    def train_step():
+        for number in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            ns["reached"].append(number)
+        return plain()
+
+    ns["train_step"] = train_step
+    try:
+        execute(Step())
+    except KeyboardInterrupt:
+        return ns["reached"]
+    return None
+
+
+def test_the_first_interrupt_waits_for_the_gate_and_the_second_does_not():
+    assert run(1, interrupted_in_user_code, 1) == [[0]]
+    assert run(1, interrupted_in_user_code, 3) == [[0]]

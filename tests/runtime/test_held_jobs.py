@@ -1,0 +1,263 @@
+"""What a held rank runs: expressions, cells and inspections, in the stopped step's own thread."""
+
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from tests.runtime.job import execute, run
+from tests.runtime.stopping import Door, beside
+from tests.runtime.test_gate import sharded
+from workbench.commands import Step
+
+
+def stopped_at(event, unit, script, *, steps=1, **options):
+    """Run ``script(door, ns)`` while a step is stopped there for the first time in the last of ``steps`` steps."""
+    ns = sharded(**options)
+    ns["torch"] = torch
+    if steps > 1:
+        execute(Step(count=steps - 1))
+    Door().break_at({"event": event, "unit": unit})
+
+    def held(door):
+        door.until_held()
+        return script(door, ns)
+
+    done, said = beside(held, Step())
+    assert done["steps_done"] == 1
+    return said
+
+
+def expressions():
+    def script(door, ns):
+        ns["main"] = threading.main_thread().ident
+        asked = (
+            "rank + 1",
+            "x.shape",  # of Block.forward, whose child is about to run
+            "[i for i in range(3) if i < rank + 2]",
+            "torch.is_grad_enabled()",
+            "__import__('threading').get_ident() == main",
+            "float('nan')",
+            "10 ** 400",
+            "torch.tensor(2.5)",
+        )
+        return {text: door.evaluate(text) for text in asked}
+
+    return stopped_at("forward", "blocks.1", script)
+
+
+def test_expressions_see_the_cells_and_the_stopped_function_in_its_own_thread_and_grad_mode():
+    for rank, said in enumerate(run(2, expressions)):
+        assert said["rank + 1"] == {"repr": str(rank + 1), "number": rank + 1, "type": "int"}
+        assert said["x.shape"]["repr"] == "torch.Size([4, 5, 16])"
+        assert said["[i for i in range(3) if i < rank + 2]"]["repr"] == str(list(range(min(3, rank + 2))))
+        assert said["torch.is_grad_enabled()"]["repr"] == "True"
+        assert said["__import__('threading').get_ident() == main"]["repr"] == "True"
+        assert said["float('nan')"]["number"] == "nan"
+        assert said["10 ** 400"]["number"] is None
+        assert said["torch.tensor(2.5)"]["number"] == 2.5
+
+
+def no_grad_there():
+    return stopped_at("all_gather", "blocks.1", lambda door, ns: door.evaluate("torch.is_grad_enabled()")["repr"])
+
+
+def test_the_grad_mode_is_that_of_the_event():
+    assert run(2, no_grad_there) == ["False", "False"]
+
+
+def dtensors():
+    def script(door, ns):
+        weight = ns["model"].blocks[2].mlp[0].weight
+        assert isinstance(weight, DTensor)
+        ns["partial"] = DTensor.from_local(torch.tensor(1.0), weight.device_mesh, [Partial()])
+        return (
+            door.evaluate("model.blocks[2].mlp[0].weight"),
+            door.job("evaluate", "partial.item()"),
+            door.evaluate("partial.full_tensor()"),
+        )
+
+    return stopped_at("forward", "blocks.0", script)
+
+
+def test_a_dtensor_is_described_as_this_shard_and_a_pending_sum_is_no_number():
+    for shard, partial, full in run(2, dtensors):
+        assert shard["repr"].startswith("this shard, [25, 16] of [49, 16]") or shard["repr"].startswith(
+            "this shard, [24, 16] of [49, 16]"
+        )
+        assert shard["number"] is None
+        assert partial["error"]["ename"] == "TypeError"
+        assert "full_tensor()" in partial["error"]["evalue"]
+        assert full["number"] == 2.0
+
+
+def alone():
+    def script(door, ns):
+        ns["dist"] = torch.distributed
+        asked = ("model.blocks[2].mlp[0].weight.full_tensor()", "dist.barrier()", "dist.all_reduce(torch.ones(1))")
+        refused = [door.job("evaluate", text, alone=True) for text in asked]
+        return refused, door.job("evaluate", "model.blocks[2].mlp[0].weight.to_local().sum()", alone=True)
+
+    return stopped_at("forward", "blocks.0", script)
+
+
+def test_what_runs_on_some_ranks_only_may_not_communicate():
+    for refused, local in run(2, alone):
+        assert ["needs all ranks" in a["error"]["evalue"] for a in refused] == [True] * 3
+        assert local["ok"]
+
+
+def failures():
+    def script(door, ns):
+        answers = [
+            door.job("evaluate", "1 / 0"),
+            door.job("evaluate", "for"),
+            door.job("evaluate", "exit()"),
+            door.job("cell", "a = 1\nb = unknown\n"),
+            door.job("inspect", "blocks.1.mlp.0.weigth"),
+        ]
+        return answers, door.where()["held"]["kind"], ns["a"]
+
+    return stopped_at("backward", "blocks.1", script)
+
+
+def test_what_raises_is_told_in_a_line_and_the_stop_stays():
+    ((answers, held, assigned),) = run(1, failures)
+    assert held == "backward"
+    assert assigned == 1
+    assert [a["ok"] for a in answers] == [False] * 5
+    errors = [a["error"] for a in answers]
+    assert errors[0] == {
+        "ename": "ZeroDivisionError",
+        "evalue": "division by zero",
+        "traceback": "ZeroDivisionError: division by zero",
+    }
+    assert errors[1]["ename"] == "SyntaxError"
+    assert errors[2]["ename"] == "SystemExit"
+    assert "line 2" in errors[3]["traceback"]
+    assert "b = unknown" in errors[3]["traceback"]
+    assert "workbench" not in errors[3]["traceback"]
+    assert errors[4]["ename"] == "UsageError"
+    assert "nearest: blocks.1.mlp.0.weight" in errors[4]["evalue"]
+
+
+def cells():
+    def script(door, ns):
+        said = door.job(
+            "cell", "import sys\nprint('out', rank)\nprint('err', file=sys.stderr)\ndef f():\n    return y\ny = 5\nf()"
+        )
+        shadowed = door.job("cell", "tokens = 'mine'\ntokens")
+        return said["text"], shadowed["text"], ns["tokens"], ns["y"]
+
+    return stopped_at("optimizer", None, script)
+
+
+def test_a_cell_prints_defines_and_shows_its_last_value():
+    for rank, (text, shadowed, tokens, y) in enumerate(run(2, cells)):
+        assert text == f"out {rank}\nerr\n5\n"
+        assert (shadowed, tokens, y) == ("'mine'\n", "mine", 5)
+
+
+def interrupted_job():
+    def script(door, ns):
+        door.send("loop", "cell", "began = True\nwhile True:\n    pass")
+        door.until(lambda where: "began" in ns)
+        door.send("later", "evaluate", "1 + 1")
+        os.kill(os.getpid(), signal.SIGINT)
+        where = door.until(lambda where: "later" in where["tickets"])
+        door("forget", tickets=["loop"])
+        return where, list(door.where()["tickets"])
+
+    return stopped_at("forward", "blocks.1", script)
+
+
+def test_an_interrupt_ends_the_cell_that_runs_and_not_the_stop():
+    ((where, left),) = run(1, interrupted_job)
+    assert where["held"] is not None
+    assert where["tickets"]["loop"]["error"]["ename"] == "KeyboardInterrupt"
+    assert where["tickets"]["later"]["text"] == "2"
+    assert left == ["later"]
+
+
+def inspections():
+    def script(door, ns):
+        names = {
+            "running": "blocks.1.mlp.0.weight",
+            "sharded": "model.blocks.0.mlp.0.weight",
+            "prefetched": "blocks.2.mlp.0.weight",
+        }
+        return {what: door.job("inspect", name)["result"] for what, name in names.items()}
+
+    return stopped_at("forward", "blocks.1", script, steps=2, prefetch=1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
+    rows = [len(c) for c in torch.arange(49).chunk(world_size)]
+    totals = {"running": 0.0, "sharded": 0.0}
+    fulls = set()
+    for rank, said in enumerate(run(world_size, inspections)):
+        running, sharded_, prefetched = said["running"], said["sharded"], said["prefetched"]
+        shard = running["shard"]
+        assert shard["shape"] == [rows[rank], 16]
+        assert (shard["first_row"], shard["last_row"]) == (sum(rows[:rank]), sum(rows[: rank + 1]))
+        assert shard["bytes"] == rows[rank] * 16 * 4
+        assert running["unit"] == "blocks.1"
+        assert running["full"]["exists"]
+        assert running["full"]["why"] == "its forward runs, asked for in forward of step 1"
+        assert running["full"]["bytes"] == 49 * 16 * 4
+        assert not sharded_["full"]["exists"]
+        assert sharded_["fqn"] == "blocks.0.mlp.0.weight"
+        assert sharded_["full"]["why"] == "not needed now: only this rank's rows are in memory"
+        assert prefetched["full"]["state"] == "all-gather in flight"
+        assert prefetched["full"]["why"].startswith("its all-gather was issued, asked for in forward of step 1")
+        (optimizer,) = running["optimizers"]
+        assert (optimizer["name"], optimizer["type"]) == ("opt", "AdamW")
+        moments = {s["name"]: s for s in optimizer["state"]}
+        assert moments["exp_avg"]["shape"] == shard["shape"]
+        assert moments["exp_avg"]["bytes"] == shard["bytes"]
+        assert not running["full_grad"]["present"]
+        assert running["policy"]["reshard_after_forward"] is True
+        totals["running"] += shard["norm"] ** 2
+        fulls.add(running["full"]["norm"])
+    assert len(fulls) == 1
+    assert math.sqrt(totals["running"]) == pytest.approx(fulls.pop(), rel=1e-5)
+
+
+def gradients():
+    def script(door, ns):
+        return door.job("inspect", "blocks.1.mlp.0.weight")["result"]
+
+    return stopped_at("backward.end", "blocks.1", script), stopped_at("optimizer", None, script)
+
+
+def test_inspect_finds_full_and_sharded_gradients():
+    for in_backward, in_optimizer in run(2, gradients):
+        assert in_backward["full_grad"]["present"]
+        assert in_backward["full_grad"]["bytes"] == 49 * 16 * 4
+        assert in_backward["full_grad"]["norm"] > 0
+        assert not in_backward["sharded_grad"]["present"]
+        assert in_optimizer["sharded_grad"]["present"]
+        assert in_optimizer["sharded_grad"]["bytes"] == in_optimizer["shard"]["bytes"]
+        assert not in_optimizer["full_grad"]["present"]
+
+
+def stacks_while_held():
+    def script(door, ns):
+        begin = time.monotonic()
+        found = door("stacks")["stacks"]
+        return found, time.monotonic() - begin
+
+    return stopped_at("backward", "blocks.1", script)
+
+
+def test_stacks_begin_with_the_main_thread_and_show_where_it_stands():
+    found, _ = run(1, stacks_while_held)[0]
+    assert found[0]["thread"] == "MainThread"
+    assert any("in train_step" in frame for frame in found[0]["frames"])
+    assert "gate.py" in found[0]["frames"][-1]

@@ -1,0 +1,74 @@
+import pytest
+
+from tests.trace.strategies import example_trace
+from workbench.session.looking import row_of
+from workbench.session.places import Place, Stop, describe, event_words, place_of, state_of
+
+UNITS = {0: "blocks.0", 1: ""}
+
+
+def held(ordinal=3, kind="all_gather", edge="begin", unit=0, step=2, **more):
+    return {"step": step, "ordinal": ordinal, "kind": kind, "edge": edge, "unit": unit, "since_ns": 1, **more}
+
+
+def position(hold=None, **more):
+    return {"held": hold, "step": 2, "ordinal": 3, "waiting": False, "doing": "step", **more}
+
+
+@pytest.mark.parametrize(
+    ("kind", "edge", "unit", "words"),
+    [
+        ("all_gather", "begin", "blocks.0", "all-gather of blocks.0"),
+        ("all_gather", "end", "", "the end of all-gather of (root)"),
+        ("optimizer", "begin", None, "optimizer"),
+        ("step", "end", "x", "the end of step"),
+    ],
+)
+def test_events_in_words(kind, edge, unit, words):
+    assert event_words(kind, edge, unit) == words
+
+
+def test_where_a_hold_is():
+    assert describe(held(), UNITS) == "before all-gather of blocks.0, step 2"
+    assert describe(held(kind="optimizer", unit=-1, step=-1), UNITS) == "before optimizer"
+    assert describe(held(kind="wait", unit=1), UNITS) == "in a wait of (root), step 2"
+
+
+def test_states():
+    assert state_of(position(held())) == "held"
+    assert state_of(position(waiting=True)) == "waiting"
+    assert state_of(position()) == "running"
+    assert state_of({"doing": "", "step": -1}) == "idle"
+    assert state_of({"doing": "", "step": 4}) == "running"
+
+
+def test_later_places_are_greater():
+    assert place_of(position(held(ordinal=9))) == Place(2, 9)
+    assert place_of(position(ordinal=5)) == Place(2, 5)
+    assert max(Place(1, 9), Place(2, 0)) == Place(2, 0)
+
+
+def test_a_stop_in_a_sentence():
+    everywhere = Stop(positions={rank: position(held()) for rank in range(4)}, units=UNITS)
+    assert str(everywhere) == "4 ranks stopped before all-gather of blocks.0, step 2"
+    one = Stop(positions={0: position(waiting=True), 1: position(held(breakpoint=3))}, units=UNITS)
+    assert str(one) == "rank 1 stopped before all-gather of blocks.0, step 2; rank 0 waits"
+    assert (one.held, one.breakpoints) == ((1,), (3,))
+    late = Stop(positions={0: position(held()), 1: position(), 2: position()}, units=UNITS)
+    assert str(late).endswith("; ranks 1-2 stop at the next event")
+    assert str(Stop(positions={})) == "no rank is stopped"
+
+
+def test_a_rank_in_a_wait_is_where_the_others_come_to():
+    stop = Stop(positions={0: position(held(kind="wait")), 1: position(held(kind="reshard"))}, units=UNITS)
+    assert str(stop) == "2 ranks stopped before reshard of blocks.0, step 2"
+
+
+def test_a_line_of_the_table():
+    header = example_trace(num_ranks=1, num_units=2).header
+    name = header.units[0].name
+    stopped = row_of(1, position(held(phase="post_backward")), header, 3_000_001)
+    assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
+    works = position(kind="forward", edge="begin", phase="forward", unit=-1, since_ns=0)
+    assert row_of(0, works, header, 1000).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
+    assert row_of(0, {"doing": "", "step": -1}, header, 0).cells() == ("0", "idle", "", "", "", "", "")

@@ -1,0 +1,87 @@
+import pytest
+
+from tests.trace.strategies import example_trace
+from workbench.errors import UsageError
+from workbench.session.sides import side
+from workbench.trace import save, steps
+from workbench.trace.columns import Trace
+
+
+@pytest.fixture
+def file(tmp_path):
+    save(example_trace(steps=8), tmp_path / "run.trace")
+    return tmp_path / "run.trace"
+
+
+def recorded():
+    return example_trace(steps=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "found"),
+    [
+        ("last", "last", [0, 1, 2, 3, 4, 5]),
+        ("last:3..5", "last, steps 3..5", [3, 4, 5]),
+        ("3..5", "last, steps 3..5", [3, 4, 5]),
+        ("4", "last, step 4", [4]),
+        ("last:4..4", "last, step 4", [4]),
+        ("..1", "last, steps ..1", [0, 1]),
+        ("last:4..", "last, steps 4..", [4, 5]),
+    ],
+)
+def test_steps_of_what_is_recorded(text, name, found):
+    called, trace = side(text, recorded)
+    assert (called, steps(trace)) == (name, found)
+
+
+def test_a_file_whole_and_in_part(file):
+    assert side(str(file), Trace.empty) == ("run.trace", example_trace(steps=8))
+    name, trace = side(f"{file}:6..7", Trace.empty)
+    assert (name, steps(trace)) == ("run.trace, steps 6..7", [6, 7])
+    assert side(file, Trace.empty)[1] == example_trace(steps=8)
+
+
+def test_a_trace_stands_for_itself():
+    trace = recorded()
+    assert side(trace, Trace.empty) == ("a trace", trace)
+
+
+def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    file.rename(file.parent / "5")
+    assert side("./5", Trace.empty)[0] == "5"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nowhere.trace", "there is no file 'nowhere.trace'; a side is a trace file, 'last', or steps such as 3..5"),
+        ("lost", "there is no file 'lost'"),
+        ("last:7", "the trace has no step 7; its steps are: 0-5"),
+        ("2..9", "the trace has no step 9; its steps are: 0-5"),
+        ("5..3", "steps 5..3 run backwards; write 3..5"),
+        ("", "a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing"),
+    ],
+)
+def test_what_is_not_there_is_said(text, message):
+    with pytest.raises(UsageError, match=message):
+        side(text, recorded)
+
+
+def test_a_file_that_is_no_trace(tmp_path):
+    (tmp_path / "x.trace").write_text("no")
+    with pytest.raises(UsageError, match="it is not a trace"):
+        side(tmp_path / "x.trace", recorded)
+    with pytest.raises(UsageError, match="cannot be compared"):
+        side(tmp_path, recorded)
+
+
+@pytest.mark.parametrize("text", ["last", "3..5", "last:1"])
+def test_nothing_is_recorded_yet(text):
+    with pytest.raises(UsageError, match="nothing is recorded yet"):
+        side(text, Trace.empty)
+
+
+def test_a_trace_without_steps_has_none_to_choose():
+    with pytest.raises(UsageError, match=r"no step 3; its steps are: none yet"):
+        side("..3", lambda: example_trace(steps=0))

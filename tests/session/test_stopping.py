@@ -1,0 +1,105 @@
+"""When ranks count as stopped: a door that answers from a table, and a clock that is set by hand."""
+
+from workbench.cluster.pending import Reply
+from workbench.session.stopping import ALIGN_S, PAUSE_S, SETTLED_S, Stopper
+
+
+class Door:
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, request, ranks=None, timeout_s=0.0):
+        self.asked.append((request["op"], {k: v for k, v in request.items() if k != "op"}, tuple(ranks)))
+        return {rank: Reply({"rank": rank}) for rank in ranks}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def setup():
+    door, clock = Door(), Clock()
+    return Stopper(door, clock), door, clock
+
+
+def at(ordinal, *, held=True, since=1, waiting=False):
+    hold = {"step": 0, "ordinal": ordinal, "kind": "forward", "edge": "begin", "since_ns": since} if held else None
+    return {"step": 0, "ordinal": ordinal, "held": hold, "waiting": waiting, "doing": "step"}
+
+
+def test_all_at_one_event_is_a_stop():
+    stopper, _, _ = setup()
+    assert stopper.look({0: at(3)}, {0, 1}) is None
+    stop = stopper.look({0: at(3), 1: at(3)}, {0, 1})
+    assert stop.held == (0, 1)
+    assert not stop.is_late
+
+
+def test_a_pause_lets_all_run_to_the_furthest():
+    stopper, door, _ = setup()
+    stopper.pause({0, 1})
+    stopper.pause({0, 1})
+    assert stopper.eager
+    assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None
+    assert door.asked == [("pause", {}, (0, 1)), ("run_to", {"step": 0, "ordinal": 5}, (0, 1))]
+    assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None  # rank 0 has not noticed yet
+    assert stopper.look({0: at(5, since=2), 1: at(5)}, {0, 1}).held == (0, 1)
+    assert len(door.asked) == 2
+    assert not stopper.eager
+
+
+def test_a_rank_that_blocks_lets_the_others_come_after_a_moment():
+    stopper, door, clock = setup()
+    stopper.pause({0, 1})
+    assert stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1}) is None
+    assert len(door.asked) == 1
+    clock.now = ALIGN_S
+    stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1})
+    assert door.asked[-1] == ("run_to", {"step": 0, "ordinal": 6}, (0, 1))
+    assert stopper.look({0: at(6, since=2), 1: at(7, since=2)}, {0, 1}) is None  # it went past in between
+    assert door.asked[-1] == ("run_to", {"step": 0, "ordinal": 7}, (0, 1))
+    assert stopper.look({0: at(7, since=3), 1: at(7, since=2)}, {0, 1})
+
+
+def test_a_rank_that_computes_on_is_late():
+    stopper, _, clock = setup()
+    stopper.pause({0, 1})
+    clock.now = ALIGN_S
+    assert stopper.look({0: at(3), 1: at(3, held=False)}, {0, 1}) is None
+    clock.now = PAUSE_S
+    stop = stopper.look({0: at(3), 1: at(3, held=False)}, {0, 1})
+    assert (stop.held, stop.is_late) == ((0,), True)
+
+
+def test_ranks_that_wait_for_a_held_one_are_stopped_once_all_is_quiet():
+    stopper, _, clock = setup()
+    waits = {0: at(9, held=False, waiting=True), 1: at(3)}
+    assert stopper.look(waits, {0, 1}) is None
+    clock.now = SETTLED_S / 2
+    assert stopper.look({**waits, 0: at(10, held=False, waiting=True)}, {0, 1}) is None
+    clock.now = SETTLED_S
+    assert stopper.look({**waits, 0: at(10, held=False, waiting=True)}, {0, 1}) is None
+    clock.now += SETTLED_S
+    stop = stopper.look({**waits, 0: at(10, held=False, waiting=True)}, {0, 1})
+    assert (stop.held, stop.is_late) == ((1,), False)
+
+
+def test_what_was_let_go_is_not_held_any_more():
+    stopper, door, _ = setup()
+    stopper.release({0, 1}, {0: at(3), 1: at(3)}, "unit")
+    assert door.asked == [("next", {"what": "unit"}, (0, 1))]
+    assert stopper.is_armed
+    assert stopper.look({0: at(3), 1: at(3)}, {0, 1}) is None
+    assert stopper.look({0: at(4, since=2), 1: at(3)}, {0, 1}) is None
+    assert stopper.look({0: at(4, since=2), 1: at(4, since=2)}, {0, 1})
+    stopper.disarm({0, 1})
+    stopper.disarm({0, 1})
+    assert [op for op, _, _ in door.asked] == ["next", "continue"]
+
+
+def test_a_rank_that_has_ended_does_not_count():
+    stopper, _, _ = setup()
+    assert stopper.look({0: at(3), 1: at(0, held=False)}, {0}).held == (0,)

@@ -1,0 +1,377 @@
+"""Stopping inside a step, from the notebook's side: ranks are gates of a fake cluster."""
+
+import signal
+import threading
+
+import pytest
+
+from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, raises, said, step_result
+from tests.waiting import wait_until
+from workbench.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
+from workbench.errors import Interrupted, RankDied, RankError, UsageError
+from workbench.session.breakpoints import EVENTS
+from workbench.session.stop_reports import StopReport
+from workbench.workbench import Workbench
+
+
+class Bench(Workbench):
+    """A workbench on a fake cluster, which is at hand as ``fake``; a step is that of PROGRAM."""
+
+    def __init__(self, num_ranks=4):
+        super().__init__(num_ranks, cluster_factory=self._make)
+
+    def _make(self, num_ranks, *, device, profile):
+        self.fake = FakeCluster(num_ranks, device=device, profile=profile)
+        self.fake.sharded()
+        self.fake.script["step"] = self.fake.script["cell"] = inside
+        return self.fake
+
+    def asked(self, what):
+        return [entry for entry in self.fake.log if entry[0] == what]
+
+    def make_late(self, rank, late=True):
+        self.fake.gates[rank].late = late
+
+
+@pytest.fixture
+def wb():
+    with Bench() as bench:
+        yield bench
+
+
+def unit(wb, index):
+    return wb.fake.gates[0].units[index]
+
+
+def ordinals(report):
+    assert isinstance(report, StopReport), report
+    return {rank: report.stop.positions[rank]["held"]["ordinal"] for rank in report.stop.held}
+
+
+# ---- stop and go on
+
+
+def test_until_stops_once_and_the_step_stays_under_way(wb):
+    report = wb.step(1, until=f"forward:{unit(wb, 1)}")
+    assert ordinals(report) == dict.fromkeys(range(4), PROGRAM.index(("forward", "begin", 1)))
+    assert report.headline == f"4 ranks stopped before forward of {unit(wb, 1)}, step 0"
+    assert "under way   %fsdp step --until forward" in str(report)
+    assert tuple(wb.break_list().breakpoints) == ()
+    for refused in (wb.step, lambda: wb.unshard("model"), wb.verify):
+        with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):
+            refused()
+    assert wb.resume().steps_done == 1
+    assert wb._session.request is None
+
+
+def test_a_breakpoint_stops_at_every_such_event(wb):
+    assert str(wb.break_add("reduce_scatter:*")).startswith("breakpoint 1: reduce_scatter:*")
+    report = wb.step(1)
+    found = [ordinals(report)[0]]
+    assert "because of  breakpoint 1: reduce_scatter:*" in str(report)
+    found += [ordinals(wb.resume())[0] for _ in range(2)]
+    assert found == [i for i, (kind, _, _) in enumerate(PROGRAM) if kind == "reduce_scatter"]
+    wb.break_clear(1)
+    assert wb.resume().steps_done == 1
+    assert [entry[1]["breakpoints"] for entry in wb.asked("breakpoints")][-1] == []
+
+
+def test_next(wb):
+    wb.step(1, until="forward")
+    assert set(ordinals(wb.next()).values()) == {3}
+    wb.break_add("optimizer")
+    assert set(ordinals(wb.next("phase")).values()) == {len(PROGRAM) - 1}
+    assert wb.asked("next")[0][1] == {"what": "event"}
+    assert wb.next().steps_done == 1
+    assert wb.asked("continue")  # nothing of it is left for the next step
+
+
+def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
+    wb.break_add("backward", rank=1)
+    for rank in (0, 2, 3):
+        wb.fake.gates[rank].waits = True
+    report = wb.step(1)
+    assert report.headline.endswith("step 0; ranks 0, 2-3 wait")
+    with pytest.raises(UsageError, match="rank 0 does not stand in the gate; there is rank 1"):
+        wb.evaluate("x", ranks=[0])
+    assert wb.evaluate("x").texts == {1: "1: x"}
+    for gate in wb.fake.gates:
+        gate.waits = False
+    wb.break_clear()
+    assert wb.resume().steps_done == 1
+
+
+def press_ctrl_c_on_drain(fake, times):
+    left = times
+
+    def on_drain():
+        nonlocal left
+        if left and any(gate.answer for gate in fake.gates):
+            left -= 1
+            signal.raise_signal(signal.SIGINT)
+
+    fake.on_drain = on_drain
+
+
+def stall(wb):
+    """The ranks come to no event until they are asked for one that is to hold."""
+    for gate in wb.fake.gates:
+        gate.program = [*PROGRAM * 10_000]
+
+
+def test_one_ctrl_c_stops_all_ranks_at_one_event(wb):
+    stall(wb)
+    press_ctrl_c_on_drain(wb.fake, 1)
+    report = wb.step(1)
+    assert len(set(ordinals(report).values())) == 1
+    assert wb.asked("abort") == wb.asked("interrupt") == []
+    assert isinstance(wb.abort().headline, str)
+
+
+def test_ranks_at_different_events_run_to_the_furthest(wb):
+    stall(wb)
+    wb.fake.gates[2].ordinal = 0
+    wb.fake.script["step"] = lambda cluster, rank, answer: (
+        inside(cluster, rank, answer),
+        setattr(cluster.gates[rank], "ordinal", 5 if rank == 2 else 0),
+    )
+    press_ctrl_c_on_drain(wb.fake, 1)
+    assert len(set(ordinals(wb.step(1)).values())) == 1
+    assert wb.asked("run_to")
+    wb.abort()
+
+
+def test_a_second_ctrl_c_aborts(wb):
+    for rank in range(4):
+        wb.make_late(rank)
+    press_ctrl_c_on_drain(wb.fake, 2)
+    with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again"):
+        wb.step(1)
+    assert wb.asked("abort") == [("abort", "interrupted", (0, 1, 2, 3))]
+    assert wb.asked("recover") == [("recover", 1)]
+    for rank in range(4):
+        wb.make_late(rank, False)
+    assert wb.step(1).steps_done == 1
+
+
+def test_a_rank_that_comes_late_is_named(wb):
+    stall(wb)
+    wb.make_late(3)
+    press_ctrl_c_on_drain(wb.fake, 1)
+    assert str(wb.step(1)).splitlines()[0].endswith("; rank 3 stops at the next event")
+    assert [row.state for row in wb.where().rows] == ["held", "held", "held", "running"]
+    assert "ready again" in wb.abort().headline
+
+
+def test_abort_inside_a_step(wb):
+    wb.step(1, until="backward")
+    assert wb.abort().headline == "aborted; the ranks are ready again and keep their variables"
+    assert wb.asked("abort")[0][1] == "aborted"
+    assert wb.step(1).steps_done == 1
+
+
+def test_a_rank_that_fails_frees_the_stopped_ones(wb):
+    wb.fake.script["step"] = [inside, inside, raises("ValueError", "mine"), inside]
+    with pytest.raises(RankError, match="rank 2 raised ValueError: mine"):
+        wb.step(1, until="forward")
+    assert wb.asked("abort")[0][2] == (0, 1, 3)
+    assert wb._session.request is None
+
+
+def test_a_rank_that_dies_while_stopped(wb):
+    wb.step(1, until="forward")
+    wb.fake.dead.add(1)
+    wb.fake.gates[1].end(RankDied("rank 1 died", ranks=(1,)))
+    assert [row.state for row in wb.where().rows] == ["held", "gone", "held", "held"]
+    with pytest.raises(RankDied):
+        wb.resume()
+    assert wb._session.request is None
+
+
+@pytest.mark.parametrize("word", ["pause", "resume", "next", "abort"])
+def test_nothing_to_stop_or_go_on_with(wb, word):
+    with pytest.raises(UsageError, match="nothing is stopped and nothing runs: %fsdp step --until"):
+        getattr(wb, word)()
+
+
+def test_pause_twice_says_the_same(wb):
+    report = wb.step(1, until="forward")
+    assert wb.pause() == report
+    assert wb.asked("pause") == []
+
+
+# ---- in the background
+
+
+def test_a_step_in_the_background(wb):
+    stall(wb)
+    report = wb.step(500, background=True)
+    assert str(report).startswith("%fsdp step 500 --background runs in the background")
+    with pytest.raises(UsageError, match=r"%fsdp step 500 --background runs in the background: %fsdp pause"):
+        wb.step(1, background=True)
+    with pytest.raises(UsageError, match="nothing is stopped: %fsdp step 500"):
+        wb.next()
+    with pytest.raises(UsageError, match="nothing is stopped: %fsdp step 500"):
+        wb.evaluate("x")
+    assert len(set(ordinals(wb.pause()).values())) == 1
+    assert wb.news()[0].startswith("in the background, %fsdp step 500 --background: 4 ranks stopped before ")
+    wb.resume(background=True)
+    assert "ready again" in wb.abort().headline
+    assert wb.news() == ()
+
+
+def test_its_end_and_its_failure_are_told_once(wb):
+    wb.step(1, background=True)
+    wait_until(lambda: wb._news)
+    assert wb.news() == ("in the background, %fsdp step --background: 1 step, loss 4.5, 250 ms a step (median)",)
+    wb.fake.script["step"] = [raises("ValueError", "mine"), blocks, blocks, blocks]
+    wb.step(1, background=True)
+    wait_until(lambda: wb._news)
+    (told,) = wb.news()
+    assert "rank 0 raised ValueError: mine" in told
+    assert wb.news() == ()
+    wb.fake.script["step"] = lambda cluster, rank, answer: answer.future.set_result(step_result(1))
+    assert wb.step(1).steps_done == 1
+
+
+@pytest.mark.parametrize("how", ["stopped", "background"])
+def test_stopping_the_ranks_meanwhile_ends_everything(how):
+    bench = Bench()
+    bench.start()
+    stall(bench)
+    bench.step(1, until="forward" if how == "stopped" else "", background=how == "background")
+    bench.stop()
+    assert bench.fake.log[-1] == ("stop",)
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("workbench")] == []
+    assert bench.news() == ()
+
+
+def test_buttons_in_other_threads(wb):
+    stall(wb)
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(wb.step(1)))
+    thread.start()
+    wait_until(lambda: wb._session.request is not None)
+    stop = wb.pause()
+    thread.join()
+    assert reports == [stop]
+    wb.resume(background=True)
+    wb.abort()
+
+
+# ---- look around
+
+
+def test_where_is_a_table(wb):
+    assert {row.state for row in wb.where().rows} == {"idle"}
+    wb.step(1, until="backward")
+    wb.fake.silent.add(2)
+    report = wb.where(stacks=True)
+    assert [row.state for row in report.rows] == ["held", "held", "no answer", "held"]
+    assert report.headline == "ranks 0-1, 3 held; rank 2 no answer"
+    assert "before backward" in str(report)
+    assert "rank 0, thread MainThread:\n    cell.py:3 in train_step: f()" in str(report)
+    assert "<th" in report._repr_html_()
+    assert "<pre>" in report._repr_html_()
+
+
+def test_eval_and_inspect_inside_a_step(wb):
+    wb.step(1, until="backward")
+    for gate in wb.fake.gates:
+        gate.jobs = lambda rank, job: said("7")
+    assert str(wb.evaluate("3 + 4")) == "3 + 4 = 7   (4 ranks agree)"
+    for gate in wb.fake.gates:
+        gate.jobs = lambda rank, job: said(str(rank % 2))
+    assert str(wb.evaluate("rank % 2")).splitlines()[1:] == ["  ranks 0, 2  0", "  ranks 1, 3  1"]
+    for gate in wb.fake.gates:
+        gate.jobs = lambda rank, job: failed("NameError", "no x") if rank == 1 else said("1")
+    with pytest.raises(RankError, match=r"^rank 1 raised NameError: no x\nthe stop stays: 4 ranks stopped"):
+        wb.evaluate("x")
+    with pytest.raises(UsageError, match=r"all_reduce\(\) waits for all ranks, and only rank 0"):
+        wb.evaluate("dist.all_reduce(x)", ranks=[0])
+    fqn = wb.parameters()[0]
+    for gate in wb.fake.gates:
+        gate.jobs = lambda rank, job: said("", {"full": {"exists": rank == 1, "why": "why not", "bytes": 2048}})
+    report = str(wb.inspect(fqn))
+    assert f"{fqn} on ranks 0-3" in report
+    assert "not in memory; why not on ranks 0, 2-3; in memory, scalar, 2.00 KiB; why not on rank 1" in report
+    with pytest.raises(UsageError, match=f"nearest first: {fqn}"):
+        wb.inspect(fqn + "x")
+
+
+def test_a_cell_inside_a_step(wb):
+    wb.step(1, until="backward")
+    heard = []
+    report = wb.run_cell("go", ranks=[1, 2], on_output=heard.append)
+    assert report.texts == {1: "1: go", 2: "2: go"}
+    assert [output.text for output in heard] == ["1: go", "--- rank 2:\n2: go\n--- above: rank 1\n"]
+    assert wb.asked("cell") == []
+    for gate in wb.fake.gates:
+        gate.jobs = lambda rank, job: failed("ValueError", "no")
+    with pytest.raises(RankError, match="the stop stays"):
+        wb.run_cell("go")
+    assert wb.resume().steps_done == 1
+
+
+def test_a_loop_of_the_user_s_own_stops_as_well(wb):
+    wb.break_add("backward")
+    assert isinstance(wb.run_cell("train()"), StopReport)
+    wb.break_clear()
+    assert set(wb.resume().texts) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda wb: wb.break_add("gather"), "the events, nearest first: all_gather"),
+        (lambda wb: wb.break_add("forward:nothing"), "the units, nearest first"),
+        (lambda wb: wb.break_add("forward", rank=9), "there is no rank 9"),
+        (lambda wb: wb.break_add("forward", when="f()"), "no Call"),
+        (lambda wb: wb.break_clear(3), "there is no breakpoint 3; there are: none"),
+        (lambda wb: wb.step(1, until="gather"), "nearest first"),
+        (lambda wb: wb.next("week"), "nothing is stopped"),
+        (lambda wb: wb.back(-1), "0 for the newest"),
+        (lambda wb: wb.do(Inspect(fqn="x")), "nothing is stopped and nothing runs"),
+    ],
+)
+def test_bad_requests_say_what_there_is(wb, call, says):
+    with pytest.raises(UsageError) as caught:
+        call(wb)
+    assert says in str(caught.value)
+    assert wb._session.request is None
+
+
+def test_commands_do_the_same_as_methods(wb):
+    assert "breakpoint 1: forward" in str(wb.do(Break(event="forward", rank=0, when="rank == 0")))
+    wb.break_clear()
+    wb.step(1, until="forward")
+    assert wb.do(Evaluate(expr="x", ranks=(1,))).texts == {1: "1: x"}
+    assert set(ordinals(wb.do(Next())).values()) == {3}
+    assert ordinals(wb.do(Pause()))
+    assert wb.do(Continue()).steps_done == 1
+    wb.step(1, until="forward")
+    assert "ready again" in str(wb.do(Abort()))
+
+
+def test_every_event_can_be_stopped_at(wb):
+    for event in EVENTS:
+        wb.break_add(event)
+    assert len(wb.break_list().breakpoints) == len(EVENTS)
+
+
+# ---- back
+
+
+def test_back_moves_what_views_show(wb):
+    wb.fake.script["step"] = wb.fake.trains(3)
+    wb.step(3)
+    live = wb.training().to_json()
+    assert "rank 0 after" in str(wb.back(40))
+    assert wb.shown_trace.num_rows < wb.trace.num_rows
+    assert wb.training().to_json() != live
+    assert wb.back(0).headline == "at the newest event"
+    assert wb.training().to_json() == live
+    wb.back(3)
+    wb.fake.script["step"] = inside
+    wb.step(1)
+    assert wb.cursor is None

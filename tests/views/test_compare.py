@@ -1,0 +1,111 @@
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+
+from tests.replay.test_differences import holding_on, slower
+from tests.trace import strategies
+from tests.trace.strategies import Setup, traces
+from tests.views.figures import num_marks, subtitle, title, words
+from tests.views.test_contract import EVIL, same_with_names
+from workbench.errors import UsageError
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header, Kind
+from workbench.views.compare import MAX_POINTS, draw
+
+simulate = cache(strategies.simulate)
+example_trace = cache(strategies.example_trace)
+
+
+def test_the_same_is_said_to_be_the_same():
+    fig = draw(example_trace(), example_trace())
+    assert title(fig) == "the same, event for event"
+    assert not fig.layout.shapes
+    assert [trace.type for trace in fig.data] == ["scatter", "scatter"]
+
+
+def test_a_unit_that_stays_unsharded_is_named_with_its_price():
+    a = example_trace()
+    b = holding_on(a, 0, ranks=(2,))
+    assert title(draw(a, b)) == "peak +193 KiB: blocks.0 unsharded through backward"
+    assert title(draw(b, a)) == "peak -193 KiB: blocks.0 no longer unsharded through backward"
+    assert "rank 2 of ranks 0-3 is drawn" in subtitle(draw(a, b))
+    assert "first difference: begin of unshard of blocks.2, step 1" in words(draw(a, b))
+
+
+def test_fewer_collectives_are_counted_and_tabled():
+    fig = draw(simulate(Setup()), simulate(Setup(reshard_after_forward=False)))
+    assert "3 fewer all-gathers a step (blocks.0-2)" in title(fig)
+    (table,) = (trace for trace in fig.data if trace.type == "table")
+    columns = table.cells.values
+    assert list(columns[0][:3]) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(columns[2][:3]) == ["2 -> 1"] * 3
+    assert list(columns[3][:3]) == ["385 KiB -> 193 KiB"] * 3
+
+
+def test_a_slower_step_is_explained_by_what_took_longer():
+    a = example_trace()
+    fig = draw(a, slower(a, Kind.FORWARD, 1, 3_000_000))
+    assert title(fig) == "the same, event for event; step time +44 %: forward of blocks.1 +3.00 ms"
+    fig = draw(a, slower(a, Kind.WAIT, 1, 3_000_000))
+    assert "exposed all-gather of blocks.1" in title(fig)
+
+
+def test_other_bytes_on_the_way_are_said():
+    assert "all-gather payload 1.18 MiB -&gt; 603 KiB a step" in title(
+        draw(simulate(Setup()), simulate(Setup(compute_itemsize=2)))
+    )
+
+
+def test_events_alone_are_said_where_nothing_else_differs():
+    trace = example_trace()
+    rows = trace.rank(0).rows
+    fewer = rows[rows["kind"] != Kind.COPY_OUT].copy()
+    fewer["seq"] = range(len(fewer))
+    fig = draw(trace, Trace(trace.header, (RankTrace(0, fewer),)))
+    assert "events fewer, first at begin of copy out of " in title(fig)
+
+
+def test_both_curves_reach_their_peaks_and_share_the_axis():
+    a, b = simulate(Setup()), simulate(Setup(activations=True))
+    fig = draw(a, b, names=("before", "after"))
+    assert [trace.name for trace in fig.data[:2]] == ["before", "after"]
+    assert list(fig.data[0].x) == list(fig.data[1].x)
+    assert "more activations" in title(fig)
+    assert subtitle(fig).startswith("before -&gt; after · 3 steps of each compared")
+
+
+def test_a_different_number_of_steps_is_said():
+    fig = draw(example_trace(steps=3), example_trace(steps=1))
+    assert "1 step of each compared (3 and 1 there are)" in subtitle(fig)
+
+
+@pytest.mark.parametrize("pair", [(Trace.empty(), Trace(Header(world_size=4))), (Trace.empty(), None)])
+def test_nothing_to_compare_is_a_sentence(pair):
+    fig = draw(pair[0], pair[1] or example_trace(), names=("x.trace", "last"))
+    assert not fig.data
+    assert "Nothing to compare: x.trace and last have no events of the same rank." in words(fig).replace("<br>", " ")
+
+
+def test_a_rank_that_one_lacks_is_refused():
+    with pytest.raises(UsageError, match="no rank 3; its ranks are: 0-1"):
+        draw(example_trace(), example_trace(num_ranks=2), rank=3)
+
+
+@settings(max_examples=25)
+@given(traces(), traces())
+def test_any_two_traces_can_be_compared(a, b):
+    assert draw(a, b).to_json() == draw(a, b).to_json()
+
+
+def test_long_traces_stay_bounded():
+    a, b = (simulate(Setup(num_ranks=2, num_units=20, steps=20, prefetch=early)) for early in (True, False))
+    fig = draw(a, b)
+    assert num_marks(fig) <= 2 * MAX_POINTS + 100
+    assert (fig.layout.height or 450) <= 1100
+
+
+def test_names_are_escaped():
+    found = words(draw(same_with_names(example_trace(), EVIL), example_trace(), names=(EVIL, EVIL)))
+    assert "<script" not in found
+    assert "$z$" not in found

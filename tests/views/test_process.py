@@ -1,0 +1,65 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.trace.simulation import BASELINE_BYTES
+from tests.trace.strategies import Setup, example_trace, simulate
+from tests.views.figures import subtitle, title
+from workbench.replay import process
+from workbench.trace import load, save
+from workbench.trace.columns import Trace
+from workbench.views.memory import memory
+from workbench.views.process import BASELINE, NOT_OWNED, OWNED
+
+MIB = 2**20
+
+
+def strip(fig):
+    """The areas of the strip, by name."""
+    return {trace.name: np.array(trace.y) for trace in fig.data if trace.stackgroup == "process"}
+
+
+def test_the_strip_adds_up_to_what_the_system_counts():
+    trace = simulate(Setup(samples=True))
+    areas = strip(memory(trace))
+    part = trace.slice(step=2).rank(0)
+    assert list(areas) == [BASELINE, NOT_OWNED, OWNED]
+    found = process.series(trace.header, part)
+    assert sum(areas.values())[:-1] * MIB == pytest.approx(found.resident)
+    assert areas[OWNED][:-1] * MIB == pytest.approx(found.owned)
+    assert set(areas[BASELINE] * MIB) == {BASELINE_BYTES}
+
+
+def test_the_series_are_told_apart_and_stand_in_the_legend_once():
+    fig = memory(simulate(Setup(samples=True)))
+    looks = [(t.name, t.showlegend, t.fillpattern.shape, t.line.color) for t in fig.data if t.stackgroup == "process"]
+    assert len({look[2:] for look in looks}) == 3
+    assert all(shown for _, shown, _, _ in looks)
+    assert sorted(name for name, *_ in looks) == sorted({name for name, *_ in looks})
+
+
+def test_the_words_reconcile_the_classes_with_the_process():
+    text = subtitle(memory(simulate(Setup(samples=True))))
+    assert "the whole process has up to 128 MiB: 520 KiB owned by the engine, 63.5 MiB not owned, 64.0 MiB from" in text
+    assert "activations are not measured" in text
+
+
+def test_a_trace_without_samples_says_so_and_draws_as_before():
+    fig = memory(example_trace())
+    assert "process&#x27;s own memory was not sampled" in subtitle(fig)
+    assert not strip(fig)
+    assert title(fig) == title(memory(simulate(Setup(samples=True))))
+
+
+def test_without_a_known_baseline_all_of_it_is_not_owned():
+    trace = simulate(Setup(samples=True))
+    ranks = tuple(replace(info, baseline_bytes=0) for info in trace.header.ranks)
+    areas = strip(memory(Trace(replace(trace.header, ranks=ranks), trace.ranks)))
+    assert list(areas) == [NOT_OWNED, OWNED]
+
+
+def test_a_saved_trace_draws_the_same(tmp_path):
+    trace = simulate(Setup(samples=True))
+    save(trace, tmp_path / "a.trace")
+    assert memory(load(tmp_path / "a.trace")).to_json() == memory(trace).to_json()

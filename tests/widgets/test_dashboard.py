@@ -1,0 +1,219 @@
+"""What the dashboard's kernel side answers, with a workbench that only pretends."""
+
+import threading
+
+import pytest
+
+from tests.fake_cluster import FakeCluster
+from tests.shells import ipython_shell
+from tests.trace.simulation import Setup, example_trace, simulate
+from tests.waiting import wait_until
+from workbench.errors import UsageError
+from workbench.magics.shell import register, unregister
+from workbench.session.pulse import Pulse, pulse
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Kind
+from workbench.widgets.dashboard import BUTTONS, MAX_VIEWS, Dashboard, dashboard, health, script
+from workbench.workbench import Workbench
+
+RUNNING = {"doing": "step", "step": 1}
+HELD = {"held": {"step": 1, "ordinal": 7, "kind": "all_gather", "edge": "begin", "unit": 1}}
+
+
+class Pretender:
+    """A workbench whose trace and ranks are what a test says."""
+
+    def __init__(self, trace=None, positions=None, alive=None):
+        self.trace = example_trace(num_ranks=4) if trace is None else trace
+        self.positions = dict.fromkeys(range(4), RUNNING) if positions is None else positions
+        self.alive = alive or [True] * 4
+        self.pressed = []
+
+    def pulse(self):
+        return pulse(self.trace, self.alive, self.positions)
+
+    def pause(self):
+        self.pressed.append("pause")
+        return "4 ranks stopped\nand more"
+
+    def resume(self, *, background):
+        self.pressed.append(("continue", background))
+        return "it goes on"
+
+    def abort(self):
+        raise UsageError("there is nothing to abort")
+
+
+@pytest.fixture
+def made():
+    """Makes dashboards whose messages are kept in ``sent``, and closes them."""
+    found = []
+
+    def make(workbench):
+        widget = Dashboard(workbench)
+        widget.sent = []
+        widget.send = lambda content, buffers=None: widget.sent.append((content, buffers))
+        found.append(widget)
+        return widget
+
+    yield make
+    for widget in found:
+        widget.close()
+
+
+def ask(widget, what="feed", view="a", **more):
+    """The answer to one message of the browser."""
+    widget._handle_custom_msg({"view": view, "ask": what, **more}, [])
+    return widget.sent[-1]
+
+
+def prefix(trace, count):
+    return Trace(trace.header, tuple(RankTrace(r.rank, r.rows[:count], r.start) for r in trace.ranks))
+
+
+def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    whole, buffers = ask(widget)
+    assert whole["restart"]
+    assert whole["groups"] == ((0, 1, 2, 3),)
+    assert [whole["units"][unit] for unit in whole["order"]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert whole["peaks"][0]["num_bytes"] > 0
+    assert whole["now"]["ranks"][0]["label"] == "ranks 0-3"
+    assert len(buffers[0]) > 10_000
+    again, buffers = ask(widget)
+    assert not again["restart"]
+    assert "now" not in again
+    assert "units" not in again
+    assert buffers == [b""]
+
+
+def test_each_view_is_told_everything_once(made):
+    widget = made(Pretender())
+    assert ask(widget, view="a")[0]["restart"]
+    assert ask(widget, view="b")[0]["restart"]
+    assert not ask(widget, view="a")[0]["restart"]
+    ask(widget, view="a")
+    widget._handle_custom_msg({"view": "a", "ask": "bye"}, [])
+    assert ask(widget, view="a")[0]["restart"]
+
+
+def test_only_so_many_views_are_kept(made):
+    widget = made(Pretender())
+    for number in range(MAX_VIEWS + 3):
+        ask(widget, view=str(number))
+    assert len(widget._views) == MAX_VIEWS
+    assert ask(widget, view="0")[0]["restart"]
+
+
+def test_eight_ranks_stay_below_64_kib_a_second(made):
+    trace, now = simulate(Setup(num_ranks=8, num_units=6, steps=40)), [0.0]
+    workbench = Pretender(prefix(trace, 10), dict.fromkeys(range(8), RUNNING), [True] * 8)
+    widget = made(workbench)
+    widget._clock = lambda: now[0]
+    ask(widget)
+    rows, sent = len(trace.rank(0).rows), 0
+    for part in range(1, 11):  # a second of ten answers
+        workbench.trace = prefix(trace, rows * part // 10)
+        now[0] += 0.1
+        answer, buffers = ask(widget)
+        sent += sum(map(len, buffers)) + len(str(answer))
+    assert 10_000 < sent < 64 * 1024
+
+
+def test_the_cursor_is_answered_with_all_ranks_at_that_event(made):
+    widget = made(Pretender())
+    ask(widget)
+    answer, _ = ask(widget, "at", t_us=2_000.0, number=7)
+    assert answer["number"] == 7
+    moment = answer["moment"]
+    assert 0 < moment["t_us"] <= 2_000.0
+    after, _ = ask(widget, "beside", rank=moment["rank"], seq=moment["seq"], by=1, number=8)
+    assert after["moment"]["t_us"] >= moment["t_us"]
+    assert after["moment"]["seq"] > moment["seq"]
+
+
+def test_health_folds_equal_ranks_and_says_where_they_are_held():
+    trace = example_trace(num_ranks=4)
+    positions = {0: HELD, 1: HELD, 2: {"waiting": True}}
+    found = health(pulse(trace, [True, True, True, False], positions))
+    assert [(entry["label"], entry["state"], entry["where"]) for entry in found] == [
+        ("ranks 0-1", "held", "before all-gather of blocks.1, step 1"),
+        ("rank 2", "waiting", ""),
+        ("rank 3", "gone", ""),
+    ]
+    assert health(pulse(trace, [True], {}))[0]["state"] == "no answer"
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (Pulse(trace=Trace.empty()), "There are no ranks"),
+        (Pulse(trace=Trace.empty(), running=True), "Nothing is recorded yet"),
+        (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
+    ],
+)
+def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, told, words):
+    workbench = Pretender()
+    workbench.pulse = lambda: told
+    answer, _ = ask(made(workbench))
+    assert words in answer["said"]
+    assert ("now" in answer) == bool(answer["groups"]) or answer["now"] is None
+
+
+def test_buttons_are_those_that_the_workbench_has(made):
+    assert made(Pretender()).about["buttons"] == ["pause", "continue", "abort"]
+    assert all(hasattr(Workbench, method) for method, _ in BUTTONS.values())
+
+
+def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    for word in ("pause", "continue", "abort", "next month"):
+        widget._handle_custom_msg({"view": "a", "ask": "do", "word": word}, [])
+        wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()), timeout_s=10)
+    assert workbench.pressed == ["pause", ("continue", True)]
+    said = [content for content, _ in widget.sent]
+    assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort"]
+
+
+def test_nothing_is_left_of_a_closed_dashboard(made):
+    widget = made(Pretender())
+    ask(widget)
+    widget.close()
+    assert widget.comm is None
+    assert not widget._views
+    widget._do("a", "pause", lambda: "too late")
+    assert len(widget.sent) == 1
+
+
+def test_the_program_imports_nothing_and_names_no_address():
+    text = script()
+    assert "import " not in "".join(line for line in text.splitlines() if line.startswith("import"))
+    assert text.count("export ") == text.count("export default") == 1
+    assert "http" not in text
+    assert "innerHTML" not in text
+    assert f"const GATE = {int(Kind.GATE)};" in text
+
+
+def test_the_word_and_the_method_give_a_dashboard():
+    with Workbench(2, cluster_factory=FakeCluster) as workbench:
+        widget = workbench.dashboard()
+        assert isinstance(widget, Dashboard)
+        assert workbench.pulse().states == {0: "idle", 1: "idle"}
+        widget.close()
+    assert not workbench.pulse().running
+    with ipython_shell() as shell:
+        register(shell, lambda **options: Workbench(cluster_factory=FakeCluster, **options))
+        widget = shell.run_line_magic("fsdp", "dashboard")
+        assert isinstance(widget, Dashboard)
+        widget.close()
+        unregister(shell)
+
+
+def test_several_dashboards_of_one_workbench_are_independent():
+    workbench = Pretender()
+    first, second = dashboard(workbench), dashboard(workbench)
+    first.close()
+    assert second.comm is not None
+    second.close()

@@ -1,0 +1,404 @@
+"""The timeline in a real headless Chromium: what one sees, points at, and presses."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trace.simulation import example_trace
+from tests.widgets.timeline_page import as_sent, open_page, recorded
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Kind
+from workbench.views import theme
+from workbench.widgets.timeline import Timeline
+
+pytestmark = pytest.mark.browser
+
+SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+
+
+@pytest.fixture(scope="module")
+def opened(chromium, tmp_path_factory):
+    with open_page(chromium, tmp_path_factory.mktemp("timeline")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(opened):
+    """The page with three ranks of 3 x 40 rectangles made up, 1.2 ms of them."""
+    opened.page.emulate_media(color_scheme="light")
+    opened.page.reload()
+    opened.page.evaluate("draw(...made(40, 3)).then(() => 0)")
+    yield opened.page
+    assert opened.complaints == []
+    assert opened.outside == []
+
+
+@pytest.fixture
+def messages():
+    with pytest.MonkeyPatch.context() as patch:
+        yield recorded(patch)
+
+
+def stats(page):
+    page.evaluate("frame().then(frame).then(() => 0)")
+    return page.evaluate("timeline.stats()")
+
+
+def point(page, name, t_us, rank=0):
+    """Where an instant of a row is on the screen."""
+    now, box = stats(page), page.locator("canvas").bounding_box()
+    row = [place for place in now["places"] if place["name"] == name][rank]
+    share = (t_us - now["view"][0]) / (now["view"][1] - now["view"][0])
+    return box["x"] + now["plot"]["left"] + share * now["plot"]["width"], box["y"] + row["y"] + row["height"] / 2
+
+
+def colour_at(page, x, y):
+    """CSS colour of the canvas at a place of the screen."""
+    box = page.locator("canvas").bounding_box()
+    return page.evaluate(
+        """([x, y]) => {
+            const found = pixels(0, x * devicePixelRatio, y * devicePixelRatio, 1, 1);
+            return "#" + [...found.slice(0, 3)].map((part) => part.toString(16).padStart(2, "0")).join("");
+        }""",
+        [x - box["x"], y - box["y"]],
+    )
+
+
+def item(page, row, k):
+    """Start and end of rectangle k of a row, as made up."""
+    return page.evaluate(f"(([tracks, data]) => [data[{row}].start[{k}], data[{row}].end[{k}]])(made(40, 3))")
+
+
+def test_it_draws_each_kind_in_its_colour(page):
+    now = stats(page)
+    assert (now["rectangles"], now["rows"]) == (480, 12)
+    page.evaluate("timeline.setView(450, 700)")
+    for row, name, kind in [
+        (0, "compute", Kind.FORWARD),
+        (1, "all-gather", Kind.ALL_GATHER),
+        (3, "wait", Kind.WAIT),
+    ]:
+        start, end = item(page, row, 5)
+        assert colour_at(page, *point(page, name, start + 0.9 * (end - start))) == theme.KIND_COLOURS[kind]
+
+
+def test_hovering_says_kind_unit_bytes_duration_and_rank(page):
+    start, end = item(page, 1, 7)
+    page.mouse.move(*point(page, "all-gather", (start + end) / 2))
+    text = page.get_by_role("tooltip").inner_text()
+    duration = theme.format_duration(1e3 * (end - start))
+    assert text.splitlines() == [
+        "all-gather of blocks.7",
+        f"{theme.format_bytes(3.3e6)} · {duration}",
+        "hidden behind compute",
+        f"rank 0, from {theme.format_duration(1e3 * start)}",
+    ]
+    page.mouse.move(*point(page, "wait", sum(item(page, 3, 7)) / 2))
+    assert "exposed" in page.get_by_role("tooltip").inner_text()
+    page.mouse.move(5, 5)
+    assert not page.get_by_role("tooltip", include_hidden=True).is_visible()
+
+
+def test_names_are_text(page):
+    page.evaluate("timeline.setUnits(Array.from({length: 12}, () => '<img src=x onerror=document.title=1>'))")
+    page.mouse.move(*point(page, "compute", sum(item(page, 0, 3)) / 2))
+    assert "<img src=x" in page.get_by_role("tooltip").inner_text()
+    assert page.locator("img").count() == 0
+
+
+def test_a_click_puts_the_cursor(page):
+    page.evaluate("window.seen = []; timeline.onCursor((us) => seen.push(us)); timeline.follow(true)")
+    page.mouse.click(*point(page, "compute", 1000))
+    now = stats(page)
+    assert now["cursor"] == pytest.approx(1000, abs=5)
+    assert page.evaluate("seen") == [now["cursor"]]
+    assert not now["isFollowing"]
+    page.evaluate("timeline.setCursor(null)")
+    assert stats(page)["cursor"] is None
+    assert page.evaluate("seen.length") == 1  # who sets it knows it
+
+
+def test_arrows_step_from_event_to_event(page):
+    edges = sorted({t for row in range(4) for k in range(40) for t in item(page, row, k)})
+    page.locator("canvas").focus()
+    page.keyboard.press("Home")
+    assert stats(page)["cursor"] == edges[0]
+    found = []
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+        found.append(stats(page)["cursor"])
+    assert found == edges[1:7]
+    page.keyboard.press("ArrowLeft")
+    assert stats(page)["cursor"] == edges[5]
+    assert "blocks.0" in page.locator("canvas").get_attribute("aria-valuetext")
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    now = stats(page)
+    assert now["cursor"] == max(t for t in edges if t < now["range"][1])
+
+
+def test_arrows_move_the_view_along(page):
+    page.locator("canvas").focus()
+    page.evaluate("timeline.setView(0, 100)")
+    page.keyboard.press("End")
+    now = stats(page)
+    assert now["view"][0] < now["cursor"] < now["view"][1]
+    assert now["view"][1] - now["view"][0] == pytest.approx(100)
+
+
+def test_the_wheel_zooms_at_the_pointer(page):
+    before = stats(page)["view"]
+    x, y = point(page, "compute", 2000)
+    page.mouse.move(x, y)
+    page.mouse.wheel(0, -240)
+    now = stats(page)
+    assert now["view"][1] - now["view"][0] < 0.7 * (before[1] - before[0])
+    assert point(page, "compute", 2000)[0] == pytest.approx(x, abs=2)
+
+
+def test_the_page_scrolls_on_where_nothing_is_left_to_zoom_out(page):
+    page.evaluate("document.body.style.height = '3000px'")
+    x, y = point(page, "compute", 2000)
+    page.mouse.move(x, y)
+    page.mouse.wheel(0, 240)
+    page.wait_for_function("scrollY > 0")
+
+
+def test_dragging_pans(page):
+    page.evaluate("timeline.setView(1000, 2000)")
+    x, y = point(page, "compute", 1500)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x - 50, y, steps=3)
+    page.mouse.move(x - 200, y, steps=3)
+    page.mouse.up()
+    now = stats(page)
+    assert point(page, "compute", 1500)[0] == pytest.approx(x - 200, abs=2)
+    assert now["cursor"] is None
+
+
+def test_dragging_on_the_axis_scrubs(page):
+    x, _ = point(page, "compute", 1000)
+    top = page.locator("canvas").bounding_box()["y"] + 10
+    page.mouse.move(x, top)
+    page.mouse.down()
+    page.mouse.move(point(page, "compute", 2000)[0], top, steps=4)
+    page.mouse.up()
+    assert stats(page)["cursor"] == pytest.approx(2000, abs=6)
+
+
+def test_keys_zoom_pan_and_fit(page):
+    page.locator("canvas").focus()
+    whole = stats(page)["view"]
+    page.keyboard.press("+")
+    zoomed = stats(page)["view"]
+    assert zoomed[1] - zoomed[0] == pytest.approx(0.6 * (whole[1] - whole[0]))
+    page.keyboard.press("Shift+ArrowRight")
+    assert stats(page)["view"][0] > zoomed[0]
+    page.keyboard.press("-")
+    page.keyboard.press("0")
+    assert stats(page)["view"] == whole
+
+
+def test_many_are_drawn_as_mean_colours_and_few_alike(page):
+    """A pixel of the coarse level is as opaque as what happened in it took time."""
+    page.reload()
+    page.evaluate("draw(...made(20000, 1)).then(() => 0)")
+    x, y = point(page, "all-gather", 1e6)
+    red, green, blue = (int(colour_at(page, x, y)[k : k + 2], 16) for k in (1, 3, 5))
+    wanted = [int(theme.KIND_COLOURS[Kind.ALL_GATHER][k : k + 2], 16) for k in (1, 3, 5)]
+    assert [red, green, blue] == pytest.approx(wanted, abs=12)  # the row shines through
+    share = page.evaluate(
+        """(() => {
+            const {places, plot} = timeline.stats();
+            const row = places.find((place) => place.name === "all-gather");
+            const data = pixels(0, plot.left + 50, row.y + 5, 800, 1);
+            let alpha = 0;
+            for (let k = 3; k < data.length; k += 4) alpha += data[k] / 255 / 800;
+            return alpha;
+        })()"""
+    )
+    assert share == pytest.approx(0.48, abs=0.06)  # 60 x 0.8 of every 100 us
+
+
+_COMPARE = """async (seed) => {
+    const {Track, paint, makeLook} = await load(given.drawing + "\\nexport {Track, paint, makeLook};");
+    const random = () => ((seed = (seed * 16807) % 2147483647) / 2147483647);
+    const n = 500, width = 200, look = makeLook(given.palette, 12), track = new Track({name: "a", rank: 0});
+    const items = {start: new Float64Array(n), end: new Float64Array(n), bytes: new Float64Array(n),
+      arrowFrom: new Float64Array(n), unit: new Int16Array(n), kind: new Uint8Array(n), exposed: new Uint8Array(n)};
+    for (let k = 0; k < n; k++) { // some overlap, some leave a gap, some are wide, some nothing; out of order
+      items.start[k] = 1000 * random();
+      items.end[k] = items.start[k] + (random() < 0.1 ? 30 : 1) * random();
+      items.kind[k] = 1 + Math.floor(7 * random());
+      items.exposed[k] = random() < 0.3 ? Math.floor(256 * random()) : 0;
+    }
+    for (const [from, to] of [[0, 200], [200, 201], [201, n]]) {
+      track.append(Object.fromEntries(Object.entries(items).map(([name, part]) => [name, part.slice(from, to)])));
+    }
+    track.sumUp(look);
+    let worst = 0;
+    for (const [t0, t1] of [[-50, 1100], [300, 420], [990, 1200], [1200, 1300]]) {
+      const pixels = new Uint32Array(width), step = (t1 - t0) / width;
+      paint(track, pixels, 0, width, t0, step, look);
+      for (let x = 0; x < width; x++) {
+        const begin = t0 + x * step, sum = [0, 0, 0, 0];
+        for (let k = 0; k < n; k++) {
+          const e = items.exposed[k], turn = items.end[k] - (items.end[k] - items.start[k]) * (e > 1 ? e / 255 : 0);
+          for (const [a, b, kind] of [[items.start[k], turn, items.kind[k]], [turn, items.end[k], 12]]) {
+            const time = Math.max(Math.min(b, begin + step) - Math.max(a, begin), 0);
+            [look.red, look.green, look.blue].forEach((part, place) => (sum[place] += time * part[kind]));
+            sum[3] += time;
+          }
+        }
+        const time = sum[3], alpha = time > 1e-6 * step ? Math.min(Math.max(time / step, 0.4), 1) : 0;
+        const wanted = alpha ? [...sum.slice(0, 3).map((part) => part / time), 255 * alpha] : [0, 0, 0, 0];
+        const found = [0, 8, 16, 24].map((shift) => (pixels[x] >>> shift) & 255);
+        found.forEach((part, place) => (worst = Math.max(worst, Math.abs(part - wanted[place]))));
+      }
+    }
+    return worst;
+}"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_pixel_has_the_mean_colour_of_what_happened_in_it(page, seed):
+    assert page.evaluate(_COMPARE, seed) <= 1.01
+
+
+def test_dark_pages_get_light_ink(page):
+    assert not stats(page)["isDark"]
+    page.emulate_media(color_scheme="dark")
+    assert stats(page)["isDark"]
+    page.evaluate("document.body.dataset.jpThemeLight = 'true'")
+    assert not stats(page)["isDark"]
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    page.emulate_media(color_scheme="light")
+    assert stats(page)["isDark"]
+    page.evaluate("delete document.body.dataset.jpThemeLight")
+
+
+def test_it_has_a_name_a_role_and_a_ring(page):
+    canvas = page.get_by_role("slider")
+    assert "Timeline" in canvas.get_attribute("aria-label")
+    assert float(canvas.get_attribute("aria-valuemax")) == pytest.approx(stats(page)["range"][1], abs=1)
+    assert canvas.get_attribute("data-lm-suppress-shortcuts")  # else JupyterLab takes the arrow keys
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") == "CANVAS"
+    assert "2px" in canvas.evaluate("(canvas) => canvas.style.outline")
+
+
+def test_it_follows_its_place(page):
+    width = page.evaluate("document.querySelector('canvas').width")
+    page.evaluate("place.style.width = '700px'")
+    page.wait_for_function(f"document.querySelector('canvas').width < {width}")
+    session = page.context.new_cdp_session(page)
+    screen = {"width": 1280, "height": 900, "deviceScaleFactor": 2, "mobile": False}
+    session.send("Emulation.setDeviceMetricsOverride", screen)
+    page.evaluate("place.style.width = '800px'")
+    page.wait_for_function("document.querySelector('canvas').width === 1600")
+    session.send("Emulation.clearDeviceMetricsOverride")
+
+
+def test_what_comes_late_is_sorted_in(page):
+    before = stats(page)
+    page.evaluate(
+        """timeline.append(0, {start: new Float64Array([50.5, 10.25]), end: new Float64Array([51, 11]),
+            bytes: new Float64Array(2), arrowFrom: new Float64Array(2).fill(NaN), unit: new Int16Array(2),
+            kind: new Uint8Array([3, 3]), exposed: new Uint8Array(2)})"""
+    )
+    page.mouse.move(*point(page, "compute", 50.75))
+    assert stats(page)["counts"][0] == before["counts"][0] + 2
+    assert stats(page)["hovered"]["word"] == "optimizer"
+
+
+def test_following_shows_the_latest(page):
+    page.evaluate("timeline.setView(0, 500); timeline.follow(true)")
+    now = stats(page)
+    assert now["view"][0] < now["range"][1] < now["view"][1]
+    assert now["view"][1] - now["view"][0] == pytest.approx(500)
+
+
+def test_after_destroy_nothing_listens(page):
+    page.evaluate("timeline.destroy()")
+    frames = page.evaluate("timeline.stats().frames")
+    page.mouse.move(400, 100)
+    page.mouse.wheel(0, -100)
+    page.emulate_media(color_scheme="dark")
+    page.evaluate("frame().then(frame).then(() => 0)")
+    assert page.evaluate("timeline.stats().frames") == frames
+    assert page.locator("[role=tooltip]").count() == 0
+
+
+# -- the widget
+
+
+@pytest.fixture
+def widget(opened, messages):
+    """A timeline in the page, and the half of a trace that it was not told of yet."""
+    page, trace = opened.page, example_trace(num_ranks=4, num_units=6)
+    page.emulate_media(color_scheme="light")
+    page.reload()
+    half = Trace(trace.header, tuple(RankTrace(r.rank, r.rows[: len(r.rows) // 2]) for r in trace.ranks))
+    timeline = Timeline(half)
+    page.evaluate("open().then(() => 0)")
+    timeline._handle_custom_msg(page.evaluate("model.sent[0]"), [])
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    page.evaluate("show(); frame().then(frame).then(() => 0)")
+    yield page, timeline, trace
+    assert opened.complaints == []
+    assert opened.outside == []
+
+
+def is_drawn(page, number):
+    return page.evaluate(
+        "(number) => pixels(number, 0, 0, 1200, 300).filter((part, k) => k % 4 === 3 && part === 255).length",
+        number,
+    )
+
+
+def test_views_that_open_later_show_the_same_and_close_alone(widget, messages):
+    page, timeline, trace = widget
+    timeline.append(trace)
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    page.evaluate("show(); frame().then(frame).then(() => 0)")
+    assert is_drawn(page, 0) == is_drawn(page, 1) > 20_000
+    assert page.evaluate("model.sent.length") == 1  # one buffer serves both
+    page.evaluate("ends[0](); document.querySelector('canvas').remove(); 0")
+    page.locator("canvas").click(position={"x": 600, "y": 60})
+    assert page.evaluate("model.state.cursor_us") > 0
+
+
+def test_a_page_that_missed_something_asks_for_it(widget, messages):
+    page, timeline, trace = widget
+    two_thirds = Trace(trace.header, tuple(RankTrace(r.rank, r.rows[: len(r.rows) * 2 // 3]) for r in trace.ranks))
+    timeline.append(two_thirds)
+    messages.pop()  # lost
+    timeline.append(trace)
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    wanted = page.evaluate("model.sent.at(-1)")
+    assert wanted["type"] == "want"
+    timeline._handle_custom_msg(wanted, [])
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    assert page.evaluate("model.sent.length") == 2
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures(widget, messages, scheme):
+    """Kept to be looked at: the whole, and a step's end with its arrows."""
+    page, timeline, trace = widget
+    timeline.append(trace)
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    page.emulate_media(color_scheme=scheme)
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.evaluate("frame().then(frame).then(() => 0)")
+    (SHOTS / f"timeline_{scheme}.png").write_bytes(page.locator("#place").screenshot())
+    box = page.locator("canvas").bounding_box()
+    page.mouse.move(box["x"] + 513, box["y"] + 100)
+    for _ in range(9):
+        page.mouse.wheel(0, -100)
+    page.mouse.click(box["x"] + 540, box["y"] + 60)
+    page.mouse.move(box["x"] + 560, box["y"] + 85)
+    page.evaluate("frame().then(frame).then(() => 0)")
+    (SHOTS / f"timeline_{scheme}_close.png").write_bytes(page.locator("#place").screenshot())
+    assert is_drawn(page, 0) > 20_000

@@ -1,0 +1,134 @@
+"""A page with a timeline and nothing else, in a real browser: what tests and the bench look at."""
+
+import base64
+import json
+from contextlib import contextmanager
+from importlib.resources import files
+
+from tests.browser import open_offline
+from workbench.widgets.timeline import OPTIONS, PALETTE, Timeline
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>
+<style>
+  body { margin: 24px; background: #ffffff }
+  @media (prefers-color-scheme: dark) { body { background: #111418 } }
+  body[data-jp-theme-light="true"] { background: #ffffff }
+  body[data-jp-theme-light="false"] { background: #111418 }
+  #place { width: 1200px }
+</style>
+<div id="place"></div>
+<script>
+const given = GIVEN;
+const load = (text) => import(URL.createObjectURL(new Blob([text], {type: "text/javascript"})));
+const place = document.getElementById("place");
+
+// -- the drawing module on its own, with rectangles made up here
+
+async function draw(tracks, data, units) {
+  const {createTimeline} = await load(given.drawing);
+  const canvas = document.createElement("canvas");
+  place.append(canvas);
+  const begin = performance.now();
+  window.timeline = createTimeline(canvas, given.options);
+  timeline.setTracks(tracks);
+  timeline.setPalette(given.palette);
+  timeline.setUnits(units);
+  data.forEach((items, track) => timeline.append(track, items));
+  await frame();
+  await frame();
+  return performance.now() - begin;
+}
+
+const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+
+/** Bytes of a part of a canvas; of a copy, so that the canvas itself is never read back. */
+function pixels(number, x, y, width, height) {
+  const copy = new OffscreenCanvas(width, height).getContext("2d", {willReadFrequently: true});
+  copy.drawImage(document.querySelectorAll("canvas")[number], -Math.round(x), -Math.round(y));
+  return copy.getImageData(0, 0, width, height).data;
+}
+
+function made(perTrack, numRanks) {
+  let seed = 7;
+  const random = () => ((seed = (seed * 16807) % 2147483647) / 2147483647);
+  const kinds = {compute: 1, "all-gather": 6, "reduce-scatter": 7, wait: 12};
+  const tracks = [], data = [], n = perTrack;
+  for (let rank = 0; rank < numRanks; rank++) for (const [name, kind] of Object.entries(kinds)) {
+    tracks.push({name, rank});
+    const items = {start: new Float64Array(n), end: new Float64Array(n), bytes: new Float64Array(n).fill(3.3e6),
+      arrowFrom: new Float64Array(n).fill(NaN), unit: new Int16Array(n), kind: new Uint8Array(n).fill(kind),
+      exposed: new Uint8Array(n).fill(name === "wait" ? 255 : 0)};
+    for (let k = 0; k < n; k++) {
+      items.start[k] = 100 * k + 30 * random();
+      items.end[k] = items.start[k] + (name === "wait" ? 15 : 60) * (0.3 + random());
+      items.unit[k] = k % 12;
+      if (name === "compute" && k % 24 >= 12) items.kind[k] = 2;
+    }
+    data.push(items);
+  }
+  return [tracks, data, Array.from({length: 12}, (_, k) => `blocks.${k}`)];
+}
+
+// -- the widget, with a model that stands for the kernel
+
+function makeModel() {
+  const listeners = {}, state = {_options: given.options, cursor_us: null};
+  return {
+    sent: [], saved: 0, state,
+    get: (name) => state[name],
+    set(name, value) { state[name] = value; (listeners[`change:${name}`] ?? []).forEach((call) => call()); },
+    save_changes() { this.saved += 1; },
+    send(content) { this.sent.push(content); },
+    on(name, call) { (listeners[name] ??= []).push(call); },
+    off(name, call) { listeners[name] = (listeners[name] ?? []).filter((other) => other !== call); },
+    receive([content, buffers]) {
+      const views = buffers.map((text) => {
+        const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+        const odd = new Uint8Array(bytes.length + 3); // as on the wire: nobody promises an alignment
+        odd.set(bytes, 3);
+        return new DataView(odd.buffer, 3, bytes.length);
+      });
+      (listeners["msg:custom"] ?? []).forEach((call) => call(content, views));
+    },
+  };
+}
+
+async function open() {
+  window.model = makeModel();
+  window.widget = (await load(given.widget)).default();
+  await widget.initialize({model});
+}
+
+const ends = []; // what closes each view
+
+function show() {
+  const el = document.createElement("div");
+  place.append(el);
+  ends.push(widget.render({model, el}));
+}
+</script>
+"""
+
+
+@contextmanager
+def open_page(chromium, folder):
+    """Open the page: see its functions ``draw``, ``open`` and ``show``."""
+    drawing = (files("workbench.widgets") / "static" / "timeline.js").read_text(encoding="utf-8")
+    given = {"drawing": drawing, "widget": str(Timeline._esm), "options": OPTIONS, "palette": PALETTE}
+    page = folder / "page.html"
+    page.write_text(_PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
+    with open_offline(chromium, page) as opened:
+        yield opened
+
+
+def as_sent(message):
+    """A message and its buffers, as the page's ``model.receive`` takes them."""
+    content, buffers = message
+    return [content, [base64.b64encode(buffer).decode() for buffer in buffers]]
+
+
+def recorded(monkeypatch):
+    """Every message that timelines send from now on, with its buffers."""
+    messages = []
+    monkeypatch.setattr(Timeline, "send", lambda self, content, buffers=None: messages.append((content, buffers)))
+    return messages

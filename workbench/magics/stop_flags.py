@@ -1,0 +1,114 @@
+"""The arguments of the words that stop inside a step, look around and go on."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from workbench.commands import NEXT
+from workbench.errors import UsageError
+from workbench.magics.parser import HelpAsked, Parser, parse_ranks
+
+BREAK = ("add", "list", "clear")
+
+_LEADING = re.compile(r"(?:-t|--targets)[ =]\s*(?P<ranks>[\d,\-]+|\{\w+\})(?:\s+(?P<expr>.*))?", re.DOTALL)
+_TRAILING = re.compile(r"(?P<expr>.*\S)\s+(?:-t|--targets)[ =]\s*(?P<ranks>[\d,\-]+|\{\w+\})", re.DOTALL)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a rank such as 1, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    """A whole number, 0 included."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 for the newest event, got {text!r}")
+    return int(text)
+
+
+def add_step(parser: Parser) -> None:
+    """Add what lets a step stop or go on behind the notebook."""
+    parser.flag("--until", complete="events", default="", metavar="EVENT", help="stop before it, once: EVENT[:UNIT]")
+    parser.switch("background", default=False, about="go on with the notebook at once (default: no)")
+
+
+def add_next(parser: Parser) -> None:
+    """Add the arguments of ``next``."""
+    parser.positional(
+        "what", complete=NEXT, nargs="?", default="event", choices=NEXT, metavar="|".join(NEXT), help="default: event"
+    )
+
+
+def add_where(parser: Parser) -> None:
+    """Add the arguments of ``where``."""
+    parser.switch("stacks", default=False, about="also each rank's Python threads (default: no)")
+
+
+def add_break(parser: Parser) -> None:
+    """Add the arguments of ``break``."""
+    parser.positional("action", complete=BREAK, choices=BREAK, metavar="|".join(BREAK), help="what to do")
+    parser.positional(
+        "event",
+        complete="events",
+        nargs="?",
+        default="",
+        metavar="EVENT[:UNIT]|ID",
+        help="such as backward:blocks.2",
+    )
+    parser.flag("--rank", type=_rank, metavar="R", help="the only rank that stops (default: all)")
+    parser.flag("--when", metavar="EXPR", help="a condition such as 'num_bytes > 1e6' (default: always)")
+
+
+def check_break(args: argparse.Namespace) -> None:
+    """Check what goes together.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if args.action == "add" and not args.event:
+        raise UsageError("%fsdp break add needs an event, such as all_gather:blocks.2 or backward")
+    if args.action != "add" and (args.rank is not None or args.when is not None):
+        raise UsageError(f"%fsdp break {args.action} takes no --rank and no --when")
+    if args.action == "list" and args.event:
+        raise UsageError("%fsdp break list takes no event")
+    if args.action == "clear" and args.event and not args.event.isdecimal():
+        raise UsageError(f"%fsdp break clear takes a number that %fsdp break list shows, not {args.event!r}")
+
+
+def add_inspect(parser: Parser) -> None:
+    """Add the arguments of ``inspect``."""
+    parser.positional("fqn", complete="fqns", metavar="FQN", help="a parameter, such as blocks.2.mlp.0.weight")
+
+
+def add_eval(parser: Parser) -> None:
+    """Add the arguments of ``eval``, for its help: :func:`parse_eval` reads them."""
+    parser.positional("expr", metavar="EXPR", help="a Python expression: the raw rest of the line")
+    parser.flag("-t", "--targets", metavar="RANKS", help="ranks that evaluate it, such as 1,3 or 0-2 (default: all)")
+
+
+def parse_eval(rest: str, parser: Parser) -> argparse.Namespace:
+    """Read the raw rest of an ``eval`` line: ``"x.shape -t 0,1"`` -> ``expr="x.shape", ranks=(0, 1)``.
+
+    Raises:
+        UsageError: there is no expression, or no such list of ranks.
+        HelpAsked: it is ``-h``.
+    """
+    rest = rest.strip()
+    if rest in {"-h", "--help"}:
+        raise HelpAsked(parser.format_help())
+    found = _LEADING.fullmatch(rest) or _TRAILING.fullmatch(rest)
+    expr, ranks = ((found["expr"] or "").strip(), found["ranks"]) if found else (rest, "")
+    if not expr:
+        parser.error("the following arguments are required: EXPR")
+    try:
+        chosen = parse_ranks(parser.expand(ranks)) if ranks else ()
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    return argparse.Namespace(expr=expr, ranks=chosen)
+
+
+def add_back(parser: Parser) -> None:
+    """Add the arguments of ``back``."""
+    parser.positional("n", nargs="?", type=_count, default=1, metavar="N", help="events; 0: the newest (default 1)")

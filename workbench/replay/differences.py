@@ -1,0 +1,282 @@
+"""What changed between two traces: the peak and who holds more there, the collectives, and where step time went.
+
+Two sides, ``a`` and ``b``; a difference is always b less a. One rank is looked at, the same of both sides; steps are
+counted from the first of each side, and only steps that both have count. Arrays: ``S`` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.replay import collectives, training
+from workbench.replay.alignment import Alignment, Side, align, highest
+from workbench.replay.memory import MOVES
+from workbench.replay.spans import Ints, closed, exclusive, of_kind, spans
+from workbench.replay.units import unit_name
+from workbench.trace.columns import RankTrace, Trace, steps
+from workbench.trace.schema import Category, Header, Kind, Phase
+
+_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
+_TELLING = 0.01  # of the step: less exposed time more or less is noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakChange:
+    """The most bytes in use of both sides, and who makes the difference.
+
+    Attributes:
+        before: of ``a``.
+        after: of ``b``.
+        category: the memory class that differs most where the higher peak is; None if the peaks are equal.
+        units: the units that hold the difference, most first; none if it is nobody's in particular.
+        phases: in which phases, over all events, those units hold more of it on the side with the higher peak.
+    """
+
+    before: int
+    after: int
+    category: Category | None = None
+    units: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveChange:
+    """The collectives of one kind for one unit that differ; pairs are (a, b), means over the steps.
+
+    Attributes:
+        unit: its name, ``""`` for none.
+        kind: one of COLLECTIVES.
+        calls: how many a step.
+        num_bytes: payload a step.
+        exposed_ns: time a step that compute stood still for them; median over the steps.
+    """
+
+    unit: str
+    kind: Kind
+    calls: tuple[float, float]
+    num_bytes: tuple[float, float]
+    exposed_ns: tuple[float, float]
+
+    @property
+    def differs(self) -> bool:
+        """Whether other collectives were issued; else only their exposed time differs."""
+        return self.calls[0] != self.calls[1] or self.num_bytes[0] != self.num_bytes[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeChange:
+    """What took longer or shorter in a step: nanoseconds, median over the steps.
+
+    Attributes:
+        kind: FORWARD, BACKWARD, OPTIMIZER: computing; a collective: compute stood still for it.
+        unit: name, ``""`` for none.
+        delta_ns: b less a.
+    """
+
+    kind: Kind
+    unit: str
+    delta_ns: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Differences:
+    """All of it, for one rank.
+
+    Attributes:
+        rank: the rank looked at: of those both have the one whose peak differs most, then whose events differ.
+        ranks: the ranks both have.
+        aligned: its events.
+        num_steps: how many steps each side has, ``(a, b)``; the smaller number is compared.
+        peak: the peak.
+        collectives: those that differ, other calls or bytes first, then by exposed time.
+        step_ns: median step time of both sides; NaN without a finished step.
+        slower: what took longer (or, if the step became shorter, shorter) most, first.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    aligned: Alignment
+    num_steps: tuple[int, int]
+    peak: PeakChange
+    collectives: tuple[CollectiveChange, ...]
+    step_ns: tuple[float, float]
+    slower: tuple[TimeChange, ...]
+
+
+def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | None:
+    """Return what changed from ``a`` to ``b``; None if no rank recorded anything in both.
+
+    Args:
+        a: the one trace.
+        b: the other one.
+        rank: look at this rank, which both must have; None: see :class:`Differences`.
+    """
+    num_steps = len(steps(a)), len(steps(b))
+    parts = [_first_steps(trace, min(num_steps)) for trace in (a, b)]
+    told = [{entry.rank for entry in part.ranks if len(entry.rows)} for part in parts]
+    ranks = tuple(sorted(told[0] & told[1]))
+    if not ranks:
+        return None
+    found = {r: align(*((part.header, part.rank(r)) for part in parts)) for r in (ranks if rank is None else (rank,))}
+    shown = max(found, key=lambda r: (*_weight(found[r]), -r))
+    aligned, rows = found[shown], [part.rank(shown) for part in parts]
+    step_ns = training.summary(parts[0]).step_ns, training.summary(parts[1]).step_ns
+    costs = [_costs(part.header, entry) for part, entry in zip(parts, rows, strict=True)]
+    return Differences(
+        rank=shown,
+        ranks=ranks,
+        aligned=aligned,
+        num_steps=num_steps,
+        peak=_peak(aligned),
+        collectives=tuple(_collectives(parts, rows, costs, step_ns)),
+        step_ns=step_ns,
+        slower=_slower(costs, longer=step_ns[1] >= step_ns[0]),
+    )
+
+
+def _first_steps(trace: Trace, count: int) -> Trace:
+    """The first ``count`` steps of a trace; for none of them what is before all steps."""
+    found = steps(trace)
+    return trace.slice(first=found[0], last=found[count - 1]) if count else trace.slice(last=-1)
+
+
+def _weight(aligned: Alignment) -> tuple[int, bool]:
+    """How much a rank has to say: the difference of its peaks, and whether anything differs."""
+    peaks = [int(side.most.max(initial=0)) for side in (aligned.a, aligned.b)]
+    return abs(peaks[1] - peaks[0]), aligned.first_difference >= 0
+
+
+# -- the peak
+
+
+def _peak(aligned: Alignment) -> PeakChange:
+    before, after = (int(side.most.max(initial=0)) for side in (aligned.a, aligned.b))
+    if before == after:
+        return PeakChange(before=before, after=after)
+    is_higher = after > before
+    high, low = (aligned.b, aligned.a) if is_higher else (aligned.a, aligned.b)
+    in_high, in_low = (aligned.in_b, aligned.in_a) if is_higher else (aligned.in_a, aligned.in_b)
+    event = int(np.argmax(high.most))
+    place = int(np.flatnonzero(in_high == event)[0])
+    same = int(in_low[: place + 1].max(initial=-1))  # what the other side did last by then
+    more = _held(high, event)
+    for key, num_bytes in _held(low, same).items():
+        more[key] = more.get(key, 0) - num_bytes
+    by_category = {c: sum(n for (category, _), n in more.items() if category == c) for c in Category}
+    most = max(by_category, key=lambda category: by_category[category])
+    units = sorted((u for (c, u), n in more.items() if c == most and n > 0 and u >= 0), key=lambda u: -more[most, u])
+    if 2 * sum(more[most, unit] for unit in units) < by_category[most]:
+        units = []  # it was there before
+    phases = _phases(high, low, (in_high, in_low), most, units)
+    names = tuple(aligned.names[unit] for unit in units)
+    return PeakChange(before=before, after=after, category=most, units=names, phases=phases)
+
+
+def _held(side: Side, event: int) -> dict[tuple[Category, int], int]:
+    """Live bytes by class and unit at the moment with most in use of an event's; what it began with is no unit's."""
+    held: dict[tuple[Category, int], int] = {(c, -1): side.start[c] for c in Category if c is not Category.RESERVED}
+    if event < 0:
+        return held
+    begin = int(side.place[event])
+    end = int(side.place[event + 1]) if event + 1 < len(side.place) else len(side.rows)
+    rows = side.rows[: begin + int(np.argmax(side.total[begin:end])) + 1]
+    rows = rows[of_kind(rows, MOVES) & (rows["category"] < len(Category)) & (rows["category"] != Category.RESERVED)]
+    keys = np.stack([rows["category"].astype(np.int64), side.units_of(rows)])
+    keys, which = np.unique(keys, axis=1, return_inverse=True)
+    sums = np.zeros(keys.shape[1], np.int64)
+    np.add.at(sums, which.reshape(-1), rows["num_bytes"])
+    for (category, unit), num_bytes in zip(keys.T.tolist(), sums.tolist(), strict=True):
+        key = (Category(category), unit)
+        held[key] = held.get(key, 0) + num_bytes
+    return held
+
+
+def _phases(
+    high: Side, low: Side, events: tuple[Ints, Ints], category: Category, units: list[int]
+) -> tuple[Phase, ...]:
+    """The phases in which one side holds more of ``category`` for ``units`` than the other, over shared events."""
+    shared = (events[0] >= 0) & (events[1] >= 0)
+    more = _curve(high, category, units)[events[0][shared]] > _curve(low, category, units)[events[1][shared]]
+    found = high.rows["phase"][high.place][events[0][shared][more]]
+    return tuple(Phase(number) for number in np.unique(found).tolist() if number < len(Phase))
+
+
+def _curve(side: Side, category: Category, units: list[int]) -> Ints:
+    """Bytes of ``category`` of ``units`` (none: of all) after each event, from 0 at the start."""
+    rows = side.rows
+    mine = of_kind(rows, MOVES) & (rows["category"] == category)
+    if units:
+        mine &= np.isin(side.units_of(rows), units)
+    return highest(np.cumsum(np.where(mine, rows["num_bytes"], 0)), side.place)
+
+
+# -- time and collectives
+
+
+Cost = tuple[Kind, str]
+
+
+def _costs(header: Header, rank: RankTrace) -> dict[Cost, float]:
+    """Median over the steps of the nanoseconds that each kind of work, and waiting for each collective, took."""
+    numbers = np.unique(rank.rows["step"][rank.rows["step"] >= 0])
+    table: dict[Cost, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
+    for kind, unit, step, duration_ns in _pieces(rank):
+        place = int(np.searchsorted(numbers, step))
+        if place < len(numbers) and numbers[place] == step:
+            key = (Kind(kind), unit_name(header, unit) if unit >= 0 else "")
+            table.setdefault(key, np.zeros(len(numbers)))[place] += duration_ns
+    return {key: float(np.median(values)) for key, values in table.items()}
+
+
+def _pieces(rank: RankTrace) -> Iterator[tuple[int, int, int, int]]:
+    """Yield kind, unit, step and nanoseconds: computing, neither waiting nor held, and waiting for a collective."""
+    found = closed(spans(rank.rows, (*_WORK, Kind.WAIT, Kind.GATE)), rank.rows)
+    owner, begin_ns, end_ns = exclusive(found)
+    work = np.isin(found.kind[owner], _WORK)
+    owner, took = owner[work], (end_ns - begin_ns)[work]
+    yield from zip(
+        *(column[owner].tolist() for column in (found.kind, found.unit, found.step)), took.tolist(), strict=True
+    )
+    sent = collectives.table(rank)
+    yield from zip(sent.kind.tolist(), sent.unit.tolist(), sent.step.tolist(), sent.wait_ns.tolist(), strict=True)
+
+
+def _slower(costs: list[dict[Cost, float]], *, longer: bool) -> tuple[TimeChange, ...]:
+    keys = dict.fromkeys([*costs[0], *costs[1]])
+    deltas = {key: costs[1].get(key, 0.0) - costs[0].get(key, 0.0) for key in keys}
+    sign = 1 if longer else -1
+    ordered = sorted((key for key in keys if deltas[key] * sign > 0), key=lambda key: -abs(deltas[key]))
+    return tuple(TimeChange(kind=kind, unit=unit, delta_ns=deltas[kind, unit]) for kind, unit in ordered)
+
+
+def _collectives(
+    parts: list[Trace], rows: list[RankTrace], costs: list[dict[Cost, float]], step_ns: tuple[float, float]
+) -> list[CollectiveChange]:
+    issued = [_issued(part.header, entry) for part, entry in zip(parts, rows, strict=True)]
+    found = []
+    for kind, unit in sorted(set(issued[0]) | set(issued[1]), key=lambda key: (key[1], key[0])):
+        (calls, num_bytes), (calls_b, num_bytes_b) = (side.get((kind, unit), (0.0, 0.0)) for side in issued)
+        exposed = costs[0].get((kind, unit), 0.0), costs[1].get((kind, unit), 0.0)
+        change = CollectiveChange(
+            unit=unit, kind=kind, calls=(calls, calls_b), num_bytes=(num_bytes, num_bytes_b), exposed_ns=exposed
+        )
+        if change.differs or abs(exposed[1] - exposed[0]) > _TELLING * np.nanmax([*step_ns, 0.0]):
+            found.append(change)
+    return sorted(found, key=lambda c: (not c.differs, -abs(c.exposed_ns[1] - c.exposed_ns[0])))
+
+
+def _issued(header: Header, rank: RankTrace) -> dict[Cost, tuple[float, float]]:
+    """Calls and payload a step of each kind and unit."""
+    found = collectives.table(rank)
+    num_steps = max(len(np.unique(found.step[found.step >= 0])), 1)
+    sums: dict[Cost, list[int]] = {}
+    columns = (found.kind, found.unit, found.step, found.num_bytes)
+    for kind, unit, step, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
+        if step >= 0:
+            total = sums.setdefault((Kind(kind), unit_name(header, unit) if unit >= 0 else ""), [0, 0])
+            total[0] += 1
+            total[1] += num_bytes
+    return {key: (calls / num_steps, num_bytes / num_steps) for key, (calls, num_bytes) in sums.items()}

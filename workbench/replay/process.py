@@ -1,0 +1,76 @@
+"""The memory of a rank's whole process beside what the engine owns of it: nothing is left out of the sum.
+
+``resident = owned + not owned``: owned are all memory classes, what pools keep included; not owned is the rest:
+activations, what Python and libraries take, and within it the baseline, which the process had before anything was
+sharded. Arrays: ``N`` samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.replay.memory import MOVES, envelope
+from workbench.replay.spans import Ints, of_kind
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Category, Header, Kind
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProcessSeries:
+    """A rank's process at the moments its memory was sampled; arrays are ``[N]``.
+
+    Attributes:
+        t_ns: when.
+        seq: the row that says so.
+        resident: bytes of the process in memory.
+        owned: bytes of all memory classes together, RESERVED included. Memory asked for and never touched is not
+            resident, so there may be more of them.
+        baseline_bytes: what the process had before anything was sharded; 0 if not known.
+    """
+
+    t_ns: Ints
+    seq: Ints
+    resident: Ints
+    owned: Ints
+    baseline_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.t_ns)
+
+    @property
+    def not_owned(self) -> Ints:
+        """Resident bytes that are of no memory class; never below 0. ``[N]``."""
+        rest: Ints = np.maximum(self.resident - self.owned, 0)
+        return rest
+
+    @property
+    def baseline(self) -> Ints:
+        """Of these, those of the baseline. ``[N]``."""
+        return np.minimum(self.not_owned, self.baseline_bytes)
+
+
+def series(header: Header, rank_trace: RankTrace, max_moments: int | None = None) -> ProcessSeries:
+    """Return what was sampled in a rank's trace; nothing of a trace without samples.
+
+    Args:
+        header: of the trace.
+        rank_trace: what to look at.
+        max_moments: about how many samples to return, never without the highest; None: all.
+    """
+    rows = rank_trace.rows
+    places = np.flatnonzero(rows["kind"] == Kind.RESIDENT)
+    moves = of_kind(rows, MOVES) & (rows["category"] < len(Category))
+    owned = sum(rank_trace.start.bytes_by_category) + np.cumsum(np.where(moves, rows["num_bytes"], 0))
+    if max_moments is not None and len(places) > max_moments:
+        bins = max(max_moments // 4, 1)
+        places = places[envelope(rows["t_ns"][places], rows["num_bytes"][places], bins)]
+    baselines = {info.rank: info.baseline_bytes for info in header.ranks}
+    return ProcessSeries(
+        t_ns=rows["t_ns"][places],
+        seq=rows["seq"][places],
+        resident=rows["num_bytes"][places],
+        owned=owned[places],
+        baseline_bytes=baselines.get(rank_trace.rank, 0),
+    )

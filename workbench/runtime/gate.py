@@ -1,0 +1,348 @@
+"""The gate: it is asked before an event is recorded, and may hold its rank there.
+
+A held thread runs a command loop, like a debugger's: expressions, cells and inspections that were sent meanwhile run in
+the stopped step's own thread and grad mode. The side door only sets what is wanted and puts jobs into the inbox::
+
+    side door (control thread)            held thread
+    request("pause")  -> wanted           event -> wanted? -> held: loop over the inbox
+    enqueue(job)      -> inbox              job: run it, leave the answer under its ticket
+    request("continue") -> released, wake   wake: interrupted? aborted? released? then go on
+
+While nothing is wanted :attr:`Gate.event` *is* the recorder's: the gate costs nothing. What a rank is told about memory
+never holds it: gradients die in the garbage collector, at any place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from workbench.engine import probe, waits
+from workbench.engine.waits import cancellation
+from workbench.errors import UsageError
+from workbench.runtime import breakpoints, jobs
+from workbench.runtime.breakpoints import ROOT, Breakpoint, Event, Wanted
+from workbench.runtime.interrupts import Interrupts
+from workbench.runtime.recorder import EDGE_OF, KIND_OF, NO_STEP, Recorder
+from workbench.trace.schema import Edge, Kind
+
+Inbox = SimpleQueue[tuple[str, dict[str, Any]] | None]
+"""Tickets with their jobs; None wakes the held thread up."""
+
+
+_RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
+
+
+class Gate:
+    """See the module docstring; implements :class:`workbench.engine.probe.Probe`.
+
+    Attributes:
+        event: what the engine calls; the recorder's own while nothing is wanted.
+        interrupts: what SIGINT does.
+    """
+
+    def __init__(self, recorder: Recorder, rank: int) -> None:
+        self._recorder = recorder
+        self._rank = rank
+        self._lock = threading.Lock()  # between what is wanted and whether the rank is held
+        self._wanted = Wanted()
+        self._inbox: Inbox = SimpleQueue()  # its put may be called from a signal handler
+        self._held: dict[str, Any] | None = None
+        self._is_released = False
+        self._passes = False
+        self._waits_at = (NO_STEP, -1)
+        self._waited_ns = 0
+        self._tickets: dict[str, dict[str, Any]] = {}
+        self._names: tuple[int, dict[int, str]] = (-1, {})
+        self.interrupts = Interrupts(self._on_interrupt)
+        self.event = recorder.event
+        self.memory, self.phase = recorder.memory, recorder.phase
+        self.unit, self.comm_group = recorder.unit, recorder.comm_group
+
+    def install(self) -> None:
+        """Stand before the recorder, and stop in waits."""
+        self._recorder.before_own = self._ask_own
+        waits.stop_point = self._ask_waiting
+        probe.active = self
+
+    @staticmethod
+    def uninstall() -> None:
+        """Let the engine speak to nobody, and wait without stops."""
+        probe.active = None
+        waits.stop_point = waits.go_on
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within the body, a command that is no step, nothing holds this rank."""
+        self._passes = True
+        try:
+            yield
+        finally:
+            self._passes = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The body runs steps; what was wanted of them only is forgotten with them."""
+        try:
+            with self.interrupts.guarded():
+                yield
+        finally:
+            self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Forget pause, next and positions to run to; breakpoints stay."""
+        with self._lock:
+            self._want(self._wanted.going_on())
+
+    # ---- asked before an event, in the thread that runs the step
+
+    def _asked(
+        self,
+        kind: probe.Kind,
+        edge: probe.Edge,
+        unit: int,
+        num_bytes: int,
+        comm: probe.Comm | None,
+        t_ns: int | None,
+    ) -> None:
+        self._ask(Kind(KIND_OF[kind]), Edge(EDGE_OF[edge]), unit, num_bytes)
+        self._recorder.event(kind, edge, unit, num_bytes, comm, t_ns)
+
+    def _ask_own(self, kind: Kind, edge: Edge) -> None:
+        self._ask(kind, edge, -1, 0)
+
+    def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
+        self.interrupts.check()
+        if not (self._wanted.may_stop_at(kind) and self._may_hold):
+            return
+        event = self._event(kind, edge, unit, num_bytes)
+        with self._lock:
+            stops, met = self._wanted.stops_at(event)
+            if met is not None:
+                self._want(self._wanted.without(met))
+            if stops:
+                self._want(self._wanted.going_on())
+                self._begin_hold(event, met)
+        if stops:
+            self._hold(unit)
+
+    def _ask_waiting(self) -> None:
+        """Stop in a wait for other ranks; the event that comes after it has not been asked about yet."""
+        self.interrupts.check()
+        self._waits_at = self._recorder.step, self._recorder.ordinal
+        self._waited_ns = time.monotonic_ns()
+        if not (self._wanted.is_anything and self._may_hold):
+            return
+        row = self._recorder.last_event()
+        event = self._event(Kind.WAIT, Edge.BEGIN, -1 if row is None else int(row["unit"]), 0)
+        with self._lock:
+            stops = self._wanted.stops_waiting(event.position)
+            if stops:
+                self._want(self._wanted.going_on())
+                self._begin_hold(event, None)
+        if stops:
+            self._hold(event.unit)
+
+    @property
+    def _may_hold(self) -> bool:
+        recorder = self._recorder
+        return not (self._passes or recorder.step == NO_STEP or recorder.is_aside)
+
+    def _event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> Event:
+        recorder = self._recorder
+        return Event(
+            kind=kind,
+            edge=edge,
+            unit=unit,
+            unit_name=self._name_of(unit),
+            num_bytes=num_bytes,
+            phase=recorder.phase_now,
+            step=recorder.step,
+            ordinal=recorder.ordinal,
+        )
+
+    def _name_of(self, unit: int) -> str:
+        version = self._recorder.header_version
+        if self._names[0] != version:
+            self._names = version, {u.index: u.name or ROOT for u in self._recorder.header.units}
+        return self._names[1].get(unit, "")
+
+    # ---- held
+
+    def _begin_hold(self, event: Event, met: Breakpoint | None) -> None:
+        self._is_released = False
+        self._held = {
+            "step": event.step,
+            "ordinal": event.ordinal,
+            "kind": event.kind.name.lower(),
+            "edge": event.edge.name.lower(),
+            "phase": event.phase.name.lower(),
+            "unit": event.unit,
+            "num_bytes": event.num_bytes,
+            "breakpoint": None if met is None else met.id,
+            "since_ns": time.monotonic_ns(),
+        }
+
+    def _hold(self, unit: int) -> None:
+        """Run what is sent until this rank is let go.
+
+        Raises:
+            StepAborted: the step was given up.
+            KeyboardInterrupt: SIGINT.
+        """
+        try:
+            with self._recorder.held(unit), self.interrupts.guarded():
+                self._serve()
+        finally:
+            with self._lock:
+                self._held = None
+                left = self._take_left()
+            self._tickets |= {ticket: jobs.refusal("the step went on before this could run") for ticket in left}
+
+    def _serve(self) -> None:
+        cancellation.check()
+        while True:
+            while (job := self._next_message()) is not None:
+                self._run(*job)
+            self.interrupts.check()
+            cancellation.check()
+            if self._is_released:  # a wake comes after it: what was sent before has run
+                return
+
+    def _next_message(self) -> tuple[str, dict[str, Any]] | None:
+        while True:
+            try:
+                return self._inbox.get(timeout=waits.SLICE_S)
+            except Empty:
+                continue  # a signal that another thread has caught is handled between two calls
+
+    def _run(self, ticket: str, job: dict[str, Any]) -> None:
+        with self._recorder.aside():
+            answer = jobs.run(job, self._recorder)
+        self._tickets[ticket] = answer
+
+    def _take_left(self) -> list[str]:
+        left: list[str] = []
+        while True:
+            try:
+                job = self._inbox.get_nowait()
+            except Empty:
+                return left
+            if job is not None:
+                left.append(job[0])
+
+    # ---- from other threads
+
+    def _want(self, wanted: Wanted) -> None:
+        """Exchange what is wanted, and ask from now on if that is anything; the lock is held."""
+        self._wanted = wanted
+        if self._is_wanted():
+            self.event = self._asked
+            return
+        self.event = self._recorder.event
+        if self._is_wanted():  # a signal came between the two lines above
+            self.event = self._asked
+
+    def _is_wanted(self) -> bool:
+        return self._wanted.is_anything or self.interrupts.is_flagged
+
+    def _on_interrupt(self) -> None:
+        self.event = self._asked
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the held thread look whether it may or must leave; thread-safe, never blocks."""
+        self._inbox.put(None)
+
+    def request(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what the side door was asked: pause, run_to, continue, next, breakpoints, enqueue or forget.
+
+        Raises:
+            UsageError: a breakpoint or a word that there is not; nothing has changed then.
+        """
+        operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "pause": self._pause,
+            "run_to": self._run_to,
+            "continue": self._continue,
+            "next": self._next,
+            "breakpoints": self._set_breakpoints,
+            "enqueue": self._enqueue,
+            "forget": self._forget,
+        }
+        with self._lock:
+            return operations[request["op"]](request)
+
+    def _pause(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self._held is None or self._is_released:
+            self._want(Wanted(pause=True, breakpoints=self._wanted.breakpoints))
+        return {}
+
+    def _run_to(self, request: dict[str, Any]) -> dict[str, Any]:
+        target = int(request["step"]), int(request["ordinal"])
+        held = self._held
+        if held is None or self._is_released or (held["step"], held["ordinal"]) < target:
+            self._let_go(Wanted(target=target, breakpoints=self._wanted.breakpoints))
+        return {}
+
+    def _continue(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._let_go(self._wanted.going_on())
+        return {}
+
+    def _next(self, request: dict[str, Any]) -> dict[str, Any]:
+        is_next = breakpoints.next_after(str(request.get("what", "event")), self._recorder.phase_now)
+        self._let_go(Wanted(is_next=is_next, breakpoints=self._wanted.breakpoints))
+        return {}
+
+    def _let_go(self, wanted: Wanted) -> None:
+        held = self._held
+        if held is None:
+            self._want(wanted)
+        else:
+            self._want(replace(wanted, after=(held["step"], held["ordinal"])))
+            self._is_released = True
+            self.wake()
+
+    def _set_breakpoints(self, request: dict[str, Any]) -> dict[str, Any]:
+        found = breakpoints.parse_all(request["breakpoints"], self._rank)
+        self._want(self._wanted.with_breakpoints(found))
+        return {}
+
+    def _enqueue(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._held is None or self._is_released:
+            return {"accepted": False}
+        if request["job"].get("kind") not in jobs.KINDS:
+            raise UsageError(f"a held rank runs {', '.join(jobs.KINDS)}, not {request['job'].get('kind')!r}")
+        self._inbox.put((str(request["ticket"]), request["job"]))
+        return {"accepted": True}
+
+    def _forget(self, request: dict[str, Any]) -> dict[str, Any]:
+        for ticket in request["tickets"]:
+            self._tickets.pop(str(ticket), None)
+        return {}
+
+    def position(self) -> dict[str, Any]:
+        """Return where this rank stands and the answers nobody has asked to forget: JSON data, from any thread."""
+        held = None if self._is_released else self._held
+        return {
+            "held": held,
+            "ordinal": self._recorder.ordinal if held is None else held["ordinal"],
+            "waiting": self._recorder.step != NO_STEP and self._is_waiting(),
+            "tickets": dict(self._tickets),
+        }
+
+    def _is_waiting(self) -> bool:
+        recorder, row = self._recorder, self._recorder.last_event()
+        if row is not None and (row["kind"], row["edge"]) == (Kind.WAIT, Edge.BEGIN):
+            return True
+        # waits without an event of their own: for all ranks to say what they issue
+        was_recent = time.monotonic_ns() - self._waited_ns < _RECENT_NS
+        return was_recent and self._waits_at == (recorder.step, recorder.ordinal)
+
+
+OPERATIONS = ("pause", "run_to", "continue", "next", "breakpoints", "enqueue", "forget")
+"""What :meth:`Gate.request` does."""

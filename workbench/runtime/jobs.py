@@ -1,0 +1,246 @@
+"""What a held rank runs between two events of its step: expressions, cells and inspections.
+
+An expression and a cell see the variables of the cells and, before them, those of the innermost user's function that is
+under way. What a cell assigns becomes a variable of the cells.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.engine._torch import local_of
+from workbench.runtime.inspection import inspect, plain_number
+from workbench.runtime.namespace import user_namespace
+from workbench.runtime.recorder import Recorder
+
+KINDS = ("evaluate", "inspect", "cell")
+MAX_TEXT = 50_000
+"""Characters of output or of a repr that are kept."""
+
+_CELL = "<cell while stopped>"
+_NOT_THE_USERS = ("torch", "workbench.engine", "workbench.runtime", "contextlib", "functools")
+_ABOVE_THE_STEP = ("workbench.runtime.training", "workbench.runtime.rank")
+
+Answer = dict[str, Any]
+"""``{"ok", "result", "text", "error"}``: JSON data."""
+
+
+def run(job: dict[str, Any], recorder: Recorder) -> Answer:
+    """Run one job in this thread.
+
+    Args:
+        job: its ``kind``, one of :data:`KINDS`, and its ``text``; ``alone`` if other ranks do not run it as well, so
+            that a collective in it would wait for ever.
+        recorder: what the rank recorded.
+
+    Returns:
+        ``text`` is what to show (a repr, or the output), ``result`` data; ``error`` of a job that raised has ``ename``,
+        ``evalue`` and ``traceback``, and leaves the rank held.
+    """
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output), redirect_stderr(output), _company(job):
+            result, text = _run(job["kind"], job["text"], recorder)
+    except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer: the stop stays
+        return {"ok": False, "result": None, "text": _cut(output.getvalue()), "error": _error(error, job["kind"])}
+    return {"ok": True, "result": result, "text": _cut(output.getvalue() + text), "error": None}
+
+
+def _company(job: dict[str, Any]) -> AbstractContextManager[object]:
+    alone: AbstractContextManager[object] = _Alone()  # type: ignore[no-untyped-call]
+    return alone if job.get("alone") else nullcontext()
+
+
+def refusal(why: str) -> Answer:
+    """Return the answer to a job that did not run."""
+    error = {"ename": "NotRun", "evalue": why, "traceback": f"NotRun: {why}"}
+    return {"ok": False, "result": None, "text": "", "error": error}
+
+
+def _run(kind: str, text: str, recorder: Recorder) -> tuple[dict[str, Any] | None, str]:
+    if kind == "inspect":
+        return inspect(text, recorder), ""
+    frame = users_frame(sys._getframe())
+    variables = {} if frame is None else dict(frame.f_locals)
+    del frame  # it would keep itself alive
+    with _WholeNumbers():
+        return _evaluate(text, variables) if kind == "evaluate" else (None, _run_cell(text, variables))
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's code from ``frame`` outwards, None if the step has none here."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module in _ABOVE_THE_STEP:
+            return None
+        if not any(module == name or module.startswith(f"{name}.") for name in _NOT_THE_USERS):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+# ---- expressions
+
+
+def _evaluate(text: str, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    code = compile(text.strip(), "<expression>", "eval", dont_inherit=True)
+    value = eval(code, user_namespace() | variables)
+    said = _cut(described(value))
+    return {"repr": said, "number": number_of(value), "type": type(value).__name__}, said
+
+
+def described(value: Any) -> str:  # noqa: ANN401 - whatever the user's expression gave
+    """Return the repr of ``value``; a DTensor is said to be this rank's shard, with its local values."""
+    if not isinstance(value, DTensor):
+        return repr(value)
+    local = local_of(value).detach()
+    placements = ", ".join(map(str, value.placements))
+    return f"this shard, {list(local.shape)} of {list(value.shape)}, placed as {placements}:\n{local!r}"
+
+
+def number_of(value: Any) -> float | str | None:  # noqa: ANN401 - whatever the user's expression gave
+    """Return ``value`` as a number (``nan`` and infinities as text), None if it is none or only a rank's part."""
+    if isinstance(value, DTensor):
+        return None
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dtype.is_complex or value.is_meta:
+            return None
+        value = value.detach().item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return plain_number(value)
+    except OverflowError:  # an integer beyond every float
+        return None
+
+
+class _WholeNumbers(TorchFunctionMode):
+    """Refuses to make a number of a DTensor that is a pending sum: on one rank it would be that rank's part."""
+
+    _MAKE_NUMBERS = frozenset(
+        {
+            torch.Tensor.item,
+            torch.Tensor.tolist,
+            torch.Tensor.__float__,
+            torch.Tensor.__int__,
+            torch.Tensor.__bool__,
+        }
+    )
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - signature of torch
+        """Call ``func`` unless it is one of those."""
+        if func in self._MAKE_NUMBERS and _is_pending_sum(args[0]):
+            raise TypeError(
+                "this DTensor is a sum over ranks that was not taken yet; its value here is this rank's part: evaluate "
+                "x.full_tensor() on all ranks, or x.to_local() for the part"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_pending_sum(value: object) -> bool:
+    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses collectives."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - signature of torch
+        """Call ``func`` unless it communicates."""
+        if DTensor in types:
+            return NotImplemented  # let it become plain operations, which come here again
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            raise RuntimeError(
+                f"{func.name()} needs all ranks, and not all of them run this: evaluate it on all, or use x.to_local()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+# ---- cells
+
+
+class _CellVariables(MutableMapping[str, Any]):
+    """What a cell's names mean: the held function's variables until the cell assigns them, then the cells' own."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self._variables = variables
+        self._cells = user_namespace()
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a variable
+        return self._variables[name] if name in self._variables else self._cells[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401 - a variable
+        self._variables.pop(name, None)
+        self._cells[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._variables.pop(name, None)
+        del self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells | self._variables)
+
+    def __len__(self) -> int:
+        return len(self._cells | self._variables)
+
+
+def _run_cell(text: str, variables: dict[str, Any]) -> str:
+    """Run a cell; returns the repr of its last line if that is an expression with a value."""
+    linecache.cache[_CELL] = (len(text), None, text.splitlines(keepends=True), _CELL)
+    tree = ast.parse(text, _CELL)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    scope = _CellVariables(variables)
+    exec(compile(tree, _CELL, "exec", dont_inherit=True), user_namespace(), scope)
+    if not isinstance(last, ast.Expr):
+        return ""
+    value = eval(compile(ast.Expression(last.value), _CELL, "eval", dont_inherit=True), user_namespace(), scope)
+    return "" if value is None else f"{described(value)}\n"
+
+
+# ---- what went wrong
+
+
+def _error(error: BaseException, kind: str) -> dict[str, str]:
+    ename, evalue = type(error).__name__, str(error)
+    if kind == "cell":
+        return {"ename": ename, "evalue": evalue, "traceback": _cut("".join(_traceback_of(error)))}
+    place = _place(error) if kind == "evaluate" else ""
+    return {"ename": ename, "evalue": evalue, "traceback": _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")}
+
+
+def _traceback_of(error: BaseException) -> list[str]:
+    """Return the traceback from the cell's own line on."""
+    where = error.__traceback__
+    while where is not None and where.tb_frame.f_code.co_filename != _CELL:
+        where = where.tb_next
+    return traceback.format_exception(type(error), error, where)
+
+
+def _place(error: BaseException) -> str:
+    """Say where it was raised, if that is not the expression itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    if last is None or last.filename in {"<expression>", __file__}:
+        return ""
+    return f"{last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: "
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n... {len(text) - MAX_TEXT:,} more characters"

@@ -1,0 +1,213 @@
+"""Code for ranks that stand in the gate: sent to the held threads through the side doors, results asked for there."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workbench.cluster.pending import Reply
+from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
+from workbench.replay.alike import label
+from workbench.session.watch import ASK_S, SLICE_S, CountInterrupts, Interruptible
+
+JobKind = Literal["evaluate", "inspect", "cell"]
+
+COLLECTIVES = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "clip_grad_norm_",
+        "distribute_tensor",
+        "full_tensor",
+        "gather",
+        "gather_object",
+        "monitored_barrier",
+        "redistribute",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "unshard",
+    }
+)
+"""Functions in which ranks wait for each other. ``gather``, ``scatter`` and ``reduce`` only as ``dist.gather``."""
+
+_AMBIGUOUS = {"gather", "scatter", "reduce"}
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How a job ended on one rank.
+
+    Attributes:
+        ok: whether it returned.
+        text: its value as text, or what it wrote.
+        result: plain data, of an inspection.
+        error: ``ename, evalue, traceback`` of what it raised.
+    """
+
+    ok: bool
+    text: str = ""
+    result: Any = None
+    error: Mapping[str, str] = field(default_factory=dict)
+
+
+def collective_in(code: str) -> str:
+    """Return the name of the first function in ``code`` that waits for other ranks; ``""`` if none is named."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return ""  # the rank says so better
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            owner = getattr(getattr(called, "value", None), "id", "")
+            if name in COLLECTIVES and (name not in _AMBIGUOUS or owner in {"dist", "distributed"}):
+                return str(name)
+    return ""
+
+
+def refuse_collective(code: str, ranks: Sequence[int], everyone: Sequence[int]) -> None:
+    """Raise if ``code`` would wait for ranks that do not run it.
+
+    Raises:
+        UsageError: the message names the function.
+    """
+    name = collective_in(code) if set(ranks) != set(everyone) else ""
+    if name:
+        raise UsageError(
+            f"{name}() waits for all ranks, and only {label(ranks)} would call it: leave -t out, or look at the part "
+            "of this rank with to_local()"
+        )
+
+
+def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
+    """Check that each of ``ranks`` stands in the gate, as ``held`` do.
+
+    Raises:
+        UsageError: the message names those that do not.
+    """
+    missing = [rank for rank in ranks if rank not in held]
+    if missing:
+        there = f"; there is {label(held)}" if held else ""
+        verb = "does" if len(missing) == 1 else "do"
+        raise UsageError(f"{label(missing)} {verb} not stand in the gate{there}: see %fsdp where")
+
+
+class Jobs:
+    """Runs jobs in the held threads of stopped ranks.
+
+    Args:
+        cluster: where the ranks are.
+    """
+
+    def __init__(self, cluster: Interruptible) -> None:
+        self._cluster = cluster
+
+    def run(self, kind: JobKind, text: str, ranks: Sequence[int]) -> dict[int, Done]:
+        """Run one job on ``ranks`` and return how it ended on each.
+
+        Raises:
+            UsageError: a rank does not stand in the gate.
+            RankDied: a rank is gone.
+            Interrupted: a second Ctrl-C; the first one is sent to the ranks.
+        """
+        ticket = str(next(_numbers))
+        request = {"op": "enqueue", "ticket": ticket, "job": {"kind": kind, "text": text}}
+        replies = self._cluster.ask(request, ranks, timeout_s=ASK_S)
+        accepted = [rank for rank in ranks if _content(replies[rank]).get("accepted")]
+        try:
+            check_held(ranks, accepted)
+            return self._wait(ticket, ranks)
+        finally:
+            self._forget(ticket, ranks)
+
+    def _wait(self, ticket: str, ranks: Sequence[int]) -> dict[int, Done]:
+        done: dict[int, Done] = {}
+        seen = 0
+        with CountInterrupts() as interrupts:
+            while len(done) < len(ranks):
+                if interrupts.count > seen:
+                    seen += 1
+                    self._interrupt(seen, [rank for rank in ranks if rank not in done])
+                done |= self._look(ticket, [rank for rank in ranks if rank not in done])
+                if len(done) < len(ranks):
+                    time.sleep(SLICE_S)
+        return done
+
+    def _interrupt(self, count: int, ranks: Sequence[int]) -> None:
+        if count > 1:
+            raise Interrupted(f"interrupted; nobody waits for {label(ranks)} any more: %fsdp where, %fsdp abort")
+        self._cluster.interrupt(ranks)
+
+    def _look(self, ticket: str, ranks: Sequence[int]) -> dict[int, Done]:
+        found = {}
+        for rank, reply in self._cluster.ask({"op": "where"}, ranks, timeout_s=ASK_S).items():
+            content = _content(reply)
+            ended = content.get("tickets", {}).get(ticket)
+            if ended is not None:
+                error = ended.get("error") or {}
+                text = str(ended.get("text") or "")
+                found[rank] = Done(ok=bool(ended["ok"]), text=text, result=ended.get("result"), error=error)
+            elif content and not content.get("held"):
+                raise ClusterError(f"rank {rank} left the gate before it was done: see %fsdp where")
+        return found
+
+    def _forget(self, ticket: str, ranks: Sequence[int]) -> None:
+        self._cluster.ask({"op": "forget", "tickets": [ticket]}, ranks, timeout_s=ASK_S)
+
+
+def to_error(done: Mapping[int, Done], where: str) -> WorkbenchError | None:
+    """Return what to raise for jobs that failed, one line a kind of error; None if all returned.
+
+    Args:
+        done: by rank.
+        where: where the ranks stand, as before.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, ended in sorted(done.items()):
+        if not ended.ok:
+            what = f"{ended.error.get('ename', 'error')}: {ended.error.get('evalue', '')}".rstrip(": ")
+            groups.setdefault(what.splitlines()[0], []).append(rank)
+    if not groups:
+        return None
+    first = min(rank for ranks in groups.values() for rank in ranks)
+    error = done[first].error
+    if error.get("ename") == UsageError.__name__:
+        return UsageError(error.get("evalue", ""))
+    lines = [f"{label(ranks)} raised {what}" for what, ranks in groups.items()]
+    return RankError(
+        "\n".join([*lines, f"the stop stays: {where}"]),
+        rank=first,
+        ename=error.get("ename", ""),
+        evalue=error.get("evalue", ""),
+        also=tuple(rank for rank in next(iter(groups.values())) if rank != first),
+    )
+
+
+def _content(reply: Reply | Exception) -> dict[str, Any]:
+    """Return a rank's answer; one that does not answer in time has none.
+
+    Raises:
+        RankDied: its process is gone.
+        RankError: its side door refused the request.
+    """
+    if isinstance(reply, Reply):
+        return reply.content
+    if isinstance(reply, (RankDied, RankError)):
+        raise reply
+    return {}

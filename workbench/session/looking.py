@@ -1,0 +1,67 @@
+"""Asking the ranks of a session where they are, and turning the answers into a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.session.places import event_words, state_of, unit_names
+from workbench.session.session import Session
+from workbench.session.stop_reports import WhereReport, WhereRow
+from workbench.session.stopping import WHERE_S
+from workbench.trace.schema import Header
+from workbench.views.theme import format_duration
+
+
+def where(session: Session, *, stacks: bool) -> WhereReport:
+    """Return where every rank is; one that does not answer in a moment is named so."""
+    positions = session.ask({"op": "where"}, timeout_s=WHERE_S)
+    threads = session.ask({"op": "stacks"}, timeout_s=WHERE_S) if stacks else {}
+    header, now_ns = session.trace.header, time.monotonic_ns()
+    rows = []
+    for rank, alive in enumerate(session.cluster.alive()):
+        found = tuple(
+            (str(thread["thread"]), tuple(map(str, thread["frames"])))
+            for thread in threads.get(rank, {}).get("stacks", ())
+        )
+        if rank in positions:
+            rows.append(row_of(rank, positions[rank], header, now_ns, found))
+        else:
+            rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
+    return WhereReport(rows=tuple(rows))
+
+
+def row_of(
+    rank: int,
+    position: Mapping[str, Any],
+    header: Header,
+    now_ns: int,
+    stacks: tuple[tuple[str, tuple[str, ...]], ...] = (),
+) -> WhereRow:
+    """Return one line of the table.
+
+    Args:
+        rank: whose.
+        position: its answer to "where".
+        header: of its trace.
+        now_ns: of the clock that the ranks of this machine share, in nanoseconds.
+        stacks: its Python threads.
+    """
+    state = state_of(position)
+    here = {**position, **(position.get("held") or {})}
+    unit = unit_names(header).get(int(here.get("unit", -1)))
+    kind, edge = here.get("kind", ""), here.get("edge", "")
+    # of a held rank the event to come, of others the newest one
+    prefix = "before " if state == "held" else "begin of " if edge == "begin" else ""
+    since = here.get("since_ns")
+    return WhereRow(
+        rank=rank,
+        state=state,
+        step=str(here["step"]) if here.get("step", -1) >= 0 else "",
+        phase=str(here.get("phase", "")).replace("_", "-"),
+        unit="" if unit is None else unit or "(root)",
+        event=f"{prefix}{event_words(kind, edge, None)}" if kind else "",
+        since=format_duration(max(now_ns - since, 0)) if since is not None else "",
+        stacks=stacks,
+    )

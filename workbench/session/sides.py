@@ -1,0 +1,90 @@
+"""What ``%fsdp compare`` is given: a side is a trace, or some steps of one.
+
+::
+
+    SIDE   = SOURCE | SOURCE:STEPS | STEPS    a trace file, or ``last``: the trace so far, which STEPS alone mean too
+    STEPS  = N | N..M | N.. | ..M                 one step, or from one to another, both included
+
+``run.trace``, ``last``, ``last:3..5``, ``run.trace:7``, ``3..5``. A file whose name reads as steps is written ``./5``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench.errors import TraceError, UsageError
+from workbench.replay.alike import ranges
+from workbench.trace import load, steps
+from workbench.trace.columns import Trace
+
+LAST = "last"
+_STEPS = r"\d+|\d+\.\.\d*|\.\.\d+"
+_SIDE = re.compile(rf"(?:(?P<source>.+?)(?::(?P<part>{_STEPS}))?)")
+
+
+def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tuple[str, Trace]:
+    """Return what a person calls a side, and its trace.
+
+    Args:
+        text: as the module says; a Trace stands for itself.
+        last: gives the trace so far.
+
+    Raises:
+        UsageError: there is no such file, it is no trace, nothing was recorded, or the trace lacks the steps.
+    """
+    if isinstance(text, Trace):
+        return "a trace", text
+    source, part = _split(os.fspath(text))
+    trace = last() if source == LAST else _load(source)
+    if source == LAST and not trace.num_rows:
+        raise UsageError("nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3")
+    name = LAST if source == LAST else Path(source).name
+    if not part:
+        return name, trace
+    first, dots, end = part.partition("..")
+    bounds = int(first) if first else None, (int(end) if end else None) if dots else int(first)
+    return f"{name}, {_spoken(*bounds)}", _cut(trace, *bounds)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return ``(source, steps)``: ``"last:3..5" -> ("last", "3..5")``, ``"4" -> ("last", "4")``."""
+    if re.fullmatch(_STEPS, text):
+        return LAST, text
+    found = _SIDE.fullmatch(text)
+    if found is None:
+        raise UsageError("a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing")
+    return found["source"], found["part"] or ""
+
+
+def _load(path: str) -> Trace:
+    try:
+        return load(path)
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path!r}; a side is a trace file, 'last', or steps such as 3..5") from None
+    except (OSError, TraceError) as error:
+        raise UsageError(f"{path!r} cannot be compared: {error}") from error
+
+
+def _spoken(first: int | None, last: int | None) -> str:
+    if first == last:
+        return f"step {first}"
+    return f"steps {'' if first is None else first}..{'' if last is None else last}"
+
+
+def _cut(trace: Trace, first: int | None, last: int | None) -> Trace:
+    """Return some steps of a trace.
+
+    Raises:
+        UsageError: it has none of them, or lacks one that is named.
+    """
+    known = steps(trace)
+    if first is not None and last is not None and first > last:
+        raise UsageError(f"steps {first}..{last} run backwards; write {last}..{first}")
+    missing = [step for step in (first, last) if step is not None and step not in known]
+    if missing or not known:
+        what = f"no step {missing[0]}" if missing else "no steps"
+        raise UsageError(f"the trace has {what}; its steps are: {ranges(known) or 'none yet'}")
+    return trace.slice(first=first, last=last)

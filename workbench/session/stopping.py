@@ -1,0 +1,128 @@
+"""When ranks count as stopped, and how all of them come to stop at the same event.
+
+A pause has two steps. First every rank holds at its next event, or where it waits. Then all run on to the place of the
+one that is furthest: it has already issued what the others need to get there, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from workbench.cluster.pending import Reply
+from workbench.session.collect import SideDoor
+from workbench.session.places import Place, Position, Stop, identity, place_of, state_of
+
+ALIGN_S = 0.15
+"""How long after a pause a rank may still run before the others are told how far to go, in seconds."""
+
+PAUSE_S = 0.4
+"""How long after a pause a rank that computes is waited for, in seconds; it stops later by itself."""
+
+SETTLED_S = 0.25
+"""How long ranks must have stood still before those that wait for a held one count as stopped, in seconds."""
+
+WHERE_S = 0.15
+"""How long a rank may take to say where it is, in seconds."""
+
+
+class Stopper:
+    """Stops the ranks of one request, lets them go, and tells when they stand.
+
+    Args:
+        door: side doors of the cluster.
+        clock: seconds, monotonic.
+
+    Attributes:
+        eager: whether a stop is due soon, and worth asking for 50 times a second.
+        is_armed: whether ranks may still stop because of an earlier pause or next.
+    """
+
+    def __init__(self, door: SideDoor, clock: Callable[[], float] = time.monotonic) -> None:
+        self._door, self._clock = door, clock
+        self.eager = self.is_armed = False
+        self._paused_at: float | None = None
+        self._sent_to: Place | None = None
+        self._left: dict[int, tuple[Any, ...]] = {}
+        self._seen: Any = None
+        self._seen_at = 0.0
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether a pause is under way."""
+        return self._paused_at is not None
+
+    def pause(self, ranks: Set[int]) -> None:
+        """Begin to stop ``ranks``; a second call while they are stopping does nothing."""
+        if self._paused_at is not None:
+            return
+        self._paused_at, self._sent_to = self._clock(), None
+        self.eager = self.is_armed = True
+        self._ask({"op": "pause"}, ranks)
+
+    def release(self, ranks: Set[int], positions: Mapping[int, Position], what: str | None = None) -> None:
+        """Let ``ranks`` go, until the next ``what`` (event, collective, unit, phase) if one is given."""
+        self._left = {rank: identity(position.get("held")) for rank, position in positions.items()}
+        self._paused_at, self._seen = None, None
+        self.eager = self.is_armed = what is not None
+        self._ask({"op": "continue"} if what is None else {"op": "next", "what": what}, ranks)
+
+    def disarm(self, ranks: Set[int]) -> None:
+        """Make sure that nothing of an earlier pause or next stops ``ranks`` later."""
+        if self.is_armed:
+            self.release(ranks, {})
+
+    def ask_where(self, ranks: Set[int]) -> dict[int, Position]:
+        """Return where ``ranks`` are now; one that does not answer is left out."""
+        return self._ask({"op": "where"}, ranks)
+
+    def look(self, positions: Mapping[int, Position], running: Set[int]) -> Stop | None:
+        """Return the stop if the ``running`` ranks stand by now, and let those that stand too early run on."""
+        here = {rank: self._fresh(rank, positions[rank]) for rank in sorted(running) if rank in positions}
+        held = {rank for rank, position in here.items() if position.get("held")}
+        self._note({rank: (identity(p.get("held")), p.get("ordinal"), p.get("waiting")) for rank, p in here.items()})
+        if self._paused_at is not None and self._align(here, held, running):
+            return None
+        if not held or not self._is_over(here, held, running):
+            return None
+        self._paused_at, self.eager = None, False
+        is_late = any(state_of(here.get(rank, {})) == "running" for rank in running - held)
+        return Stop(positions=here, is_late=is_late)
+
+    def _fresh(self, rank: int, position: Position) -> Position:
+        """A rank that was let go and has not noticed yet is not held."""
+        is_old = bool(self._left.get(rank)) and identity(position.get("held")) == self._left[rank]
+        return {**position, "held": None} if is_old else position
+
+    def _note(self, seen: object) -> None:
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._clock()
+
+    def _align(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
+        """Send all ranks to the furthest place, if they are not there; tell whether they have to get there first."""
+        since = self._clock() - (self._paused_at or 0.0)
+        if held != running and since < ALIGN_S:
+            return True
+        places = {rank: place_of(position) for rank, position in here.items()}
+        furthest = max(places.values(), default=None)
+        if furthest is None or all(place == furthest for place in places.values()):
+            return False
+        if self._sent_to is None or self._sent_to < furthest:
+            self._sent_to = furthest
+            self._left = {rank: identity(here[rank].get("held")) for rank in held if places[rank] < furthest}
+            self._ask({"op": "run_to", "step": furthest.step, "ordinal": furthest.ordinal}, running)
+            return True
+        return since < PAUSE_S
+
+    def _is_over(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
+        if held == running:
+            return True
+        others_wait = all(state_of(here.get(rank, {})) == "waiting" for rank in running - held)
+        if others_wait and self._clock() - self._seen_at >= SETTLED_S:
+            return True
+        return self._paused_at is not None and self._clock() - self._paused_at >= PAUSE_S
+
+    def _ask(self, request: dict[str, Any], ranks: Set[int]) -> dict[int, Position]:
+        replies = self._door.ask(request, sorted(ranks), timeout_s=WHERE_S) if ranks else {}
+        return {rank: reply.content for rank, reply in replies.items() if isinstance(reply, Reply)}

@@ -1,0 +1,294 @@
+"""What changed from one trace to another, in a sentence and a picture: two memory curves over the same logical events.
+
+The axis counts events and not time, so that a slower run is not another one. Below stand the collectives that differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.errors import UsageError
+from workbench.replay.alignment import Alignment, Side
+from workbench.replay.alike import join_names, label, pattern, ranges
+from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
+from workbench.replay.spans import Ints
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Category, Edge, Kind, Phase
+from workbench.views import theme
+
+MAX_POINTS = 4_000
+"""Points of one curve; of more events each bin keeps its highest."""
+
+MAX_ROWS = 16
+NOTICED = 0.05
+"""A step time that differs by less is not spoken of: it does so from step to step."""
+
+_COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
+_COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
+_BACKWARD = {Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD}
+_PLOT_HEIGHT, _ROW_HEIGHT, _GAP = 300, 27, 70  # pixels
+_MAX_TICKS, _MAX_DETAILED = 16, 3
+
+
+def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int | None = None) -> go.Figure:
+    """Return the figure of what changed from ``a`` to ``b``; its title is the sentence.
+
+    Args:
+        a: what happened before.
+        b: what happened after.
+        names: what a person calls the two.
+        rank: compare this rank; None: the one whose peak differs most.
+
+    Raises:
+        UsageError: one of them has no such rank.
+    """
+    for trace in (a, b):
+        known = [r.rank for r in trace.ranks]
+        if rank is not None and rank not in known:
+            raise UsageError(f"the trace has no rank {rank}; its ranks are: {ranges(known) or 'none yet'}")
+    found = differences(a, b, rank)
+    names = tuple(theme.shorten(name) for name in names)  # type: ignore[assignment]
+    if found is None or not len(found.aligned.in_a):
+        return theme.empty(f"Nothing to compare: {names[0]} and {names[1]} have no events of the same rank.")
+    rows = found.collectives[:MAX_ROWS]
+    table_height = _ROW_HEIGHT * (len(rows) + 2) if rows else 0
+    below = (table_height + _GAP) / (_PLOT_HEIGHT + table_height + _GAP) if rows else 0.0
+    fig = theme.figure(
+        sentence(found),
+        _subtitle(found, names),
+        height=190 + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
+        legend={"x": 0.01, "y": 0.98, "xanchor": "left", "bgcolor": theme.CLEAR},
+        hovermode="x unified",
+    )
+    _add_curves(fig, found, names)
+    if rows:
+        fig.update_layout(yaxis_domain=[below, 1])
+        _add_table(fig, rows, below * table_height / (table_height + _GAP))
+    return fig
+
+
+# -- words
+
+
+def sentence(found: Differences) -> str:
+    """Say what changed; plain text, names as they are.
+
+    Example: ``"peak +3.10 MiB: blocks.2 unsharded through backward; step time +12 %: exposed all-gather of blocks.1
+    +3.40 ms"``; ``"the same, event for event"``.
+    """
+    parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found)]
+    if found.aligned.first_difference < 0:
+        return "; ".join(["the same, event for event", *filter(None, parts[2:])])
+    if not any(parts[:2]):
+        parts[0] = _event_words(found)
+    return "; ".join(filter(None, parts))
+
+
+def _peak_words(peak: PeakChange) -> str:
+    delta = peak.after - peak.before
+    if not delta or peak.category is None:
+        return ""
+    amount = f"peak {_signed(theme.format_bytes(abs(delta)), delta)}"
+    who = _names(peak.units)
+    if peak.category is Category.UNSHARDED_PARAMS:
+        through = "backward" if _BACKWARD & set(peak.phases) else "forward"
+        return f"{amount}: {who or 'units'} {'' if delta > 0 else 'no longer '}unsharded through {through}"
+    return f"{amount}: {'more' if delta > 0 else 'less'} {theme.label(peak.category)}{f' of {who}' if who else ''}"
+
+
+def _collective_words(changes: Sequence[CollectiveChange]) -> str:
+    """``"3 fewer all-gathers a step (blocks.0-2)"`` of the kind of collective that differs most."""
+    differ = [change for change in changes if change.differs]
+    if not differ:
+        return ""
+    kinds = {change.kind: [c for c in differ if c.kind == change.kind] for change in differ}
+    kind, most = max(kinds.items(), key=lambda item: len(item[1]))
+    calls = [sum(change.calls[side] for change in most) for side in (0, 1)]
+    who = _names([change.unit for change in most])
+    more = calls[1] - calls[0]
+    if more:
+        noun = theme.label(kind) + ("" if abs(more) == 1 else "s")
+        return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step" + (f" ({who})" if who else "")
+    payload = [sum(change.num_bytes[side] for change in most) for side in (0, 1)]
+    return f"{theme.label(kind)} payload {theme.format_bytes(payload[0])} -> {theme.format_bytes(payload[1])} a step"
+
+
+def _time_words(found: Differences) -> str:
+    before, after = found.step_ns
+    if not (before > 0 and after > 0) or abs(after - before) < NOTICED * before:
+        return ""
+    words = f"step time {_signed(f'{abs(after / before - 1):.0%}'.replace('%', ' %'), after - before)}"
+    return f"{words}: {_cost_words(found.slower[0])}" if found.slower else words
+
+
+def _cost_words(change: TimeChange) -> str:
+    of = f" of {theme.shorten(change.unit)}" if change.unit else ""
+    what = "" if change.kind in _COMPUTING else "exposed "
+    amount = _signed(theme.format_duration(abs(change.delta_ns)), change.delta_ns)
+    return f"{what}{theme.label(change.kind)}{of} {amount}"
+
+
+def _event_words(found: Differences) -> str:
+    """Say how the events differ where neither peak nor collectives do."""
+    aligned = found.aligned
+    alone = [int((side < 0).sum()) - aligned.num_moved for side in (aligned.in_b, aligned.in_a)]
+    places = np.flatnonzero((aligned.in_a < 0) | (aligned.in_b < 0))
+    place = int(places[0]) if len(places) else aligned.first_difference
+    parts = [
+        f"{theme.plural(count, 'event')} {word}" for count, word in zip(alone, ("fewer", "more"), strict=True) if count
+    ]
+    if aligned.num_moved:
+        parts.append(f"{theme.plural(aligned.num_moved, 'event')} in another order")
+    return f"{' and '.join(parts) or 'the same events, other bytes'}, first at {_event(aligned, place)}"
+
+
+def _event(aligned: Alignment, place: int) -> str:
+    """Name the event at a place: ``"begin of all-gather of blocks.1, step 0"``."""
+    side, number = (aligned.b, aligned.in_b) if aligned.in_a[place] < 0 else (aligned.a, aligned.in_a)
+    event = int(number[place])
+    row, unit = side.rows[side.place[event]], int(side.unit[event])
+    edge = "" if row["edge"] == Edge.INSTANT else f"{theme.label(Edge(row['edge']))} of "
+    of = f" of {theme.shorten(aligned.names[unit])}" if unit >= 0 else ""
+    return f"{edge}{theme.label(Kind(row['kind']))}{of}, step {row['step']}"
+
+
+def _names(names: Sequence[str]) -> str:
+    known = list(dict.fromkeys(name for name in names if name))
+    if len({pattern(name) for name in known}) == 1:
+        return theme.shorten(join_names(known))
+    rest = f" and {len(known) - 2} more" if len(known) > 2 else ""
+    return (" and " if not rest else ", ").join(theme.shorten(name) for name in known[:2]) + rest
+
+
+def _signed(amount: str, delta: float) -> str:
+    return f"{'+' if delta >= 0 else '-'}{amount}"
+
+
+def _subtitle(found: Differences, names: tuple[str, str]) -> str:
+    fewer = min(found.num_steps)
+    steps = f"{theme.plural(fewer, 'step')} of each compared" if fewer else "before the first step"
+    more = f" ({' and '.join(str(n) for n in found.num_steps)} there are)" if len(set(found.num_steps)) > 1 else ""
+    times = [f"{theme.format_duration(ns)}" for ns in found.step_ns if not math.isnan(ns)]
+    sentences = [
+        f"{names[0]} -> {names[1]}",
+        steps + more,
+        f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
+        f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}",
+        f"a step takes {' -> '.join(times)}" if len(times) == 2 else "",
+        f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
+        if len(found.collectives) > MAX_ROWS
+        else "",
+    ]
+    return " · ".join(sentence for sentence in sentences if sentence)
+
+
+# -- the picture
+
+
+def _add_curves(fig: go.Figure, found: Differences, names: tuple[str, str]) -> None:
+    aligned, curves = found.aligned, found.aligned.curves()
+    num_bytes, unit = theme.byte_unit(max(int(curve.max(initial=0)) for curve in curves))
+    for curve, name, colour, dash in zip(curves, names, _COLOURS, ("solid", "dot"), strict=True):
+        shown = _highest_of_bins(curve)
+        fig.add_scatter(
+            x=shown,
+            y=curve[shown] / num_bytes,
+            name=theme.escape(name),
+            mode="lines",
+            line={"shape": "hv", "color": colour, "width": 2, "dash": dash},
+            hovertemplate=f"%{{y:.4g}} {unit}",
+        )
+    ticks = _ticks(aligned)
+    fig.update_xaxes(
+        title_text="logical events: the same place is the same event",
+        range=[0, max(len(aligned.in_a) - 1, 1)],
+        tickmode="array",
+        tickvals=list(ticks),
+        ticktext=list(ticks.values()),
+        tickangle=0,
+        showgrid=False,
+    )
+    fig.update_yaxes(title_text=f"memory in use [{unit}]", rangemode="tozero")
+    if aligned.first_difference >= 0:
+        _mark(fig, aligned)
+
+
+def _highest_of_bins(curve: Ints) -> Ints:
+    """Places of all points, or of the first and the highest of each bin of a long curve."""
+    size = -(-len(curve) // (MAX_POINTS // 2))
+    if size <= 1:
+        return np.arange(len(curve))
+    starts = np.arange(0, len(curve), size)
+    tops = [start + int(np.argmax(curve[start : start + size])) for start in starts.tolist()]
+    return np.unique(np.concatenate([starts, tops, [len(curve) - 1]]))
+
+
+def _ticks(aligned: Alignment) -> dict[int, str]:
+    """Where steps begin; with few of them also where forward and backward do."""
+    found: dict[int, str] = {}
+    steps = [place for place, _, _ in _begins(aligned, (Kind.STEP,))]
+    for place in steps[:: -(-max(len(steps), 1) // _MAX_TICKS)]:
+        found[place] = f"step {_step_numbers(aligned, place)}"
+    if len(steps) <= _MAX_DETAILED:
+        seen: set[tuple[int, Kind]] = set()
+        for place, kind, step in _begins(aligned, (Kind.FORWARD, Kind.BACKWARD)):
+            if (step, kind) not in seen:
+                seen.add((step, kind))
+                found.setdefault(place, theme.label(kind))
+    return found
+
+
+def _step_numbers(aligned: Alignment, place: int) -> str:
+    """``"3"``, or ``"3 / 8"`` where the sides number the step differently."""
+    sides = ((aligned.a, int(aligned.in_a[place])), (aligned.b, int(aligned.in_b[place])))
+    numbers = [side.rows["step"][side.place[event]] for side, event in sides if event >= 0]
+    return " / ".join(str(number) for number in dict.fromkeys(numbers))
+
+
+def _begins(aligned: Alignment, kinds: Sequence[Kind]) -> list[tuple[int, Kind, int]]:
+    """Place, kind and step of every begin of ``kinds`` of the one side."""
+    side: Side = aligned.a
+    places = np.flatnonzero(aligned.in_a >= 0)
+    rows = side.rows[side.place]
+    wanted = np.isin(rows["kind"], kinds) & (rows["edge"] == Edge.BEGIN)
+    kind, step = rows["kind"][wanted].tolist(), side.step[wanted].tolist()
+    return [(p, Kind(k), s) for p, k, s in zip(places[wanted].tolist(), kind, step, strict=True)]
+
+
+def _mark(fig: go.Figure, aligned: Alignment) -> None:
+    place = aligned.first_difference
+    fig.add_vline(x=place, line={"width": 1, "dash": "dash", "color": theme.WRONG})
+    fig.add_annotation(
+        x=place,
+        y=1,
+        yref="y domain",
+        yanchor="bottom",
+        xanchor="left" if place < len(aligned.in_a) / 2 else "right",
+        text=theme.escape(f"first difference: {_event(aligned, place)}"),
+        font={"color": theme.WRONG},
+        showarrow=False,
+    )
+
+
+def _add_table(fig: go.Figure, rows: Sequence[CollectiveChange], top: float) -> None:
+    """What each side issued and waited for, a step."""
+    columns = {
+        "unit": [theme.escape(theme.shorten(row.unit)) or "-" for row in rows],
+        "collective": [theme.label(row.kind) for row in rows],
+        "calls": [_pair(*(f"{n:.3g}" for n in row.calls)) for row in rows],
+        "payload": [_pair(*(theme.format_bytes(n) for n in row.num_bytes)) for row in rows],
+        "exposed": [_pair(*(theme.format_duration(n) for n in row.exposed_ns)) for row in rows],
+    }
+    fig.add_table(
+        header={"values": [f"<b>{name} a step</b>" if name == "calls" else f"<b>{name}</b>" for name in columns]},
+        cells={"values": list(columns.values()), "height": _ROW_HEIGHT, "align": "left"},
+        domain={"x": [0, 1], "y": [0, top]},
+    )
+
+
+def _pair(before: str, after: str) -> str:
+    return before if before == after else f"{before} -> {after}"

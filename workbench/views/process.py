@@ -1,0 +1,86 @@
+"""The strip under a memory picture: the whole process as the system counts it, and how much of it is nobody's class.
+
+It has an axis of its own: beside an interpreter and its libraries the classes of a small model would be a thin line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.replay.process import ProcessSeries, series
+from workbench.replay.spans import Ints, last_ns
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Category, Header
+from workbench.views import theme
+
+HEIGHT = 150  # pixels
+MAX_MOMENTS = 400
+
+BASELINE = "before sharding (interpreter, libraries)"
+NOT_OWNED = "not owned by the engine (activations, Python, libraries)"
+OWNED = "owned by the engine (all classes)"
+
+_LOOKS = {
+    BASELINE: (theme.GRID, "."),
+    NOT_OWNED: (theme.CATEGORY_COLOURS[Category.OTHER], "\\"),
+    OWNED: (theme.INK, ""),
+}
+
+
+def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
+    """Say what the process holds at most and what of it the engine does not own; plain text."""
+    found = [entry for entry in (series(header, rank_trace) for rank_trace in shown) if len(entry)]
+    if not found:
+        return "the process's own memory was not sampled"
+    highest = max(found, key=lambda entry: int(entry.resident.max()))
+    place = int(np.argmax(highest.resident))
+    whole, owned = int(highest.resident[place]), int(highest.owned[place])
+    before = int(highest.baseline[place])
+    rest = int(highest.not_owned[place]) - before
+    parts = [f"{theme.format_bytes(owned)} owned by the engine", f"{theme.format_bytes(rest)} not owned"]
+    parts += [f"{theme.format_bytes(before)} from before sharding"] if before else []
+    return f"the whole process has up to {theme.format_bytes(whole)}: {', '.join(parts)}"
+
+
+def add_process(fig: go.Figure, header: Header, shown: RankTrace, ns_per_x: int, *, row: int) -> None:
+    """Stack baseline, what the engine does not own, and what it owns; the top is what the system counts.
+
+    Args:
+        fig: a memory figure; the strip shares its time axis, which starts at the first of the rows.
+        header: of the trace.
+        shown: the rank's rows that the picture shows.
+        ns_per_x: nanoseconds of one unit of that axis.
+        row: of the subplot.
+    """
+    found = series(header, shown, MAX_MOMENTS)
+    num_bytes, unit = theme.byte_unit(int(found.resident.max(initial=1)))
+    ends = np.maximum.accumulate(np.append(found.t_ns, last_ns(shown.rows)))
+    x = (ends - int(shown.rows["t_ns"][0])) / ns_per_x
+    for name, amount in _parts(found).items():
+        if not amount.any():
+            continue
+        colour, hatch = _LOOKS[name]
+        pattern = {"shape": hatch, "fgcolor": colour, "bgcolor": theme.CLEAR, "size": 6, "solidity": 0.25}
+        fig.add_scatter(
+            x=x,
+            y=np.append(amount, amount[-1:]) / num_bytes,
+            name=name,
+            legendgroup=name,
+            showlegend=name not in [trace.name for trace in fig.data],
+            mode="lines",
+            stackgroup="process",
+            line={"shape": "hv", "width": 0, "color": colour},
+            **({"fillpattern": pattern, "fillcolor": theme.CLEAR} if hatch else {"fillcolor": colour}),
+            hovertemplate=f"%{{y:.4g}} {unit}",
+            row=row,
+            col=1,
+        )
+    top = float(np.maximum(found.resident, found.owned).max(initial=1)) / num_bytes
+    fig.update_yaxes(title_text=f"process [{unit}]", range=[0, top * 1.08], row=row, col=1)
+
+
+def _parts(found: ProcessSeries) -> dict[str, Ints]:
+    return {BASELINE: found.baseline, NOT_OWNED: found.not_owned - found.baseline, OWNED: found.owned}

@@ -1,0 +1,245 @@
+"""The live dashboard: one widget that shows what all ranks do while they train, and at any event before.
+
+The browser asks, this side answers; nothing is sent unasked, so a dashboard that nobody sees costs nothing. Each
+view in the browser has a name of its own, by which its :class:`~workbench.widgets.feed.Feed` is kept here.
+
+Messages from the browser hold ``view`` and ``ask``: ``feed`` (what is new), ``at`` (all ranks at ``t_us``),
+``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``), ``do`` (the button ``word``), ``bye``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import anywidget
+import traitlets
+
+from workbench.errors import WorkbenchError
+from workbench.replay.alike import label
+from workbench.replay.units import unit_name
+from workbench.session.places import describe, unit_names
+from workbench.session.pulse import Pulse
+from workbench.trace.columns import Trace
+from workbench.trace.schema import COLLECTIVES, Category, Header, Kind, Unit, UnitState
+from workbench.views import theme
+from workbench.widgets.busy import answer_while_busy
+from workbench.widgets.feed import Feed
+from workbench.widgets.moments import Moments
+from workbench.widgets.packing import COLUMNS, pack
+from workbench.widgets.peaks import Peaks
+from workbench.widgets.spans import TRACKS
+
+BYTES_PER_S = 48 * 1024
+"""Binary data for one view; with the words beside it that stays below 64 KiB a second."""
+
+FIRST_BYTES = 256 * 1024
+"""Binary data of the first answer: what happened before the view was opened."""
+
+MAX_VIEWS = 8
+"""Views of one widget that are kept; of more the one that has not asked for longest is forgotten."""
+
+BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pause": ("pause", {}),
+    "next": ("next", {"background": True}),
+    "continue": ("resume", {"background": True}),
+    "abort": ("abort", {}),
+}
+"""The buttons, and the method of the workbench that each one calls, with its arguments."""
+
+_STATIC = Path(__file__).parent / "static"
+
+
+class Watched(Protocol):
+    """What of a workbench is needed here; a button whose method it does not have is not shown."""
+
+    def pulse(self) -> Pulse:
+        """Return how the cluster is doing."""
+
+
+def script() -> str:
+    """Return the widget's program: the timeline's module, enclosed, and the dashboard's own files, without imports."""
+    timeline = (_STATIC / "timeline.js").read_text("utf-8").replace("export function", "function")
+    enclosed = f"const createTimeline = (() => {{\n{timeline}\nreturn createTimeline;\n}})();\n"
+    return enclosed + "\n".join((_STATIC / name).read_text("utf-8") for name in ("panels.js", "dashboard.js"))
+
+
+class Dashboard(anywidget.AnyWidget):
+    """See the module docstring.
+
+    Args:
+        workbench: what is shown; another thread may use it at the same time.
+        clock: seconds, monotonic.
+    """
+
+    _esm = script()
+    _css = (_STATIC / "dashboard.css").read_text("utf-8")
+    about = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, workbench: Watched, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workbench, self._clock = workbench, clock
+        self._lock = threading.RLock()
+        self._views: dict[str, _View] = {}
+        self._pulse: Pulse | None = None
+        super().__init__(about=_about([word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)]))
+        self.on_msg(self._on_message)
+        answer_while_busy(self)
+
+    def close(self) -> None:
+        """Take the widget away; nothing of it is left, neither here nor in the browser."""
+        with self._lock:
+            self._views.clear()
+            self._pulse = None
+        self.on_msg(self._on_message, remove=True)
+        super().close()
+
+    def _on_message(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
+        """Answer one message of the browser; runs in the main thread, or in a subshell's while a cell runs."""
+        name, ask = str(content.get("view", "")), content.get("ask")
+        if ask == "do":
+            self._press(name, str(content.get("word", "")))
+            return
+        with self._lock:
+            if ask == "bye":
+                self._views.pop(name, None)
+                return
+            view = self._views.pop(name, None) or _View()
+            self._views[name] = view  # the newest is last
+            while len(self._views) > MAX_VIEWS:
+                del self._views[next(iter(self._views))]
+            if ask == "feed" or self._pulse is None:  # the cursor looks at what is known: no rank is asked
+                self._pulse = self._workbench.pulse()
+            answer, buffers = view.answer(content, self._pulse, self._clock)
+        self.send({"view": name, **answer}, buffers)
+
+    def _press(self, view: str, word: str) -> None:
+        """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
+        if word not in BUTTONS:
+            return
+        name, arguments = BUTTONS[word]
+        do = partial(getattr(self._workbench, name), **arguments)
+        threading.Thread(target=self._do, args=(view, word, do), name=f"dashboard: {word}", daemon=True).start()
+
+    def _do(self, view: str, word: str, do: Callable[[], object]) -> None:
+        try:
+            report = do()
+            said = "" if BUTTONS[word][1] else str(report)  # that it goes on is seen
+        except WorkbenchError as error:
+            said = str(error)
+        if self.comm is not None:  # closed meanwhile
+            self.send({"view": view, "kind": "said", "word": word, "text": said.partition("\n")[0]})
+
+
+class _View:
+    """What one view in the browser knows, and the answers to what it asks."""
+
+    def __init__(self) -> None:
+        self._feed, self._moments, self._peaks = Feed(), Moments(), Peaks()
+        self._origin_ns = 0
+        self._units: Sequence[object] = ()
+        self._asked_at: float | None = None
+
+    def answer(
+        self, content: dict[str, Any], pulse: Pulse, clock: Callable[[], float]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the answer to a message as plain data and buffers."""
+        if content["ask"] == "feed":
+            return self._news(pulse, clock)
+        trace = pulse.trace
+        if content["ask"] == "at":
+            moment = self._moments.at(trace, int(float(content["t_us"]) * 1e3) + self._origin_ns)
+        else:
+            rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
+            moment = self._moments.beside(trace, rank, seq, by)
+        return {"kind": "moment", "number": content.get("number"), "moment": self._shown(moment)}, []
+
+    def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
+        begin, cpu_begin_s = clock(), time.thread_time()
+        ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
+        self._asked_at = begin
+        trace = pulse.trace
+        new = self._feed.take(trace, FIRST_BYTES if ago is None else int(BYTES_PER_S * ago))
+        if new.restart:
+            self._origin_ns, self._units = _origin_ns(trace), ()
+            self._moments, self._peaks = Moments(), Peaks()
+        about, buffer = pack(new, self._origin_ns)
+        answer = {"kind": "feed", **about, "health": health(pulse), "said": _said(pulse)}
+        if trace.header.units != self._units:
+            self._units = trace.header.units
+            answer["units"] = [unit_name(trace.header, unit.index) for unit in trace.header.units]
+            answer["order"] = _order(trace.header)
+        if new.restart or any(about["counts"].values()):
+            answer["now"] = self._shown(self._moments.at(trace, _last_ns(trace)))
+            answer["peaks"] = [self._shown(self._peaks.of(trace, group[0])) for group in new.groups]
+        answer["spent_ms"] = round((time.thread_time() - cpu_begin_s) * 1e3, 1)  # what the ranks did not get
+        return answer, [buffer]
+
+    def _shown(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        rest = {key: value for key, value in found.items() if key != "t_ns"}
+        return {**rest, "t_us": (found["t_ns"] - self._origin_ns) / 1e3}
+
+
+def dashboard(workbench: Watched) -> Dashboard:
+    """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` takes it away."""
+    return Dashboard(workbench)
+
+
+def health(pulse: Pulse) -> list[dict[str, Any]]:
+    """Return how the ranks are now, alike ones together: ``ranks`` in words, ``state``, and ``where`` they are held."""
+    names = unit_names(pulse.trace.header)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, state in sorted(pulse.states.items()):
+        held = pulse.positions.get(rank, {}).get("held") if state == "held" else None
+        groups.setdefault((state, describe(held, names) if held else ""), []).append(rank)
+    return [
+        {"label": label(ranks), "ranks": ranks, "state": state, "where": where}
+        for (state, where), ranks in groups.items()
+    ]
+
+
+def _said(pulse: Pulse) -> str:
+    """A sentence about what there is to see; empty while ranks train."""
+    if pulse.trace.num_rows:
+        return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
+    if not pulse.running:
+        return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
+    return "Nothing is recorded yet: %fsdp shard MODEL splits a model over the ranks, %fsdp step 40 trains it."
+
+
+def _order(header: Header) -> list[int]:
+    """The units that were not undone, from the top: each root, then its own by name, numbers as numbers."""
+
+    def key(unit: Unit) -> tuple[object, ...]:
+        parts = [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in unit.name.split(".")]
+        return unit.root if unit.root >= 0 else unit.index, unit.index != unit.root, parts
+
+    return [unit.index for unit in sorted((unit for unit in header.units if not unit.retired), key=key)]
+
+
+def _origin_ns(trace: Trace) -> int:
+    return min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)
+
+
+def _last_ns(trace: Trace) -> int:
+    return max((int(r.rows["t_ns"][-1]) for r in trace.ranks if len(r.rows)), default=0)
+
+
+def _about(buttons: Sequence[str]) -> dict[str, Any]:
+    """What the browser has to know from the beginning: names, colours, and the columns of the tables."""
+    return {
+        "buttons": list(buttons),
+        "columns": {table: [list(column) for column in columns] for table, columns in COLUMNS.items()},
+        "tracks": [name for name, _ in TRACKS],
+        "kinds": {int(kind): [theme.label(kind), theme.KIND_COLOURS[kind]] for kind in Kind},
+        "collectives": [int(kind) for kind in COLLECTIVES],
+        "exposed_kind": int(Kind.WAIT),
+        "classes": [[theme.label(category), theme.CATEGORY_COLOURS[category]] for category in Category],
+        "reserved": int(Category.RESERVED),
+        "states": [[theme.label(state), theme.UNIT_STATE_COLOURS[state]] for state in UnitState],
+    }

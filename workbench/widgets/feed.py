@@ -1,0 +1,197 @@
+"""What a live view still has to be told: a growing trace and what the browser knows -> one small increment.
+
+A :class:`Feed` remembers what one browser view was sent. :meth:`Feed.take` returns what is new, thinned out until it
+fits a number of bytes; :mod:`workbench.widgets.packing` turns it into binary columns. Nothing is sent twice: the
+increments of a trace that was taken in any pieces add up to those of the trace taken at once. Where they must be
+thinned out, short spans are merged (their ``count`` says of how many), and of memory and states the extremes and the
+ends are kept.
+
+Words: a *group* is ranks that behave alike, and the first of them is drawn for all; a *track* is a lane of the
+timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds of rank 0's clock. Arrays: ``N`` entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.replay import memory, states
+from workbench.trace import advance
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Category, KeyFrame
+from workbench.widgets.alike import Alike
+from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
+from workbench.widgets.steps import Steps
+
+MAX_RANKS = 8
+"""Ranks with tracks of their own."""
+
+HISTORY_ROWS = 30_000
+"""Rows of each rank that a view is told of when it opens; older ones are left to the static views."""
+
+MEMORY_DTYPE = np.dtype([("group", "u1"), ("t_ns", "<i8"), ("num_bytes", "<i8", (len(Category),))])
+STATE_DTYPE = np.dtype([("group", "u1"), ("state", "u1"), ("unit", "<i2"), ("t_ns", "<i8")])
+
+SPAN_SIZE, MOMENT_SIZE, STATE_SIZE = 25, 9 + 4 * len(Category), 12
+"""Bytes of one entry on the wire."""
+
+_SHARES = {"spans": 0.6, "memory": 0.25, "states": 0.15}  # of an increment's bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Increment:
+    """What is new; arrays are ``[N]``.
+
+    Attributes:
+        restart: forget what was sent before.
+        groups: ranks, alike ones together; ``group`` in the arrays is a position in it.
+        ranks: those with tracks; track ``len(TRACKS) * i + j`` is track ``j`` of ``ranks[i]``.
+        spans: of :data:`~workbench.widgets.spans.SPAN_DTYPE`; each track's in the order they began.
+        open: of the same: what has not ended, instead of what was said to be so before.
+        memory: of MEMORY_DTYPE: live bytes by class from a moment on.
+        states: of STATE_DTYPE: the UnitState of a unit from a moment on.
+        steps: of :data:`~workbench.widgets.steps.LEARNED_DTYPE`: finished steps.
+    """
+
+    restart: bool
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    spans: NDArray[np.void]
+    open: NDArray[np.void]
+    memory: NDArray[np.void]
+    states: NDArray[np.void]
+    steps: NDArray[np.void]
+
+
+class Feed:
+    """What one view of the browser knows of a trace."""
+
+    def __init__(self) -> None:
+        self._job: tuple[object, ...] = ()
+        self._ends: dict[int, int] = {}
+        self._known: dict[int, KeyFrame] = {}
+        self._spans: dict[int, RankSpans] = {}
+        self._alike, self._steps = Alike(), Steps()
+
+    def take(self, trace: Trace, max_bytes: int = 1 << 20) -> Increment:
+        """Return what the view does not know of ``trace``, a later state of the same one or another one.
+
+        Args:
+            trace: what happened so far.
+            max_bytes: about how many bytes the increment may have on the wire, its steps not counted.
+        """
+        restart = not self._continues(trace)
+        if restart:
+            self._forget()
+            self._job = _job(trace)
+        steps = self._steps.take(trace)
+        if self._alike.update(trace):
+            restart = True
+            self._forget_drawn()
+        groups = self._alike.groups
+        ranks = _drawn(groups)
+        fresh = [self._fresh(trace, group[0]) for group in groups]
+        num_units = max(len(trace.header.units), 1)
+        found = Increment(
+            restart=restart,
+            groups=groups,
+            ranks=ranks,
+            spans=thinned(self._take_spans(trace, ranks), int(max_bytes * _SHARES["spans"]) // SPAN_SIZE),
+            open=np.concatenate([np.empty(0, SPAN_DTYPE), *(reader.open for reader in self._spans.values())]),
+            memory=_memory(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE),
+            states=_states(fresh, num_units, int(max_bytes * _SHARES["states"]) // STATE_SIZE),
+            steps=steps,
+        )
+        self._known |= {new.part.rank: advance(new.part.start, new.part.rows) for new in fresh}
+        self._ends = {r.rank: r.end_seq for r in trace.ranks}
+        return found
+
+    def _forget(self) -> None:
+        self._alike, self._steps, self._ends = Alike(), Steps(), {}
+        self._forget_drawn()
+
+    def _forget_drawn(self) -> None:
+        self._known, self._spans = {}, {}
+
+    def _continues(self, trace: Trace) -> bool:
+        """Whether ``trace`` is a later state of what the view knows, without a gap."""
+        places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
+        follow_on = (places[rank][0] <= end <= places[rank][1] for rank, end in self._ends.items() if rank in places)
+        return _job(trace) == self._job and self._ends.keys() <= places.keys() and all(follow_on)
+
+    def _fresh(self, trace: Trace, rank: int) -> _Fresh:
+        rank_trace, before = trace.rank(rank), self._known.get(rank)
+        if before is None:
+            part = rank_trace.cut(rank_trace.end_seq - HISTORY_ROWS, rank_trace.end_seq)
+        else:
+            part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
+        return _Fresh(part=part, offset_ns=offset_ns(trace, rank), is_first=before is None)
+
+    def _take_spans(self, trace: Trace, ranks: Sequence[int]) -> NDArray[np.void]:
+        parts = [np.empty(0, SPAN_DTYPE)]
+        for place, rank in enumerate(ranks):
+            rank_trace = trace.rank(rank)
+            reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - HISTORY_ROWS))
+            parts.append(reader.take(rank_trace, first_track=place * len(TRACKS), offset_ns=offset_ns(trace, rank)))
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fresh:
+    """A rank's rows that the view does not know, with the state before them; ``is_first`` if it knows none."""
+
+    part: RankTrace
+    offset_ns: int
+    is_first: bool
+
+
+def offset_ns(trace: Trace, rank: int) -> int:
+    """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
+    return next((info.clock_offset_ns for info in trace.header.ranks if info.rank == rank), 0)
+
+
+def _job(trace: Trace) -> tuple[object, ...]:
+    """What another training job does not have in common with this one."""
+    return tuple((info.rank, info.host, info.pid) for info in trace.header.ranks)
+
+
+def _drawn(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks with tracks: one of each group first, then the others, lowest first."""
+    order = [*(group[0] for group in groups), *sorted(rank for group in groups for rank in group[1:])]
+    return tuple(sorted(order[:MAX_RANKS]))
+
+
+def _memory(fresh: Sequence[_Fresh], limit: int) -> NDArray[np.void]:
+    parts = [np.empty(0, MEMORY_DTYPE)]
+    for group, new in enumerate(fresh):
+        series = memory.series(new.part, max(limit // len(fresh), 4))
+        begin = 0 if new.is_first else 1  # else the state before is known
+        part = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
+        part["group"], part["num_bytes"] = group, series.num_bytes[begin:]
+        part["t_ns"] = series.t_ns[begin:] - new.offset_ns
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _states(fresh: Sequence[_Fresh], num_units: int, limit: int) -> NDArray[np.void]:
+    parts = [np.empty(0, STATE_DTYPE)]
+    for group, new in enumerate(fresh):
+        found = states.spans(new.part, range(num_units) if new.is_first else ())
+        kept = found.begin_seq >= (new.part.start.seq - 1 if new.is_first else new.part.start.seq)
+        part = np.empty(int(kept.sum()), STATE_DTYPE)
+        part["group"], part["unit"], part["state"] = group, found.unit[kept], found.state[kept]
+        part["t_ns"] = found.begin_ns[kept] - new.offset_ns
+        parts.append(_last_of_bins(part, max(limit // (num_units * len(fresh)), 1)))
+    return np.concatenate(parts)
+
+
+def _last_of_bins(found: NDArray[np.void], num_bins: int) -> NDArray[np.void]:
+    """Of each unit, if there are more than ``num_bins`` entries a unit, the last one in each equal bin of time."""
+    if not len(found) or len(found) <= num_bins * len(np.unique(found["unit"])):
+        return found
+    ran = found["t_ns"] - found["t_ns"].min()
+    bins = ran * num_bins // (ran.max() + 1) + num_bins * found["unit"].astype(np.int64)
+    return found[np.flatnonzero(np.append(bins[1:] != bins[:-1], True))]

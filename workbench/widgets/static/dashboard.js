@@ -1,0 +1,610 @@
+// The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
+// cursor it asks for as well. Text from the kernel (names of units, ranks, metrics) becomes text, never HTML.
+// `createTimeline` comes from timeline.js, the panels from panels.js: Python puts the three together.
+
+const ASK_EVERY_MS = 130; // a little less than eight times a second
+const ASK_AT_LEAST_MS = 1000;
+const LEISURE = 8; // the kernel may work for one part in this many of the time
+const SILENT_MS = 2500; // without an answer, that is said
+const ASK_AGAIN_MS = 6000;
+const STEPS_IN_VIEW = 2.4; // that a running view shows
+const MOST_WITH_GATES = 4; // times that, where ranks were held in between
+const MAX_UNITS = 200;
+const GATE = 16; // the kind of what happens to a held rank
+
+const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
+
+/** The tables of an increment: `{table: {column: typed array}}`. */
+function unpack(columns, counts, numClasses, data) {
+  const buffer = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // aligned
+  const tables = {};
+  let at = 0;
+  for (const [table, wanted] of Object.entries(columns)) {
+    tables[table] = {};
+    for (const [name, code] of wanted) {
+      const length = counts[table] * (table === "memory" && name === "bytes" ? numClasses : 1);
+      tables[table][name] = new TYPES[code](buffer, at, length);
+      at += Math.ceil(tables[table][name].byteLength / 8) * 8;
+    }
+  }
+  return tables;
+}
+
+/** An element with classes and plain text. */
+function make(tag, className = "", text = "") {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.textContent = text;
+  return element;
+}
+
+/** Give `element` these children, if they say anything else than those it has: else a pressed button would vanish. */
+function refill(element, key, children) {
+  const now = JSON.stringify(key);
+  if (element.dataset.shown === now) return;
+  element.dataset.shown = now;
+  element.replaceChildren(...children());
+}
+
+class DashboardView {
+  constructor(model, root) {
+    Object.assign(this, { model, root, about: model.get("about") });
+    this.id = Math.random().toString(36).slice(2);
+    Object.assign(this, { isLive: true, cursor: null, moment: null, now: null, health: [], units: [], groups: [] });
+    Object.assign(this, { peaks: [], end: 0, isAsking: false, askedAt: 0, answeredAt: performance.now(), isSeen: true });
+    Object.assign(this, { wanted: null, isWaiting: false, number: 0, timer: 0, frame: 0, said: "", view: "" });
+    this.build();
+    this.listen();
+    this.begin();
+    this.tick();
+  }
+
+  // -- the page
+
+  build() {
+    const { root } = this;
+    root.classList.add("fw-dashboard");
+    root.tabIndex = 0;
+    root.dataset.lmSuppressShortcuts = "true"; // arrow keys are the dashboard's while it has the focus
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", "Live dashboard. Left and right arrow keys: event by event. L: live.");
+    const head = make("div", "fw-head");
+    this.when = make("span", "fw-when");
+    this.event = make("span", "fw-event");
+    head.append(this.when, this.event, this.buildButtons());
+    this.sentence = make("div", "fw-said");
+    this.sentence.setAttribute("role", "status");
+    root.append(head, this.sentence, this.buildCards());
+    this.body = make("div");
+    root.append(this.body);
+    this.buildPanels();
+  }
+
+  buildButtons() {
+    const row = make("div", "fw-buttons");
+    this.buttons = {};
+    for (const word of this.about.buttons) {
+      const button = (this.buttons[word] = make("button", `fw-${word}`, word));
+      button.onclick = () => this.press(word);
+      button.disabled = true;
+      row.append(button);
+    }
+    this.live = make("button", "fw-live", "live");
+    this.live.onclick = () => this.follow();
+    row.append(this.live);
+    return row;
+  }
+
+  buildCards() {
+    const cards = make("div", "fw-cards");
+    const card = (title) => {
+      const box = make("div", "fw-card");
+      box.append(make("h4", "", title));
+      cards.append(box);
+      return box;
+    };
+    this.ranks = make("div", "fw-ranks");
+    card("ranks").append(this.ranks);
+    this.lines = [["loss", "loss", 0], ["step time", "ms", 1]].map(([title, value, place]) => {
+      const box = card(title), number = make("div", "fw-number", "\u2013");
+      box.append(number);
+      return { value, number, place, sheet: new Sheet(box, "", drawLine) };
+    });
+    return cards;
+  }
+
+  buildPanels() {
+    const panel = (title) => {
+      const box = make("div", "fw-panel"), heading = make("h4", "", title), note = make("span", "fw-note");
+      heading.append(note);
+      box.append(heading);
+      this.body.append(box);
+      return [box, note];
+    };
+    const [memory, memoryNote] = panel("memory in use, by class");
+    const [states, statesNote] = panel("units");
+    const [timeline, timelineNote] = panel("timeline");
+    Object.assign(this, { memoryNote, statesNote, timelineNote });
+    this.memorySheet = new Sheet(memory, "fw-scrub fw-memory", drawMemory);
+    this.memoryLegend = make("div", "fw-legend");
+    memory.append(this.memoryLegend);
+    this.statesSheet = new Sheet(states, "fw-scrub fw-states", drawStates);
+    this.statesLegend = make("div", "fw-legend");
+    states.append(this.statesLegend);
+    this.timelineBox = make("div", "fw-timeline");
+    timeline.append(this.timelineBox);
+    timelineNote.textContent = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
+    refill(this.statesLegend, 1, () => this.about.states.map(([word, colour]) => swatch(word, colour)));
+  }
+
+  begin() {
+    this.timeline?.destroy();
+    this.timelineBox.replaceChildren();
+    const canvas = document.createElement("canvas");
+    this.timelineBox.append(canvas);
+    const { kinds, exposed_kind: exposedKind, collectives } = this.about;
+    const names = Object.fromEntries(Object.entries(kinds).map(([kind, [name]]) => [kind, name]));
+    this.timeline = createTimeline(canvas, { names, exposedKind, collectives, onFollow: (on) => on || this.hold() });
+    this.timeline.setPalette(Object.fromEntries(Object.entries(kinds).map(([kind, [, colour]]) => [kind, colour])));
+    this.timeline.onCursor((us) => us !== null && this.putCursor(us, { isOwn: true }));
+    this.timeline.setUnits(this.units);
+    if (this.isLive) this.timeline.follow(true);
+    this.memory = [];
+    this.states = [];
+    this.gates = [];
+    this.openTracks = [];
+    this.steps ??= new Series({ t: [Float64Array, 1], step: [Int32Array, 1], loss: [Float32Array, 1], ms: [Float32Array, 1] });
+    this.numTracks = 0;
+    this.end = 0;
+  }
+
+  listen() {
+    this.ender = new AbortController();
+    const options = { signal: this.ender.signal };
+    this.onMessage = (content, buffers) => content.view === this.id && this.take(content, buffers);
+    this.model.on("msg:custom", this.onMessage);
+    this.root.addEventListener("keydown", (event) => this.key(event), { ...options, capture: true });
+    for (const { canvas } of [this.memorySheet, this.statesSheet]) this.listenToScrubs(canvas, options);
+    document.addEventListener("visibilitychange", () => this.tick(), options);
+    this.seen = new IntersectionObserver((entries) => {
+      this.isSeen = entries.at(-1).isIntersecting;
+      this.tick();
+    });
+    this.seen.observe(this.root);
+    this.sized = new ResizeObserver(() => this.draw());
+    this.sized.observe(this.root);
+    this.themed = new MutationObserver(() => this.draw());
+    this.themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(), options);
+  }
+
+  listenToScrubs(canvas, options) {
+    const put = (event) => {
+      const { plot, view } = this.timeline.stats();
+      const axis = new Axis(plot, view);
+      const x = event.clientX - canvas.getBoundingClientRect().left;
+      this.putCursor(Math.min(Math.max(axis.t(Math.max(x, axis.left)), 0), this.end));
+    };
+    canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      canvas.setPointerCapture(event.pointerId);
+      put(event);
+    }, options);
+    canvas.addEventListener("pointermove", (event) => canvas.hasPointerCapture(event.pointerId) && put(event), options);
+  }
+
+  destroy() {
+    this.isGone = true;
+    clearTimeout(this.timer);
+    cancelAnimationFrame(this.frame);
+    this.model.off("msg:custom", this.onMessage);
+    this.ender.abort();
+    for (const observer of [this.seen, this.sized, this.themed]) observer.disconnect();
+    this.timeline.destroy();
+    this.model.send({ view: this.id, ask: "bye" });
+  }
+
+  // -- asking
+
+  send(content) {
+    this.model.send({ view: this.id, ...content });
+  }
+
+  /** Ask for what is new, if it is time and somebody looks; come back when it is time again. */
+  tick() {
+    clearTimeout(this.timer);
+    if (this.isGone || document.hidden || !this.isSeen) return;
+    const now = performance.now(), isLost = this.isAsking && now - this.askedAt > ASK_AGAIN_MS;
+    if ((!this.isAsking && now >= (this.nextAt ?? 0)) || isLost) {
+      Object.assign(this, { isAsking: true, askedAt: now });
+      this.send({ ask: "feed" });
+    }
+    if (now - this.answeredAt > SILENT_MS) this.say();
+    this.timer = setTimeout(() => this.tick(), this.isAsking ? 500 : Math.max(this.nextAt - now, 10));
+  }
+
+  take(content, buffers) {
+    this.answeredAt = performance.now();
+    if (content.kind === "feed") this.takeNews(content, buffers[0]);
+    else if (content.kind === "moment") this.takeMoment(content);
+    else if (content.kind === "said") this.takeSaid(content);
+    this.draw();
+  }
+
+  takeNews(news, data) {
+    this.isAsking = false;
+    this.nextAt = this.askedAt + Math.min(Math.max(ASK_EVERY_MS, LEISURE * news.spent_ms), ASK_AT_LEAST_MS);
+    if (news.restart) {
+      this.begin();
+      if (!this.isLive) this.follow();
+    }
+    if (news.units) {
+      Object.assign(this, { units: news.units, order: news.order });
+      this.timeline.setUnits(this.units);
+    }
+    Object.assign(this, { health: news.health, told: news.said, groups: news.groups });
+    if (news.now) this.now = news.now;
+    if (news.peaks) this.peaks = news.peaks;
+    const tables = unpack(this.about.columns, news.counts, this.about.classes.length, data);
+    this.takeTracks(news.tracks);
+    this.takeSpans(tables.spans);
+    this.takeMemory(tables.memory);
+    this.takeStates(tables.states);
+    for (let k = 0; k < news.counts.steps; k++) {
+      this.steps.push({ t: tables.steps.t[k], step: tables.steps.step[k], loss: tables.steps.loss[k], ms: tables.steps.ms[k] });
+    }
+    this.end = Math.max(this.end, this.now?.t_us ?? 0);
+    this.takeOpen(news.open);
+    if (this.isLive) this.showLatest();
+    this.tick();
+  }
+
+  takeTracks(ranks) {
+    if (this.numTracks === ranks.length) return;
+    this.numTracks = ranks.length;
+    this.timeline.setTracks(ranks.flatMap((rank) => this.about.tracks.map((name) => ({ name, rank }))));
+  }
+
+  takeSpans(spans) {
+    spans.kind.forEach((kind, k) => {
+      if (kind === GATE && spans.track[k] === 0) this.gates.push([spans.start[k], spans.start[k] + spans.duration[k]]);
+    });
+    const tracks = new Map();
+    spans.track.forEach((track, k) => tracks.has(track) ? tracks.get(track).push(k) : tracks.set(track, [k]));
+    for (const [track, places] of tracks) {
+      const pick = (Type, value) => Type.from(places, value);
+      this.timeline.append(track, {
+        start: pick(Float64Array, (k) => spans.start[k]),
+        end: pick(Float64Array, (k) => spans.start[k] + spans.duration[k]),
+        bytes: pick(Float64Array, (k) => spans.bytes[k]),
+        arrowFrom: pick(Float64Array, (k) => spans.start[k] - spans.before[k]),
+        unit: pick(Int16Array, (k) => spans.unit[k]),
+        kind: pick(Uint8Array, (k) => spans.kind[k]),
+        exposed: pick(Uint8Array, (k) => spans.exposed[k]),
+      });
+    }
+  }
+
+  /** What has begun and not ended: of a hang, what hangs. */
+  takeOpen(open) {
+    const byTrack = new Map(this.openTracks?.map((track) => [track, []]));
+    for (const entry of open) byTrack.set(entry[0], [...(byTrack.get(entry[0]) ?? []), entry]);
+    for (const [track, entries] of byTrack) {
+      this.timeline.setOpen(track, {
+        start: Float64Array.from(entries, (entry) => entry[3]),
+        end: Float64Array.from(entries, (entry) => Math.max(this.end, entry[3])),
+        kind: Uint8Array.from(entries, (entry) => entry[1]),
+        unit: Int16Array.from(entries, (entry) => entry[2]),
+        bytes: Float64Array.from(entries, (entry) => entry[4]),
+        exposed: new Uint8Array(entries.length),
+        arrowFrom: new Float64Array(entries.length).fill(NaN),
+      });
+    }
+    this.openTracks = open.map(([track]) => track);
+  }
+
+  takeMemory({ t, bytes, group }) {
+    const width = this.about.classes.length;
+    t.forEach((when, k) => {
+      this.memory[group[k]] ??= new Series({ t: [Float64Array, 1], bytes: [Float32Array, width] });
+      this.memory[group[k]].push({ t: when, bytes: bytes.subarray(k * width, (k + 1) * width) });
+    });
+  }
+
+  takeStates({ t, unit, group, state }) {
+    t.forEach((when, k) => {
+      const units = (this.states[group[k]] ??= []);
+      units[unit[k]] ??= new Series({ t: [Float64Array, 1], state: [Uint8Array, 1] });
+      units[unit[k]].push({ t: when, state: state[k] });
+    });
+  }
+
+  takeMoment({ number, moment }) {
+    if (number !== this.number) return; // the cursor has moved on
+    this.isWaiting = false;
+    if (moment && !this.isLive) {
+      this.moment = moment;
+      if (!this.wanted && this.moves) this.showCursor(moment.t_us);
+    }
+    this.askMoment();
+  }
+
+  takeSaid({ text }) {
+    this.said = text;
+    this.sayUntil = performance.now() + 8000;
+    this.say();
+  }
+
+  press(word) {
+    this.said = `${word} \u2026`;
+    this.sayUntil = performance.now() + 8000;
+    this.send({ ask: "do", word });
+    this.draw();
+  }
+
+  // -- the cursor
+
+  /** The person points at a time: the view holds, and every panel shows the ranks then. */
+  putCursor(us, { isOwn = false } = {}) {
+    this.hold(us);
+    this.cursor = us;
+    if (!isOwn) this.timeline.setCursor(us);
+    this.moves = false;
+    this.want({ ask: "at", t_us: us });
+    this.draw();
+  }
+
+  step(by) {
+    const from = this.moment ?? this.now;
+    if (!from) return;
+    this.hold(from.t_us);
+    this.moves = true;
+    const { rank, seq } = this.moment ?? this.now;
+    this.want({ ask: "beside", rank, seq, by });
+  }
+
+  /** Show the cursor at an event that the kernel has named, and bring it into view. */
+  showCursor(us) {
+    this.cursor = us;
+    this.timeline.setCursor(us);
+    const [t0, t1] = this.timeline.stats().view;
+    if (us < t0 || us > t1) this.timeline.setView(us - (t1 - t0) / 2, us + (t1 - t0) / 2);
+  }
+
+  /** One question at a time; of those that come meanwhile the last one counts. */
+  want(question) {
+    this.wanted = question;
+    if (!this.isWaiting || performance.now() - this.momentAt > ASK_AGAIN_MS) {
+      this.isWaiting = false;
+      this.askMoment();
+    }
+  }
+
+  askMoment() {
+    if (this.isWaiting || !this.wanted) return;
+    this.isWaiting = true;
+    this.momentAt = performance.now();
+    this.send({ ...this.wanted, number: (this.number += 1) });
+    this.wanted = null;
+  }
+
+  hold(us = null) {
+    if (!this.isLive) return;
+    this.isLive = false;
+    this.timeline.follow(false);
+    if (us === null) this.putCursor(this.now?.t_us ?? this.end);
+    this.draw();
+  }
+
+  follow() {
+    Object.assign(this, { isLive: true, cursor: null, moment: null, wanted: null, isWaiting: false });
+    this.number += 1;
+    this.timeline.setCursor(null);
+    this.timeline.follow(true);
+    this.showLatest();
+    this.draw();
+  }
+
+  /** A running view shows the last few steps. */
+  showLatest() {
+    const count = this.steps.length;
+    if (!count || !this.end) return;
+    const lasted = Array.from(this.steps.ms.slice(Math.max(count - 5, 0), count)).sort((a, b) => a - b);
+    const wanted = STEPS_IN_VIEW * 1000 * lasted[lasted.length >> 1];
+    const span = Math.min(this.withGates(wanted), 1.02 * this.end);
+    this.timeline.setView(this.end - span, this.end + 0.01 * span);
+  }
+
+  /** How far back to look to see `wanted` microseconds of work: time that the first rank was held is none. */
+  withGates(wanted) {
+    let from = this.end - wanted;
+    for (let k = this.gates.length - 1; k >= 0 && this.gates[k][1] > from; k--) {
+      from -= this.gates[k][1] - Math.max(this.gates[k][0], from);
+      if (this.end - from > MOST_WITH_GATES * wanted) return MOST_WITH_GATES * wanted;
+    }
+    return this.end - from;
+  }
+
+  key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const actions = { ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1), l: () => this.follow() };
+    if (!actions[event.key]) return;
+    event.preventDefault();
+    event.stopPropagation(); // neither the timeline's nor the notebook's
+    actions[event.key]();
+  }
+
+  // -- drawing
+
+  draw() {
+    if (this.frame || this.isGone) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      this.picture();
+    });
+  }
+
+  picture() {
+    const { root, timeline } = this, stats = timeline.stats();
+    const light = document.body.dataset.jpThemeLight;
+    const isDark = light === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : light === "false";
+    root.classList.toggle("fw-dark", isDark);
+    const style = getComputedStyle(root), css = (name) => style.getPropertyValue(`--fw-${name}`).trim();
+    const skin = Object.fromEntries(["page", "ink", "soft", "row", "grid", "accent", "peak"].map((name) => [name, css(name)]));
+    const axis = new Axis(stats.plot, stats.view), at = this.isLive ? this.now : this.moment ?? this.now;
+    const isEmpty = !this.now;
+    this.body.style.display = isEmpty ? "none" : "";
+    this.drawHead(at);
+    this.drawRanks(at);
+    this.drawNumbers(at, skin);
+    this.say();
+    if (isEmpty) return;
+    this.drawMemoryPanel(at, axis, skin);
+    this.drawStatesPanel(at, axis, skin);
+    this.followTimeline(stats);
+  }
+
+  /** The timeline moves by itself when it is dragged: the panels above go along. */
+  followTimeline({ view }) {
+    const now = view.join();
+    if (this.view === now) return;
+    this.view = now;
+    this.draw();
+  }
+
+  drawHead(at) {
+    const step = at && at.step >= 0 ? `step ${at.step}` : "";
+    const when = at ? timeInWords(at.t_us) : "";
+    this.when.textContent = [step, when].filter(Boolean).join(" \u00b7 ");
+    this.event.textContent = at?.event ?? "";
+    this.event.title = at?.event ?? "";
+    this.live.setAttribute("aria-pressed", String(this.isLive));
+    this.live.textContent = this.isLive ? "\u25cf live" : "\u25cb live";
+    const states = new Set(this.health.map(({ state }) => state));
+    const works = states.has("running") || states.has("waiting"), isHeld = states.has("held");
+    const can = { pause: works && !isHeld, next: isHeld, continue: isHeld, abort: works || isHeld };
+    for (const [word, button] of Object.entries(this.buttons)) button.disabled = !can[word];
+  }
+
+  say() {
+    const isSilent = performance.now() - this.answeredAt > SILENT_MS;
+    const said = performance.now() < (this.sayUntil ?? 0) ? this.said : "";
+    const text = isSilent ? "The kernel does not answer; it may be busy with a cell, or gone." : said || this.told || "";
+    if (this.sentence.textContent !== text) this.sentence.textContent = text;
+  }
+
+  drawRanks(at) {
+    const rows = this.health.map(({ label, state, where }) => [state, label, where ? `held ${where}` : state]);
+    const doing = (at?.ranks ?? []).map(({ label, doing: what }) => ["", label, what]);
+    const isOne = this.isLive && rows.length === 1 && doing.length && !this.health[0].where && rows[0][0] !== "idle";
+    const shown = isOne ? doing.map(([, label, what]) => [rows[0][0], label, `${rows[0][0]} \u00b7 ${what}`])
+      : this.isLive ? rows : [...rows, ...doing.map(([state, label, what]) => [state, label, what])];
+    refill(this.ranks, shown, () => shown.map(([state, label, text]) => {
+      const row = make("div", "fw-rank"), dot = make("span", `fw-dot fw-${state ? state.replace(" ", "-") : "then"}`);
+      const said = make("span", "fw-doing", text);
+      said.title = text;
+      row.append(dot, make("span", "", label), said);
+      return row;
+    }));
+  }
+
+  drawNumbers(at, skin) {
+    const { steps } = this;
+    const step = this.isLive || !at ? null : at.step >= 0 ? at.step : this.stepBefore(at.t_us);
+    const here = step === null ? steps.length - 1 : steps.last("step", step);
+    for (const { value, number, sheet } of this.lines) {
+      const found = here >= 0 ? steps[value][here] : NaN;
+      const text = Number.isFinite(found) ? (value === "ms" ? timeInWords(found * 1000) : found.toPrecision(4)) : "\u2013";
+      if (number.textContent !== text) number.textContent = text;
+      const colour = value === "loss" ? this.about.states[0][1] : this.about.kinds[3][1];
+      sheet.paint(40, { steps, value, colour, at: step, skin });
+    }
+  }
+
+  stepBefore(us) {
+    const place = this.steps.last("t", us);
+    return place < 0 ? -1 : this.steps.step[place];
+  }
+
+  drawMemoryPanel(at, axis, skin) {
+    const { classes, reserved } = this.about, { cursor, end } = this;
+    const groups = this.groups
+      .map((ranks, place) => ({ label: inWords(ranks), series: this.memory[place], peak: this.peaks[place] }))
+      .filter(({ series }) => series);
+    const count = Math.min(groups.length, MAX_AREAS);
+    const height = Math.max(count, 1) * MEMORY_HEIGHTS[count > 1 ? 1 : 0];
+    this.memorySheet.paint(height, { groups, axis, classes, reserved, cursor, skin, end });
+    this.drawPeakNote(groups);
+    const rank = at?.ranks[0];
+    const held = rank ? rank.bytes.map((bytes, place) => [...classes[place], bytes]).filter(([, , bytes]) => bytes > 0) : [];
+    refill(this.memoryLegend, [held, rank?.label], () => [
+      ...(rank ? [swatch(`${rank.label}: in use`, "", bytesInWords(rank.in_use))] : []),
+      ...held.map(([word, colour, bytes]) => swatch(word, colour, bytesInWords(bytes))),
+    ]);
+  }
+
+  drawPeakNote(groups) {
+    const top = groups.reduce((best, group) => (group.peak?.num_bytes > (best?.peak.num_bytes ?? 0) ? group : best), null);
+    const more = groups.length > MAX_AREAS ? ` \u00b7 and ${groups.length - MAX_AREAS} more groups of ranks` : "";
+    refill(this.memoryNote, [top?.peak, more], () => {
+      if (!top) return [];
+      const step = top.peak.step >= 0 ? `, step ${top.peak.step}` : "";
+      const button = make("button", "fw-peak", `peak ${bytesInWords(top.peak.num_bytes)}${step}`);
+      button.title = "go there";
+      button.onclick = () => {
+        this.putCursor(top.peak.t_us);
+        this.showCursor(top.peak.t_us);
+      };
+      return [button, document.createTextNode(` \u00b7 ${top.peak.text}${more}`)];
+    });
+  }
+
+  drawStatesPanel(at, axis, skin) {
+    const found = this.states[0] ?? [];
+    const told = at?.ranks[0]?.units ?? [];
+    const shown = (this.order ?? []).filter((unit) => found[unit]).slice(0, MAX_UNITS);
+    const units = shown.map((unit) => ({ name: this.units[unit], series: found[unit] }));
+    const now = shown.map((unit) => told[unit]);
+    const colours = this.about.states, { cursor, end } = this;
+    this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, colours, now, cursor, skin, end });
+    const note = this.groups.length > 1 ? `${inWords(this.groups[0])} shown` : this.groups.length ? `${inWords(this.groups[0])}${this.groups[0].length > 1 ? " alike" : ""}` : "";
+    if (this.statesNote.textContent !== note) this.statesNote.textContent = note;
+  }
+}
+
+/** A coloured square, a word, and a number. */
+function swatch(word, colour, number = "") {
+  const entry = make("span");
+  if (colour) {
+    const square = make("i");
+    square.style.background = colour;
+    entry.append(square);
+  }
+  entry.append(word);
+  if (number) entry.append(" ", make("b", "", number));
+  return entry;
+}
+
+/** `[0, 1, 2, 5]` -> `ranks 0-2, 5`. */
+function inWords(ranks) {
+  const runs = [];
+  for (const rank of ranks) {
+    if (runs.length && runs.at(-1)[1] === rank - 1) runs.at(-1)[1] = rank;
+    else runs.push([rank, rank]);
+  }
+  const said = runs.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
+  return `rank${ranks.length > 1 ? "s" : ""} ${said}`;
+}
+
+function render({ model, el }) {
+  const root = document.createElement("div");
+  el.append(root);
+  const view = new DashboardView(model, root);
+  root.dashboard = view; // for whoever looks into the page
+  return () => {
+    view.destroy();
+    root.remove();
+  };
+}
+
+export default { render };

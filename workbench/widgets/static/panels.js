@@ -1,0 +1,311 @@
+// What the dashboard draws besides the timeline: memory by class, states of units, and a number per training step.
+//
+// Times are microseconds from the view's origin. Every panel draws the part of time that the timeline shows, between
+// the same two lines of pixels, so that all share one axis and one cursor. A *series* is columns that grow.
+
+const LABEL_FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
+const MAX_POINTS = 60000; // of one series; of more the older half is forgotten
+
+/** Columns that grow; `width` numbers of a column stand for one entry. */
+class Series {
+  constructor(columns) {
+    this.columns = columns; // name -> [typed array, width]
+    this.length = 0;
+    for (const [name, [Type, width]] of Object.entries(columns)) this[name] = new Type(64 * width);
+  }
+
+  push(entry) {
+    if (this.length === MAX_POINTS) this.forget();
+    for (const [name, [Type, width]] of Object.entries(this.columns)) {
+      if ((this.length + 1) * width > this[name].length) {
+        const grown = new Type(2 * this[name].length);
+        grown.set(this[name]);
+        this[name] = grown;
+      }
+      if (width === 1) this[name][this.length] = entry[name];
+      else this[name].set(entry[name], this.length * width);
+    }
+    this.length += 1;
+  }
+
+  forget() {
+    const half = this.length >> 1;
+    for (const [name, [, width]] of Object.entries(this.columns)) this[name].copyWithin(0, half * width);
+    this.length -= half;
+  }
+
+  /** Position of the last entry whose `column` is at most `value`; -1 if there is none. */
+  last(column, value) {
+    const values = this[column];
+    let low = 0, high = this.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (values[middle] <= value) low = middle + 1;
+      else high = middle;
+    }
+    return low - 1;
+  }
+}
+
+// -- numbers, as the other views write them
+
+function digits3(number) {
+  const size = Math.abs(number);
+  return number.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0);
+}
+
+function bytesInWords(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = 0;
+  while (bytes >= 1024 ** (power + 1) && power < units.length - 1) power += 1;
+  return power ? `${digits3(bytes / 1024 ** power)} ${units[power]}` : `${bytes.toFixed(0)} B`;
+}
+
+function timeInWords(us) {
+  const size = Math.abs(us);
+  const [divisor, unit] = size >= 1e6 ? [1e6, "s"] : size >= 1e3 ? [1e3, "ms"] : [1, "\u00b5s"];
+  return `${digits3(us / divisor)} ${unit}`;
+}
+
+function shortened(text, width) {
+  if (text.length <= width) return text;
+  const head = Math.floor(((width - 1) * 2) / 5);
+  return `${text.slice(0, head)}\u2026${text.slice(head + 1 - width)}`;
+}
+
+// -- a canvas
+
+/** A canvas that is as wide as its parent, sharp on any screen, and drawn at most once a frame. */
+class Sheet {
+  constructor(parent, className, draw) {
+    this.canvas = document.createElement("canvas");
+    this.canvas.className = className;
+    parent.append(this.canvas);
+    this.ctx = this.canvas.getContext("2d");
+    this.draw = draw;
+    this.height = 0;
+  }
+
+  /** Clear it and draw it, `height` pixels high. */
+  paint(height, ...rest) {
+    const width = this.canvas.parentElement.clientWidth;
+    if (!width) return;
+    const ratio = window.devicePixelRatio || 1;
+    const size = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.canvas.width !== size[0] || this.canvas.height !== size[1]) {
+      [this.canvas.width, this.canvas.height] = size;
+      this.canvas.style.height = `${height}px`;
+    }
+    this.ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.ctx.clearRect(0, 0, width, height);
+    this.ctx.font = LABEL_FONT;
+    this.draw(this.ctx, width, height, ...rest);
+  }
+}
+
+/** The part of a canvas on which time runs: the timeline's plot, and what it shows. */
+class Axis {
+  constructor(plot, view) {
+    this.left = plot.left;
+    this.width = plot.width;
+    [this.t0, this.t1] = view;
+  }
+
+  x(t) {
+    return this.left + ((t - this.t0) / (this.t1 - this.t0)) * this.width;
+  }
+
+  t(x) {
+    return this.t0 + ((x - this.left) / this.width) * (this.t1 - this.t0);
+  }
+}
+
+function drawCursorLine(ctx, axis, cursor, height, skin) {
+  if (cursor === null || cursor < axis.t0 || cursor > axis.t1) return;
+  ctx.fillStyle = skin.accent;
+  ctx.fillRect(Math.round(axis.x(cursor)) - 0.5, 0, 1.5, height);
+}
+
+// -- memory
+
+const MEMORY_HEIGHTS = [132, 84];
+const MAX_AREAS = 4; // groups of ranks that are drawn
+
+/** Of each pixel the moment with most bytes: `[pixels + 1][classes]`, and the total in use. */
+function memoryColumns(series, axis, numClasses, reserved) {
+  const pixels = Math.ceil(axis.width);
+  const columns = new Float64Array((pixels + 1) * numClasses), totals = new Float64Array(pixels + 1).fill(-1);
+  let k = Math.max(series.last("t", axis.t0), 0), filled = -1;
+  for (; k < series.length && series.t[k] <= axis.t1; k++) {
+    const from = Math.max(Math.floor(axis.x(series.t[k]) - axis.left), 0);
+    const until = k + 1 < series.length ? Math.floor(axis.x(series.t[k + 1]) - axis.left) : pixels;
+    const bytes = series.bytes.subarray(k * numClasses, (k + 1) * numClasses);
+    const total = bytes.reduce((sum, part) => sum + part, 0) - bytes[reserved];
+    for (let x = Math.min(from, pixels); x <= Math.min(until, pixels); x++) {
+      if (x <= filled && totals[x] >= total) continue;
+      columns.set(bytes, x * numClasses);
+      totals[x] = total;
+    }
+    filled = Math.max(filled, Math.min(until, pixels));
+  }
+  return { columns, totals, pixels };
+}
+
+function drawMemory(ctx, width, height, { groups, axis, classes, reserved, cursor, skin, end }) {
+  const shown = groups.slice(0, MAX_AREAS), each = height / Math.max(shown.length, 1);
+  const found = shown.map((group) => memoryColumns(group.series, axis, classes.length, reserved));
+  const top = 1.12 * Math.max(1, ...found.map(({ columns, totals }) => highest(columns, totals, classes.length, reserved)));
+  const last = Math.min(axis.x(end), width);
+  shown.forEach((group, place) => {
+    const base = (place + 1) * each - 6, room = each - 12;
+    ctx.fillStyle = skin.row;
+    ctx.fillRect(axis.left, base - room, axis.width, room);
+    drawAreas(ctx, found[place], { axis, base, scale: room / top, classes, reserved, last, skin });
+    drawMemoryScale(ctx, axis, base, room, top, skin);
+    drawMemoryLabel(ctx, group, base - room, axis.left, skin);
+    if (group.peak) drawPeak(ctx, group.peak, { axis, base, scale: room / top, skin, width });
+  });
+  drawCursorLine(ctx, axis, cursor, height, skin);
+}
+
+function highest(columns, totals, numClasses, reserved) {
+  let most = 0;
+  totals.forEach((total, x) => {
+    if (total >= 0) most = Math.max(most, total + columns[x * numClasses + reserved]);
+  });
+  return most;
+}
+
+function drawAreas(ctx, { columns, totals, pixels }, { axis, base, scale, classes, reserved, last, skin }) {
+  const below = new Float64Array(pixels + 1);
+  const until = Math.min(pixels, Math.floor(last - axis.left));
+  classes.forEach(([, colour], index) => {
+    ctx.fillStyle = colour;
+    ctx.globalAlpha = index === reserved ? 0.3 : 1;
+    for (let x = 0; x < until; x++) {
+      const bytes = totals[x] < 0 ? 0 : columns[x * classes.length + index];
+      if (bytes <= 0) continue;
+      let run = x + 1; // equal neighbours become one rectangle
+      while (run < until && columns[run * classes.length + index] === bytes && below[run] === below[x] && totals[run] >= 0) run++;
+      ctx.fillRect(axis.left + x, base - (below[x] + bytes) * scale, run - x, bytes * scale);
+      for (; x < run; x++) below[x] += bytes;
+      x -= 1;
+    }
+  });
+  ctx.globalAlpha = 1;
+  ctx.fillStyle = skin.ink;
+  for (let x = 0; x < until; x++) {
+    if (totals[x] < 0) continue;
+    const y = base - totals[x] * scale, next = x + 1 < until && totals[x + 1] >= 0 ? base - totals[x + 1] * scale : y;
+    ctx.fillRect(axis.left + x, Math.min(y, next), 1, Math.max(Math.abs(next - y), 1));
+  }
+}
+
+function drawMemoryScale(ctx, axis, base, room, top, skin) {
+  const most = top / 1.12;
+  ctx.textAlign = "right";
+  ctx.textBaseline = "middle";
+  [0, 0.5, 1].forEach((share) => {
+    const y = base - (room / 1.12) * share;
+    ctx.fillStyle = skin.grid;
+    ctx.fillRect(axis.left, Math.round(y), axis.width, 1);
+    ctx.fillStyle = skin.soft;
+    if (room > 70 || share !== 0.5) ctx.fillText(bytesInWords(most * share), axis.left - 8, y);
+  });
+}
+
+function drawMemoryLabel(ctx, group, y, left, skin) {
+  ctx.textAlign = "left";
+  ctx.textBaseline = "top";
+  ctx.fillStyle = skin.ink;
+  ctx.fillText(shortened(group.label, left > 120 ? 13 : 5), 2, y);
+}
+
+function drawPeak(ctx, peak, { axis, base, scale, skin, width }) {
+  const x = axis.x(peak.t_us), y = base - peak.num_bytes * scale;
+  if (x < axis.left || x > axis.left + axis.width) return;
+  ctx.beginPath();
+  ctx.arc(x, y, 4, 0, 2 * Math.PI);
+  ctx.fillStyle = skin.page;
+  ctx.fill();
+  Object.assign(ctx, { lineWidth: 2, strokeStyle: skin.peak });
+  ctx.stroke();
+  const text = `peak ${bytesInWords(peak.num_bytes)}`, wide = ctx.measureText(text).width + 10;
+  const at = x + 8 + wide > width ? x - 8 - wide : x + 8, middle = Math.max(y, 9);
+  ctx.globalAlpha = 0.85;
+  ctx.fillStyle = skin.page;
+  ctx.fillRect(at, middle - 9, wide, 18);
+  ctx.globalAlpha = 1;
+  Object.assign(ctx, { fillStyle: skin.peak, textAlign: "left", textBaseline: "middle" });
+  ctx.fillText(text, at + 5, middle + 0.5);
+}
+
+// -- states of units
+
+const STATES_HEIGHT = 300; // that all rows may take together
+const UNIT_HEIGHTS = [5, 20];
+
+function unitHeight(count) {
+  return Math.max(Math.min(Math.floor(STATES_HEIGHT / Math.max(count, 1)), UNIT_HEIGHTS[1]), UNIT_HEIGHTS[0]);
+}
+
+/** `units`: a name and a series each; `now`: the state of each at the cursor. */
+function drawStates(ctx, width, height, { units, axis, colours, now, cursor, skin, end }) {
+  const each = unitHeight(units.length), last = Math.min(axis.x(end), width);
+  const every = Math.ceil(14 / each);
+  units.forEach(({ name, series }, place) => {
+    const y = place * each;
+    ctx.fillStyle = skin.row;
+    ctx.fillRect(axis.left, y + 1, axis.width, each - 2);
+    drawUnit(ctx, series, { axis, y, each, colours, last });
+    if (now?.[place] !== undefined) {
+      ctx.fillStyle = colours[now[place]][1];
+      ctx.fillRect(axis.left - 14, y + 2, 8, each - 4);
+    }
+    if (place % every) return;
+    Object.assign(ctx, { fillStyle: skin.ink, textAlign: "right", textBaseline: "middle" });
+    ctx.fillText(shortened(name, axis.left > 120 ? 20 : 10), axis.left - 20, y + each / 2 + 0.5);
+  });
+  drawCursorLine(ctx, axis, cursor, height, skin);
+}
+
+function drawUnit(ctx, series, { axis, y, each, colours, last }) {
+  const from = Math.max(series.last("t", axis.t0), 0);
+  for (let k = from; k < series.length && series.t[k] <= axis.t1; k++) {
+    const begin = Math.max(axis.x(series.t[k]), axis.left);
+    const end = Math.min(k + 1 < series.length ? axis.x(series.t[k + 1]) : last, axis.left + axis.width, last);
+    if (end <= begin) continue;
+    const state = series.state[k], thin = state === 0 && each > 8 ? each * 0.36 : 1; // sharded holds little
+    ctx.fillStyle = colours[state][1];
+    ctx.fillRect(begin, y + thin, Math.max(end - begin, 0.7), each - 2 * thin);
+  }
+}
+
+// -- a number per step
+
+/** A line over steps; the last of each pixel's lowest and highest are drawn. `value` is a column of `steps`. */
+function drawLine(ctx, width, height, { steps, value, colour, at, skin }) {
+  const low = 4, room = height - 8, from = Math.max(steps.length - 400, 0);
+  const known = [];
+  for (let k = from; k < steps.length; k++) if (Number.isFinite(steps[value][k])) known.push(k);
+  if (!known.length) return;
+  const values = known.map((k) => steps[value][k]);
+  const least = Math.min(...values), most = Math.max(...values), range = most - least || Math.abs(most) || 1;
+  const first = steps.step[known[0]], span = Math.max(steps.step[known.at(-1)] - first, 1);
+  const x = (k) => 3 + ((steps.step[k] - first) / span) * (width - 8);
+  const y = (number) => low + room * (1 - (number - (most === least ? least - range / 2 : least)) / range);
+  Object.assign(ctx, { strokeStyle: colour, lineWidth: 1.75, lineJoin: "round" });
+  ctx.beginPath();
+  known.forEach((k, place) => (place ? ctx.lineTo(x(k), y(values[place])) : ctx.moveTo(x(k), y(values[place]))));
+  ctx.stroke();
+  const here = at === null ? known.length - 1 : known.findLastIndex((k) => steps.step[k] <= at);
+  if (here < 0) return;
+  if (at !== null) {
+    ctx.fillStyle = skin.accent;
+    ctx.fillRect(Math.round(x(known[here])) - 0.5, 0, 1.5, height);
+  }
+  ctx.fillStyle = at === null ? colour : skin.accent;
+  ctx.beginPath();
+  ctx.arc(x(known[here]), y(values[here]), 3, 0, 2 * Math.PI);
+  ctx.fill();
+}

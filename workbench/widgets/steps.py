@@ -1,0 +1,77 @@
+"""Finished training steps, read off a growing trace: number, loss, and how long it took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.replay import training
+from workbench.replay.training import TrainingState
+from workbench.trace.columns import Trace
+
+LEARNED_DTYPE = np.dtype([("step", "<i4"), ("loss", "<f4"), ("step_ns", "<i8"), ("end_ns", "<i8")])
+MAX_STEPS = 2_000
+"""Steps told at once; of more the last ones."""
+
+
+class Steps:
+    """Tells each step once: when every rank has finished it, and its loss is known or the next one has begun."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, TrainingState] = {}
+        self._seen: dict[int, int] = {}
+
+    def take(self, trace: Trace) -> NDArray[np.void]:
+        """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
+
+        The loss is the mean over ranks, NaN if none was logged; times are those of the slowest rank.
+        """
+        for rank_trace in trace.ranks:
+            rank = rank_trace.rank
+            rows = rank_trace.rows[max(self._seen.get(rank, 0) - rank_trace.start.seq, 0) :]
+            self._states[rank] = training.advance(self._states.get(rank, training.start()), rows)
+            self._seen[rank] = rank_trace.end_seq
+        states = list(self._states.values())
+        name = trace.header.strings.index(training.LOSS) if training.LOSS in trace.header.strings else -1
+        count = _num_ready(states, name)
+        told = _learned(states, name, count)
+        self._states = {rank: _without(state, count) for rank, state in self._states.items()}
+        return told[-MAX_STEPS:]
+
+
+def _num_ready(states: list[TrainingState], name: int) -> int:
+    """How many of the finished steps can be told."""
+    count = min((len(state.steps) for state in states), default=0)
+    if not count:
+        return 0
+    last = int(states[0].steps["step"][count - 1])
+    has_loss = any(((s.values["name"] == name) & (s.values["step"] == last)).any() for s in states)
+    went_on = any(len(s.steps) > count or len(s.pending) for s in states)
+    return count if has_loss or went_on else count - 1
+
+
+def _learned(states: list[TrainingState], name: int, count: int) -> NDArray[np.void]:
+    told = np.empty(count, LEARNED_DTYPE)
+    if not count:
+        return told
+    steps = np.stack([state.steps[:count] for state in states])  # [ranks, count]
+    told["step"] = steps["step"][0]
+    told["end_ns"] = steps["end_ns"].max(axis=0)
+    told["step_ns"] = (steps["end_ns"] - steps["begin_ns"] - steps["held_ns"]).max(axis=0)
+    logged = np.concatenate([s.values[s.values["name"] == name] for s in states])
+    place = np.searchsorted(told["step"], logged["step"])
+    mine = (place < count) & (told["step"][np.minimum(place, count - 1)] == logged["step"])
+    total = np.bincount(place[mine], logged["value"][mine], count)
+    number = np.bincount(place[mine], minlength=count)
+    told["loss"] = np.where(number > 0, total / np.maximum(number, 1), np.nan)
+    return told
+
+
+def _without(state: TrainingState, count: int) -> TrainingState:
+    """Return the state without its first ``count`` steps and what was logged for them."""
+    if not count:
+        return state
+    last = state.steps["step"][count - 1]
+    return replace(state, steps=state.steps[count:], values=state.values[state.values["step"] > last])
