@@ -146,3 +146,10 @@ def test_an_empty_trace_is_valid():
 @given(any_traces())
 def test_rows_of_any_content_are_judged_without_an_exception(trace):
     assert all(isinstance(sentence, str) for sentence in check(trace))
+
+
+def test_a_parameter_without_shards_is_judged_too():
+    found = check(
+        Trace(header_with(param={"shape": (0,), "rows_per_rank": (), "padded_rows": 0}, unit={"shard_size": 0}))
+    )
+    assert all(isinstance(sentence, str) for sentence in found)

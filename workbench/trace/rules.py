@@ -53,7 +53,7 @@ def _param_fits(param: Param, shard_size: int) -> Iterator[str]:
         yield f"parameter {param.fqn!r} of shape {param.shape} is sharded on dimension {param.shard_dim}"
         return
     rows, have = param.shape[param.shard_dim], param.rows_per_rank
-    if len(have) != shard_size or sum(have) != rows or max(have) > param.padded_rows:
+    if len(have) != shard_size or sum(have) != rows or max(have, default=0) > param.padded_rows:
         yield (
             f"parameter {param.fqn!r} has {rows} rows on {shard_size} ranks, "
             f"its shards have {have} of {param.padded_rows} padded"
