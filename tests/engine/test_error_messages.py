@@ -144,18 +144,18 @@ def wrong_argument(case: str) -> None:
 
 
 WRONG_MESHES = {
-    "3-D": ((2, 2, 1), ("a", "b", "c"), (ValueError, NotImplementedError), ("3-D", "(2, 2, 1)")),
-    "unnamed": ((2, 2), None, (ValueError,), ("2-D", "mesh_dim_names")),
+    "3-D": ((2, 2, 1), ("a", "b", "c"), ("3-D", "(2, 2, 1)")),
+    "unnamed": ((2, 2), None, ("2-D", "mesh_dim_names")),
 }
 
 
 def wrong_mesh(case: str) -> None:
     dist.destroy_process_group()
-    shape, names, errors, words = WRONG_MESHES[case]
+    shape, names, words = WRONG_MESHES[case]
     with simulated_rank(0, 4):
         model = Pair()
         before = fingerprint(model)
-        with pytest.raises(errors) as caught:
+        with pytest.raises(ValueError, match=words[0]) as caught:
             fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
         assert fingerprint(model) == before
@@ -186,8 +186,8 @@ def test_a_precision_policy_of_something_else(case):
 @on_one_rank
 def test_an_offload_policy_of_something_else():
     model = Pair()
-    call = lambda: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory="yes"))  # noqa: E731
-    refused(call, TypeError, ("pin_memory", "'yes'", "bool"), model)
+    words = ("pin_memory", "'yes'", "bool")
+    refused(lambda: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory="yes")), TypeError, words, model)
 
 
 # ---- communication
@@ -229,9 +229,8 @@ def test_a_parameter_tied_over_two_units_after_they_were_sharded():
     fully_shard(model.b)
     fully_shard(model)
     model.b.weight = model.a.weight
-    call = lambda: model(torch.ones(1, 2))  # noqa: E731
     with pytest.raises(ValueError, match="were tied after fully_shard; tie them before") as caught:
-        call()
+        model(torch.ones(1, 2))
     assert all(word in str(caught.value) for word in ("'a.weight'", "'b.weight'", "one unit")), str(caught.value)
 
 

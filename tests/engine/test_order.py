@@ -4,7 +4,6 @@ import copy
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -438,8 +437,10 @@ def test_a_rebuild_leaves_no_note_of_before():
 def gather(group: CommGroup, unit: str) -> list[float]:
     """All-gather this rank's number; waits for it."""
     own, rows = torch.full((4,), float(dist.get_rank())), torch.zeros(group.size, 4)
-    issue: Callable = lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True)  # noqa: E731
-    pending = group.start(issue, Call("all-gather", unit, rows.nbytes))
+    pending = group.start(
+        lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True),
+        Call("all-gather", unit, rows.nbytes),
+    )
     pending.block()
     group.finished(pending)
     pending.finish()

@@ -158,8 +158,8 @@ def test_a_prefetch_list_is_refused_as_a_whole(setter):
 @on_one_rank
 def test_an_unknown_forward_method():
     model = fully_shard(Pair())
-    call = lambda: register_fsdp_forward_method(model, "generate")  # noqa: E731
-    refused(call, ValueError, ("'generate'", "Pair", "has no method"), model)
+    words = ("'generate'", "Pair", "has no method")
+    refused(lambda: register_fsdp_forward_method(model, "generate"), ValueError, words, model)
     register_fsdp_forward_method(Pair(), "generate")  # not sharded: nothing to do, as in torch
 
 

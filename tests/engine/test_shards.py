@@ -76,7 +76,8 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
     assert gathered.count_nonzero() == sum(map(math.prod, shapes))  # the rest is padding, and zero
     params = units[0].fsdp_params
     fulls = [torch.full((p.slot_numel * world_size,), math.nan) for p in params]
-    collectives.foreach_all_gather_copy_out(gathered, [p.layout for p in params], fulls, UNIT)
+    targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
+    collectives.foreach_all_gather_copy_out(gathered, targets, UNIT)
     for full, tensor in zip(fulls, tensors, strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def all_ranks() -> groups.CommGroup:
-    return groups.group_for(init_device_mesh("cpu", (dist.get_world_size(),)))
+    return groups.group_of(tuple(range(dist.get_world_size())))
 
 
 def connected() -> SharedMemory:
@@ -115,7 +115,7 @@ def side_by_side() -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     seen = []
     for axis in ("shard", "replicate"):
-        shared = SharedMemory.connect(groups.group_for(mesh[axis]))
+        shared = SharedMemory.connect(groups.group_of(tuple(mesh[axis].mesh.tolist())))
         rows = shared.rows(1, torch.float32)
         rows[shared.group.rank] = dist.get_rank()
         meet(shared)

@@ -22,7 +22,6 @@ from workbench.engine import probe
 from workbench.engine._torch import premultiplied_sum
 from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes
 from workbench.engine.groups import CommGroup
-from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.engine.param import FSDPParam
 from workbench.engine.pool import NO_UNIT
@@ -150,15 +149,15 @@ def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None
     probe.event(kind, Edge.END, unit.index, target.nbytes)
 
 
-def foreach_all_gather_copy_out(
-    gathered: torch.Tensor, layouts: Sequence[ShardLayout], padded_fulls: Sequence[torch.Tensor], unit: UnitId
-) -> None:
-    """Copy ``gathered`` ``[F, S]`` into each parameter's padded full ``[F * s_p]``; casts if dtypes differ."""
+def foreach_all_gather_copy_out(gathered: torch.Tensor, targets: Sequence[torch.Tensor], unit: UnitId) -> None:
+    """Copy ``gathered`` ``[F, S]`` into each parameter's padded full, seen rank by rank ``[F, ...]``; casts if need be.
+
+    The views are :meth:`ShardLayout.by_rank`'s.
+    """
     num_bytes = gathered.nbytes
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
-    slots = gathered.split([layout.slot_numel for layout in layouts], dim=1)
-    targets = [layout.by_rank(full) for layout, full in zip(layouts, padded_fulls, strict=True)]
-    torch._foreach_copy_(targets, [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)])
+    slots = gathered.split([target.numel() // len(gathered) for target in targets], dim=1)
+    torch._foreach_copy_(list(targets), [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)])
     probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)
 
 

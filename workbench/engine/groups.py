@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import probe
 from workbench.engine._torch import default_store, new_group
@@ -185,11 +184,6 @@ class CommGroup:
 
 
 _groups: dict[tuple[int, ...], CommGroup] = {}
-
-
-def group_for(mesh: DeviceMesh) -> CommGroup:
-    """Return the engine's group over all ranks of a 1-D ``mesh``; made at first use, by all its ranks together."""
-    return group_of(tuple(int(r) for r in mesh.mesh.flatten().tolist()))
 
 
 def group_of(ranks: tuple[int, ...]) -> CommGroup:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 from workbench.engine import collectives, probe
 from workbench.engine.collectives import AllGatherState
 from workbench.engine.comm import AllGather, default_pair
-from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo
 from workbench.engine.policies import UnitPolicy
@@ -77,7 +76,7 @@ class FSDPParamGroup(Unit):
             return
         self._check_usable()
         probe.event(Kind.UNSHARD, Edge.BEGIN, self.index)
-        shard, info, _ = self._source()
+        shard, info = self._source()
         if info.shard_group is not None:
             with self.comm_ctx.streams.gathering():
                 self._all_gather = collectives.foreach_all_gather(
@@ -94,11 +93,17 @@ class FSDPParamGroup(Unit):
         if self.is_sharded and not all(p.is_registered for p in self.fsdp_params):
             self.adopt_registered()
 
-    def _source(self) -> tuple[torch.Tensor, FSDPMeshInfo, list[ShardLayout]]:
-        """Return the flat shard that full parameters are made from, whose ranks hold the rest, and how it is cut."""
+    def _source(self) -> tuple[torch.Tensor, FSDPMeshInfo]:
+        """Return the flat shard that full parameters are made from, and whose ranks hold the rest."""
         if self._post_forward is not None:
-            return self._post_forward.flat, self._post_forward.mesh_info, self._post_forward.layouts
-        return self.shards.flat, self.mesh_info, [p.layout for p in self.fsdp_params]
+            return self._post_forward.flat, self._post_forward.mesh_info
+        return self.shards.flat, self.mesh_info
+
+    def _targets(self) -> Sequence[torch.Tensor]:
+        """Return the full parameters' memory, cut as the flat shards are."""
+        if self._post_forward is not None:
+            return self._post_forward.by_rank(self._padded_fulls)
+        return self._fulls_by_rank
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
         # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
@@ -116,11 +121,11 @@ class FSDPParamGroup(Unit):
         """
         if not self._is_unsharding:
             return
-        shard, info, layouts = self._source()
+        shard, info = self._source()
         gathered = shard if self._all_gather is None else self._all_gather.wait()
         self._take_memory()
         rows = gathered.view(info.shard_mesh_size, -1) if gathered.numel() else gathered.view(info.shard_mesh_size, 0)
-        collectives.foreach_all_gather_copy_out(rows, layouts, self._padded_fulls, self._unit)
+        collectives.foreach_all_gather_copy_out(rows, self._targets(), self._unit)
         self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:

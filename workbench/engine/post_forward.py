@@ -19,7 +19,6 @@ class PostForwardShard:
 
     Attributes:
         flat: slots one after another, in the param dtype.
-        layouts: how each parameter is cut.
         mesh_info: the smaller mesh.
     """
 
@@ -32,9 +31,13 @@ class PostForwardShard:
         device: torch.device,
     ) -> None:
         self.mesh_info = mesh_info
-        self.layouts = [cast("ShardLayout", p.post_forward) for p in params]
-        sizes = [layout.slot_numel for layout in self.layouts]
+        self._layouts = [cast("ShardLayout", p.post_forward) for p in params]
+        sizes = [layout.slot_numel for layout in self._layouts]
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self._lease = probe.Lease(Category.SHARDED_PARAMS, unit, self.flat.nbytes)
         for param, slot in zip(params, self.flat.split(sizes), strict=True):
             param.to_sharded(param.post_forward_form(slot, mesh_info))
+
+    def by_rank(self, padded_fulls: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return views ``[K, ...]`` of each parameter's padded full whose part r is what rank r of the K holds."""
+        return [layout.by_rank(full) for layout, full in zip(self._layouts, padded_fulls, strict=True)]

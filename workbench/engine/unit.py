@@ -161,6 +161,8 @@ class Unit:
             self._padded_fulls: tuple[torch.Tensor, ...] = full.split([p.full_numel for p in self.fsdp_params])
             for fsdp_param, padded_full in zip(self.fsdp_params, self._padded_fulls, strict=True):
                 fsdp_param.bind(padded_full)
+            pairs = zip(self.fsdp_params, self._padded_fulls, strict=True)
+            self._fulls_by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
 
     def use_slot(self, slot: UnshardSlot | None) -> None:
         """Keep full parameters in ``slot`` from now on, or in memory of the unit's own."""
@@ -236,7 +238,7 @@ class Unit:
         self._retired = True
         self.announce()
         self.fsdp_params = []
-        self._padded_fulls = ()
+        self._padded_fulls, self._fulls_by_rank = (), []
         self._memory.use_slot(None)
         del self.shards, self._memory
 
