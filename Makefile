@@ -3,10 +3,12 @@
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
 #                empty: where pip looks. Another choice takes effect after `make clean`.
+#   JOBS         files of tests that run at the same time; 0: one after the other, in this process
 #   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M"; "--help" lists them
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+JOBS ?= 2
 BENCH_FLAGS ?=
 TORCH := torch==2.13.0
 
@@ -43,7 +45,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(COLOUR) --cov --cov-report=term
+	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report=term
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -27,6 +27,11 @@ def recorded():
         ("last:4..4", "last, step 4", [4]),
         ("..1", "last, steps ..1", [0, 1]),
         ("last:4..", "last, steps 4..", [4, 5]),
+        ("last:-3..", "last, steps 3..", [3, 4, 5]),
+        ("last:-3..-2", "last, steps 3..4", [3, 4]),
+        ("last:1..-2", "last, steps 1..4", [1, 2, 3, 4]),
+        ("last:-6", "last, step 0", [0]),
+        ("-1", "last, step 5", [5]),
     ],
 )
 def test_steps_of_what_is_recorded(text, name, found):
@@ -59,6 +64,8 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
         ("lost", "there is no file 'lost'"),
         ("last:7", "the trace has no step 7; its steps are: 0-5"),
         ("2..9", "the trace has no step 9; its steps are: 0-5"),
+        ("last:-7", "the trace has no step -7; its steps are: 0-5"),
+        ("last:-2..-4", "steps 4..2 run backwards; write 2..4"),
         ("5..3", "steps 5..3 run backwards; write 3..5"),
         ("", "a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing"),
     ],

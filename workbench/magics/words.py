@@ -97,7 +97,10 @@ def _add_verify(parser: Parser) -> None:
 
 
 def _add_compare(parser: Parser) -> None:
-    about = "a trace file; last: what is recorded so far; of either some steps, such as last:3..5; 3..5 is of last"
+    about = (
+        "a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or last:-3.. for the "
+        "newest three; 3..5 is of last"
+    )
     parser.positional("a", metavar="A", help=about)
     parser.positional("b", metavar="B", help="likewise: what to compare it with")
     parser.flag("--rank", type=int, default=None, help="compare this rank (default: whose peak differs most)")

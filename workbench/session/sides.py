@@ -3,16 +3,17 @@
 ::
 
     SIDE   = SOURCE | SOURCE:STEPS | STEPS    a trace file, or ``last``: the trace so far, which STEPS alone mean too
-    STEPS  = N | N..M | N.. | ..M                 one step, or from one to another, both included
+    STEPS  = N | N..M | N.. | ..M                 one step, or from one to another, both included; -1: the newest one
 
-``run.trace``, ``last``, ``last:3..5``, ``run.trace:7``, ``3..5``. A file whose name reads as steps is written ``./5``.
+``run.trace``, ``last``, ``last:3..5``, ``run.trace:7``, ``last:-3..``, ``3..5``. A file whose name reads as steps is
+written ``./5``.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError
@@ -21,7 +22,7 @@ from workbench.trace import load, steps
 from workbench.trace.columns import Trace
 
 LAST = "last"
-_STEPS = r"\d+|\d+\.\.\d*|\.\.\d+"
+_STEPS = r"-?\d+|-?\d+\.\.(?:-?\d+)?|\.\.-?\d+"
 _SIDE = re.compile(rf"(?:(?P<source>.+?)(?::(?P<part>{_STEPS}))?)")
 
 
@@ -44,9 +45,10 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     name = LAST if source == LAST else Path(source).name
     if not part:
         return name, trace
+    known = steps(trace)
     first, dots, end = part.partition("..")
-    bounds = int(first) if first else None, (int(end) if end else None) if dots else int(first)
-    return f"{name}, {_spoken(*bounds)}", _cut(trace, *bounds)
+    bounds = _number(first, known), _number(end if dots else first, known)
+    return f"{name}, {_spoken(*bounds)}", _cut(trace, known, *bounds)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -68,19 +70,26 @@ def _load(path: str) -> Trace:
         raise UsageError(f"{path!r} cannot be compared: {error}") from error
 
 
+def _number(text: str, known: Sequence[int]) -> int | None:
+    """Return the step that ``text`` names, of those there are; None where it names none: ``("-1", [3, 4]) -> 4``."""
+    number = int(text) if text else None
+    if number is None or number >= 0 or -number > len(known):
+        return number
+    return known[number]
+
+
 def _spoken(first: int | None, last: int | None) -> str:
     if first == last:
         return f"step {first}"
     return f"steps {'' if first is None else first}..{'' if last is None else last}"
 
 
-def _cut(trace: Trace, first: int | None, last: int | None) -> Trace:
-    """Return some steps of a trace.
+def _cut(trace: Trace, known: Sequence[int], first: int | None, last: int | None) -> Trace:
+    """Return some steps of a trace, which has those that are ``known``.
 
     Raises:
         UsageError: it has none of them, or lacks one that is named.
     """
-    known = steps(trace)
     if first is not None and last is not None and first > last:
         raise UsageError(f"steps {first}..{last} run backwards; write {last}..{first}")
     missing = [step for step in (first, last) if step is not None and step not in known]
