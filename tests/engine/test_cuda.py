@@ -147,6 +147,18 @@ def test_a_divide_factor_of_the_users(world_size):
     run_on_gpus(world_size, divided)
 
 
+def fed_from_the_host() -> None:
+    model = shard(make())
+    batch = tokens(0)
+    assert torch.equal(model(batch[:, :-1].cpu()), model(batch[:, :-1]))
+    assert model.blocks[0](torch.ones(1, DIM)).is_cuda
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_inputs_on_the_host_are_moved(world_size):
+    run_on_gpus(world_size, fed_from_the_host)
+
+
 # ---- offloading
 
 
@@ -178,6 +190,50 @@ def offloaded() -> None:
 @pytest.mark.parametrize("world_size", RANKS)
 def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size):
     run_on_gpus(world_size, offloaded)
+
+
+def copied_beside_backward() -> None:
+    """No copy to the host is waited for before backward has ended; then all are there, however far the device lags."""
+    offloading, twin = shard(make(), offload_policy=CPUOffloadPolicy()), shard(make())
+    for step in range(4):
+        for model in (offloading, twin):
+            loss = loss_of(model, tokens(step))
+            torch.cuda._sleep(20_000_000)
+            if step:  # the first step asks the other ranks and fills the allocators
+                with no_synchronisation():
+                    loss.backward()
+            else:
+                loss.backward()
+        for param, wanted in zip(offloading.parameters(), twin.parameters(), strict=True):
+            assert param.grad.to_local().is_pinned()
+            assert torch.equal(param.grad.to_local(), wanted.grad.to_local().cpu())  # read before anything waits again
+        if step < 2:  # then gradients add up
+            offloading.zero_grad()
+            twin.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_offloaded_gradients_are_copied_beside_backward(world_size):
+    run_on_gpus(world_size, copied_beside_backward)
+
+
+def stepped_within_backward() -> None:
+    """A hook that steps reads the gradient on the host."""
+    seen: dict[str, torch.Tensor] = {}
+    model, twin = shard(make(), offload_policy=CPUOffloadPolicy()), shard(make())
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.to_local().clone()}))
+    for m in (model, twin):
+        loss = loss_of(m, tokens(0))
+        torch.cuda._sleep(20_000_000)
+        loss.backward()
+    for name, param in twin.named_parameters():
+        assert torch.equal(seen[name], param.grad.to_local().cpu())
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_hooks_see_offloaded_gradients(world_size):
+    run_on_gpus(world_size, stepped_within_backward)
 
 
 # ---- streams

@@ -37,23 +37,12 @@ def quoted() -> set[tuple[str, ...]]:
     return set().union(*(phrases(ast.parse(path.read_text())) for path in TESTS))
 
 
-# not the user's mistakes: two parts of the engine, or of the machine, that do not fit
-NOT_QUOTED = {
-    ("reduction.py", "a reduction was finished twice"),
-    ("shared_comm.py", "memory on"),
-    ("shared_comm.py", "an input of"),
-    ("shared_comm.py", "a reduce-scatter through"),
-    ("shared_memory.py", "is not the other"),
-}
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_every_error_has_a_message_that_a_test_quotes(path):
     assert [line for line, call in raised(path) if not call.args] == []
-    known = [text for name, text in NOT_QUOTED if name == path.name]
     found = {
         f"{path.name}:{line}": ast.unparse(call)
         for line, call in raised(path)
         if phrases(call) and not phrases(call) & quoted()
     }
-    assert {place: said for place, said in found.items() if not any(text in said for text in known)} == {}
+    assert found == {}

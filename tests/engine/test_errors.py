@@ -50,6 +50,15 @@ def with_transposed(model: Pair) -> Pair:
     return model
 
 
+class GathersItself(torch.Tensor):
+    def fsdp_pre_all_gather(self, mesh: object) -> None: ...
+
+
+def with_its_own_all_gather(model: Pair) -> Pair:
+    model.b.weight = nn.Parameter(torch.ones(2, 2).as_subclass(GathersItself))
+    return model
+
+
 def with_two_dtypes(model: Pair) -> Pair:
     model.b.double()
     return model
@@ -77,6 +86,12 @@ REFUSED = {
         {},
         ValueError,
         "parameter 'b.weight' of shape [2, 3] and stride (1, 2) is not contiguous; assign .*contiguous()",
+    ),
+    "its own all-gather": (
+        with_its_own_all_gather,
+        {},
+        NotImplementedError,
+        "'b.weight' is a GathersItself, which brings an all-gather of its own .* or leave it out with ignored_params",
     ),
     "dtypes": (
         with_two_dtypes,
@@ -129,7 +144,7 @@ def test_a_refused_call_says_why_and_changes_nothing(case):
     [
         ([], ValueError, "fully_shard got an empty list; give it at least one module"),
         ("model", TypeError, "takes a module or a list of modules, got str"),
-        ((nn.Linear(1, 1),), TypeError, "takes a module or a list of modules, got tuple"),
+        ({nn.Linear(1, 1)}, TypeError, "takes a module or a list of modules, got set"),
         ([nn.Linear(1, 1), None], TypeError, "takes a module or a list of modules, got NoneType"),
         (nn.ModuleList([nn.Linear(1, 1)]), ValueError, "cannot hook a ModuleList: .* call it on each of its children"),
         (nn.ModuleDict(), ValueError, "cannot hook a ModuleDict: it has no forward"),
@@ -288,6 +303,24 @@ def test_parts_of_a_unit_converted():
 
 
 # ---- the rest
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=["grad", "vmap"])
+@on_one_rank
+def test_transforms_of_functions_around_a_sharded_module(transform):
+    model = fully_shard(Pair())
+    said = "FSDPPair is sharded and cannot run within a transform of torch.func .* or undo it with unshard_module"
+    with refuses(NotImplementedError, said):
+        transform(lambda x: model(x).sum())(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@on_one_rank
+def test_sparse_gradients():
+    model = fully_shard(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))
+    said = "parameter '0.weight' got a sparse gradient, which .* make it dense (sparse=False), or .* ignored_params"
+    with refuses(NotImplementedError, said):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 @on_one_rank

@@ -232,15 +232,16 @@ def held_full_parameter() -> list[tuple[int, ...]]:
         shapes.append(tuple(held.shape))
         loss.backward()
         shapes.append(tuple(held.shape))
-        assert repr(held) == "Parameter containing:\ntensor([], requires_grad=True)"  # reading it kills nobody
+        assert repr(held) == "Parameter containing:\ntensor(nan, requires_grad=True)"  # reading it kills nobody
         with pytest.raises(RuntimeError):
             held @ torch.ones(5)
+        assert held.square().sum().isnan()  # never a number one could take for a result
     return shapes
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_full_parameter_that_is_held_on_to_is_empty_once_resharded(world_size):
-    assert run_ranks(world_size, held_full_parameter)[0] == [(7, 5), (0,)] * 2
+def test_a_full_parameter_that_is_held_on_to_cannot_be_read_once_resharded(world_size):
+    assert run_ranks(world_size, held_full_parameter)[0] == [(7, 5), ()] * 2
 
 
 def from_meta() -> None:

@@ -238,6 +238,31 @@ def precision_changed() -> None:
     assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
+def precision_of_each() -> None:
+    """A function says it for each module, also for those that are wrapped by the same call, and knows what they had."""
+    model, had = fully_shard(make_net()), {}
+    result = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    inner = MixedPrecisionPolicy(torch.bfloat16)
+
+    def choose(module: nn.Module, now: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        had[module] = now
+        return result if module is model else inner
+
+    for wrap in ({"wrap": is_block}, {}):
+        before = {m: state.mp_policy for state in states_below(model) for m in state.modules}
+        reshard_module(model, **wrap, mp_policy=choose)
+        assert had == {m: before.get(m, before[model]) for m in (model, *model.blocks)}
+        assert [state.mp_policy for state in states_below(model)] == [result, inner, inner, inner]
+        assert [unit.policy.mp_policy for unit in units_of(states_below(model))] == [result, inner, inner, inner]
+        assert model(batch(0, 0)).dtype == torch.float64
+        assert model.blocks[0](torch.ones(1, 5)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_precision_for_each_module(world_size):
+    run_ranks(world_size, precision_of_each)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_another_precision_and_back(world_size):
     run_ranks(world_size, precision_changed)
@@ -621,6 +646,7 @@ def refusals() -> None:
         ({"reshard_after_forward": 3, "wrap": is_block}, ValueError, "does not divide the 2 ranks"),
         ({"reshard_after_forward": "yes"}, TypeError, "got 'yes'"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
+        ({"mp_policy": lambda *_: None}, TypeError, "mp_policy must give a MixedPrecisionPolicy for FSDPNet, got None"),
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"optimizers": torch.optim.SGD(model.parameters())}, TypeError, "as a list of torch.optim.Optimizer, got SGD"),
         ({"optimizers": [model]}, TypeError, "got FSDPNet"),

@@ -321,6 +321,11 @@ def test_what_cannot_be_done_without_copying_is_refused():
         "an output of 4 elements of torch.bfloat16 was asked for, but this unit's shared memory has 4 of "
         "torch.float32; call shard_memory() with a shard's size and dtype first"
     )
+    assert messages[2] == messages[6] == "memory on meta was asked for; ranks share memory of the CPU only"
+    assert messages[5] == (
+        "an input of torch.bfloat16 was asked for; the stages of this reduce-scatter hold torch.float32"
+    )
+    assert messages[10] == "a reduce-scatter through shared memory sums; RedOpType.AVG was asked for"
     assert "the input must be the tensor that shard_memory() returned last" in messages[3] == messages[4]
     assert "the input must be the tensor that allocate() returned last" in messages[7] == messages[8] == messages[9]
     assert messages[12] == (

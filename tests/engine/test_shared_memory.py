@@ -127,6 +127,23 @@ def test_groups_side_by_side_share_apart():
     assert run_ranks(4, side_by_side) == [[0, 1, 0, 2], [0, 1, 1, 3], [2, 3, 0, 2], [2, 3, 1, 3]]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
+    """Another process may have the same numbers there: the name tells."""
+    with (tmp_path / "file").open("wb") as file:
+        fd = file.fileno() if there else 10_000
+        error, said = (
+            (OSError, "is not the other rank's memory: another host, or another")
+            if there
+            else (
+                FileNotFoundError,
+                "No such file",
+            )
+        )
+        with pytest.raises(error, match=said):
+            shared_memory._map(f"{os.getpid()} {fd} workbench-0123", 8)
+
+
 # ---- when there is none
 
 

@@ -17,10 +17,13 @@ from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
     TESTED_TORCH,
+    base_of,
     call_post_accumulate_hooks,
     default_store,
     dtensor_of,
     group_allocator,
+    has_post_accumulate_hooks,
+    is_transforming,
     joined_mesh,
     local_of,
     make_spec,
@@ -233,6 +236,47 @@ def test_a_parameter_is_exchanged_where_modules_look_for_it():
     assert copy.deepcopy(module)(torch.ones(1, 2)).shape == (1, 2)
 
 
+def test_transforms_are_noticed_only_within_them():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(is_transforming()), x * x)[1])(torch.tensor(1.0))
+    torch.func.functional_call(nn.Linear(1, 1), {}, torch.ones(1, 1)).register_hook(
+        lambda g: seen.append(is_transforming())
+    )
+    assert seen == [True]
+    assert not is_transforming()
+
+
+def test_a_module_with_a_setattr_of_its_own_is_asked_to_exchange_a_parameter():
+    seen = []
+
+    class Watches(nn.Linear):
+        def __setattr__(self, name: str, value: object) -> None:
+            seen.append(name)
+            super().__setattr__(name, value)
+
+    module = Watches(2, 2)
+    seen.clear()
+    set_parameter(module, "weight", nn.Parameter(torch.ones(2, 2)))
+    assert seen == ["weight"]
+    assert list(module.state_dict()) == ["weight", "bias"]
+
+
+@on_one_rank
+def test_writing_to_a_view_drops_its_hooks_and_keeps_those_of_what_it_is_a_view_of():
+    weight = torch.ones(2, 2, requires_grad=True)
+    fired = []
+    whole = weight * 2
+    view = whole.view(4)
+    assert base_of(view) is whole
+    assert base_of(whole) is base_of(weight) is base_of(weight.view(4)) is None  # a parameter would keep hooks for good
+    for name, tensor in (("view", view), ("whole", base_of(view))):
+        tensor.register_hook(lambda grad, name=name: fired.append(name))
+    view += 1
+    view.sum().backward()
+    assert fired == ["whole"]
+    assert weight.grad.tolist() == [[2, 2], [2, 2]]
+
+
 @on_one_rank
 def test_a_parameter_can_be_emptied_and_filled_again_under_autograds_saved_tensors():
     full = torch.ones(4)
@@ -279,10 +323,12 @@ def hooked() -> tuple[nn.Parameter, list[nn.Parameter]]:
 def test_post_accumulate_grad_hooks_can_be_called_by_hand():
     param, seen = hooked()
     handle = param.register_post_accumulate_grad_hook(lambda p: handle.remove())
+    assert has_post_accumulate_hooks(param)
     call_post_accumulate_hooks(param)
     call_post_accumulate_hooks(param)
     assert [p is param for p in seen] == [True, True]
     assert handle.id not in param._post_accumulate_grad_hooks
+    assert not has_post_accumulate_hooks(nn.Parameter(torch.ones(1)))
     call_post_accumulate_hooks(nn.Parameter(torch.ones(1)))  # has none
 
 

@@ -1,5 +1,11 @@
 """Our own Fully Sharded Data Parallel engine: per-parameter sharding on DTensor, torch's public API shape.
 
+Other than in torch's: a user's mistake is a ValueError, TypeError, NotImplementedError or RuntimeError, never an
+AssertionError, and flags must be bools; policies are the classes here; not there are ``dp_mesh_dims``, tensors that
+bring ``fsdp_pre_all_gather``, transforms of ``torch.func`` around a sharded module, deprecated names, and
+``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``; a full parameter that is kept beyond its reshard
+reads as NaN; writing to a view that a module returned is allowed, and so is inference mode between training steps.
+
 Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.py`` (a unit) -> ``collectives.py``
 (layouts) -> ``comm.py`` (the wire).
 """

@@ -99,14 +99,31 @@ def premultiplied_sum(factor: float) -> object:
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that ``tensor`` is a view of, if a node of autograd's graph has made that one."""
+    base = tensor._base
+    return base if base is not None and base.grad_fn is not None else None
+
+
+def is_transforming() -> bool:
+    """Return True within a transform of ``torch.func`` (grad, vjp, jvp, vmap ...), where every tensor is wrapped."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the parameter registered under ``name``, without the search of ``nn.Module.__getattr__``."""
     return module._parameters.get(name)
 
 
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Exchange a registered parameter without the checks of ``nn.Module.__setattr__``: runs 4 times a step each."""
-    module._parameters[name] = param
+    """Exchange a registered parameter without the checks of ``nn.Module.__setattr__``: runs 4 times a step each.
+
+    A module that has a ``__setattr__`` of its own wants to know.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -119,6 +136,11 @@ def call_post_accumulate_hooks(param: nn.Parameter) -> None:
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     for hook in list(hooks.values()):
         hook(param)
+
+
+def has_post_accumulate_hooks(param: nn.Parameter) -> bool:
+    """Return whether there are such hooks."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def share_post_accumulate_hooks(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -16,15 +16,16 @@ from workbench.engine.managed import (
     _get_param_module_infos,
     mark_taken,
 )
-from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
+from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
 from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.placement import Placed, ShardPlacementFn, place
+from workbench.engine.placement import Placement, ShardPlacementFn, place
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.state import FSDPState, state_of
 from workbench.engine.undo import plain_copy, remap_optimizer, unshard_module
 
 M = TypeVar("M", bound=nn.Module)
+L = TypeVar("L", bound="list[Any] | tuple[Any, ...]")  # of modules
 
 _REGISTERED = "_workbench_fsdp_forward_method"
 
@@ -44,7 +45,7 @@ def fully_shard(
 
 @overload
 def fully_shard(
-    module: list[M],
+    module: L,
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
@@ -52,11 +53,11 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
-) -> list[M]: ...
+) -> L: ...
 
 
 def fully_shard(
-    module: M | list[M],
+    module: M | L,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -64,12 +65,13 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
-) -> M | list[M]:
+) -> M | L:
     """Shard the parameters of a module (or of a list of modules, as one unit) over the ranks of ``mesh``.
 
     Managed are the parameters below ``module`` that no earlier ``fully_shard`` call took. They become DTensors,
     ``Shard(0)`` with torch.chunk's split, under the same names; one all-gather makes them full before the module's
-    forward and backward, one reduce-scatter averages their gradients. Call it on the inner modules first.
+    forward and backward, one reduce-scatter averages their gradients. Call it on the inner modules first. Frozen
+    parameters of another dtype than the trained ones (quantised weights beside adapters) have an all-gather of theirs.
 
     Args:
         module: the module, or modules that always run in the same iteration.
@@ -88,14 +90,16 @@ def fully_shard(
     Raises:
         TypeError: not a module; an argument of another type than it takes.
         ValueError: already sharded, a container without forward, a module of the list inside of another, a scalar or
-            non-contiguous parameter, mixed dtypes or devices, a parameter tied to one in another unit, a mesh without
-            this rank or with other axes, a dim that cannot be split, an int that does not divide the ranks.
-        NotImplementedError: an int for parameters that tensor parallelism has split.
+            non-contiguous parameter, trained parameters of several dtypes, parameters on several devices, one tied to
+            one in another unit, a mesh without this rank or with other axes, a dim that cannot be split, an int that
+            does not divide the ranks.
+        NotImplementedError: an int for parameters that tensor parallelism has split; a parameter with an all-gather of
+            its own.
         RuntimeError: no process group.
 
     The module is left as it was if the call raises.
     """
-    modules = tuple(module) if isinstance(module, list) else (module,)
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
     policy = _policy(reshard_after_forward, mp_policy, offload_policy)
     ignored = _ids_of(() if ignored_params is None else ignored_params)
@@ -174,12 +178,12 @@ def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequ
             tensor.data = tensor.data.to(device)
 
 
-def _make_groups(placed: dict[FSDPMeshInfo, list[Placed]], policy: UnitPolicy) -> list[FSDPParamGroup]:
-    """Make a unit for each mesh; the modules keep their parameters if one of them cannot be made."""
+def _make_groups(placed: Sequence[Placement], policy: UnitPolicy) -> list[FSDPParamGroup]:
+    """Make the units; the modules keep their parameters if one of them cannot be made."""
     try:
-        return [FSDPParamGroup(params, info, policy) for info, params in placed.items()]
+        return [FSDPParamGroup(params, info, policy) for info, params in placed]
     except (TypeError, ValueError, NotImplementedError):
-        for params in placed.values():
+        for _, params in placed:
             for param, where, _ in params:
                 where.register(param)
         raise

@@ -11,6 +11,7 @@ from workbench.engine.comm_selection import CommSelection, CommUser
 from workbench.engine.pool import BufferPool, OverlapRecord, SlotUser, make_slots
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.streams import Streams
+from workbench.engine.tensors import unrecorded
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,7 @@ class FSDPCommContext:
         self.post_forward_order: list[object] = []
         self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
 
+    @unrecorded
     def choose_comms(self, units: Sequence[CommUser]) -> None:
         """Give each unit its comm pair; collective, see :meth:`CommSelection.choose`."""
         self.comms.choose(units, self.pool, self.reductions.max_scatters)

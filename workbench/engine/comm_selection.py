@@ -39,6 +39,10 @@ class CommUser(Protocol):
     def reduce_dtype(self) -> torch.dtype:
         """Dtype of the reduction."""
 
+    @property
+    def is_trained(self) -> bool:
+        """True if there will be gradients to reduce."""
+
     def use_comm(self, pair: CommPair) -> None:
         """Communicate with ``pair`` from now on."""
 
@@ -73,8 +77,8 @@ class CommSelection:
             if unit.comm is None or unit.comm.name not in SET_BY_USER:
                 unit.use_comm(self._shared_pair(unit, max_scatters) or default_pair(unit.device, pool))
         for (group, dtype), reducer in self._reducers.items():
-            sizes = [u.shards.numel for u in units if u.mesh_info.shard_group is group and u.reduce_dtype == dtype]
-            reducer.reserve(group.size * max(sizes))
+            users = [u for u in units if u.mesh_info.shard_group is group and u.reduce_dtype == dtype]
+            reducer.reserve(group.size * max((u.shards.numel for u in users if u.is_trained), default=0))
 
     def _shared_pair(self, unit: CommUser, max_scatters: int) -> CommPair | None:
         group = unit.mesh_info.shard_group

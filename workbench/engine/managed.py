@@ -36,7 +36,7 @@ def _get_param_module_infos(
     """Pair each managed parameter with every place it is registered at, and check that it can be sharded.
 
     Raises:
-        ValueError: see :func:`_check_param`.
+        ValueError, NotImplementedError: see :func:`_check_param`.
     """
     infos: dict[int, tuple[nn.Parameter, ParamModuleInfo]] = {}
     for path, module in modules:
@@ -80,6 +80,11 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {fqn!r} is tied to {taken}, which an earlier fully_shard call sharded; put both into one "
             "unit: call fully_shard on a module that holds both, or on a list of the two"
+        )
+    if hasattr(local_tensor(param), "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a {type(local_tensor(param)).__name__}, which brings an all-gather of its own "
+            "(fsdp_pre_all_gather); only plain tensors are gathered: convert it, or leave it out with ignored_params"
         )
     if param.ndim == 0:
         raise ValueError(f"parameter {fqn!r} is a scalar, which has no dim 0 to shard; make it 1-D: shape [1]")

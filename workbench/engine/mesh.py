@@ -120,14 +120,16 @@ def _init_default_fully_shard_mesh() -> DeviceMesh:
     """Return a 1-D mesh over all ranks.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialised, and torchrun, which says how to, has not started this.
     """
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        dist.init_process_group()
     if not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs a process group: call torch.distributed.init_process_group first, or pass mesh="
         )
     device = "cuda" if "nccl" in dist.get_backend_config() and torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (dist.get_world_size(),))  # without names: equal to the one a user makes
 
 
 def mesh_info(mesh: DeviceMesh | None) -> FSDPMeshInfo:
@@ -185,5 +187,5 @@ def _get_post_forward_mesh_info(reshard_after_forward: bool | int, info: FSDPMes
         return info
     ranks = info.mesh.mesh.view(-1, reshard_after_forward)
     with groups.around_creation():  # a user may ask a parameter between forward and backward for its full tensor
-        smaller = DeviceMesh(info.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+        smaller = DeviceMesh(info.mesh.device_type, ranks)
     return FSDPMeshInfo(smaller, shard_mesh_dim=1)

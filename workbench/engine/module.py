@@ -38,6 +38,11 @@ class UnshardHandle:
 class FSDPModule:
     """Methods that a module gains through ``fully_shard``; flags must be bools (TypeError)."""
 
+    def __copy__(self) -> Self:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
     def _get_fsdp_state(self) -> FSDPState:
         """Return the state of the call that made this module an FSDP module."""
         state = state_of(cast("nn.Module", self))
@@ -51,8 +56,8 @@ class FSDPModule:
         Args:
             async_op: only start it; the returned handle waits.
         """
-        handle = UnshardHandle(self._own_units())
-        for unit in self._own_units():
+        handle = UnshardHandle(_own_units(self))
+        for unit in _own_units(self):
             unit.comm_ctx.streams.shards_changed(self._get_fsdp_state()._root.post_optim_event)
             unit.unshard()
         if async_op:
@@ -62,7 +67,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own unit."""
-        for unit in self._own_units():
+        for unit in _own_units(self):
             unit.reshard()
 
     def reset_iter_state(self) -> None:
@@ -87,7 +92,7 @@ class FSDPModule:
             TypeError: not a bool.
         """
         _flag(reshard_after_forward, "set_reshard_after_forward")
-        for state in self._states(recurse=recurse):
+        for state in _states(self, recurse=recurse):
             state.auto_reshard = False
             for unit in state._fsdp_param_groups:
                 unit.set_reshard_after_forward(reshard_after_forward)
@@ -96,7 +101,7 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Free full parameters after backward, or keep them for a next micro-batch."""
         _flag(reshard_after_backward, "set_reshard_after_backward")
-        for unit in units_of(self._states(recurse=recurse)):
+        for unit in units_of(_states(self, recurse=recurse)):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -117,11 +122,14 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this module's parameters in backward, or not: an embedding's backward does not read them."""
-        for unit in self._own_units():
+        for unit in _own_units(self):
             unit.unshard_in_backward = _flag(unshard_in_backward, "set_unshard_in_backward")
 
     def set_post_optim_event(self, event: torch.cuda.Event) -> None:
-        """Let the next all-gathers on CUDA wait for ``event`` instead of all that was computed; call it on the root."""
+        """Let the next forward's all-gathers on CUDA wait for ``event``, not for all that was computed.
+
+        Call it on the root, after every optimizer step anew.
+        """
         if not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event takes a torch.Event, got {event!r}")
         self._get_fsdp_state()._root.post_optim_event = event
@@ -129,18 +137,22 @@ class FSDPModule:
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
-        """Reduce gradients at the end of backward, or keep adding up full gradients (accumulation without sync)."""
-        for unit in units_of(self._states(recurse=recurse)):
-            unit.sync.reduce_grads = _flag(requires_gradient_sync, "set_requires_gradient_sync")
+        """Reduce gradients at the end of backward, or keep adding up full gradients (accumulation without sync).
+
+        With replicas this is for both steps of the reduction: what :meth:`set_requires_all_reduce` said is replaced.
+        """
+        sync = _flag(requires_gradient_sync, "set_requires_gradient_sync")
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.sync.reduce_grads = unit.sync.all_reduce_grads = sync
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Count parameters without a gradient as zero: for ranks that use different ones, such as experts."""
-        for unit in units_of(self._states(recurse=recurse)):
+        for unit in units_of(_states(self, recurse=recurse)):
             unit.sync.reduce_unused = _flag(reduce_scatter_unused_params, "set_reduce_scatter_unused_params")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
         """With replicas: all-reduce reduced shards, or keep adding them up."""
-        for unit in units_of(self._states(recurse=recurse)):
+        for unit in units_of(_states(self, recurse=recurse)):
             unit.sync.all_reduce_grads = _flag(requires_all_reduce, "set_requires_all_reduce")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -153,12 +165,12 @@ class FSDPModule:
             raise TypeError(f"set_gradient_divide_factor takes a number, got {factor!r}")
         if not 0 < factor < math.inf:
             raise ValueError(f"set_gradient_divide_factor takes a finite number above 0, got {factor!r}")
-        for unit in self._own_units():
+        for unit in _own_units(self):
             unit.sync.divide_factor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let the backend only ever sum, and divide in the engine."""
-        for unit in self._own_units():
+        for unit in _own_units(self):
             unit.sync.force_sum = _flag(enable, "set_force_sum_reduction_for_comms")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, recurse: bool = True) -> None:
@@ -172,7 +184,7 @@ class FSDPModule:
             raise TypeError(f"set_reduce_scatter_max_input_buffers takes an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"set_reduce_scatter_max_input_buffers takes 1 or more buffers, got {max_input_buffers}")
-        for unit in units_of(self._states(recurse=recurse)):
+        for unit in units_of(_states(self, recurse=recurse)):
             unit.set_max_reductions(max_input_buffers)
 
     def set_all_reduce_hook(
@@ -185,7 +197,7 @@ class FSDPModule:
         """
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook takes a function of the reduced shard, got {hook!r}")
-        units = self._one_mesh("set_all_reduce_hook")
+        units = _one_mesh(self, "set_all_reduce_hook")
         for unit in units:
             if stream is not None and unit.mesh_info.replicate_mesh_size > 1:
                 raise ValueError(
@@ -202,7 +214,7 @@ class FSDPModule:
             ValueError: the module's parameters lie on several meshes.
         """
         _check_comm(comm, "set_custom_all_gather")
-        for unit in self._one_mesh("set_custom_all_gather"):
+        for unit in _one_mesh(self, "set_custom_all_gather"):
             unit.set_custom(gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -212,7 +224,7 @@ class FSDPModule:
             ValueError: the module's parameters lie on several meshes.
         """
         _check_comm(comm, "set_custom_reduce_scatter")
-        for unit in self._one_mesh("set_custom_reduce_scatter"):
+        for unit in _one_mesh(self, "set_custom_reduce_scatter"):
             unit.set_custom(reduce=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -221,25 +233,10 @@ class FSDPModule:
         Raises:
             RuntimeError: the backend does not allocate memory; gloo does not.
         """
-        for unit in self._own_units():
+        for unit in _own_units(self):
             unit.allocate_from_group(_flag(enable, "set_allocate_memory_from_process_group_for_comm"))
 
     # ---- the rest
-
-    def _own_units(self) -> list[FSDPParamGroup]:
-        return self._get_fsdp_state()._fsdp_param_groups
-
-    def _states(self, *, recurse: bool) -> list[FSDPState]:
-        return states_below(cast("nn.Module", self)) if recurse else [self._get_fsdp_state()]
-
-    def _one_mesh(self, what: str) -> list[FSDPParamGroup]:
-        units = self._own_units()
-        if len(units) > 1:
-            raise ValueError(
-                f"{what}: the parameters of this {type(self).__name__} lie on {len(units)} meshes, and one object "
-                "cannot serve them all"
-            )
-        return units
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
@@ -256,6 +253,25 @@ class FSDPModule:
         raise NotImplementedError(
             "an FSDP module cannot be deep-copied: copy the plain module before fully_shard, or after unshard_module"
         )
+
+
+def _own_units(module: FSDPModule) -> list[FSDPParamGroup]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _states(module: FSDPModule, *, recurse: bool) -> list[FSDPState]:
+    return states_below(cast("nn.Module", module)) if recurse else [module._get_fsdp_state()]
+
+
+def _one_mesh(module: FSDPModule, what: str) -> list[FSDPParamGroup]:
+    units = _own_units(module)
+    num_meshes = len({unit.mesh_info for unit in units})
+    if num_meshes > 1:
+        raise ValueError(
+            f"{what}: the parameters of this {type(module).__name__} lie on {num_meshes} meshes, and one object "
+            "cannot serve them all"
+        )
+    return units
 
 
 def _flag(value: object, what: str) -> bool:
@@ -283,8 +299,15 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of ``cls`` with FSDPModule mixed in, one per class."""
+    """Return the subclass of ``cls`` with FSDPModule mixed in, one per class.
+
+    Called, it makes a plain module: ``sequential[:2]`` and ``type(module)(...)`` want a new one, which nobody sharded.
+    """
+
+    def new(_sharded: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - those of cls
+        return cls(*args, **kwargs)
+
     if cls not in _classes:
-        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": new}
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
     return _classes[cls]

@@ -5,7 +5,7 @@ Words for tensors and bytes, used in the whole engine (see ``layout.py`` for row
 - *full shape*     the shape of what this unit splits: the parameter's own, or a rank's part of it if tensor parallelism
                    has split it before.
 - *shard*          a rank's own rows: the local tensor of ``sharded_param``, a view of the unit's *flat shard*.
-- *unsharded*      the full tensor, a view of memory the unit lends while it is unsharded; ``[0]`` while it is not.
+- *unsharded*      the full tensor, a view of memory the unit lends while it is unsharded; a lone NaN while it is not.
 - *orig dtype*     of the shard, its gradient and the optimizer; *param dtype* of the unsharded; *reduce dtype* of the
                    reduction.
 """
@@ -226,7 +226,7 @@ class FSDPParam:
         autograd like a change of what it saved. What a graph saved of memory bound before counts as changed.
         """
         self._full = self.layout.full_view(padded_full)
-        self._nothing = padded_full.new_empty(0)
+        self._nothing = _unreadable(padded_full)
         if hasattr(self, "unsharded_param") and self.unsharded_param.dtype == padded_full.dtype:
             self._inner.data = self._nothing
             self._version += 1
@@ -254,7 +254,7 @@ class FSDPParam:
     def to_sharded(self, form: nn.Parameter | None = None) -> None:
         """Register the DTensor parameter, or ``form``, one over fewer ranks.
 
-        The full one is emptied, so that whoever still holds it finds nothing in it rather than another unit's values;
+        The full one is emptied, so that whoever still holds it fails, or finds NaN rather than another unit's values;
         and its version is another one, so that a backward that was not preceded by an unshard fails instead of
         computing with them.
         """
@@ -285,8 +285,17 @@ class FSDPParam:
         return self.unsharded_param.grad is not None or self.accumulated_grad is not None
 
     def grad_bytes(self) -> int:
-        """Bytes of full gradients this rank holds."""
+        """Bytes of full gradients this rank holds.
+
+        Raises:
+            NotImplementedError: the gradient is sparse.
+        """
         grads = (self.unsharded_param.grad, self.accumulated_grad)
+        if grads[0] is not None and grads[0].layout is not torch.strided:
+            raise NotImplementedError(
+                f"parameter {self.fqn!r} got a sparse gradient, which cannot be reduced with those of its unit; make "
+                "it dense (sparse=False), or leave it out with ignored_params"
+            )
         return sum(local_tensor(g).nbytes for g in grads if g is not None)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
@@ -353,6 +362,11 @@ class FSDPParam:
             padded_rows=layout.padded_rows,
             trainable=self.trainable,
         )
+
+
+def _unreadable(like: torch.Tensor) -> torch.Tensor:
+    """Return what a full parameter holds while its memory is away: operations fail on it, or give NaN."""
+    return like.new_full((), torch.nan) if like.is_floating_point() or like.is_complex() else like.new_empty(0)
 
 
 def check_uniform(named: Sequence[tuple[str, torch.Tensor]]) -> None:

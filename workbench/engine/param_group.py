@@ -17,6 +17,7 @@ from workbench.engine.param import FSDPParam, ParamModuleInfo
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.probe import Category, Edge, Kind, Phase
+from workbench.engine.tensors import unrecorded
 from workbench.engine.unit import Unit
 
 
@@ -65,7 +66,7 @@ class FSDPParamGroup(Unit):
         """True between :meth:`unshard` and :meth:`wait_for_unshard`."""
         return self._is_unsharding
 
-    @torch.no_grad()
+    @unrecorded
     def unshard(self) -> None:
         """Start making the parameters full; does nothing if they are or soon will be.
 
@@ -109,7 +110,7 @@ class FSDPParamGroup(Unit):
         # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
         return self.pair.gather if info is self.mesh_info else default_pair(self.device, self.comm_ctx.pool).gather
 
-    @torch.no_grad()
+    @unrecorded
     def wait_for_unshard(self) -> None:
         """Block until the full parameters are there and register them; does nothing if no unshard was begun.
 
@@ -176,7 +177,7 @@ class FSDPParamGroup(Unit):
         self._post_forward = None
         self._give_memory_back()
 
-    @torch.no_grad()
+    @unrecorded
     def _reshard_after_forward(self) -> None:
         """Free full parameters, or keep them split over fewer ranks."""
         info = self.post_forward_mesh_info
@@ -266,7 +267,7 @@ class FSDPParamGroup(Unit):
                 if not grads:  # emptied, their end was announced
                     self._grad_bytes = 0
 
-    @torch.no_grad()
+    @unrecorded
     def _start_reduction(self, params: list[FSDPParam], grads: list[torch.Tensor]) -> None:
         ctx = self.comm_ctx
         with ctx.streams.reducing(after_compute=True):
@@ -288,6 +289,10 @@ class FSDPParamGroup(Unit):
         num_bytes = sum(p.grad_bytes() for p in self.fsdp_params)
         probe.memory(Category.UNSHARDED_GRADS, self.index, num_bytes - self._grad_bytes)
         self._grad_bytes = num_bytes
+
+    def wait_for_host(self) -> None:
+        """Let offloaded gradients be on the host, for whoever steps with them."""
+        self._reducer.wait_for_host()
 
     @property
     def owes_reduction(self) -> bool:

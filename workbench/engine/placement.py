@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -27,17 +28,21 @@ class ShardPlacementResult:
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 Placed = tuple[nn.Parameter, ParamModuleInfo, Shard]
+Placement = tuple[FSDPMeshInfo, list[Placed]]  # of one unit
 
 
 def place(
     infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], fn: ShardPlacementFn | None, default: FSDPMeshInfo
-) -> dict[FSDPMeshInfo, list[Placed]]:
-    """Group parameters by the mesh they are split over, each with its dim.
+) -> list[Placement]:
+    """Group parameters by the mesh they are split over, each with its dim, into units.
+
+    Frozen parameters of another dtype than those that are trained (quantised weights beside adapters) make a unit of
+    their own, after the others.
 
     Raises:
         TypeError: ``fn`` is no function, or returned something else than it may.
-        ValueError: a dim out of range, or one that does not divide evenly; parameters of one mesh differ in dtype or
-            device.
+        ValueError: a dim out of range, or one that does not divide evenly; trained parameters of one mesh differ in
+            dtype; parameters of one mesh differ in device.
     """
     if fn is not None and not callable(fn):
         raise TypeError(f"shard_placement_fn must be a function of a parameter, got {fn!r}; use lambda param: {fn!r}")
@@ -45,9 +50,21 @@ def place(
     for param, info in infos:
         shard, mesh = _resolve(info.path, fn(param) if fn is not None else None, default)
         by_mesh.setdefault(mesh, []).append((param, info, _checked(info.path, param, shard, mesh)))
-    for placed in by_mesh.values():
-        check_uniform([(info.path, param) for param, info, _ in placed])
-    return by_mesh
+    units = [(mesh, unit) for mesh, placed in by_mesh.items() for unit in _by_dtype(placed)]
+    for _, unit in units:
+        check_uniform([(info.path, param) for param, info, _ in unit])
+    return units
+
+
+def _by_dtype(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Return the trained parameters with the frozen ones of their dtype, then the other frozen ones, dtype by dtype."""
+    trained = {param.dtype for param, _, _ in placed if param.requires_grad} or {placed[0][0].dtype}
+    first = [part for part in placed if part[0].dtype in trained]
+    others: dict[torch.dtype, list[Placed]] = {}
+    for part in placed:
+        if part[0].dtype not in trained:
+            others.setdefault(part[0].dtype, []).append(part)
+    return [first, *others.values()]
 
 
 def _resolve(path: str, result: object, default: FSDPMeshInfo) -> tuple[Shard, FSDPMeshInfo]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from workbench.engine import probe
-from workbench.engine._torch import call_post_accumulate_hooks
+from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks
 from workbench.engine.collectives import (
     AllReduceState,
     ReduceMode,
@@ -71,6 +71,7 @@ class Reducer:
         dtype: of the reduction.
         orig_dtype: of the shards' gradients.
         offloads: those live on the CPU.
+        pins: in pinned memory.
         kept: reduced shards ``[S]`` that no all-reduce has seen yet, with the parameters they belong to.
     """
 
@@ -79,9 +80,11 @@ class Reducer:
     dtype: torch.dtype
     orig_dtype: torch.dtype
     offloads: bool
+    pins: bool
     sync: GradientSync = field(default_factory=GradientSync)
     kept: torch.Tensor | None = None
     _kept_lease: probe.Lease | None = None
+    _to_host: torch.cuda.Event | None = None  # after the last copy that the host has not waited for
 
     @property
     def scaling(self) -> Scaling:
@@ -139,14 +142,29 @@ class Reducer:
         self.scaling.after(output)
         grad = output.to(self.orig_dtype) if output.dtype != self.orig_dtype else output
         if self.offloads and grad.device != CPU:
-            probe.event(Kind.OFFLOAD, Edge.BEGIN, self.unit.index, grad.nbytes)
-            grad = grad.to(CPU)  # the optimizer, or a hook below, reads it on the host: not before it is there
-            probe.event(Kind.OFFLOAD, Edge.END, self.unit.index, grad.nbytes)
+            grad = self._copy_to_host(grad)
+            if any(p.sharded_param.grad is not None or has_post_accumulate_hooks(p.sharded_param) for p in params):
+                self.wait_for_host()  # it is read below
         if grad is not output:
             lease = probe.Lease(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
         set_sharded_grads(params, grad, lease)
         for param in params:
             call_post_accumulate_hooks(param.sharded_param)
+
+    def _copy_to_host(self, grad: torch.Tensor) -> torch.Tensor:
+        """Start copying ``grad`` ``[S]``; the copy may be read after :meth:`wait_for_host`."""
+        probe.event(Kind.OFFLOAD, Edge.BEGIN, self.unit.index, grad.nbytes)
+        host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=self.pins)
+        host.copy_(grad, non_blocking=True)
+        self._to_host = torch.cuda.current_stream().record_event()
+        probe.event(Kind.OFFLOAD, Edge.END, self.unit.index, grad.nbytes)
+        return host
+
+    def wait_for_host(self) -> None:
+        """Let gradients that are copied to the host be there; on the CPU they always are."""
+        if self._to_host is not None:
+            self._to_host.synchronize()
+            self._to_host = None
 
     def _run_hook(self, output: torch.Tensor) -> None:
         hook, stream = self.sync.all_reduce_hook, self.sync.hook_stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ class Keep:
 
 KEEP: Final = Keep()
 
+PolicyFn = Callable[[nn.Module, MixedPrecisionPolicy], MixedPrecisionPolicy]
+
 
 @torch.no_grad()
 def reshard_module(
@@ -37,7 +39,7 @@ def reshard_module(
     wrap: Callable[[nn.Module], bool] | Keep = KEEP,
     mesh: DeviceMesh | Keep = KEEP,
     reshard_after_forward: bool | int | Keep | None = KEEP,
-    mp_policy: MixedPrecisionPolicy | Keep = KEEP,
+    mp_policy: MixedPrecisionPolicy | PolicyFn | Keep = KEEP,
     offload_policy: OffloadPolicy | Keep = KEEP,
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> NewParams:
@@ -65,7 +67,8 @@ def reshard_module(
         wrap: says which modules below ``module`` become units of their own; ``module`` always is one.
         mesh: as for ``fully_shard``, like the three that follow; it must hold the ranks the model is on now.
         reshard_after_forward: see there.
-        mp_policy: see there.
+        mp_policy: see there; or a function of each module that becomes or stays a unit, and of the policy that is its
+            own now or of the unit it is in, that returns the new one.
         offload_policy: see there.
         optimizers: optimizers that hold the parameters; others would go on with the old ones.
 
@@ -104,7 +107,7 @@ class Change:
     wrap: Callable[[nn.Module], bool] | Keep
     mesh: DeviceMesh | Keep
     reshard_after_forward: bool | int | Keep | None
-    mp_policy: MixedPrecisionPolicy | Keep
+    mp_policy: MixedPrecisionPolicy | PolicyFn | Keep
     offload_policy: OffloadPolicy | Keep
 
     def check_types(self) -> None:
@@ -117,7 +120,7 @@ class Change:
             raise TypeError(
                 f"reshard_after_forward must be True, False, an int or None, got {self.reshard_after_forward!r}"
             )
-        if not isinstance(self.mp_policy, (Keep, MixedPrecisionPolicy)):
+        if not isinstance(self.mp_policy, (Keep, MixedPrecisionPolicy)) and not callable(self.mp_policy):
             raise TypeError(f"mp_policy must be a workbench.engine.MixedPrecisionPolicy, got {self.mp_policy!r}")
         if not isinstance(self.offload_policy, (Keep, OffloadPolicy)):
             raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {self.offload_policy!r}")
@@ -159,11 +162,11 @@ class Change:
 
     def of(self, call: ShardCall) -> ShardCall:
         """Return ``call`` changed."""
-        given = {
-            name: value
-            for name in ("mp_policy", "offload_policy")
-            if not isinstance(value := getattr(self, name), Keep)
-        }
+        given: dict[str, Any] = {}
+        if not isinstance(self.mp_policy, Keep):
+            given["mp_policy"] = _precision(self.mp_policy, call)
+        if not isinstance(self.offload_policy, Keep):
+            given["offload_policy"] = self.offload_policy
         auto = call.auto_reshard
         if not isinstance(self.reshard_after_forward, Keep):
             auto = self.reshard_after_forward is None
@@ -171,6 +174,14 @@ class Change:
         policy = replace(call.policy, **given) if given else call.policy
         mesh = call.mesh if isinstance(self.mesh, Keep) else self.mesh
         return replace(call, mesh=mesh, policy=policy, auto_reshard=auto)
+
+
+def _precision(policy: MixedPrecisionPolicy | PolicyFn, call: ShardCall) -> MixedPrecisionPolicy:
+    module = call.modules[0]
+    found = policy if isinstance(policy, MixedPrecisionPolicy) else policy(module, call.policy.mp_policy)
+    if not isinstance(found, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must give a MixedPrecisionPolicy for {type(module).__name__}, got {found!r}")
+    return found
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:
@@ -229,6 +240,7 @@ def _set_policies(calls: Sequence[ShardCall]) -> None:
         keeps = call.auto_reshard and state._is_root
         reshard = False if keeps else call.policy.reshard_after_forward
         for unit in state._fsdp_param_groups:
+            unit.reshard()  # a forward without a backward may have left it full
             unit.change_policy(replace(call.policy, reshard_after_forward=reshard))
         state.auto_reshard = call.auto_reshard
         state.mp_policy = call.policy.mp_policy

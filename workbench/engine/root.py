@@ -17,6 +17,7 @@ from workbench.engine.param import ShardedState
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.probe import Phase
 from workbench.engine.signature import check_same_units
+from workbench.engine.tensors import unrecorded
 
 roots: weakref.WeakSet[ShardedCall] = weakref.WeakSet()
 """Every root that has run; recovery after a failure resets them."""
@@ -53,7 +54,7 @@ class RootContext:
         states: every call in the tree, parents first.
         is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
         final_callback_queued: the current backward pass already has its end-of-backward callback.
-        post_optim_event: CUDA event after which shards may be read; None: all that was computed before.
+        post_optim_event: CUDA event after which the next forward may read shards; None: all that was computed before.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,18 @@ class RootContext:
             ctx.choose_comms(units)
         if torch.is_grad_enabled():
             ctx.settle(units)
-        ctx.streams.shards_changed(self.post_optim_event)
+        self.shards_changed(ctx)
+
+    def shards_changed(self, ctx: FSDPCommContext) -> None:
+        """Let all-gathers from now on see what was written to shards since the last forward."""
+        event, self.post_optim_event = self.post_optim_event, None  # it stands for one optimizer step
+        ctx.streams.shards_changed(event)
+
+    @property
+    def is_running(self) -> bool:
+        """True within the root's forward, or a backward; else an inner module that runs was called by itself."""
+        in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD
+        return in_forward or self.final_callback_queued
 
     def expected_after(self, state: ShardedCall) -> tuple[ShardedCall, ...]:
         """Note that the forward of ``state`` begins, and return the one that followed it in the last iteration.
@@ -107,6 +119,8 @@ class RootContext:
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
         ctx.streams.join()
+        for unit in units_of(self.states):
+            unit.wait_for_host()
         if self.is_last_backward:
             ctx.post_forward_order.clear()
             ctx.overlaps.is_complete = True
@@ -123,6 +137,7 @@ class RootContext:
         self._order, self._order_now = [], []  # ranks may have come to differ
 
 
+@unrecorded
 def join_root(root: ShardedCall) -> None:
     """Make ``root`` the root of the tree below it.
 

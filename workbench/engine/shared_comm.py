@@ -245,7 +245,7 @@ class SharedMemoryReduceScatter:
         Raises:
             OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
         """
-        if self._stages is not None and numel <= self._stages.shape[2]:
+        if numel <= (0 if self._stages is None else self._stages.shape[2]):
             return
         self.release()
         step = _ALIGNMENT // math.gcd(_ALIGNMENT, self._dtype.itemsize)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from workbench.engine import call, groups, probe
-from workbench.engine._torch import queue_backward_final_callback
+from workbench.engine._torch import base_of, is_transforming, queue_backward_final_callback
 from workbench.engine.call import ShardedCall, units_of
 from workbench.engine.comm_context import RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
@@ -54,9 +54,10 @@ class FSDPState(ShardedCall):
 
     def _register_hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
+        before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))  # compiled code ends here
         for module in self.modules:
-            handles.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._post_forward, prepend=False))
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, prepend=False))
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             handles.append(module.register_load_state_dict_pre_hook(self._before_state_dict))
             handles.append(module.register_load_state_dict_post_hook(self._after_load))
@@ -101,12 +102,19 @@ class FSDPState(ShardedCall):
     # ---- forward
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if is_transforming():
+            raise NotImplementedError(
+                f"{type(module).__name__} is sharded and cannot run within a transform of torch.func (grad, vjp, vmap "
+                "...): transform what it is made of, use torch.autograd on its outputs, or undo it with unshard_module"
+            )
         if self._training_state is TrainingState.PRE_BACKWARD:
             # activation checkpointing recomputes the forward within backward
             self._unshard(())
             return self._cast_inputs(args, kwargs)
         if self._is_root is None:
             self._lazy_init()
+        if self._is_root or not self._root.is_running:
+            args, kwargs = self._on_device(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
         is_first = self._training_state is not TrainingState.FORWARD or id(module) not in self._not_yet_run
         if is_first:
@@ -119,6 +127,8 @@ class FSDPState(ShardedCall):
         probe.phase(Phase.FORWARD)
         if self._is_root:
             self._root.begin_forward(self._comm_ctx)
+        elif not self._root.is_running:
+            self._root.shards_changed(self._comm_ctx)
         expected = self._root.expected_after(self)
         self._unshard(self.forward_prefetch or expected)
         for unit in self._fsdp_param_groups:
@@ -142,6 +152,14 @@ class FSDPState(ShardedCall):
             unit.wait_for_unshard()
         if on_its_way:
             _prefetch(ahead)
+
+    def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Move the model's inputs from the host, where a data loader leaves them, to the device that computes."""
+        device = self._comm_ctx.device
+        if device.type == "cpu":
+            return args, kwargs
+        moved_args, moved_kwargs = map_tensors((args, kwargs), lambda t: t.to(device))
+        return moved_args, moved_kwargs
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         policy = self.mp_policy
@@ -169,11 +187,11 @@ class FSDPState(ShardedCall):
             if self._is_root:
                 self._root.end_partial_forwards()
             self._end_forward()
-            if self._is_root:
-                self._end_root_forward()
+            if self._is_root or not self._root.is_running:
+                self._end_outermost_forward()
         return cast_floats(output, self.mp_policy.output_dtype)
 
-    def _end_root_forward(self) -> None:
+    def _end_outermost_forward(self) -> None:
         if not self._backward_follows:
             for unit in units_of(self._states):
                 if unit.is_unsharding:
@@ -189,8 +207,14 @@ class FSDPState(ShardedCall):
                 self._recorded = RecordedForward()
                 self._comm_ctx.recorded.add(self._recorded)
             tensor.register_hook(functools.partial(self._pre_backward, self._recorded))
+            base = base_of(tensor)
+            if base is not None:  # writing to a view in place makes it another node's, and leaves its hooks behind
+                base.register_hook(functools.partial(self._pre_backward_of_base, self._recorded))
 
     # ---- backward
+
+    def _pre_backward_of_base(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
+        return self._pre_backward(forward, grad) if forward in self._comm_ctx.recorded else grad
 
     def _pre_backward(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
         self._comm_ctx.recorded.discard(forward)

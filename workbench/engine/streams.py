@@ -2,7 +2,8 @@
 
 Collectives run in c10d's own streams. What the engine adds is one stream for casting and copying the input of an
 all-gather, so that a prefetch does not queue behind the compute that is to hide it, and one in which gradients are
-copied and reductions finished. The host never waits (with offloading, for the gradients it is to step with).
+copied and reductions finished. The host never waits (with offloading, for the gradients it is to step with, at the end
+of backward).
 
 Memory goes back to the stream it is from as soon as the host has issued its last use, and that stream waits for the use
 (:meth:`Streams.was_read`, :meth:`Streams.join`). ``record_stream`` instead would keep it from being used again for as

@@ -1,14 +1,33 @@
-"""Finding and exchanging tensors in what a module takes and returns: nested containers and dataclasses."""
+"""Tensors in what a module takes and returns (containers, dataclasses); in which mode the engine makes its own."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
+    """Let autograd record nothing of ``function``.
+
+    What it makes lasts: a later training step can use it, also if the caller is in inference mode.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -137,6 +137,11 @@ class Unit:
         return self.policy.mp_policy.reduce_dtype or self.param_dtype
 
     @property
+    def is_trained(self) -> bool:
+        """True if one of its parameters takes a gradient now."""
+        return any(p.trainable for p in self.fsdp_params)
+
+    @property
     def full_nbytes(self) -> int:
         """Bytes of the full parameters, padding included."""
         return self.shards.numel * self.mesh_info.shard_mesh_size * self.param_dtype.itemsize
@@ -153,6 +158,7 @@ class Unit:
             dtype=self.reduce_dtype,
             orig_dtype=self.orig_dtype,
             offloads=self.policy.offloads,
+            pins=self.policy.pins,
             sync=self.sync,
         )
 

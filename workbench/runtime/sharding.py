@@ -24,10 +24,9 @@ from workbench.engine import (
     reshard_module,
     unshard_module,
 )
-from workbench.engine.call import units_of
 from workbench.engine.mesh import mesh_info
 from workbench.engine.signature import check_same_lines
-from workbench.engine.state import state_of, states_below
+from workbench.engine.state import state_of
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
 from workbench.policy import DTYPES, MixedPrecision, check_mesh_fits, check_reshard_fits
@@ -69,7 +68,6 @@ def shard(command: Shard, mesh_of: MeshOf) -> dict[str, Any]:
     mapping = {before.pop(name): param for name, param in model.named_parameters()}
     for optimizer in optimizers:
         remap_optimizer(optimizer, mapping)
-    _cast_only_at_root(model)
     _plan(model, command.prefetch)
     return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
 
@@ -90,10 +88,11 @@ def reshard(command: Reshard, mesh_of: MeshOf) -> dict[str, Any]:
         policy["mesh"] = mesh_of(command.mesh)
     if names:
         policy["wrap"] = lambda module: _class_name(module) in names
+    if command.wrap or command.mp:
+        given = policy.get("mp_policy")
+        policy["mp_policy"] = lambda module, now: _cast_only_at(model, given or now, module)
     optimizers = optimizers_of(model)
     reshard_module(model, **policy, optimizers=optimizers)
-    if command.wrap or command.mp:
-        _cast_only_at_root(model)
     _name_units(model)
     ahead = _prefetch.get(model, 0) if command.prefetch is None else command.prefetch
     _plan(model, ahead)
@@ -143,13 +142,9 @@ def _policy(command: Shard | Reshard) -> dict[str, Any]:
     return found
 
 
-def _cast_only_at_root(model: nn.Module) -> None:
-    """Let the model's result be cast to the output dtype, and what inner units hand to each other stay as it is."""
-    for state in states_below(model):
-        if state is not state_of(model):
-            state.mp_policy = replace(state.mp_policy, output_dtype=None)
-            for unit in units_of([state]):
-                unit.policy = replace(unit.policy, mp_policy=state.mp_policy)
+def _cast_only_at(model: nn.Module, policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
+    """Return the policy of ``module``: what inner units hand to each other stays as it is, the result is cast."""
+    return policy if module is model else replace(policy, output_dtype=None)
 
 
 def _plan(model: nn.Module, ahead: int) -> None:
@@ -178,7 +173,8 @@ def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any])
     """Shard inner modules first; if one refuses, the model is as it was."""
     try:
         for module in [*inner, model]:
-            fully_shard(module, **policy)
+            mp_policy = _cast_only_at(model, policy.get("mp_policy", MixedPrecisionPolicy()), module)
+            fully_shard(module, **{**policy, "mp_policy": mp_policy})
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         if any(state_of(m) is not None for m in model.modules()):
             unshard_module(model)
