@@ -4,7 +4,8 @@
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
 #                empty: where pip looks. Another choice takes effect after `make clean`.
 #   JOBS         files of tests that run at the same time; 0: one after the other, in this process
-#   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M"; "--help" lists them
+#   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M", for the first also "--only live trace"; "--help"
+#                lists them
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -25,7 +26,7 @@ help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
 	@echo "make lab          open the tour in JupyterLab"
-	@echo "make bench        measure steps; write build/bench.json"
+	@echo "make bench        measure steps, recording, views and the dashboard; write build/bench.json"
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
 	@echo "make clean        remove the environment and all that was made"
 

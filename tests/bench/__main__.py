@@ -1,7 +1,8 @@
-"""``make bench``: training steps, ours and others'; where the time goes; bytes; and what recording costs.
+"""``make bench``: training steps, ours and others'; bytes; what recording and watching cost; traces and pictures.
 
-``make bench-check`` makes the comparison alone, and ends with 1 if the issue's figures (``tests/bench/aims.py``) are
-not met. Both write build/bench.json, and end with 1 if something could not be measured.
+``--only`` measures some parts alone. ``make bench-check`` makes the comparison with the others alone, and ends with 1
+if the issue's figures (``tests/bench/aims.py``) are not met. Both write build/bench.json, and end with 1 if something
+could not be measured.
 """
 
 import argparse
@@ -9,49 +10,52 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.bench import report
+from tests.bench import live, report
 from tests.bench.aims import verdicts
-from tests.bench.cases import CASES, IMPLEMENTATIONS, Case
+from tests.bench.cases import CASES, IMPLEMENTATIONS, RECORDED, Case
 from tests.bench.compare import Effort, compare, compare_recording, compare_sharding
 
 OUT = Path("build/bench.json")
-RECORDING_LIMIT = 1.03  # step CPU, recorded to plain
-RECORDED = ("19.2M", "3.3M")
-FULL, QUICK = Effort(rounds=3, steps=7, pairs=40), Effort(rounds=1, steps=3, pairs=4)
+COMPARED = ("steps", "sharding")
+PARTS = (*COMPARED, "recording", "live", "trace", "browser")
+FULL = Effort(rounds=3, steps=7, pairs=40, blocks=10, block_s=2.0, starts=3, repeats=100)
+QUICK = Effort(rounds=1, steps=3, pairs=4)
+
+Tree = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     effort = QUICK if args.quick else FULL
-    result: dict[str, Any] = {**_surroundings(), "effort": vars(effort), "cases": {}}
-    for name in args.cases:
-        result["cases"][name] = _compare(CASES[name], effort, with_parts=not args.check)
-        _write(result)
-    result["sharding"] = _sharding(effort)
-    if not args.check:
-        result["recording"] = {name: _recording(CASES[name], effort) for name in RECORDED if name in args.cases}
+    result: Tree = {**_surroundings(), "effort": vars(effort)}
+    for part in args.only or (COMPARED if args.check else PARTS):
+        for path, found in _measure(part, args, effort):
+            _put(result, path, found)
+            _write(result)
     found = list(verdicts(result))
     result["verdicts"] = [verdict.as_dict() for verdict in found]
     _write(result)
-    _say("\nwhat the issue asks", *report.verdicts(found), "", f"wrote {OUT}")
+    _say("\nwhat the issues ask", *report.verdicts(found), "", f"wrote {OUT}")
     return _status(result, is_check=args.check, all_met=all(verdict.is_met for verdict in found))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="the comparison alone, judged by the issue's figures")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="steps and sharding, judged by the issue's figures")
+    what.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some parts alone: {', '.join(PARTS)}")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--quick", action="store_true", help="few steps: whether it works, not how fast it is")
+    parser.add_argument("--quick", action="store_true", help="little of everything: whether it works, not how fast")
     return parser.parse_args(argv)
 
 
-def _surroundings() -> dict[str, Any]:
+def _surroundings() -> Tree:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -60,40 +64,72 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _compare(case: Case, effort: Effort, *, with_parts: bool) -> dict[str, Any]:
+def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:
+    """Measure one part, and say what was found; gives where each of its measurements belongs in the result."""
+    match part:
+        case "steps":
+            for name in args.cases:
+                yield ("cases", name), _compare(CASES[name], effort, with_parts=not args.check)
+        case "sharding":
+            yield ("sharding",), _sharding(effort)
+        case "recording":
+            for name, case in RECORDED.items():
+                yield ("recording", name), _recording(case, effort)
+        case "trace":
+            yield ("trace",), _apart("trace of 1 M events", lambda: live.trace(effort))
+        case _:
+            for name, work in (live.live(effort) if part == "live" else live.browser()).items():
+                yield (part, name), _apart(name, work)
+
+
+def _compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:
     _say("", case.describe())
     found = compare(case, effort, with_parts=with_parts)
     _say(*report.steps(found), *report.parts(found), *report.memory(found), *report.failures(found))
     return found
 
 
-def _sharding(effort: Effort) -> dict[str, Any]:
+def _sharding(effort: Effort) -> Tree:
     found = compare_sharding(effort)
     _say("", f"fully_shard of {found['num_params'] / 1e9:.1f} B parameters on meta, {found['num_ranks']} ranks")
     _say(*report.sharding(found), *report.failures(found))
     return found
 
 
-def _recording(case: Case, effort: Effort) -> dict[str, Any]:
+def _recording(case: Case, effort: Effort) -> Tree:
     found = compare_recording(case, effort)
-    _say("", *report.recording(case.name, found), *report.failures(found))
+    _say("", *report.recording(case.describe(), found), *report.failures(found))
     return found
 
 
-def _status(result: dict[str, Any], *, is_check: bool, all_met: bool) -> int:
-    """0, or 1 if something could not be measured, or is not as it should be."""
-    recordings = result.get("recording", {})
-    status = 0 if all_met or not is_check else 1
-    for found in (*result["cases"].values(), result["sharding"], *recordings.values()):
-        status |= bool(found["failed"])
-    for name, found in recordings.items():
-        if found.get("cpu_ratio_low", 0) > RECORDING_LIMIT:
-            _say(f"{name}: recording costs more than {RECORDING_LIMIT - 1:.0%} of a step's CPU time, beyond chance")
-            status = 1
-    return status
+def _apart(name: str, work: Callable[[], Tree]) -> Tree:
+    _say("", name)
+    found = live.measured(name, work)
+    _say(*report.numbers(found), *report.failures(found))
+    return found
 
 
-def _write(result: dict[str, Any]) -> None:
+def _status(result: Mapping[str, Any], *, is_check: bool, all_met: bool) -> int:
+    """0, or 1 if something could not be measured, or a check found that not all is as it should be."""
+    return int(any(_failures(result)) or (is_check and not all_met))
+
+
+def _failures(tree: Mapping[str, Any]) -> Iterator[Mapping[str, str]]:
+    """What failed, of every measurement in the result."""
+    for name, below in tree.items():
+        if name == "failed":
+            yield below
+        elif isinstance(below, Mapping):
+            yield from _failures(below)
+
+
+def _put(tree: Tree, path: Sequence[str], found: Tree) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = found
+
+
+def _write(result: Tree) -> None:
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -1,88 +1,183 @@
-"""What the issue "Engine" asks of speed and memory, and whether a bench's result has it."""
+"""What the issues "Engine" and "Live" ask, in figures, and whether a bench's result has it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO
 
-STEP, RESERVED, SHARDING = "step", "reserved bytes", "sharding time"
+Path = tuple[str, ...]
+"""Where something is in the result: the names on the way to it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Aim:
-    """One ratio to torch's ``fully_shard``.
+    """One figure that is asked for.
 
     Attributes:
-        what: STEP, SHARDING, or RESERVED: all that the engine holds, pools included, to the peak of torch's process.
-        case: name of the case; empty for SHARDING.
-        implementation: which of ours.
-        at_most: the highest ratio that will do.
-        is_must: the issue says "must"; else "aim".
+        what: what is measured, in half a line.
+        part: where the measurement is in the result; without it nobody asked for it, and it is not judged.
+        values: where its numbers are in that; of several the worst one counts, and those that are missing do not.
+        limit: the highest number that will do, or the lowest one if ``is_at_least``.
+        unit: of the numbers; empty for a ratio.
+        is_at_least: more is better.
+        digits: decimals to which numbers are rounded before they are judged; None: they are not.
+        is_must: the issue says so; else it is an aim.
     """
 
     what: str
-    case: str
-    implementation: str
-    at_most: float
+    part: Path
+    values: tuple[Path, ...]
+    limit: float
+    unit: str = ""
+    is_at_least: bool = False
+    digits: int | None = None
     is_must: bool = True
 
-
-AIMS = (
-    Aim(STEP, "19.2M", OURS_GLOO, 0.87),
-    Aim(STEP, "3.3M", OURS_GLOO, 0.84),
-    Aim(STEP, "19.2M-4ranks", OURS_GLOO, 0.88),
-    Aim(STEP, "19.2M-bf16", OURS_GLOO, 0.92),
-    Aim(STEP, "19.2M", OURS, 0.78, is_must=False),
-    Aim(STEP, "3.3M", OURS, 0.74, is_must=False),
-    Aim(STEP, "19.2M-4ranks", OURS, 0.82, is_must=False),
-    Aim(STEP, "19.2M-bf16", OURS, 0.85, is_must=False),
-    *(Aim(RESERVED, case, implementation, 1.0) for case in CASES for implementation in OF_OURS),
-    Aim(SHARDING, "", OURS, 1.0),
-)
+    @property
+    def asked(self) -> str:
+        """What is asked, as a sign and a number."""
+        sign = ">=" if self.is_at_least else "<="
+        return f"{'must' if self.is_must else 'aim'} {sign} {self.limit:g} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An aim, the ratio that was measured (None: it was not), and whether that will do."""
+    """An aim, the number that was measured (None: it was not), and whether that will do."""
 
     aim: Aim
     measured: float | None
 
     @property
     def is_met(self) -> bool:
-        """Measured, and not above the aim."""
-        return self.measured is not None and self.measured <= self.aim.at_most
+        """Measured, and on the right side of the limit."""
+        if self.measured is None:
+            return False
+        judged = self.measured if self.aim.digits is None else round(self.measured, self.aim.digits)
+        return judged >= self.aim.limit if self.aim.is_at_least else judged <= self.aim.limit
 
     @property
     def word(self) -> str:
         """The verdict in a word or two."""
         return "met" if self.is_met else "not measured" if self.measured is None else "MISSED"
 
+    @property
+    def number(self) -> str:
+        """What was measured, with its unit."""
+        if self.measured is None:
+            return "-"
+        return f"{self.measured:.2f} {self.aim.unit}" if self.aim.unit else f"{self.measured:.3f}"
+
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         return {**asdict(self.aim), "measured": self.measured, "verdict": self.word}
 
 
-def verdicts(result: Mapping[str, Any]) -> Iterator[Verdict]:
-    """Judge what ``build/bench.json`` holds; aims of cases that were not chosen are left out."""
-    for aim in AIMS:
-        if aim.what == SHARDING or aim.case in result["cases"]:
-            yield Verdict(aim, _measured(aim, result))
+def _step(case: str, implementation: str, limit: float, *, is_must: bool = True) -> Aim:
+    """A step's time to torch's, of both runs: into the second one nothing of ours is loaded."""
+    return Aim(
+        what=f"{implementation}, {case}: step / torch's",
+        part=("cases", case),
+        values=tuple(("steps", implementation, key) for key in ("to_torch", "to_torch_only")),
+        limit=limit,
+        is_must=is_must,
+    )
 
 
-def _measured(aim: Aim, result: Mapping[str, Any]) -> float | None:
-    if aim.what == SHARDING:
-        return _found(result, "sharding", "to_torch")
-    case = result["cases"][aim.case]
-    if aim.what == RESERVED:
-        return _found(case, "bytes", aim.implementation, "reserved_to_torch")
-    ratios = [_found(case, "steps", aim.implementation, run) for run in ("to_torch", "to_torch_only")]
-    return max((r for r in ratios if r is not None), default=None)  # against both runs
+def _reserved(case: str, implementation: str) -> Aim:
+    """All bytes that the engine holds, pools included, to the peak of torch's process."""
+    return Aim(
+        what=f"{implementation}, {case}: reserved bytes / torch's",
+        part=("cases", case),
+        values=(("bytes", implementation, "reserved_to_torch"),),
+        limit=1.0,
+    )
 
 
-def _found(tree: Mapping[str, Any], *path: str) -> float | None:
-    """Return the number at ``path``; None where a measurement failed or was not made."""
+ENGINE = (
+    _step("19.2M", OURS_GLOO, 0.87),
+    _step("3.3M", OURS_GLOO, 0.84),
+    _step("19.2M-4ranks", OURS_GLOO, 0.88),
+    _step("19.2M-bf16", OURS_GLOO, 0.92),
+    _step("19.2M", OURS, 0.78, is_must=False),
+    _step("3.3M", OURS, 0.74, is_must=False),
+    _step("19.2M-4ranks", OURS, 0.82, is_must=False),
+    _step("19.2M-bf16", OURS, 0.85, is_must=False),
+    *(_reserved(case, implementation) for case in CASES for implementation in OF_OURS),
+    Aim(
+        what=f"{OURS}, 0.8 B parameters: sharding time / torch's",
+        part=("sharding",),
+        values=(("to_torch",),),
+        limit=1.0,
+    ),
+)
+"""What ``--check`` judges."""
+
+
+def _recording(case: str, share: float, watched: float) -> Iterator[Aim]:
+    part = ("recording", case)
+    yield Aim(what=f"{case}: events x ns / step CPU", part=part, values=(("rows_percent",),), limit=share, unit="%")
+    yield Aim(what=f"{case}: step CPU, recorded / plain", part=part, values=(("cpu_ratio",),), limit=1.03)
+    ratios = (("cpu_to_plain",), ("cpu_to_unwatched",))
+    live = ("live", f"watched {case}")
+    yield Aim(what=f"{case}: step CPU, dashboard live / not", part=live, values=ratios, limit=watched)
+    yield Aim(what=f"{case}: drained, a step and rank", part=live, values=(("drained_kb",),), limit=10, unit="kB")
+
+
+def _live(what: str, part: Path, value: str, limit: float, unit: str = "") -> Aim:
+    return Aim(what=what, part=part, values=((value,),), limit=limit, unit=unit)
+
+
+def _frames(move: str) -> Aim:
+    # a frame clock of 60 Hz gives 59.9 as often as 60.1
+    return Aim(
+        what=f"timeline: {move}, 500,000 rectangles",
+        part=("browser", "timeline"),
+        values=((f"fps_{move}",),),
+        limit=60,
+        unit="fps",
+        is_at_least=True,
+        digits=0,
+    )
+
+
+RECORDING = (("3.7M", 1, 1.05), ("0.23M", 5, 1.10))  # case, % of a step's CPU time, with the dashboard live
+LIVE = (
+    *(aim for figures in RECORDING for aim in _recording(*figures)),
+    _live("to the browser, 8 ranks", ("live", "to browser"), "kib_per_s", 64, "KiB/s"),
+    Aim(
+        what="side door while ranks compute, median",
+        part=("live", "side door"),
+        values=(("python_ms",), ("torch_ms",)),
+        limit=30,
+        unit="ms",
+    ),
+    _live("%%fsdp pass / %%px pass", ("live", "cells"), "to_px", 1.3),
+    _live("start to first ready cell, 4 ranks", ("live", "start"), "median_s", 5, "s"),
+    _live("trace of 1 M events: load", ("trace",), "load_ms", 2000, "ms"),
+    _live("trace of 1 M events: state at any event", ("trace",), "state_ms", 50, "ms"),
+    _live("trace of 1 M events: slowest figure", ("trace",), "figure_ms", 100, "ms"),
+    _frames("pan"),
+    _frames("zoom"),
+    _live("timeline: first paint, 1 M rectangles", ("browser", "timeline"), "first_paint_ms", 1000, "ms"),
+    _live("pixels after an event, median", ("browser", "pixels"), "median_ms", 150, "ms"),
+)
+
+AIMS = (*ENGINE, *LIVE)
+
+
+def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:
+    """Judge what ``build/bench.json`` holds; aims whose part was not measured are left out."""
+    for aim in aims:
+        part = _found(result, aim.part)
+        if isinstance(part, Mapping):
+            numbers = [n for n in (_found(part, path) for path in aim.values) if n is not None]
+            worst = min if aim.is_at_least else max
+            yield Verdict(aim, worst(numbers, default=None))
+
+
+def _found(tree: Mapping[str, Any], path: Path) -> Any:
+    """Return what is at ``path``; None where a measurement failed or was not made."""
     value: Any = tree
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None

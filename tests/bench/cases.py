@@ -44,9 +44,10 @@ class Case:
     def describe(self) -> str:
         """Say what it is in half a line."""
         millions = num_params(self.config) / 1e6
+        digits = 1 if millions >= 1 else 2
         precision = "bf16 params and reduce" if self.is_bf16 else "fp32"
         sizes = f"{self.config.num_blocks} blocks x {self.config.width}"
-        return f"{self.name}: {millions:.1f} M parameters ({sizes}), {self.num_ranks} ranks, {precision}"
+        return f"{self.name}: {millions:.{digits}f} M parameters ({sizes}), {self.num_ranks} ranks, {precision}"
 
 
 _LARGE = GPTConfig(vocab_size=256, num_blocks=6, width=512, num_heads=8, max_tokens=NUM_TOKENS)
@@ -60,6 +61,24 @@ CASES = {
         Case(name="19.2M-bf16", config=_LARGE, num_ranks=2, is_bf16=True),
     )
 }
+
+
+RECORDED = {
+    case.name: case
+    for case in (
+        Case(
+            name="3.7M",
+            config=GPTConfig(vocab_size=1024, num_blocks=4, width=256, num_heads=4, max_tokens=NUM_TOKENS),
+            num_ranks=2,
+        ),
+        Case(
+            name="0.23M",
+            config=GPTConfig(vocab_size=192, num_blocks=4, width=64, num_heads=4, max_tokens=NUM_TOKENS),
+            num_ranks=2,
+        ),
+    )
+}
+"""Models with which recording and watching is measured: those of the issue "Live"."""
 
 
 def num_params(config: GPTConfig) -> int:

@@ -17,7 +17,7 @@ from tests.bench.memory import Bytes, measure_bytes
 from tests.bench.parts import MeteredStep, budget, measure_parts
 from tests.bench.processes import RankFailure, on_ranks
 from tests.bench.recording import Recording, measure_recording
-from tests.bench.stats import median_interval, spread
+from tests.bench.stats import median_interval, rotated, spread
 from tests.bench.training import Sample, measure
 
 Tree = dict[str, Any]
@@ -32,11 +32,19 @@ class Effort:
         rounds: times each implementation is started.
         steps: steps measured per start, after some to warm up.
         pairs: recorded and plain steps each.
+        blocks: blocks of steps that are watched, and as many of each other kind.
+        block_s: about how long one takes, in seconds.
+        starts: times a cluster is started.
+        repeats: times something short is done.
     """
 
     rounds: int
     steps: int
     pairs: int
+    blocks: int = 2
+    block_s: float = 1.0
+    starts: int = 1
+    repeats: int = 20
 
 
 @dataclass
@@ -86,12 +94,6 @@ def _steps(case: Case, names: Sequence[str], effort: Effort, runs: Runs, what: s
             ranks = runs.on_ranks(f"{what} of {name}", case.num_ranks, measure, case, name, effort.steps)
             samples[name].append(ranks)
     return {name: row(starts) for name, starts in samples.items() if all(starts)}
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names beginning with another one each time: nobody always follows the same one."""
-    at = number % len(names)
-    return [*names[at:], *names[:at]]
 
 
 def row(starts: Iterable[Sequence[Sequence[Sample]]]) -> Tree:
@@ -192,7 +194,7 @@ def compare_recording(case: Case, effort: Effort) -> Tree:
         "cpu_ratio_high": high,
         "num_rows": ranks[0].num_rows,
         "row_ns": ranks[0].row_ns,
-        "rows_share": ranks[0].num_rows * ranks[0].row_ns / plain_ns,
+        "rows_percent": 100 * ranks[0].num_rows * ranks[0].row_ns / plain_ns,
         "plain_ms": plain_ns / 1e6,
         "failed": {},
     }

@@ -87,13 +87,33 @@ def sharding(found: Tree) -> Iterator[str]:
 
 def recording(case: str, found: Tree) -> Iterator[str]:
     """Say what recording costs."""
+    yield case
     if not found["failed"]:
         yield (
-            f"{case}: step CPU recorded / plain {found['cpu_ratio']:.3f} "
+            f"  step CPU recorded / plain {found['cpu_ratio']:.3f} "
             f"(95 % interval {found['cpu_ratio_low']:.3f} to {found['cpu_ratio_high']:.3f}); "
-            f"{found['num_rows']} rows x {found['row_ns']:.0f} ns = {found['rows_share']:.2%} "
+            f"{found['num_rows']} events x {found['row_ns']:.0f} ns = {found['rows_percent']:.2f} % "
             f"of {found['plain_ms']:.1f} ms"
         )
+
+
+def numbers(found: Tree) -> Iterator[str]:
+    """Lines of everything that was found, by its name; of a spread its median and quartiles."""
+    for name, value in found.items():
+        if name == "failed":
+            continue
+        if isinstance(value, Mapping) and "median" in value:
+            yield f"  {name}: {value['median']:.4g} ({value['lower']:.4g} to {value['upper']:.4g}, {value['count']})"
+        elif isinstance(value, Mapping):
+            yield f"  {name}: " + ", ".join(f"{key} {_short(one)}" for key, one in value.items())
+        else:
+            yield f"  {name}: {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(map(_short, value)) if isinstance(value, list) else str(value)
 
 
 def failures(found: Tree) -> Iterator[str]:
@@ -104,13 +124,4 @@ def failures(found: Tree) -> Iterator[str]:
 
 def verdicts(found: Iterable[Verdict]) -> Iterator[str]:
     """Lines that set what is asked beside what was measured."""
-    rows = [
-        (
-            f"{v.aim.implementation}, {v.aim.case or '0.8 B parameters'}: {v.aim.what} / torch's",
-            f"{'must' if v.aim.is_must else 'aim'} <= {v.aim.at_most:.2f}",
-            number(v.measured, 3),
-            v.word,
-        )
-        for v in found
-    ]
-    yield from table(("", "aim", "measured", "verdict"), rows)
+    yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.asked, v.number, v.word) for v in found))

@@ -1,4 +1,4 @@
-"""Numbers made of samples."""
+"""Numbers made of samples, and in which order these are taken."""
 
 import math
 import statistics
@@ -31,3 +31,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     ordered, half = sorted(values), len(values) / 2
     apart = math.sqrt(len(values))
     return ordered[max(0, math.floor(half - apart))], ordered[min(len(values) - 1, math.ceil(half + apart))]
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """Return the names beginning with another one each time: nobody always follows the same one."""
+    at = number % len(names)
+    return [*names[at:], *names[:at]]

@@ -1,0 +1,65 @@
+"""The figures of the issue "Live", each measured in a process of its own: see the modules that do it."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from tests.bench.apart import ApartFailure, call_apart
+from tests.bench.cases import RECORDED
+from tests.bench.compare import Effort
+
+Tree = dict[str, Any]
+Call = Callable[..., Any]
+"""As :func:`tests.bench.apart.call_apart`."""
+
+MAX_BROWSER_S = 600.0
+
+
+def measured(name: str, work: Callable[[], Tree]) -> Tree:
+    """Return what ``work`` found; if it failed, that: one measurement that does is no reason to lose the others."""
+    try:
+        return {**work(), "failed": {}}
+    except ApartFailure as error:
+        return {"failed": {name: str(error)}}
+
+
+def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
+    """Return what is measured on real clusters, by its name, each to be called."""
+    watched = {
+        f"watched {name}": lambda case=case: call(
+            "tests.bench.watched:measure_watched",
+            case=case.name,
+            num_ranks=case.num_ranks,
+            rounds=effort.blocks,
+            block_s=effort.block_s,
+        )
+        for name, case in RECORDED.items()
+    }
+    return watched | {
+        "to browser": lambda: call("tests.bench.watched:measure_to_browser", num_ranks=8, seconds=5 * effort.block_s),
+        "side door": lambda: call("tests.bench.doors:measure_side_door", num_ranks=2, num_times=2 * effort.repeats),
+        "cells": lambda: call("tests.bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
+        "start": lambda: _starts(effort.starts, call),
+    }
+
+
+def _starts(num_times: int, call: Call) -> Tree:
+    starts = [call("tests.bench.doors:measure_start", num_ranks=4) for _ in range(num_times)]
+    return {
+        "median_s": statistics.median(start["seconds"] for start in starts),
+        "cpu_s": statistics.median(start["cpu_s"] for start in starts),
+        "all_s": [start["seconds"] for start in starts],
+    }
+
+
+def trace(effort: Effort, call: Call = call_apart) -> Tree:
+    """Return how long a trace of 1 M rows takes."""
+    return call("tests.bench.traces:measure_trace", repeats=max(3, effort.repeats // 10), num_states=effort.repeats)
+
+
+def browser(call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
+    """Return what is measured in a real browser, by its name, each to be called."""
+    return {
+        name: lambda name=name: call(f"tests.bench.pixels:measure_{name}", timeout_s=MAX_BROWSER_S)
+        for name in ("timeline", "pixels")
+    }

@@ -1,0 +1,42 @@
+"""A function in a process of its own returns, raises, or takes too long; nothing of it is left."""
+
+import time
+
+import pytest
+
+from tests.bench import apart
+from tests.bench.apart import ApartFailure, call_apart
+
+HERE = __name__
+
+
+def doubled(number):
+    return {"twice": 2 * number}
+
+
+def refuse():
+    raise ValueError("no such luck")
+
+
+def wait_long():
+    time.sleep(600)
+
+
+def test_arguments_and_values_are_data():
+    assert call_apart(f"{HERE}:doubled", number=21) == {"twice": 42}
+
+
+def test_a_failure_is_told_and_the_others_go_on():
+    from tests.bench.live import measured  # loads torch, which the process that answers does without
+
+    with pytest.raises(ApartFailure, match=r"(?s)^Traceback.*ValueError: no such luck$"):
+        call_apart(f"{HERE}:refuse")
+    found = measured("cells", lambda: call_apart(f"{HERE}:refuse"))
+    assert found["failed"]["cells"].endswith("ValueError: no such luck")
+    assert measured("cells", lambda: {"a": 1}) == {"a": 1, "failed": {}}
+
+
+def test_what_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(apart, "GRACE_S", 5)
+    with pytest.raises(ApartFailure, match=f"{HERE}:wait_long did not return within 1 s"):
+        call_apart(f"{HERE}:wait_long", timeout_s=1)

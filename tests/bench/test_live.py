@@ -1,0 +1,121 @@
+"""What is measured of the issue "Live", by whom, and that every figure finds its number there."""
+
+import json
+
+import pytest
+
+from tests.bench import __main__ as bench
+from tests.bench import live, report
+from tests.bench.aims import LIVE, verdicts
+from tests.bench.watched import PLAIN, UNWATCHED, WATCHED, Blocks, Viewer, measure_watched, size_of
+from tests.waiting import wait_until
+from tests.widgets.test_dashboard import Pretender
+from workbench.cluster import Reply
+
+FOUND = {
+    "watched:measure_watched": {"cpu_to_plain": 1.02, "cpu_to_unwatched": 1.01, "drained_kb": 3.0},
+    "watched:measure_to_browser": {"kib_per_s": 50.0},
+    "doors:measure_side_door": {"python_ms": 8.0, "torch_ms": 4.0},
+    "doors:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
+    "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
+    "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
+    "pixels:measure_timeline": {"fps_pan": 59.9, "fps_zoom": 60.1, "first_paint_ms": 300},
+    "pixels:measure_pixels": {"median_ms": 90},
+}
+RECORDING = {"rows_percent": 0.4, "cpu_ratio": 1.0, "failed": {}}
+
+
+def call(function, timeout_s=0, **arguments):
+    json.dumps(arguments)
+    return FOUND[function.removeprefix("tests.bench.")]
+
+
+def whole():
+    """A result in which everything was measured."""
+    found = {"recording": dict.fromkeys(("3.7M", "0.23M"), RECORDING), "trace": live.trace(bench.QUICK, call)}
+    for part, works in (("live", live.live(bench.QUICK, call)), ("browser", live.browser(call))):
+        for name, work in works.items():
+            bench._put(found, (part, name), live.measured(name, work))
+    return found
+
+
+def test_every_figure_finds_its_number():
+    found = list(verdicts(whole()))
+    assert [verdict.aim for verdict in found] == list(LIVE)
+    assert {verdict.word for verdict in found} == {"met"}
+    assert {v.aim.what: v.number for v in found}["side door while ranks compute, median"] == "8.00 ms"
+
+
+def test_the_lines_of_the_report_fit():
+    found = whole()
+    lines = list(report.verdicts(verdicts(found)))
+    assert "  to the browser, 8 ranks" in lines[9]
+    assert lines[9].endswith("must <= 64 KiB/s   50.00 KiB/s       met")
+    assert all(len(line) <= 120 for line in lines)
+    assert list(report.numbers(found["live"]["cells"])) == ["  to_px: 1.2", "  px_ms: 1 (1 to 2, 3)"]
+    assert list(report.numbers({"all_s": [1.0, 2.5], "by": {"a": 1.0, "b": 2}})) == [
+        "  all_s: 1, 2.5",
+        "  by: a 1, b 2",
+    ]
+
+
+def test_parts_are_chosen_or_a_check_is_made():
+    assert bench._arguments(["--only", "live", "trace"]).only == ["live", "trace"]
+    assert bench._arguments(["--check", "--quick"]).check
+    with pytest.raises(SystemExit):
+        bench._arguments(["--check", "--only", "live"])
+
+
+def test_a_block_is_the_time_between_its_first_and_last_mark():
+    blocks = Blocks()
+    for name, cpu in ((PLAIN, 10), (UNWATCHED, 11), (WATCHED, 12)):
+        slow, fast = [[0, 0], [99, 1], [2 * cpu, 60]], [[5, 5], [0, 0], [5 + 2 * cpu, 25]]
+        blocks.add(name, [slow, fast])
+    found = blocks.ratios()
+    assert found["cpu_to_plain"] == pytest.approx(1.2)
+    assert found["cpu_to_unwatched"] == pytest.approx(12 / 11)
+    assert found["watched_wall_ms"] == pytest.approx(30e-6)
+    assert found["wall_to_plain_low"] == found["wall_to_plain_high"] == 1
+
+
+def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
+    assert size_of(Reply({"a": 1}, buffers=(memoryview(bytes(5)), b"12"))) == len('{"a": 1}') + 7
+
+
+def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
+    viewer = Viewer(Pretender())
+    for _ in range(2):
+        viewer._dashboard._handle_custom_msg({"view": "bench", "ask": "feed"}, [])
+    viewer.close()
+    whole_answer, nothing_new = viewer.sizes
+    assert whole_answer > 10_000
+    assert 300 < nothing_new < 3_000
+    viewer.times_s = [1.0, 3.0]
+    assert viewer.kib_per_s() == nothing_new / 1024 / 2
+
+
+def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setattr("tests.bench.watched.ANSWER_S", 0.0)
+    viewer = Viewer(Pretender())
+    viewer._is_answered.clear()
+    with pytest.raises(RuntimeError, match="did not answer"), viewer.asking():
+        viewer.close()
+
+
+def test_a_viewer_asks_again_when_it_was_answered(monkeypatch):
+    monkeypatch.setattr("tests.bench.watched.ASK_EVERY_S", 0.0)
+    viewer = Viewer(Pretender())
+    with viewer.asking():
+        wait_until(lambda: len(viewer.sizes) >= 2)
+    viewer.close()
+
+
+@pytest.mark.cluster
+def test_a_cluster_is_watched():
+    found = measure_watched("0.23M", num_ranks=2, rounds=1, block_s=0.1)
+    assert found["drained_kb"] > 1
+    assert {name for name in found if name.endswith("_wall_ms")} == {
+        "plain_wall_ms",
+        "unwatched_wall_ms",
+        "watched_wall_ms",
+    }

@@ -1,0 +1,106 @@
+"""How long a trace of 1 M rows takes: to load, to find the state at an event, to draw; and what else is done with it.
+
+4 ranks, 33 units, 160 steps. A state is what the dashboard shows under its cursor: all ranks, bytes by class, units,
+and what each was doing. A figure is what a word such as ``%fsdp memory`` draws when nothing else is asked.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.trace.simulation import example_trace
+from workbench.replay import collectives, memory, states
+from workbench.trace import TraceBuilder, advance, check, load, partners, save, steps, to_perfetto
+from workbench.trace.columns import Trace
+from workbench.views import VIEWS, draw
+from workbench.widgets.moments import Moments
+
+Tree = dict[str, Any]
+NUM_STEPS = 160
+
+
+def measure_trace(repeats: int, num_states: int, num_steps: int = NUM_STEPS) -> Tree:
+    """Return milliseconds.
+
+    ``load_ms``, ``first_state_ms`` (the last event of all, nothing is known of the trace yet) and ``figure_ms`` (of the
+    slowest view) are medians of ``repeats``; ``state_ms`` is the worse of the former and the median of ``num_states``
+    events at random, looked for one after the other as a cursor does.
+
+    Args:
+        repeats: times each is done.
+        num_states: events at random.
+        num_steps: of the trace; 160 make 1 M rows.
+    """
+    trace = example_trace(num_ranks=4, num_units=33, steps=num_steps)
+    found: Tree = {"num_rows": trace.num_rows, **_files(trace, repeats), **_states(trace, repeats, num_states)}
+    figures = {name: median_ms(partial(draw, name, trace), repeats) for name in VIEWS}
+    found |= {"figures_ms": figures, "figure_ms": max(figures.values())}
+    return found | {"others_ms": {name: median_ms(work, min(repeats, 3)) for name, work in _others(trace).items()}}
+
+
+def median_ms(work: Callable[[], object], repeats: int) -> float:
+    """Median time in milliseconds."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e3
+
+
+def _files(trace: Trace, repeats: int) -> Tree:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.trace"
+        save_ms = median_ms(lambda: save(trace, path), repeats)
+        return {
+            "save_ms": save_ms,
+            "load_ms": median_ms(lambda: load(path), repeats),
+            "file_mb": path.stat().st_size / 1e6,
+        }
+
+
+def _states(trace: Trace, repeats: int, num_states: int) -> Tree:
+    last = trace.ranks[0]
+    first_ms = median_ms(lambda: Moments().at_row(trace, last.rank, last.end_seq - 1), repeats)
+    moments, draw_number = Moments(), random.Random(0)
+    events = [(draw_number.choice(trace.ranks), draw_number.random()) for _ in range(num_states)]
+    looked_up = [
+        median_ms(partial(moments.at_row, trace, r.rank, r.start.seq + int(place * len(r.rows))), 1)
+        for r, place in events
+    ]
+    found_ms = statistics.median(looked_up)
+    return {
+        "first_state_ms": first_ms,
+        "random_state_ms": found_ms,
+        "random_state_worst_ms": max(looked_up),
+        "beside_ms": median_ms(lambda: moments.beside(trace, last.rank, last.end_seq // 2, 1), repeats),
+        "state_ms": max(first_ms, found_ms),
+    }
+
+
+def _others(trace: Trace) -> dict[str, Callable[[], object]]:
+    """Other work whose cost grows with the trace."""
+    rank, last = trace.rank(0), steps(trace)[-1]
+    packed, after = rank.rows.tobytes(), advance(rank.start, rank.rows)
+    return {
+        "slice of one step": lambda: trace.slice(step=last),
+        "key frame after one rank": lambda: advance(rank.start, rank.rows),
+        "partners of one rank": lambda: partners(rank.rows),
+        "builder, one rank at once": lambda: TraceBuilder().append(0, packed, key_frame=after),
+        "memory: series of one rank": lambda: memory.series(rank),
+        "memory: peak of one rank": lambda: memory.peak(rank),
+        "states: spans of one rank": lambda: states.spans(rank),
+        "collectives: table of one rank": lambda: collectives.table(rank),
+        "collectives: one step compared": lambda: collectives.compare(trace, last),
+        "check all rules": lambda: check(trace),
+        "to_perfetto, one step": lambda: to_perfetto(trace.slice(step=last)),
+        **{
+            f"figure: {name}, all steps": partial(draw, name, trace, steps=len(steps(trace)))
+            for name in ("memory", "states", "timeline")
+        },
+    }
