@@ -13,6 +13,7 @@ from workbench.errors import ClusterError, RankDied, RankError
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame, Kind
+from workbench.trace.wire import to_wire
 
 Act = Callable[["FakeCluster", int, Answer], None]
 """What one rank does with a front-door request: it settles the answer, or leaves that to a later side-door request."""
@@ -78,7 +79,7 @@ class FakeGate:
         self.breakpoints: list[dict[str, Any]] = []
         self.tickets: dict[str, dict[str, Any]] = {}
         self.jobs: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda rank, job: said(f"{rank}: {job['text']}")
-        self.late = self.waits = False
+        self.late = self.waits = self.synchronised = False
         self.since_ns = 0
 
     def begin(self, answer: Answer) -> None:
@@ -104,6 +105,7 @@ class FakeGate:
         self.since_ns += 1
         place = {"step": 0, "ordinal": self.ordinal, "kind": kind, "edge": edge, "unit": unit, "num_bytes": 8}
         self.held = {**place, "breakpoint": met["id"] if met else None, "since_ns": self.since_ns, "phase": "forward"}
+        self.held["synchronised"] = self.synchronised
         self.mode = ("continue", None)
         self.breakpoints = [b for b in self.breakpoints if b is not met or not b.get("once")]
 
@@ -221,7 +223,7 @@ class FakeRank:
             "header": header_to_dict(self.header) if version != self.version else None,
             "header_version": self.version,
         }
-        return Reply(content, buffers=(memoryview(rows.tobytes()),))
+        return Reply(content, buffers=(memoryview(to_wire(rows.tobytes())),))
 
 
 class FakeCluster:
@@ -243,6 +245,7 @@ class FakeCluster:
         self.silent: set[int] = set()
         self.unfinished: dict[int, int] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
+        self.commands = dict.fromkeys(range(num_ranks), 0)
         self.on_abort: dict[int, Callable[[str], None]] = {}
         self.on_interrupt: dict[int, Callable[[], None]] = {}
         self.on_drain: Callable[[], None] = lambda: None
@@ -334,6 +337,7 @@ class FakeCluster:
             "rank": rank,
             "unfinished": self.unfinished.get(rank, 0),
             "optimizer_steps": self.optimizer_steps[rank],
+            "commands": self.commands[rank],
         } | self.gates[rank].position()
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:

@@ -4,8 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench import commands as all_commands
 from workbench.commands import (
+    COMMANDS,
+    NEXT,
+    Abort,
+    Break,
     Command,
+    Continue,
+    Evaluate,
+    Inspect,
+    Next,
+    Pause,
     Reshard,
     Shard,
     Step,
@@ -56,13 +66,37 @@ reshards = st.builds(
     offload=st.none() | st.booleans(),
     prefetch=st.none() | st.integers(0, 99),
 )
-commands = st.one_of(
-    shards,
-    reshards,
-    st.builds(Unshard, model=models),
-    st.builds(Step, count=st.integers(1, 10**9), fn=identifiers),
-    st.builds(Verify, model=models | st.just(""), fn=identifiers),
+words = st.text(min_size=1, max_size=20)
+texts = words.filter(lambda text: not text.startswith("-"))  # argparse takes a word that does for a flag
+ranks = st.integers(0, 999)
+events = st.sampled_from(["all_gather", "backward.end", "forward:blocks.1", "reshard:(root)", "wait:*"]) | texts
+# the raw rest of the line: no spaces around it, and nothing at its ends that reads as -t RANKS or -h
+exprs = words.filter(lambda text: text == text.strip() and "-" not in text) | st.sampled_from(
+    ["x['a'] - 1", 'f"{x}"', "x.sum() -  rank", "[i for i in range(3)]", "a -t b"]
 )
+STRATEGIES = {
+    Shard: shards,
+    Reshard: reshards,
+    Unshard: st.builds(Unshard, model=models),
+    Step: st.builds(
+        Step, count=st.integers(1, 10**9), fn=identifiers, until=st.just("") | events, background=st.booleans()
+    ),
+    Verify: st.builds(Verify, model=models | st.just(""), fn=identifiers),
+    Pause: st.builds(Pause),
+    Continue: st.builds(Continue),
+    Next: st.builds(Next, what=st.sampled_from(NEXT)),
+    Abort: st.builds(Abort),
+    Break: st.builds(Break, event=events, rank=st.none() | ranks, when=st.none() | words),
+    Inspect: st.builds(Inspect, fqn=texts),
+    Evaluate: st.builds(Evaluate, expr=exprs, ranks=st.sets(ranks, max_size=4).map(lambda s: tuple(sorted(s)))),
+}
+commands = st.one_of(*STRATEGIES.values())
+
+
+def test_every_command_there_is_can_be_built_here_and_has_a_word_of_its_own():
+    defined = {c for c in vars(all_commands).values() if isinstance(c, type) and issubclass(c, Command)} - {Command}
+    assert set(STRATEGIES) == defined == set(COMMANDS.values())
+    assert [cls.word for cls in COMMANDS.values()] == list(COMMANDS)
 
 
 @given(commands)
@@ -95,7 +129,21 @@ def test_dict_round_trip_through_json(command: Command):
         (Unshard(model="m"), "unshard m"),
         (Step(), "step"),
         (Step(count=40, fn="go"), "step 40 --fn go"),
+        (
+            Step(count=3, until="all_gather:blocks.2", background=True),
+            "step 3 --until all_gather:blocks.2 --background",
+        ),
         (Verify(), "verify"),
+        (Pause(), "pause"),
+        (Continue(), "continue"),
+        (Next(), "next"),
+        (Next(what="unit"), "next unit"),
+        (Abort(), "abort"),
+        (Break(event="all_gather:blocks.*"), "break add 'all_gather:blocks.*'"),
+        (Break(event="wait", rank=0, when="step > 1"), "break add wait --rank 0 --when 'step > 1'"),
+        (Inspect(fqn="blocks.2.mlp.0.weight"), "inspect blocks.2.mlp.0.weight"),
+        (Evaluate(expr="x['a'] + 1"), "eval x['a'] + 1"),
+        (Evaluate(expr="x", ranks=(0, 2)), "eval x -t 0,2"),
         (Verify(model="m"), "verify m"),
     ],
 )

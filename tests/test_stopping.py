@@ -7,6 +7,7 @@ import pytest
 
 from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, raises, said, step_result
 from tests.waiting import wait_until
+from workbench.cluster.pending import Output
 from workbench.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.session.breakpoints import EVENTS
@@ -62,6 +63,28 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
             refused()
     assert wb.resume().steps_done == 1
     assert wb._session.request is None
+
+
+def test_an_event_that_does_not_come_is_said_with_those_that_did(wb):
+    wb.fake.script["step"] = wb.fake.trains(3)
+    report = wb.step(3, until=f"offload:{unit(wb, 1)}")
+    assert report.headline.endswith(f"; offload:{unit(wb, 1)} did not come")
+    assert report.came
+    assert all(":" in event for event in report.came)
+    assert f"came, nearest first  {report.came[0]}, " in str(report)
+    assert tuple(wb.break_list().breakpoints) == ()
+    wb.fake.script["step"] = inside
+    assert wb.step(1).missed == ""
+
+
+def test_until_outlives_a_stop_at_something_else(wb):
+    wb.break_add("forward", rank=None)
+    assert "breakpoint 1" in str(wb.step(1, until="optimizer"))
+    wb.break_clear(1)
+    assert "because of  --until optimizer" in str(wb.resume())
+    assert wb.resume().missed == ""
+    wb.step(1, until="forward")
+    assert wb.resume().missed == ""
 
 
 def test_a_breakpoint_stops_at_every_such_event(wb):
@@ -183,6 +206,9 @@ def test_a_rank_that_dies_while_stopped(wb):
     wb.fake.dead.add(1)
     wb.fake.gates[1].end(RankDied("rank 1 died", ranks=(1,)))
     assert [row.state for row in wb.where().rows] == ["held", "gone", "held", "held"]
+    assert str(wb.pause()).endswith("is under way, and rank 1 died meanwhile: end it with %fsdp abort")
+    with pytest.raises(UsageError, match="rank 1 died meanwhile"):
+        wb.step(1)
     with pytest.raises(RankDied):
         wb.resume()
     assert wb._session.request is None
@@ -200,6 +226,49 @@ def test_pause_twice_says_the_same(wb):
     assert wb.asked("pause") == []
 
 
+# ---- what ranks print
+
+
+def writing(*texts, then=inside):
+    """Each rank writes its text, and what comes later is written by the test."""
+    answers = {}
+
+    def act(cluster, rank, answer):
+        answers[rank] = answer
+        answer.outputs.append(Output("stdout", text=texts[rank]))
+        then(cluster, rank, answer)
+
+    return act, answers
+
+
+def test_what_was_printed_is_shown_when_ranks_stop_and_only_once(wb):
+    heard = []
+    act, answers = writing(*["same\n"] * 3, "other\n")
+    wb.fake.script["step"] = act
+    wb.step(1, until="backward", on_output=lambda output: heard.append(output.text))
+    assert heard == ["same\n", "--- rank 3:\nother\n--- ranks 0-2 agree\n"]
+    for answer in answers.values():
+        answer.outputs.append(Output("stdout", text="later\n"))
+    assert wb.news() == ()  # asked at every word: what came late
+    assert heard[2:] == ["later\n"]
+    wb.resume()  # whoever was told goes on being told
+    assert heard[3:] == ["--- 4 ranks agree\n"]
+
+
+def test_a_rank_that_stands_earlier_has_written_nothing_unseen(wb):
+    heard = []
+    wb.fake.script["cell"], answers = writing("a\nb\n", "a\n", "a\nb\n", "a\n")
+    wb.break_add("backward")
+    wb.run_cell("train()", on_output=lambda output: heard.append(output.text))
+    assert heard == ["a\nb\n", "--- 4 ranks agree\n"]
+    for rank in (1, 3):
+        answers[rank].outputs.append(Output("stdout", text="b\n"))
+    wb.break_clear()
+    report = wb.resume(on_output=lambda output: heard.append(output.text))
+    assert heard[2:] == ["--- 4 ranks agree\n"]
+    assert set(report.texts.values()) == {"a\nb\n"}
+
+
 # ---- in the background
 
 
@@ -214,6 +283,7 @@ def test_a_step_in_the_background(wb):
     with pytest.raises(UsageError, match="nothing is stopped: %fsdp step 500"):
         wb.evaluate("x")
     assert len(set(ordinals(wb.pause()).values())) == 1
+    wait_until(lambda: wb._news)
     assert wb.news()[0].startswith("in the background, %fsdp step 500 --background: 4 ranks stopped before ")
     wb.resume(background=True)
     assert "ready again" in wb.abort().headline
@@ -262,6 +332,37 @@ def test_buttons_in_other_threads(wb):
 # ---- look around
 
 
+def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
+    wb.fake.script["step"] = blocks
+    wb.step(1, background=True)
+    assert {row.state for row in wb.where().rows} == {"starting"}
+    assert set(wb.pulse().states.values()) == {"starting"}
+    wb.fake.commands[1] += 1  # it has begun, and ended: its answer is on the way
+    assert [row.state for row in wb.where().rows] == ["starting", "idle", "starting", "starting"]
+    wb.abort()
+    wb.fake.script["cell"] = blocks
+
+    def given_up():
+        with pytest.raises(Interrupted):
+            wb.run_cell("x")
+
+    thread = threading.Thread(target=given_up)
+    thread.start()
+    wait_until(lambda: wb._session.request is not None)
+    assert {row.state for row in wb.where().rows} == {"running"}
+    wb.abort()
+    thread.join()
+    assert {row.state for row in wb.where().rows} == {"idle"}
+
+
+def test_a_device_that_was_waited_for_is_told_of(wb):
+    wb.fake.gates[1].synchronised = True
+    report = wb.step(1, until="backward")
+    assert "synchronised on rank 1: all that it was given is done" in str(report)
+    assert [row.event for row in wb.where().rows][:2] == ["before backward", "before backward, device synchronised"]
+    wb.resume()
+
+
 def test_where_is_a_table(wb):
     assert {row.state for row in wb.where().rows} == {"idle"}
     wb.step(1, until="backward")
@@ -287,8 +388,14 @@ def test_eval_and_inspect_inside_a_step(wb):
         gate.jobs = lambda rank, job: failed("NameError", "no x") if rank == 1 else said("1")
     with pytest.raises(RankError, match=r"^rank 1 raised NameError: no x\nthe stop stays: 4 ranks stopped"):
         wb.evaluate("x")
-    with pytest.raises(UsageError, match=r"all_reduce\(\) waits for all ranks, and only rank 0"):
-        wb.evaluate("dist.all_reduce(x)", ranks=[0])
+    jobs = []
+    for gate in wb.fake.gates:
+        gate.jobs = lambda rank, job: jobs.append(job) or said("1")
+    wb.evaluate("dist.all_reduce(x)", ranks=[0])
+    wb.evaluate("dist.all_reduce(x)")
+    assert [job["alone"].partition(":")[0] for job in jobs] == ["rank 0 would call it", *[""] * 4]
+    with pytest.raises(UsageError, match=r"new_group\(\) waits for other ranks, and only ranks 0, 2 would call it"):
+        wb.run_cell("new_group()", ranks=[0, 2])
     fqn = wb.parameters()[0]
     for gate in wb.fake.gates:
         gate.jobs = lambda rank, job: said("", {"full": {"exists": rank == 1, "why": "why not", "bytes": 2048}})

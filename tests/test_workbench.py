@@ -23,6 +23,7 @@ from tests.fake_cluster import (
 from workbench.cluster.pending import Output
 from workbench.commands import Reshard, Step, from_dict
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
+from workbench.session import watch
 from workbench.trace.columns import Trace
 from workbench.trace.file import load
 from workbench.workbench import Workbench
@@ -294,7 +295,7 @@ def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         trained.step()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 5.0  # 0.2 s on an idle machine
     assert str(caught.value).splitlines()[0] == "rank 2 raised ZeroDivisionError: division by zero (line 3 of the cell)"
     assert "ready again" in str(caught.value)
     assert (caught.value.rank, caught.value.ename) == (2, "ZeroDivisionError")
@@ -452,24 +453,22 @@ def test_ctrl_c_frees_ranks_that_wait(trained):
     assert trained.asked("recover") == [("recover", 1)]
 
 
-def test_ctrl_c_signals_ranks_that_compute_after_half_a_second(trained):
+def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
     trained.fake.script["cell"] = [blocks, computes, blocks, computes]
     press_ctrl_c_on_drain(trained.fake, 1)
     begin = time.monotonic()
     with pytest.raises(Interrupted):
         trained.run_cell("x")
-    assert time.monotonic() - begin >= 0.5
-    assert trained.asked("shut") == [("shut", (1, 3))]
+    assert time.monotonic() - begin >= watch.SIGNAL_CELL_AFTER_S
     assert trained.asked("interrupt") == [("interrupt", (1, 3))]
 
 
-def test_a_second_ctrl_c_signals_at_once(trained):
+def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
+    monkeypatch.setattr(watch, "SIGNAL_CELL_AFTER_S", 1000.0)
     trained.fake.script["cell"] = computes
     press_ctrl_c_on_drain(trained.fake, 2)
-    begin = time.monotonic()
     with pytest.raises(Interrupted):
         trained.run_cell("x")
-    assert time.monotonic() - begin < 0.5
     assert trained.asked("interrupt") == [("interrupt", (0, 1, 2, 3))]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.session import cursor as cursors
 from workbench.session.breakpoints import check_condition, nearest, parse_event
-from workbench.session.jobs import Jobs, check_held, refuse_collective, to_error
+from workbench.session.jobs import HELD_S, Company, Jobs, check_held, to_error
 from workbench.session.looking import where
 from workbench.session.outputs import compare
 from workbench.session.places import live_units
@@ -64,7 +65,7 @@ class Stopping:
                 request.watch.ask_pause()
                 self._wait(session, request, "running")
             if request.state == "stopped" and request.report is not None:
-                return request.report
+                return EndReport(sentence=busy_sentence(request)) if request.dead else request.report
         ended = "is over" if request.state == "over" else "stops at its next event: %fsdp where"
         return EndReport(sentence=f"{request.work.words} {ended}")
 
@@ -76,7 +77,7 @@ class Stopping:
         Args:
             background: return at once.
             on_progress: as for ``step``.
-            on_output: as for ``run_cell``.
+            on_output: as for ``run_cell``; if it is not given, the one of before goes on.
 
         Raises:
             UsageError: nothing is stopped.
@@ -121,7 +122,13 @@ class Stopping:
         )
 
     def news(self) -> tuple[str, ...]:
-        """Return what ended or stopped in the background since the last time, a sentence each."""
+        """Return what ended or stopped in the background since the last time, a sentence each.
+
+        What stopped ranks had written and what came too late to be shown then is handed on first.
+        """
+        request = self._session.request if self._session is not None else None
+        if request is not None and request.state == "stopped":
+            request.work.on_slice(request.listener)
         news, self._news = tuple(self._news), []
         return news
 
@@ -130,10 +137,11 @@ class Stopping:
         with session.changed:
             if request.state != "stopped":
                 raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
-            running = set(request.watch.running)
-            request.watch.stopper.release(running, request.watch.stopper.ask_where(running), what)
+            request.watch.stopper.release(set(request.watch.running), session.where(timeout_s=HELD_S), what)
             request.state = "running"
         self.cursor = None
+        if listener.on_output is no_output:  # such as a button's: what is printed stays with the one who was told of it
+            listener = replace(listener, on_output=request.listener.on_output)
         return self._run(session, request, listener, background)
 
     def _run(self, session: Session, request: Request, listener: Listener, background: bool) -> Report:
@@ -169,7 +177,7 @@ class Stopping:
         session = self._started()
         request = session.request
         if request is None:
-            raise UsageError(f"there is nothing to {word}: {NOTHING}")
+            raise UsageError(f"{word}: {NOTHING}")
         return session, request
 
     def _stopped(self, word: str) -> tuple[Session, Request, tuple[int, ...]]:
@@ -177,7 +185,8 @@ class Stopping:
         session, request = self._under_way(word)
         if request.state != "stopped":
             raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
-        held = tuple(sorted(rank for rank, position in session.where().items() if position.get("held")))
+        here = session.where(timeout_s=HELD_S)
+        held = tuple(sorted(rank for rank, position in here.items() if position.get("held")))
         if not held:
             raise UsageError(f"no rank stands in the gate, so there is nothing to {word}: see %fsdp where")
         return session, request, held
@@ -199,7 +208,7 @@ class Stopping:
         if fqn not in known:
             near = ", ".join(nearest(fqn, known)[:5]) or "none"
             raise UsageError(f"there is no parameter {fqn!r}; the parameters, nearest first: {near}")
-        done = Jobs(session.cluster).run("inspect", fqn, held)
+        done = self._jobs(session, held, held).run("inspect", fqn)
         error = to_error(done, str(request.stop))
         if error is not None:
             raise error
@@ -218,8 +227,7 @@ class Stopping:
         """
         session, request, held = self._stopped("evaluate")
         chosen = self._chosen_held(ranks, held)
-        refuse_collective(expr, chosen, range(self.num_ranks))
-        done = Jobs(session.cluster).run("evaluate", expr, chosen)
+        done = self._jobs(session, chosen, held).run("evaluate", expr)
         error = to_error(done, str(request.stop))
         if error is not None:
             raise error
@@ -229,8 +237,7 @@ class Stopping:
         """Run a cell in the stopped step's own threads."""
         session, request, held = self._stopped("run a cell in")
         chosen = self._chosen_held(ranks, held)
-        refuse_collective(code, chosen, range(self.num_ranks))
-        done = Jobs(session.cluster).run("cell", code, chosen)
+        done = self._jobs(session, chosen, held).run("cell", code)
         texts = {rank: ended.text for rank, ended in sorted(done.items())}
         if texts[chosen[0]]:
             on_output(Output("stdout", text=texts[chosen[0]]))
@@ -241,6 +248,9 @@ class Stopping:
         if error is not None:
             raise error
         return CellReport(texts=texts, remarks=remarks)
+
+    def _jobs(self, session: Session, ranks: Sequence[int], held: Sequence[int]) -> Jobs:
+        return Jobs(session.cluster, Company(ranks=ranks, held=held, num_ranks=self.num_ranks))
 
     def parameters(self) -> list[str]:
         """Return the names of all sharded parameters."""
@@ -319,7 +329,8 @@ class Stopping:
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
-        return Pulse(trace=self._last_trace) if session is None else session.pulse()
+        found = Pulse(trace=self._last_trace) if session is None else session.pulse()
+        return replace(found, cursor_ns=self.cursor)
 
     @property
     def shown_trace(self) -> Trace:

@@ -180,15 +180,16 @@ class Workbench(Stopping):
         with session.changed:
             mark = session.ready(chosen)
             pending = session.cluster.run_cell(code, ranks=chosen)
-            request = session.open(CellWork(pending, chosen), pending, mark)
+            request = session.open(CellWork(pending), pending, mark)
         return cast(CellReport | StopReport, self._run(session, request, Listener(on_output=on_output), False))
 
-    def do(self, command: Command, on_progress: OnProgress = no_progress) -> Report:
+    def do(self, command: Command, on_progress: OnProgress = no_progress, on_output: OnOutput = no_output) -> Report:
         """Carry out ``command`` and return its report, or where the ranks stopped inside it.
 
         Args:
             command: what to do.
             on_progress: called while steps are done, and once at their end.
+            on_output: as for :meth:`run_cell`, of what the user's functions write.
 
         Raises:
             UsageError: it cannot be done as asked; the message says what to run first or write instead.
@@ -201,9 +202,9 @@ class Workbench(Stopping):
             case Pause():
                 report = self.pause()
             case Continue():
-                report = self.resume(on_progress=on_progress)
+                report = self.resume(on_progress=on_progress, on_output=on_output)
             case Next():
-                report = self.next(command.what, on_progress=on_progress)
+                report = self.next(command.what, on_progress=on_progress, on_output=on_output)
             case Abort():
                 report = self.abort()
             case Break():
@@ -213,10 +214,10 @@ class Workbench(Stopping):
             case Evaluate():
                 report = self.evaluate(command.expr, command.ranks or None)
             case _:
-                report = self._do(command, on_progress)
+                report = self._do(command, Listener(on_progress=on_progress, on_output=on_output))
         return report
 
-    def _do(self, command: Command, on_progress: OnProgress) -> Report:
+    def _do(self, command: Command, listener: Listener) -> Report:
         session = self._started()
         is_step = isinstance(command, Step)
         with session.changed:
@@ -231,11 +232,11 @@ class Workbench(Stopping):
                 else None
             )
             pending = session.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-            request = session.open(CommandWork(command, follower), pending, mark)
+            request = session.open(CommandWork(command, follower, pending), pending, mark)
         if is_step:
             self.cursor = None
         background = isinstance(command, Step) and command.background
-        return self._run(session, request, Listener(on_progress=on_progress), background)
+        return self._run(session, request, listener, background)
 
     def shard(self, model: str, **policy: Unpack[ShardOptions]) -> ShardReport:
         """Shard the module that ranks call ``model``; errors as :meth:`do`.
@@ -268,6 +269,7 @@ class Workbench(Stopping):
         fn: str = "train_step",
         on_progress: OnProgress = no_progress,
         *,
+        on_output: OnOutput = no_output,
         until: str = "",
         background: bool = False,
     ) -> StepReport | StopReport | BackgroundReport:
@@ -277,11 +279,12 @@ class Workbench(Stopping):
             count: how many.
             fn: name of the step function on the ranks.
             on_progress: called while steps are done.
+            on_output: as for :meth:`run_cell`.
             until: event before which all ranks stop once, as for :meth:`break_add`.
             background: return at once; :meth:`news` tells how it ended.
         """
         command = made(lambda: Step(count=count, fn=fn, until=until, background=background))
-        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress))
+        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output))
 
     def verify(self, model: str = "", fn: str = "train_step") -> VerifyReport:
         """Compare a step with an unsharded one: :class:`~workbench.commands.Verify`; errors as :meth:`do`."""
@@ -300,6 +303,10 @@ class Workbench(Stopping):
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a widget that shows what the ranks do while they do it, with buttons to stop inside a step."""
         return importlib.import_module("workbench.widgets.dashboard").dashboard(self)
+
+    def canvas(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
+        """Return a widget with all of the timeline, to pan and zoom, that grows while the ranks train."""
+        return importlib.import_module("workbench.widgets.canvas").canvas(self)
 
     def layout(self, **options: object) -> go.Figure:
         """Return which rows of which parameter lie on which rank."""
@@ -331,7 +338,8 @@ class Workbench(Stopping):
         """Return what changed from ``a`` to ``b``, by logical event and not by time; the title says it in a sentence.
 
         Args:
-            a: a trace file, ``"last"`` (what happened so far), or steps of either: ``"last:3..5"``, ``"3..5"``.
+            a: a trace file, ``"last"`` (what happened so far), or steps of either: ``"last:3..5"``, ``"3..5"``,
+                ``"last:-3.."`` (the newest three).
             b: likewise.
             rank: compare this rank; None: the one whose peak differs most.
 

@@ -60,7 +60,7 @@ def test_a_stop_does_not_wait_for_a_rank_that_is_busy(make_cluster):
     pending = cluster.run_cell("while True: pass", ranks=[1])
     begin = time.monotonic()
     cluster.stop()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 20  # 2 s on an idle machine
     with pytest.raises(ClusterError, match="rank 1 was stopped"):
         pending.result(1, timeout_s=0)
 

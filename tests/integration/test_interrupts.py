@@ -4,17 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.integration.keys import TOGETHER, Pressing
 from tests.integration.model import CELL
 from tests.waiting import wait_until
 from workbench import Workbench
-from workbench.errors import Interrupted, RankDied
+from workbench.errors import Interrupted, RankDied, UsageError
 
 pytestmark = pytest.mark.cluster
 
@@ -28,42 +28,57 @@ def bench():
         yield wb
 
 
-def press_ctrl_c(after_s):
-    timer = threading.Timer(after_s, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
-    return timer
-
-
 def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(bench):
-    timer = press_ctrl_c(0.5)
-    begin = time.monotonic()
-    assert "2 ranks stopped before" in str(bench.step(100_000))
-    timer.join()
+    assert "2 ranks stopped before" in str(bench.step(100_000, on_progress=Pressing()))
     assert "ready again" in str(bench.abort())
-    assert time.monotonic() - begin < 5
     assert bench.step(2).steps_done == 2
     assert bench.verify().ok
 
 
 def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(bench):
     for code in ("while True: pass", "import time; time.sleep(1000)"):
-        timer = press_ctrl_c(0.3)
+        press = Pressing()
         with pytest.raises(Interrupted):
-            bench.run_cell(code)
-        timer.join()
+            bench.run_cell(TOGETHER + code, on_output=press)
+        assert press.seconds < 3  # 0.5 s on an idle machine; this one is shared
     assert bench.run_cell("print('well')").texts[1].strip() == "well"
 
 
 def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):
-    victim = bench.status().ranks[1].pid
-    timer = threading.Timer(0.5, os.kill, [victim, signal.SIGKILL])
-    timer.start()
+    victims = [bench.status().ranks[1].pid]
+
+    def kill(progress):
+        if progress.done and victims:
+            os.kill(victims.pop(), signal.SIGKILL)
+
     with pytest.raises(RankDied, match="rank 1") as caught:
-        bench.step(100_000)
-    timer.join()
+        bench.step(100_000, on_progress=kill)
     assert caught.value.ranks == (1,)
     assert "%fsdp stop" in str(caught.value)
     assert bench.run_cell("print(type(model).__name__)", ranks=[0]).texts[0].strip() == "FSDPNet"
+
+
+@pytest.mark.parametrize("word", ["resume", "abort"])
+def test_a_rank_killed_while_all_are_stopped_is_named_whatever_is_asked_next(bench, word):
+    bench.step(5, until="backward:blocks.1")
+    os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
+    wait_until(lambda: [row.state for row in bench.where().rows] == ["held", "gone"])
+    wait_until(lambda: bench._session.request.dead == (1,))
+    assert bench.evaluate("rank").texts == {0: "0"}
+    with pytest.raises(UsageError, match="only rank 0 of 2 can call it here: stop where all ranks stop"):
+        bench.run_cell("import torch.distributed as dist\ndist.barrier()")
+    for refused in (lambda: bench.step(1), lambda: bench.unshard("model")):
+        with pytest.raises(UsageError, match="rank 1 died meanwhile: end it with %fsdp abort"):
+            refused()
+    begin = time.monotonic()
+    with pytest.raises(RankDied, match="rank 1 died") as caught:
+        getattr(bench, word)()
+    assert time.monotonic() - begin < 10  # 1.5 s on an idle machine
+    assert "%fsdp stop, then %fsdp start" in str(caught.value)
+    assert [row.state for row in bench.where().rows] == ["idle", "gone"]
+    with pytest.raises(RankDied, match="rank 1 died earlier"):
+        bench.step(1)
+    assert bench.run_cell("print('well')", ranks=[0]).texts == {0: "well\n"}
 
 
 SCRIPT = f"""

@@ -8,6 +8,8 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
+from tests.integration.keys import TOGETHER
+from tests.integration.model import CELL
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -34,17 +36,24 @@ def kernel():
     manager.cleanup_resources()
 
 
-def run(client, code):
-    """Run a cell and return what it wrote; fail with what it raised."""
+def execute(client, code, heard=lambda text: None):
+    """Run a cell; return its status, and what it wrote and showed. ``heard`` is told of each piece as it comes."""
     texts = []
 
     def keep(message):
-        if message["msg_type"] == "stream":
-            texts.append(message["content"]["text"])
+        content = message["content"]
+        texts.append(content.get("text") or f"{content.get('data', {}).get('text/plain', '')}\n")
+        heard(texts[-1])
 
-    reply = client.execute_interactive(code, output_hook=keep, timeout=90)
-    assert reply["content"]["status"] == "ok", reply["content"]
-    return "".join(texts)
+    reply = client.execute_interactive(code, output_hook=keep, timeout=90)["content"]
+    return reply["status"], "".join([*texts, *reply.get("traceback", ())])
+
+
+def run(client, code):
+    """Run a cell that must not raise, and return what it wrote and showed."""
+    status, text = execute(client, code)
+    assert status == "ok", text
+    return text
 
 
 def family(client):
@@ -57,11 +66,20 @@ def gone(processes):
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
+def shard(client):
+    run(client, f"%%fsdp\n{CELL}")
+    run(client, "%fsdp shard model --wrap Block\n%fsdp step 1")
+
+
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("how", ["restart", "shutdown", "kill"])
-def test_nothing_outlives_the_kernel(kernel, how):
+def test_nothing_outlives_the_kernel(kernel, how, inside):
     manager, client = kernel
     started = family(client)
     assert len(started) >= 4  # two ranks, their controller, the reaper
+    if inside:
+        shard(client)
+        assert "2 ranks stopped before backward" in run(client, "%fsdp step 9 --until backward:blocks.1")
     if how == "restart":
         manager.restart_kernel()
     elif how == "shutdown":
@@ -69,3 +87,39 @@ def test_nothing_outlives_the_kernel(kernel, how):
     else:
         os.kill(manager.provisioner.pid, signal.SIGKILL)
     wait_until(lambda: gone(started), timeout_s=20)
+
+
+ABSENT = """%%fsdp
+import time
+here = train_step
+def train_step():
+    print("begins", flush=True)
+    if rank == 1:
+        time.sleep(60)
+    return here()
+"""
+
+
+def test_a_person_presses_stop(kernel):
+    """Ctrl-C as a notebook sends it: in a step that an absent rank holds up, and in a cell; `%fsdp stop` inside."""
+    manager, client = kernel
+    family(client)
+    shard(client)
+
+    def press(text):
+        if "begins" in text:
+            os.kill(manager.provisioner.pid, signal.SIGINT)
+
+    run(client, ABSENT)
+    status, text = execute(client, "%fsdp step", press)
+    assert (status, text.count("begins")) == ("ok", 1), text
+    assert "rank 1 stops at the next event" in text
+    assert "rank 0 held; rank 1 running" in run(client, "%fsdp where")
+    assert "the ranks are ready again" in run(client, "%fsdp abort")
+    status, text = execute(client, f"%%fsdp\n{TOGETHER}time.sleep(60)", press)
+    assert (status, "Interrupted: interrupted; the ranks are ready again" in text) == ("error", True), text
+    run(client, "%%fsdp\ntrain_step = here")
+    assert "1 step, loss" in run(client, "%fsdp step")
+    assert "stopped before optimizer" in run(client, "%fsdp step --until optimizer")
+    assert "stopped; what was recorded is still there" in run(client, "%fsdp stop")
+    assert "there are no ranks: first %fsdp start" in execute(client, "%fsdp continue")[1]

@@ -1,12 +1,11 @@
 """Stopping inside a step on real ranks: pause, breakpoints, looking around, going on, Ctrl-C, background, stop."""
 
 import os
-import signal
-import threading
 import time
 
 import pytest
 
+from tests.integration.keys import TOGETHER, Pressing
 from tests.integration.model import CELL
 from tests.waiting import wait_until
 from workbench import Workbench
@@ -46,10 +45,9 @@ def places(report):
     return {(p["held"]["step"], p["held"]["ordinal"]) for p in report.stop.positions.values()}
 
 
-def press_ctrl_c(after_s):
-    timer = threading.Timer(after_s, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
-    return timer
+def states(bench):
+    """What ranks are doing, each state once; a busy machine may leave one without an answer for a moment."""
+    return {row.state for row in bench.where().rows}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def test_until_stops_all_ranks_before_the_same_event(ready, event):
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
     assert report.headline.startswith("2 ranks stopped before ")
-    assert {row.state for row in ready.where().rows} == {"held"}
+    wait_until(lambda: states(ready) == {"held"})
     done = ready.resume()
     assert done.steps_done == 2
     assert ready.verify().ok
@@ -92,7 +90,7 @@ def test_a_breakpoint_on_one_rank_leaves_the_other_waiting(ready):
     report = ready.step(1)
     assert report.stop.held == (1,)
     assert "rank 0 waits" in str(report)
-    assert [row.state for row in ready.where().rows] == ["waiting", "held"]
+    wait_until(lambda: [row.state for row in ready.where().rows] == ["waiting", "held"])
     with pytest.raises(UsageError, match="rank 0 does not stand in the gate"):
         ready.evaluate("1", ranks=[0])
     ready.break_clear()
@@ -106,8 +104,10 @@ def test_looking_around_inside_the_step(ready):
     with pytest.raises(RankError) as caught:
         ready.evaluate("1 / rank", ranks=[0])
     assert str(caught.value).startswith("rank 0 raised ZeroDivisionError: division by zero\nthe stop stays")
-    with pytest.raises(UsageError, match=r"full_tensor\(\) waits for all ranks"):
-        ready.evaluate("model.head.weight.full_tensor().sum()", ranks=[1])
+    refused = r"^all_gather_into_tensor waits for other ranks, and only rank 1 would call it: leave -t out"
+    with pytest.raises(UsageError, match=refused):
+        ready.evaluate("model.blocks[2].mlp[0].weight.full_tensor().sum()", ranks=[1])
+    assert len(set(ready.evaluate("model.blocks[2].mlp[0].weight.full_tensor().sum().item()").texts.values())) == 1
     report = ready.inspect("blocks.1.mlp.0.weight")
     assert set(report.by_rank) == {0, 1}
     assert "shard" in str(report)
@@ -121,24 +121,19 @@ def test_looking_around_inside_the_step(ready):
     for refused in (lambda: ready.step(1), lambda: ready.unshard("model")):
         with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):
             refused()
-    stacks = ready.where(stacks=True)
-    assert any("train_step" in frame for frame in stacks.rows[0].stacks[0][1])
+    stacks = wait_until(lambda: ready.where(stacks=True).rows[0].stacks)
+    assert any("train_step" in frame for frame in stacks[0][1])
     assert ready.resume().steps_done == 1
     assert ready.run_cell("print(inside)").texts == {0: "0\n", 1: "1\n"}
 
 
 def test_one_ctrl_c_pauses_within_half_a_second_and_it_goes_on(ready):
-    pressed = []
-    timer = threading.Timer(0.5, lambda: (pressed.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT)))
-    timer.start()
-    report = ready.step(FOREVER)
-    assert time.monotonic() - pressed[0] < 2  # 0.5 s on an idle machine; this one is shared
-    timer.join()
+    press = Pressing()
+    report = ready.step(FOREVER, on_progress=press)
+    assert press.seconds < 3  # 0.5 s on an idle machine; this one is shared
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
-    timer = press_ctrl_c(0.3)
-    assert len(places(ready.resume())) == 1
-    timer.join()
+    assert len(places(ready.resume(on_progress=Pressing()))) == 1
     assert "ready again" in ready.abort().headline
     assert ready.step(1).steps_done == 1
     assert ready.verify().ok
@@ -156,11 +151,8 @@ def train_step():
 slow = True
 """
     )
-    timers = [press_ctrl_c(0.5), press_ctrl_c(0.6)]
     with pytest.raises(Interrupted, match="ready again"):
-        ready.step(1)
-    for timer in timers:
-        timer.join()
+        ready.step(1, on_progress=Pressing(2, anyway=True))
     ready.run_cell("slow = False")
     assert ready.step(1).steps_done == 1
     ready.run_cell("train_step = old_step")
@@ -180,31 +172,34 @@ flag = "/tmp/late-%d" % os.getppid()
 """
     )
     flag = ready.run_cell("print(flag)").texts[1].strip()
-    timer = press_ctrl_c(0.5)
+    press = Pressing(anyway=True)
+
+    def press_once_rank_0_waits(progress):
+        if ready.where().rows[0].state == "waiting":
+            press(progress)
+
     try:
-        report = ready.step(1)
-        timer.join()
+        report = ready.step(1, on_progress=press_once_rank_0_waits)
         assert "rank 1 stops at the next event" in str(report)
     finally:
         with open(flag, "w"):
             pass
-        wait_until(lambda: {row.state for row in ready.where().rows} == {"held"})
+        wait_until(lambda: states(ready) == {"held"})
         os.unlink(flag)
     assert ready.resume().steps_done == 1
     ready.run_cell("train_step = old_step")
 
 
 def test_ctrl_c_in_a_cell_interrupts_it(ready):
-    timer = press_ctrl_c(0.3)
     with pytest.raises(Interrupted):
-        ready.run_cell("while True: pass")
-    timer.join()
+        ready.run_cell(f"{TOGETHER}while True: pass", on_output=Pressing())
     assert ready.step(1).steps_done == 1
 
 
 def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready):
     assert "runs in the background" in str(ready.step(FOREVER, background=True))
-    assert {row.state for row in ready.where().rows} <= {"running", "waiting"}
+    assert states(ready) <= {"starting", "running", "waiting", "no answer"}  # never idle
+    wait_until(lambda: states(ready) <= {"running", "waiting"})
     with pytest.raises(UsageError, match="in the background"):
         ready.step(1)
     with pytest.raises(UsageError, match="nothing is stopped"):
@@ -217,8 +212,8 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready):
     ready.resume(background=True)
     assert "ready again" in ready.abort().headline
     report = ready.step(3, background=True)
-    wait_until(lambda: ready._session.request is None, timeout_s=30)
-    assert any("3 steps" in said for said in ready.news())
+    told = []
+    wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told), timeout_s=30)
 
 
 def test_a_loop_of_the_user_s_own_stops_as_well(ready):
@@ -245,7 +240,7 @@ def test_where_answers_at_once_whatever_the_ranks_do(ready):
     ready.step(FOREVER, background=True)
     begin = time.monotonic()
     report = ready.where()
-    assert time.monotonic() - begin < 1  # 0.2 s on an idle machine
+    assert time.monotonic() - begin < 2  # 0.2 s on an idle machine
     assert len(report.rows) == 2
     ready.abort()
 

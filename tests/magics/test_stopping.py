@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tests.fake_cluster import failed, inside
+from tests.fake_cluster import failed, inside, prints
 from tests.waiting import wait_until
 from workbench.commands import Break, Evaluate, Inspect, Next, Step
 from workbench.errors import RankError, UsageError
@@ -112,6 +112,13 @@ def test_a_step_that_stops_returns_with_a_sentence_and_goes_on(stoppable):
     assert "stopped before" in stoppable.ok("%fsdp next").shown[-1]["text/plain"]
     cell = stoppable.ok("%fsdp continue")
     assert "1 step" in cell.shown[-1]["text/plain"]
+
+
+def test_what_steps_print_is_seen_when_they_stop_and_an_event_that_did_not_come_is_named(stoppable):
+    stoppable.fake.script["step"] = prints("hello\n", then=inside)
+    assert stoppable.ok("%fsdp step --until backward").out.count("hello\n--- 4 ranks agree\n") == 1
+    assert "hello" not in stoppable.ok("%fsdp continue").out
+    assert "; all_reduce did not come" in stoppable.ok("%fsdp step --until all_reduce").shown[-1]["text/plain"]
 
 
 def test_eval_that_raises_is_one_line_and_the_stop_stays(stoppable):

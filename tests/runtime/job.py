@@ -10,6 +10,7 @@ import torch
 from tests.engine.models import Block, batch, loss_of, make_net
 from workbench import commands
 from workbench.runtime import rank as rank_module
+from workbench.trace.wire import from_wire
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -44,7 +45,8 @@ def execute(command):
 
 def drain(next_seq=0, version=0):
     known = {str(namespace()["rank"]): [next_seq, version]}
-    return rank_module.side_door({"op": "drain", "known": known})
+    content, buffers = rank_module.side_door({"op": "drain", "known": known})
+    return content, [from_wire(b"".join(buffers))]
 
 
 def _main(rank, world_size, port, ask, job):

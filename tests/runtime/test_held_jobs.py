@@ -8,12 +8,15 @@ import time
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed import _functional_collectives
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from tests.runtime.job import execute, run
+from tests.runtime.job import drain, execute, run
 from tests.runtime.stopping import Door, beside
-from tests.runtime.test_gate import sharded
+from tests.runtime.test_commands import trace_of
+from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.commands import Step
+from workbench.trace.rules import check
 
 
 def stopped_at(event, unit, script, *, steps=1, **options):
@@ -96,20 +99,55 @@ def test_a_dtensor_is_described_as_this_shard_and_a_pending_sum_is_no_number():
         assert full["number"] == 2.0
 
 
-def alone():
-    def script(door, ns):
-        ns["dist"] = torch.distributed
-        asked = ("model.blocks[2].mlp[0].weight.full_tensor()", "dist.barrier()", "dist.all_reduce(torch.ones(1))")
-        refused = [door.job("evaluate", text, alone=True) for text in asked]
-        return refused, door.job("evaluate", "model.blocks[2].mlp[0].weight.to_local().sum()", alone=True)
+ALONE = {"alone": "rank R would call it: leave -t out", "ranks": [0]}
+WAITING = {
+    "model.blocks[2].mlp[0].weight.full_tensor()": "all_gather_into_tensor",
+    "model.blocks[2].mlp[0].weight.redistribute(placements=[Replicate()])": "all_gather_into_tensor",
+    "dist.barrier()": "barrier",
+    "dist.all_reduce(torch.ones(1))": "allreduce",
+    "dist.broadcast_object_list([1])": "broadcast",
+    "dist.send(torch.ones(1), 1 - rank)": "send",
+    "dist.all_reduce(torch.ones(1), group=both)": "allreduce",
+    "functional.all_reduce(torch.ones(1), 'sum', both)": "all_reduce",
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "all_reduce",
+    "model(torch.zeros(1, 2, dtype=torch.long))": "unshard of (root)",
+    "model.unshard()": "unshard of (root)",
+}
 
-    return stopped_at("forward", "blocks.0", script)
+
+def alone(comm):
+    os.environ["WORKBENCH_COMM"] = comm
+    ns = sharded()
+    dist = torch.distributed
+    ns |= {"torch": torch, "dist": dist, "functional": _functional_collectives, "Replicate": Replicate}
+    ns |= {"both": dist.new_group([0, 1]), "own": [dist.new_group([rank]) for rank in range(2)]}
+    Door().break_at({"event": "optimizer"})
+
+    def script(door):
+        door.until_held()
+        refused = {text: door.job("evaluate", text, **ALONE) for text in WAITING}
+        local = door.job("evaluate", "model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
+        mine = door.job("evaluate", "dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
+        everybody = door.job("evaluate", "dist.all_reduce(x := torch.ones(1)) or x.item()")
+        door.break_at()
+        return refused, local, mine, everybody
+
+    done, said = beside(script, Step(count=2))
+    return said, done["losses"], weights(ns), check(trace_of(*drain()))
 
 
-def test_what_runs_on_some_ranks_only_may_not_communicate():
-    for refused, local in run(2, alone):
-        assert ["needs all ranks" in a["error"]["evalue"] for a in refused] == [True] * 3
+@pytest.mark.parametrize("comm", ["gloo", ""])
+def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_on(comm):
+    expected = run(2, undisturbed, 2)
+    for rank, ((refused, local, mine, everybody), *after, broken) in enumerate(run(2, alone, comm)):
+        for text, answer in refused.items():
+            said = f"{WAITING[text]} waits for other ranks, and only rank R would call it: leave -t out"
+            assert (answer["error"]["ename"], answer["error"]["evalue"]) == ("UsageError", said), text
         assert local["ok"]
+        assert mine["ok"], mine
+        assert everybody["text"] == "2.0"
+        assert after == list(expected[rank])
+        assert broken == []
 
 
 def failures():

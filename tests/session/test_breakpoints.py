@@ -1,8 +1,11 @@
+import warnings
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import UsageError
+from workbench.runtime.breakpoints import Condition
 from workbench.session.breakpoints import (
     EDGES,
     EVENTS,
@@ -70,12 +73,38 @@ def test_conditions(when):
         ("num_byte > 1", "knows no 'num_byte'; it knows, nearest first: num_bytes, "),
         ("rank == 1", "write --rank R"),
         ("[x for x in unit]", "no ListComp"),
+        ("unit > 3", "cannot be computed as in 'unit > 3'"),
+        ("-kind", "cannot be computed"),
+        ("", "a Python expression such as"),
     ],
 )
 def test_conditions_that_are_none(when, says):
     with pytest.raises(UsageError) as caught:
         check_condition(when, None)
     assert says in str(caught.value)
+
+
+OPERANDS = st.sampled_from(
+    [*FIELDS, "3", "1e6", "'head'", "(1, 'x')", "foo", "unit.name", "f(1)", "None", "{}", "x := 1"]
+)
+OPERATORS = st.sampled_from(
+    ["+", "-", "*", "/", "%", "**", "<", "==", "in", "not in", "is", "and", "or", "if 1 else", "@"]
+)
+
+
+@given(st.lists(st.tuples(OPERATORS, OPERANDS), max_size=3), OPERANDS, st.sampled_from(["", "not ", "-", "~"]))
+def test_a_condition_is_refused_here_if_and_only_if_a_rank_would_refuse_it(more, first, before):
+    when = before + " ".join([first, *(f"{operator} {operand}" for operator, operand in more)])
+    refused = []
+    for check in (lambda: check_condition(when, 0), lambda: Condition.parse(when, 0)):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # Python's own, of what is compared
+                check()
+        except UsageError:
+            refused.append(True)
+        else:
+            refused.append(False)
+    assert refused[0] == refused[1]
 
 
 def test_a_condition_may_look_at_the_rank_where_one_rank_stops():

@@ -74,6 +74,13 @@ def test_a_rank_that_computes_on_is_late():
     assert (stop.held, stop.is_late) == ((0,), True)
 
 
+def test_a_rank_that_does_not_answer_is_named_as_well():
+    stopper, _, clock = setup()
+    stopper.pause({0, 1})
+    clock.now = PAUSE_S
+    assert str(stopper.look({0: at(3)}, {0, 1})).endswith("; rank 1 stops at the next event")
+
+
 def test_ranks_that_wait_for_a_held_one_are_stopped_once_all_is_quiet():
     stopper, _, clock = setup()
     waits = {0: at(9, held=False, waiting=True), 1: at(3)}

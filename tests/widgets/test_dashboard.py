@@ -1,6 +1,7 @@
 """What the dashboard's kernel side answers, with a workbench that only pretends."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,14 @@ from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
 from workbench.magics.shell import register, unregister
+from workbench.session.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Kind
-from workbench.widgets.dashboard import BUTTONS, MAX_VIEWS, Dashboard, dashboard, health, script
+from workbench.widgets.dashboard import BUTTONS, MAX_VIEWS, Dashboard, dashboard, script
+from workbench.widgets.moments import Moments
+from workbench.widgets.pace import Pace
+from workbench.widgets.waiting import health
 from workbench.workbench import Workbench
 
 RUNNING = {"doing": "step", "step": 1}
@@ -28,9 +33,12 @@ class Pretender:
         self.positions = dict.fromkeys(range(4), RUNNING) if positions is None else positions
         self.alive = alive or [True] * 4
         self.pressed = []
+        self.cursor_ns = None
+        self.on_pulse = lambda: None
 
     def pulse(self):
-        return pulse(self.trace, self.alive, self.positions)
+        self.on_pulse()
+        return replace(pulse(self.trace, self.alive, self.positions), cursor_ns=self.cursor_ns)
 
     def pause(self):
         self.pressed.append("pause")
@@ -131,6 +139,107 @@ def test_the_cursor_is_answered_with_all_ranks_at_that_event(made):
     after, _ = ask(widget, "beside", rank=moment["rank"], seq=moment["seq"], by=1, number=8)
     assert after["moment"]["t_us"] >= moment["t_us"]
     assert after["moment"]["seq"] > moment["seq"]
+
+
+def test_views_are_told_once_where_the_word_moves_the_cursor(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    now = ask(widget)[0]
+    assert "cursor" not in now
+    origin_ns = min(int(r.rows["t_ns"][0]) for r in workbench.trace.ranks)
+    workbench.cursor_ns, _ = back(workbench.trace, None, 12)
+    told = ask(widget)[0]["cursor"]
+    assert told["t_us"] == (workbench.cursor_ns - origin_ns) / 1e3 < now["now"]["t_us"]
+    shown = Moments().at(cut(workbench.trace, workbench.cursor_ns), 1 << 62)  # what all other views show
+    assert told["moment"]["event"] == shown["event"]
+    assert told["moment"]["ranks"] == shown["ranks"]
+    assert "cursor" not in ask(widget)[0]
+    assert ask(widget, view="b")[0]["cursor"] == told  # opened later
+    asked, _ = ask(widget, "at", t_us=told["t_us"])
+    assert asked["moment"] == told["moment"]
+    workbench.cursor_ns = None
+    assert ask(widget)[0]["cursor"] is None
+    assert "cursor" not in ask(widget)[0]
+
+
+def test_another_job_is_told_where_the_cursor_is(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    workbench.cursor_ns = int(workbench.trace.rank(0).rows["t_ns"][300])
+    ask(widget)
+    workbench.trace = Trace(replace(workbench.trace.header, ranks=()), workbench.trace.ranks)
+    again = ask(widget)[0]
+    assert again["restart"]
+    assert again["cursor"]["moment"]
+
+
+def test_the_back_of_the_workbench_reaches_the_pulse():
+    workbench = Workbench(2, cluster_factory=FakeCluster)
+    assert workbench.pulse().cursor_ns is None
+    workbench._last_trace = example_trace()
+    workbench.back(3)
+    assert workbench.pulse().cursor_ns == workbench.cursor is not None
+    workbench.back(0)
+    assert workbench.pulse().cursor_ns is None
+
+
+def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
+    workbench = Pretender()
+    whole, workbench.trace = workbench.trace, prefix(workbench.trace, 100)
+    widget, looked = made(workbench), threading.Semaphore(0)
+    workbench.on_pulse = looked.release
+    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    wait_until(lambda: len(widget.sent) == 1)  # all is new
+    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    for _ in range(3):
+        assert looked.acquire(timeout=10)
+    assert len(widget.sent) == 1
+    workbench.trace = whole
+    wait_until(lambda: len(widget.sent) == 2)
+    assert widget.sent[1][0]["counts"]["spans"] > 0
+    assert not widget.sent[1][0]["restart"]
+
+
+def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
+    workbench = Pretender()
+    widget, looked = made(workbench), threading.Semaphore(0)
+    ask(widget, wait=False)
+
+    def stops():
+        looked.release()
+        raise UsageError("the ranks are not started")
+
+    workbench.on_pulse = stops
+    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    assert looked.acquire(timeout=10)
+    assert ask(widget, "at", t_us=2_000.0)[0]["kind"] == "moment"
+    workbench.on_pulse = lambda: None
+    wait_until(lambda: widget.sent[-1][0]["kind"] == "feed")
+
+
+def test_a_closed_dashboard_waits_for_nothing(made):
+    widget = made(Pretender())
+    for _ in range(2):
+        widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    wait_until(lambda: widget.sent)
+    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    widget.close()
+    assert not any(thread.name.startswith("dashboard") for thread in threading.enumerate())
+
+
+def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
+    pace = Pace()
+    assert pace.rest_s(5.0) == 0.0
+    assert pace.is_due(5.0, "a")
+    pace.answered(5.0, "a", 0.002)
+    assert pace.rest_s(5.02) == pytest.approx(0.08)
+    assert not pace.is_due(5.1, "a")
+    assert pace.is_due(5.1, "b")
+    assert pace.is_due(6.1, "a")  # that somebody is there
+    pace.answered(6.1, "b", 0.03)
+    assert pace.rest_s(6.1) == pytest.approx(0.24)
+    pace.answered(7.0, "c", 1.0)
+    assert pace.rest_s(7.0) == 1.0
 
 
 def test_health_folds_equal_ranks_and_says_where_they_are_held():

@@ -94,6 +94,8 @@ class FsdpMagics(Magics):
         self._tell_news()
         if name in _OWN_WORDS:
             return _OWN_WORDS[name](self, args)
+        if vars(args).pop("canvas", False):
+            return self._canvas(args)
         workbench = self._running()
         command = to_command(name, args)
         if command is not None:
@@ -117,7 +119,7 @@ class FsdpMagics(Magics):
 
     def _do(self, workbench: Workbench, command: Command) -> Report:
         if not isinstance(command, (Step, Continue, Next)) or (isinstance(command, Step) and command.background):
-            return workbench.do(command)
+            return workbench.do(command, on_output=emit)
         bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:
             report = self._go_on(workbench, command, bar)
@@ -136,7 +138,7 @@ class FsdpMagics(Magics):
             return workbench.resume(on_progress=bar.update, on_output=emit)
         if isinstance(command, Next):
             return workbench.next(command.what, on_progress=bar.update, on_output=emit)
-        return workbench.do(command, on_progress=bar.update)
+        return workbench.do(command, on_progress=bar.update, on_output=emit)
 
     def _tell_news(self) -> None:
         """Say what ended in the background since the last word."""
@@ -168,6 +170,11 @@ class FsdpMagics(Magics):
 
     def _dashboard(self, _: Namespace) -> Any:  # noqa: ANN401 - a widget
         return (self.workbench or self._make(in_notebook=self._in_notebook)).dashboard()
+
+    def _canvas(self, args: Namespace) -> Any:  # noqa: ANN401 - a widget
+        if vars(args):
+            raise UsageError("%fsdp timeline --canvas shows all of the run: no other flag goes with it")
+        return (self.workbench or self._make(in_notebook=self._in_notebook)).canvas()
 
     def _stop(self, _: Namespace) -> None:
         was_running = self.workbench is not None and self.workbench.running

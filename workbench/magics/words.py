@@ -138,6 +138,13 @@ def _add_view(name: str) -> Callable[[Parser], None]:
     return add
 
 
+def _add_timeline(parser: Parser) -> None:
+    _add_view("timeline")(parser)
+    parser.switches.add("--canvas")
+    about = "all of the run instead, live, to pan and zoom"
+    parser.add_argument("--canvas", action="store_true", default=argparse.SUPPRESS, help=about)
+
+
 def _truth(text: str) -> bool:
     if text not in {"true", "false"}:
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -202,6 +209,7 @@ WORDS: dict[str, Word] = {
     ),
     "verify": Word(summary="compare a step with an unsharded one", example="%fsdp verify", add=_add_verify),
     **{name: Word(summary=_VIEW_SUMMARIES[name], example=f"%fsdp {name}", add=_add_view(name)) for name in VIEWS},
+    "timeline": Word(summary=_VIEW_SUMMARIES["timeline"], example="%fsdp timeline --canvas", add=_add_timeline),
     "compare": Word(
         summary="what changed from one trace, or some steps of it, to another",
         example="%fsdp compare before.trace last",

@@ -29,26 +29,35 @@ from workbench.runtime import breakpoints, jobs
 from workbench.runtime.breakpoints import ROOT, Breakpoint, Event, Wanted
 from workbench.runtime.interrupts import Interrupts
 from workbench.runtime.recorder import EDGE_OF, KIND_OF, NO_STEP, Recorder
-from workbench.trace.schema import Edge, Kind
+from workbench.trace.schema import COLLECTIVES, Edge, Kind
 
 Inbox = SimpleQueue[tuple[str, dict[str, Any]] | None]
 """Tickets with their jobs; None wakes the held thread up."""
 
 
+_NEEDS_OTHERS = (*COLLECTIVES, Kind.UNSHARD)
 _RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
 
 
 class Gate:
     """See the module docstring; implements :class:`workbench.engine.probe.Probe`.
 
+    Args:
+        recorder: what is recorded when the gate has been asked.
+        rank: this rank.
+        quiet: called in the thread that is about to be held, before anybody is told: see
+            :class:`workbench.runtime.quiet.Quiet`.
+
     Attributes:
         event: what the engine calls; the recorder's own while nothing is wanted.
         interrupts: what SIGINT does.
     """
 
-    def __init__(self, recorder: Recorder, rank: int) -> None:
+    def __init__(self, recorder: Recorder, rank: int, quiet: Callable[[], bool] = lambda: False) -> None:
         self._recorder = recorder
         self._rank = rank
+        self._quiet = quiet
+        self._alone = ""
         self._lock = threading.Lock()  # between what is wanted and whether the rank is held
         self._wanted = Wanted()
         self._inbox: Inbox = SimpleQueue()  # its put may be called from a signal handler
@@ -118,35 +127,45 @@ class Gate:
 
     def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
         self.interrupts.check()
+        if self._alone and self._recorder.is_aside and kind in _NEEDS_OTHERS and edge is Edge.BEGIN:
+            raise UsageError(jobs.needs_others(f"{kind.name.lower()} of {self._name_of(unit)}", self._alone))
         if not (self._wanted.may_stop_at(kind) and self._may_hold):
             return
         event = self._event(kind, edge, unit, num_bytes)
-        with self._lock:
-            stops, met = self._wanted.stops_at(event)
-            if met is not None:
-                self._want(self._wanted.without(met))
-            if stops:
-                self._want(self._wanted.going_on())
-                self._begin_hold(event, met)
-        if stops:
+        if self._stops(event, lambda wanted: wanted.stops_at(event)):
             self._hold(unit)
 
     def _ask_waiting(self) -> None:
         """Stop in a wait for other ranks; the event that comes after it has not been asked about yet."""
         self.interrupts.check()
+        if self._alone and self._recorder.is_aside:
+            raise UsageError(jobs.needs_others("this", self._alone))
         self._waits_at = self._recorder.step, self._recorder.ordinal
         self._waited_ns = time.monotonic_ns()
         if not (self._wanted.is_anything and self._may_hold):
             return
         row = self._recorder.last_event()
         event = self._event(Kind.WAIT, Edge.BEGIN, -1 if row is None else int(row["unit"]), 0)
-        with self._lock:
-            stops = self._wanted.stops_waiting(event.position)
-            if stops:
-                self._want(self._wanted.going_on())
-                self._begin_hold(event, None)
-        if stops:
+        if self._stops(event, lambda wanted: (wanted.stops_waiting(event.position), None)):
             self._hold(event.unit)
+
+    def _stops(self, event: Event, asked: Callable[[Wanted], tuple[bool, Breakpoint | None]]) -> bool:
+        """Decide whether to hold before ``event``; if so, this rank counts as held when this returns.
+
+        What was printed and what the device was given comes first, without the lock; by then it may have been let go.
+        """
+        is_synchronised: bool | None = None
+        while True:
+            with self._lock:
+                stops, met = asked(self._wanted)
+                if not stops or is_synchronised is not None:
+                    if met is not None:
+                        self._want(self._wanted.without(met))
+                    if stops:
+                        self._want(self._wanted.going_on())
+                        self._begin_hold(event, met, is_synchronised=bool(is_synchronised))
+                    return stops
+            is_synchronised = self._quiet()
 
     @property
     def _may_hold(self) -> bool:
@@ -174,7 +193,7 @@ class Gate:
 
     # ---- held
 
-    def _begin_hold(self, event: Event, met: Breakpoint | None) -> None:
+    def _begin_hold(self, event: Event, met: Breakpoint | None, *, is_synchronised: bool) -> None:
         self._is_released = False
         self._held = {
             "step": event.step,
@@ -185,6 +204,7 @@ class Gate:
             "unit": event.unit,
             "num_bytes": event.num_bytes,
             "breakpoint": None if met is None else met.id,
+            "synchronised": is_synchronised,
             "since_ns": time.monotonic_ns(),
         }
 
@@ -222,9 +242,23 @@ class Gate:
                 continue  # a signal that another thread has caught is handled between two calls
 
     def _run(self, ticket: str, job: dict[str, Any]) -> None:
-        with self._recorder.aside():
+        with self._recorder.aside(), self._in_company(str(job.get("alone") or "")):
             answer = jobs.run(job, self._recorder)
         self._tickets[ticket] = answer
+
+    @contextmanager
+    def _in_company(self, alone: str) -> Iterator[None]:
+        """The body runs on the ranks that ``alone`` names only, and may not wait for others; empty: on all."""
+        self._set_alone(alone)
+        try:
+            yield
+        finally:
+            self._set_alone("")
+
+    def _set_alone(self, alone: str) -> None:
+        with self._lock:
+            self._alone = alone
+            self._want(self._wanted)
 
     def _take_left(self) -> list[str]:
         left: list[str] = []
@@ -249,7 +283,7 @@ class Gate:
             self.event = self._asked
 
     def _is_wanted(self) -> bool:
-        return self._wanted.is_anything or self.interrupts.is_flagged
+        return self._wanted.is_anything or self.interrupts.is_flagged or bool(self._alone)
 
     def _on_interrupt(self) -> None:
         self.event = self._asked

@@ -12,17 +12,19 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.engine._torch import local_of
+from workbench.errors import UsageError
 from workbench.runtime.inspection import inspect, plain_number
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import Recorder
@@ -33,6 +35,8 @@ MAX_TEXT = 50_000
 
 _CELL = "<cell while stopped>"
 _NOT_THE_USERS = ("torch", "workbench.engine", "workbench.runtime", "contextlib", "functools")
+_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # wait for what was issued, or only make a tensor of it
 _ABOVE_THE_STEP = ("workbench.runtime.training", "workbench.runtime.rank")
 
 Answer = dict[str, Any]
@@ -44,7 +48,8 @@ def run(job: dict[str, Any], recorder: Recorder) -> Answer:
 
     Args:
         job: its ``kind``, one of :data:`KINDS`, and its ``text``; ``alone`` if other ranks do not run it as well, so
-            that a collective in it would wait for ever.
+            that a collective with them would wait for ever: who runs it, and what to do, in words. ``ranks``: the same
+            as numbers.
         recorder: what the rank recorded.
 
     Returns:
@@ -61,8 +66,15 @@ def run(job: dict[str, Any], recorder: Recorder) -> Answer:
 
 
 def _company(job: dict[str, Any]) -> AbstractContextManager[object]:
-    alone: AbstractContextManager[object] = _Alone()  # type: ignore[no-untyped-call]
-    return alone if job.get("alone") else nullcontext()
+    if not job.get("alone"):
+        return nullcontext()
+    alone: AbstractContextManager[object] = _Alone(str(job["alone"]), job.get("ranks") or ())
+    return alone
+
+
+def needs_others(what: str, alone: str) -> str:
+    """Return why ``what`` cannot be done by some ranks only; ``alone`` is as a job has it."""
+    return f"{what} waits for other ranks, and only {alone}"
 
 
 def refusal(why: str) -> Answer:
@@ -158,7 +170,16 @@ def _is_pending_sum(value: object) -> bool:
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses collectives."""
+    """Refuses collectives with ranks that do not take part.
+
+    Args:
+        alone: as a job has it.
+        ranks: that take part.
+    """
+
+    def __init__(self, alone: str, ranks: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alone, self._ranks = alone, frozenset(ranks)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -166,11 +187,21 @@ class _Alone(TorchDispatchMode):
         """Call ``func`` unless it communicates."""
         if DTensor in types:
             return NotImplemented  # let it become plain operations, which come here again
-        if func.namespace in {"c10d", "_c10d_functional"}:
-            raise RuntimeError(
-                f"{func.name()} needs all ranks, and not all of them run this: evaluate it on all, or use x.to_local()"
-            )
+        given = (*args, *(kwargs or {}).values())
+        if func.namespace in _COMMUNICATING and func.overloadpacket.__name__ not in _LOCAL:
+            group = _group_among(given)
+            if group is None or not self._ranks.issuperset(dist.get_process_group_ranks(group)):
+                raise UsageError(needs_others(func.overloadpacket.__name__.strip("_"), self._alone))
         return func(*args, **(kwargs or {}))
+
+
+def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
+    """Return the process group that an operator was given; None if it was given a name, or none."""
+    for value in given:
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError):  # it is something else, such as the kind of a reduction
+                return dist.ProcessGroup.unbox(value)
+    return None
 
 
 # ---- cells

@@ -21,6 +21,7 @@ from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
 from workbench.runtime.gate import OPERATIONS, Gate
 from workbench.runtime.namespace import module_names, user_namespace
+from workbench.runtime.quiet import Quiet
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.resident import Resident
 from workbench.runtime.stacks import stacks
@@ -28,6 +29,7 @@ from workbench.runtime.training import Trainer
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.schema import Edge, Header, Kind, Phase, RankInfo
+from workbench.trace.wire import to_wire
 
 
 @dataclass
@@ -40,6 +42,7 @@ class RankRuntime:
         gate: what may hold it.
         trainer: what runs its steps.
         doing: the word of the command under way, empty between commands.
+        commands: how many commands it has begun.
     """
 
     groups: ProcessGroups
@@ -47,10 +50,12 @@ class RankRuntime:
     gate: Gate
     trainer: Trainer
     doing: str = ""
+    commands: int = 0
 
     def execute(self, command: Command) -> dict[str, Any]:
         """Run one command in the calling thread and return its result as plain data."""
         self.doing = command.word
+        self.commands += 1
         try:
             return self._execute(command)
         finally:
@@ -100,6 +105,7 @@ class RankRuntime:
         here = {
             "rank": self.groups.rank,
             "doing": self.doing,
+            "commands": self.commands,
             "step": self.recorder.step,
             "unfinished": groups.num_unfinished(),
             "optimizer_steps": self.trainer.optimizer_steps,
@@ -127,7 +133,7 @@ class RankRuntime:
             "header_version": version,
             "position": self.position(),
         }
-        return content, [drained.rows]
+        return content, [to_wire(drained.rows)]
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what a request of the control thread asks for: look, set a flag, or enqueue."""
@@ -181,7 +187,7 @@ def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | Non
     recorder = Recorder(Header(producer="workbench.engine", world_size=world_size))
     trainer = Trainer(recorder)
     trainer.install()
-    gate = Gate(recorder, rank)
+    gate = Gate(recorder, rank, Quiet(process_groups.device))
     gate.install()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer)
     atexit.register(shutdown)

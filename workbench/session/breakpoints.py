@@ -31,8 +31,11 @@ SPANS = (
 EVENTS = (*SPANS, "reshard")
 EDGES = ("begin", "end")
 ROOT = "(root)"
+UNTIL = 0
+"""Number of the breakpoint of ``step --until``."""
 
-FIELDS = ("num_bytes", "unit", "kind", "edge", "phase", "step", "ordinal", "rank")
+_SAMPLE = {"num_bytes": 1, "unit": "", "kind": "", "edge": "", "phase": "", "step": 1, "ordinal": 1, "rank": 0}
+FIELDS = tuple(_SAMPLE)
 """What a condition may look at."""
 
 _PLAIN = (ast.Expression, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Compare, ast.cmpop)
@@ -113,10 +116,11 @@ def check_condition(when: str, rank: int | None) -> None:
     """Check that ``when`` is names of :data:`FIELDS`, constants and operators.
 
     Raises:
-        UsageError: it holds something else, or asks for the rank where every rank has to stop at the same event.
+        UsageError: it holds something else, compares what cannot be compared, or asks for the rank where every rank
+            has to stop at the same event.
     """
     try:
-        tree = ast.parse(when, mode="eval")
+        tree = ast.parse(when.strip(), mode="eval")
     except (SyntaxError, ValueError):
         raise UsageError(f"--when takes a Python expression such as 'num_bytes > 1e6', not {when!r}") from None
     for node in ast.walk(tree):
@@ -127,6 +131,12 @@ def check_condition(when: str, rank: int | None) -> None:
             raise UsageError(f"--when knows no {node.id!r}; it knows, nearest first: {known}")
         if isinstance(node, ast.Name) and node.id == "rank" and rank is None:
             raise UsageError("a condition on the rank would stop ranks at different events: write --rank R instead")
+    try:
+        eval(compile(tree, "<when>", "eval", dont_inherit=True), {"__builtins__": {}}, dict(_SAMPLE))
+    except ArithmeticError:
+        return  # of the sample's numbers only
+    except TypeError as error:
+        raise UsageError(f"--when cannot be computed as in {when!r}: {error}") from None
 
 
 class Breakpoints:
@@ -146,7 +156,7 @@ class Breakpoints:
     def named(self, number: int) -> str:
         """Return breakpoint ``number`` in words."""
         found = self._all.get(number)
-        if number == 0:
+        if number == UNTIL:
             return f"--until {found or ''}".rstrip()
         return f"breakpoint {number}" + (f": {found}" if found is not None else "")
 
@@ -159,11 +169,16 @@ class Breakpoints:
 
     def set_until(self, event: str, unit: str | None) -> None:
         """Add the one of ``step --until``, which stops ranks once."""
-        self._all[0] = Breakpoint(id=0, event=event, unit=unit, once=True)
+        self._all[UNTIL] = Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
+
+    @property
+    def until(self) -> Breakpoint | None:
+        """The one of ``step --until``, as long as it has not stopped ranks and the steps are not over."""
+        return self._all.get(UNTIL)
 
     def clear_until(self) -> bool:
         """Take the one of ``step --until`` away; tell whether it was there."""
-        return self._all.pop(0, None) is not None
+        return self._all.pop(UNTIL, None) is not None
 
     def clear(self, number: int | None) -> int:
         """Take one away, or all; return how many.

@@ -11,6 +11,7 @@ from workbench.cluster.pending import Reply
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
+from workbench.trace.wire import from_wire
 
 
 class SideDoor(Protocol):
@@ -74,5 +75,5 @@ class Collector:
         self._versions[rank] = content["header_version"]
         key_frame = key_frame_from_dict(content["key_frame"])
         self._next_seq[rank] = key_frame.seq
-        self._builder.append(rank, b"".join(reply.buffers), lost=content["lost"], key_frame=key_frame)
+        self._builder.append(rank, from_wire(b"".join(reply.buffers)), lost=content["lost"], key_frame=key_frame)
         self.positions[rank] = content["position"]

@@ -16,34 +16,20 @@ from workbench.session.watch import ASK_S, SLICE_S, CountInterrupts, Interruptib
 
 JobKind = Literal["evaluate", "inspect", "cell"]
 
-COLLECTIVES = frozenset(
+GROUP_MAKERS = frozenset(
     {
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "clip_grad_norm_",
-        "distribute_tensor",
-        "full_tensor",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "redistribute",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "unshard",
+        "init_device_mesh",
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
     }
 )
-"""Functions in which ranks wait for each other. ``gather``, ``scatter`` and ``reduce`` only as ``dist.gather``."""
+"""Functions that wait for other ranks without a collective: a rank sees the collectives themselves, not these."""
 
-_AMBIGUOUS = {"gather", "scatter", "reduce"}
+HELD_S = 5.0
+"""How long a rank that stands in the gate may take to answer, in seconds: it is there, and the machine may be busy."""
 
 _numbers = itertools.count(1)
 
@@ -65,8 +51,8 @@ class Done:
     error: Mapping[str, str] = field(default_factory=dict)
 
 
-def collective_in(code: str) -> str:
-    """Return the name of the first function in ``code`` that waits for other ranks; ``""`` if none is named."""
+def group_maker_in(code: str) -> str:
+    """Return the name of the first of :data:`GROUP_MAKERS` that ``code`` calls; ``""`` if there is none."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -75,24 +61,46 @@ def collective_in(code: str) -> str:
         if isinstance(node, ast.Call):
             called = node.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            owner = getattr(getattr(called, "value", None), "id", "")
-            if name in COLLECTIVES and (name not in _AMBIGUOUS or owner in {"dist", "distributed"}):
+            if name in GROUP_MAKERS:
                 return str(name)
     return ""
 
 
-def refuse_collective(code: str, ranks: Sequence[int], everyone: Sequence[int]) -> None:
-    """Raise if ``code`` would wait for ranks that do not run it.
+@dataclass(frozen=True, kw_only=True)
+class Company:
+    """Who runs a job.
 
-    Raises:
-        UsageError: the message names the function.
+    Attributes:
+        ranks: that run it.
+        held: ranks that stand in the gate.
+        num_ranks: how many ranks there are.
     """
-    name = collective_in(code) if set(ranks) != set(everyone) else ""
-    if name:
-        raise UsageError(
-            f"{name}() waits for all ranks, and only {label(ranks)} would call it: leave -t out, or look at the part "
-            "of this rank with to_local()"
-        )
+
+    ranks: Sequence[int]
+    held: Sequence[int]
+    num_ranks: int
+
+    @property
+    def alone(self) -> str:
+        """Who runs it and what to do instead, the end of a sentence of why others cannot be waited for; empty: all."""
+        if len(self.ranks) == self.num_ranks:
+            return ""
+        part = "or look at the part of this rank with to_local()"
+        if len(self.held) == self.num_ranks:
+            return f"{label(self.ranks)} would call it: leave -t out, {part}"
+        return f"{label(self.held)} of {self.num_ranks} can call it here: stop where all ranks stop, {part}"
+
+    def job(self, kind: JobKind, text: str) -> dict[str, Any]:
+        """Return a job as ranks read it.
+
+        Raises:
+            UsageError: it makes a process group, which waits for ranks that do not run it.
+        """
+        alone = "" if kind == "inspect" else self.alone  # an inspection waits for nobody
+        maker = group_maker_in(text) if alone else ""
+        if maker:
+            raise UsageError(f"{maker}() waits for other ranks, and only {alone}")
+        return {"kind": kind, "text": text, "alone": alone, "ranks": list(self.ranks)}
 
 
 def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
@@ -113,22 +121,23 @@ class Jobs:
 
     Args:
         cluster: where the ranks are.
+        company: who runs them.
     """
 
-    def __init__(self, cluster: Interruptible) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Interruptible, company: Company) -> None:
+        self._cluster, self._company = cluster, company
 
-    def run(self, kind: JobKind, text: str, ranks: Sequence[int]) -> dict[int, Done]:
-        """Run one job on ``ranks`` and return how it ended on each.
+    def run(self, kind: JobKind, text: str) -> dict[int, Done]:
+        """Run one job and return how it ended on each rank.
 
         Raises:
-            UsageError: a rank does not stand in the gate.
+            UsageError: a rank does not stand in the gate, or the job makes a process group on some ranks only.
             RankDied: a rank is gone.
             Interrupted: a second Ctrl-C; the first one is sent to the ranks.
         """
-        ticket = str(next(_numbers))
-        request = {"op": "enqueue", "ticket": ticket, "job": {"kind": kind, "text": text}}
-        replies = self._cluster.ask(request, ranks, timeout_s=ASK_S)
+        ticket, ranks = str(next(_numbers)), self._company.ranks
+        request = {"op": "enqueue", "ticket": ticket, "job": self._company.job(kind, text)}
+        replies = self._cluster.ask(request, ranks, timeout_s=HELD_S)
         accepted = [rank for rank in ranks if _content(replies[rank]).get("accepted")]
         try:
             check_held(ranks, accepted)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.session.places import event_words, state_of, unit_names
+from workbench.session.places import State, event_words, state_of, unit_names
 from workbench.session.session import Session
 from workbench.session.stop_reports import WhereReport, WhereRow
 from workbench.session.stopping import WHERE_S
@@ -26,7 +26,7 @@ def where(session: Session, *, stacks: bool) -> WhereReport:
             for thread in threads.get(rank, {}).get("stacks", ())
         )
         if rank in positions:
-            rows.append(row_of(rank, positions[rank], header, now_ns, found))
+            rows.append(row_of(rank, positions[rank], header, now_ns, found, session.state(rank, positions[rank])))
         else:
             rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
     return WhereReport(rows=tuple(rows))
@@ -38,6 +38,7 @@ def row_of(
     header: Header,
     now_ns: int,
     stacks: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    state: State | None = None,
 ) -> WhereRow:
     """Return one line of the table.
 
@@ -47,21 +48,24 @@ def row_of(
         header: of its trace.
         now_ns: of the clock that the ranks of this machine share, in nanoseconds.
         stacks: its Python threads.
+        state: what it is doing; None: what the position says.
     """
-    state = state_of(position)
+    state = state or state_of(position)
     here = {**position, **(position.get("held") or {})}
     unit = unit_names(header).get(int(here.get("unit", -1)))
     kind, edge = here.get("kind", ""), here.get("edge", "")
     # of a held rank the event to come, of others the newest one
-    prefix = "before " if state == "held" else "begin of " if edge == "begin" else ""
+    waits = (state, kind, edge) == ("held", "wait", "begin")  # it stands in the wait, not before it
+    prefix = "in a " if waits else "before " if state == "held" else "begin of " if edge == "begin" else ""
     since = here.get("since_ns")
+    synchronised = ", device synchronised" if here.get("synchronised") else ""
     return WhereRow(
         rank=rank,
         state=state,
         step=str(here["step"]) if here.get("step", -1) >= 0 else "",
         phase=str(here.get("phase", "")).replace("_", "-"),
         unit="" if unit is None else unit or "(root)",
-        event=f"{prefix}{event_words(kind, edge, None)}" if kind else "",
+        event=f"{prefix}{event_words(kind, edge, None)}" + synchronised if kind else "",
         since=format_duration(max(now_ns - since, 0)) if since is not None else "",
         stacks=stacks,
     )

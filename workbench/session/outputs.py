@@ -60,7 +60,9 @@ def _apart(text: str, ranks: list[int]) -> str:
 
 
 class Stream:
-    """Hands on the output of one rank as it arrives, and compares the others' with it at the end.
+    """Hands on the output of one rank as it arrives, and compares the others' with it when they stop and at the end.
+
+    What was compared once is not shown again.
 
     Args:
         pending: the request.
@@ -70,19 +72,48 @@ class Stream:
     def __init__(self, pending: Pending, rank: int) -> None:
         self._pending, self._rank = pending, rank
         self._num_seen = 0
+        self._compared = dict.fromkeys(pending.ranks, 0)
 
-    def forward(self, on_output: Callable[[Output], None]) -> None:
-        """Hand on what is new."""
-        for output in self._pending.outputs(self._rank, self._num_seen):
+    def forward(self, on_output: Callable[[Output], None]) -> bool:
+        """Hand on what is new; tell whether anything was."""
+        new = self._pending.outputs(self._rank, self._num_seen)
+        for output in new:
             self._num_seen += 1
             on_output(output)
+        return bool(new)
+
+    def num_outputs(self) -> int:
+        """Return how much all ranks have written and shown, in pieces."""
+        return sum(len(self._pending.outputs(rank)) for rank in self._pending.ranks)
+
+    def pause(self, on_output: Callable[[Output], None]) -> None:
+        """Hand on the rest, then what other ranks wrote and the one whose output is seen did not, so far.
+
+        A rank that stands earlier in the same output has written nothing that cannot be seen; what the others are
+        ahead is compared later.
+        """
+        self.forward(on_output)
+        texts = self._texts()
+        shown = texts[self._rank]
+        if all(shown.startswith(text) for text in texts.values()):
+            shortest = min(map(len, texts.values()))
+            texts = {rank: text[:shortest] for rank, text in texts.items()}
+        self._compare(texts, on_output, also_agreement=True)
 
     def finish(self, on_output: Callable[[Output], None], *, also_agreement: bool) -> str:
         """Hand on the rest, then how the ranks differ; return the latter."""
         self.forward(on_output)
-        texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._pending.ranks}
+        return self._compare(self._texts(), on_output, also_agreement=also_agreement)
+
+    def _texts(self) -> dict[int, str]:
+        """Return what each rank wrote and was not compared yet."""
+        return {rank: text_of(self._pending.outputs(rank))[n:] for rank, n in self._compared.items()}
+
+    def _compare(self, texts: Mapping[int, str], on_output: Callable[[Output], None], *, also_agreement: bool) -> str:
         agree = len({text.strip() for text in texts.values()}) == 1
         remarks = compare(texts, self._rank) if also_agreement or not agree else ""
+        for rank, text in texts.items():
+            self._compared[rank] += len(text)
         if remarks:
             on_output(Output("stdout", text=remarks))
         return remarks

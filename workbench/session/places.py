@@ -13,7 +13,7 @@ from workbench.replay.alike import label
 from workbench.trace.schema import Header, Unit
 
 Position = Mapping[str, Any]
-State = Literal["held", "waiting", "running", "idle", "no answer", "gone"]
+State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
 
 _COMPOUND = {
     "all_gather": "all-gather",
@@ -59,6 +59,11 @@ class Stop:
     def held(self) -> tuple[int, ...]:
         """The ranks that stand in the gate."""
         return tuple(rank for rank, position in sorted(self.positions.items()) if position.get("held"))
+
+    @property
+    def synchronised(self) -> tuple[int, ...]:
+        """The ranks that waited for a device before they stopped."""
+        return tuple(rank for rank in self.held if self.positions[rank]["held"].get("synchronised"))
 
     @property
     def breakpoints(self) -> tuple[Any, ...]:
@@ -109,13 +114,18 @@ def identity(held: Mapping[str, Any] | None) -> tuple[Any, ...]:
     return () if not held else (held["step"], held["ordinal"], held.get("since_ns"))
 
 
-def state_of(position: Position) -> State:
-    """Return what a rank that answered is doing."""
+def state_of(position: Position, asked: State = "idle") -> State:
+    """Return what a rank that answered is doing.
+
+    Args:
+        position: its answer.
+        asked: what it does, as far as the one who asked something of it knows, if it says nothing of that itself.
+    """
     if position.get("held"):
         return "held"
     if position.get("waiting"):
         return "waiting"
-    return "running" if position.get("doing") or position.get("step", -1) >= 0 else "idle"
+    return "running" if position.get("doing") or position.get("step", -1) >= 0 else asked
 
 
 def event_words(kind: str, edge: str, unit: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from workbench.session.places import Position, State, state_of
@@ -18,25 +18,36 @@ class Pulse:
         running: whether there are ranks.
         states: of each rank, by number; none without ranks.
         positions: where each rank was when it was last heard of.
+        cursor_ns: up to when the views show what was recorded, on the ranks' clock; None: all of it.
     """
 
     trace: Trace
     running: bool = False
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
+    cursor_ns: int | None = None
 
 
-def pulse(trace: Trace, alive: Sequence[bool], positions: Mapping[int, Position]) -> Pulse:
-    """Return the pulse of ranks of which some are ``alive`` and some were heard of at ``positions``."""
+def pulse(
+    trace: Trace,
+    alive: Sequence[bool],
+    positions: Mapping[int, Position],
+    state: Callable[[int, Position], State] = lambda rank, position: state_of(position),
+) -> Pulse:
+    """Return the pulse of ranks of which some are ``alive`` and some were heard of at ``positions``.
+
+    Args:
+        trace: what happened so far.
+        alive: for each rank, whether it can be reached.
+        positions: by rank.
+        state: tells what a rank at a position is doing.
+    """
     return Pulse(
         trace=trace,
         running=True,
-        states={rank: _state(is_alive, positions.get(rank)) for rank, is_alive in enumerate(alive)},
+        states={
+            rank: "gone" if not is_alive else state(rank, positions[rank]) if rank in positions else "no answer"
+            for rank, is_alive in enumerate(alive)
+        },
         positions=dict(positions),
     )
-
-
-def _state(is_alive: bool, position: Position | None) -> State:
-    if not is_alive:
-        return "gone"
-    return "no answer" if position is None else state_of(position)

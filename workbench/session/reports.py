@@ -196,12 +196,16 @@ class StepReport(Report):
         losses: mean over ranks per step; None if the step function returned no number.
         seconds: time of each step on its slowest rank.
         optimizer_steps: optimizer steps since the ranks started.
+        missed: the event before which they were to stop and which did not come; empty: none.
+        came: events that did come, what reads most like ``missed`` first.
     """
 
     steps_done: int
     losses: tuple[float, ...] | None
     seconds: tuple[float, ...]
     optimizer_steps: int
+    missed: str = ""
+    came: tuple[str, ...] = ()
 
     @property
     def median_seconds(self) -> float:
@@ -217,7 +221,12 @@ class StepReport(Report):
             parts.append(f"loss {first:.4g}" if len(self.losses) == 1 else f"loss {first:.4g} -> {last:.4g}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
-        return ", ".join(parts)
+        missed = f"; {self.missed} did not come" if self.missed else ""
+        return ", ".join(parts) + missed
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what came instead of the event that did not; nothing otherwise."""
+        return [("came, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
 
 
 @dataclass(frozen=True, kw_only=True)

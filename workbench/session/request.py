@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from workbench.cluster.pending import Output, Pending
 from workbench.commands import Command, to_text
+from workbench.errors import RankDied
 from workbench.session.follow import Follower, Progress
 from workbench.session.outputs import Stream, text_of
 from workbench.session.places import Stop
@@ -50,10 +51,12 @@ class Mark:
     Attributes:
         num_rows: rows recorded, by rank.
         optimizer_steps: by rank.
+        commands: begun, by rank.
     """
 
     num_rows: dict[int, int]
     optimizer_steps: dict[int, int]
+    commands: dict[int, int] = field(default_factory=dict)
 
 
 class Work(Protocol):
@@ -68,6 +71,12 @@ class Work(Protocol):
     def on_tick(self, listener: Listener, trace: Trace) -> None:
         """Do what is to be done about 10 times a second, when ``trace`` is up to date."""
 
+    def num_outputs(self) -> int:
+        """Return how much the ranks have written and shown, in pieces."""
+
+    def stand(self, listener: Listener) -> None:
+        """Tell what there is to tell when they stopped."""
+
     def finish(self, results: dict[int, Any], listener: Listener) -> Report:
         """Return the report of what every rank returned."""
 
@@ -75,22 +84,48 @@ class Work(Protocol):
         """Tell what there is to tell when it failed."""
 
 
-class CommandWork:
+class _Printing:
+    """Work whose output is shown: of one rank as it arrives, of the others as far as it differs.
+
+    Args:
+        pending: the request.
+    """
+
+    def __init__(self, pending: Pending) -> None:
+        self._stream = Stream(pending, pending.ranks[0])
+
+    def on_slice(self, listener: Listener) -> None:
+        """Hand on what was written."""
+        self._stream.forward(listener.on_output)
+
+    def num_outputs(self) -> int:
+        """Return how much the ranks have written and shown, in pieces."""
+        return self._stream.num_outputs()
+
+    def stand(self, listener: Listener) -> None:
+        """Hand on what was written so far, and how the ranks differ."""
+        self._stream.pause(listener.on_output)
+
+    def fail(self, listener: Listener) -> None:
+        """Hand on the rest, and how the ranks differ."""
+        self._stream.finish(listener.on_output, also_agreement=False)
+
+
+class CommandWork(_Printing):
     """A command of the workbench.
 
     Args:
         command: of which the report is made.
         follower: follows its steps; None for a command without any.
+        pending: the request.
     """
 
     is_command = True
 
-    def __init__(self, command: Command, follower: Follower | None) -> None:
+    def __init__(self, command: Command, follower: Follower | None, pending: Pending) -> None:
+        super().__init__(pending)
         self.command, self._follower = command, follower
         self.words = f"%fsdp {to_text(command)}"
-
-    def on_slice(self, listener: Listener) -> None:
-        """Do nothing."""
 
     def on_tick(self, listener: Listener, trace: Trace) -> None:
         """Tell how far it is."""
@@ -98,30 +133,23 @@ class CommandWork:
             listener.on_progress(self._follower.catch_up(trace))
 
     def finish(self, results: dict[int, Any], listener: Listener) -> Report:
-        """Return its report."""
+        """Hand on the rest of the output and return its report."""
+        self._stream.finish(listener.on_output, also_agreement=True)
         return to_report(self.command, results)
 
-    def fail(self, listener: Listener) -> None:
-        """Do nothing."""
 
-
-class CellWork:
+class CellWork(_Printing):
     """A cell.
 
     Args:
-        pending: the request.
-        ranks: that run it; the first one's output is handed on as it arrives.
+        pending: the request; the output of the first rank is handed on as it arrives.
     """
 
     words, is_command = "a cell", False
 
-    def __init__(self, pending: Pending, ranks: Sequence[int]) -> None:
-        self._pending, self._ranks = pending, ranks
-        self._stream = Stream(pending, ranks[0])
-
-    def on_slice(self, listener: Listener) -> None:
-        """Hand on what was written."""
-        self._stream.forward(listener.on_output)
+    def __init__(self, pending: Pending) -> None:
+        super().__init__(pending)
+        self._pending = pending
 
     def on_tick(self, listener: Listener, trace: Trace) -> None:
         """Do nothing."""
@@ -129,12 +157,8 @@ class CellWork:
     def finish(self, results: dict[int, Any], listener: Listener) -> Report:
         """Hand on the rest and return what each rank wrote."""
         remarks = self._stream.finish(listener.on_output, also_agreement=True)
-        texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._ranks}
+        texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._pending.ranks}
         return CellReport(texts=texts, remarks=remarks)
-
-    def fail(self, listener: Listener) -> None:
-        """Hand on the rest, and how the ranks differ."""
-        self._stream.finish(listener.on_output, also_agreement=False)
 
 
 class Request:
@@ -164,3 +188,8 @@ class Request:
         self.ending = ""
         self.watcher: threading.Thread | None = None
         self.thread: threading.Thread | None = None
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """The ranks whose processes are gone."""
+        return tuple(rank for rank in self.pending.ranks if isinstance(self.pending.error(rank), RankDied))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from workbench.cluster.pending import Pending, Reply
 from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, WorkbenchError
 from workbench.replay.alike import label
-from workbench.session.breakpoints import Breakpoints
+from workbench.session.breakpoints import UNTIL, Breakpoints
 from workbench.session.collect import Collector
 from workbench.session.failures import Position, death_sentence, first_cause, split_optimizer, to_error
 from workbench.session.names import Names
-from workbench.session.places import Stop, unit_names
+from workbench.session.places import State, Stop, state_of, unit_names
 from workbench.session.pulse import Pulse, pulse
-from workbench.session.reports import Report
+from workbench.session.reports import Report, StepReport
 from workbench.session.request import Mark, Request, Work
 from workbench.session.stop_reports import StopReport
+from workbench.session.until import came
 from workbench.session.watch import ASK_S, Interruptible, Outcome, Watch
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Phase
@@ -26,7 +27,7 @@ from workbench.trace.schema import Phase
 RUNTIME = "workbench.runtime.rank"
 """The rank side, in the ranks' processes; here it is only a name."""
 
-PULSE_S = 0.08
+PULSE_S = 0.02
 """How old what a live view is shown may be, in seconds: several of them ask the ranks once."""
 
 RECOVER_S = 30.0
@@ -86,6 +87,7 @@ class Session:
         self.breakpoints = Breakpoints()
         self.is_closed = False
         self._collector = Collector()
+        self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
         self._generation = 0
         self._needs_recovery = False
 
@@ -107,7 +109,7 @@ class Session:
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is, at most a tenth of a second old."""
         self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S, max_age_s=PULSE_S)
-        return pulse(self.trace, self.cluster.alive(), self._collector.positions)
+        return pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
@@ -117,9 +119,19 @@ class Session:
             for rank, content in replies.items()
         }
 
-    def where(self) -> dict[int, dict[str, Any]]:
-        """Return where each rank is; one that does not answer at once is left out."""
-        return self.ask({"op": "where"})
+    def where(self, *, timeout_s: float = ASK_S) -> dict[int, dict[str, Any]]:
+        """Return where each rank is; one that does not answer in time is left out."""
+        return self.ask({"op": "where"}, timeout_s=timeout_s)
+
+    def state(self, rank: int, position: Mapping[str, Any]) -> State:
+        """Return what a rank that answered is doing; one that has not begun what it was asked says that it is idle."""
+        request = self.request
+        if request is None or rank not in request.watch.running:
+            return state_of(position)
+        if not request.work.is_command:
+            return state_of(position, "running")
+        has_begun = position.get("commands", 0) > request.mark.commands.get(rank, -1)
+        return state_of(position, "idle" if has_begun else "starting")
 
     def ask(self, request: dict[str, Any], *, timeout_s: float = ASK_S) -> dict[int, dict[str, Any]]:
         """Return what the ranks answer to a request at their side doors; one that does not in time is left out."""
@@ -144,9 +156,13 @@ class Session:
             raise RankDied(f"{label(dead)} died earlier\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery and len(living) == self.cluster.num_ranks:
             self.recover()
-        self.drain()
-        steps = {rank: position["optimizer_steps"] for rank, position in self._collector.positions.items()}
-        return Mark(num_rows=self._collector.next_seq, optimizer_steps=steps)
+        self._catch_up()
+        here = self._collector.positions.items()
+        return Mark(
+            num_rows=self._collector.next_seq,
+            optimizer_steps={rank: position["optimizer_steps"] for rank, position in here},
+            commands={rank: position.get("commands", 0) for rank, position in here},
+        )
 
     def open(self, work: Work, pending: Pending, mark: Mark) -> Request:
         """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
@@ -155,10 +171,11 @@ class Session:
             self.cluster,
             pending,
             on_slice=lambda: work.on_slice(request.listener),
-            on_tick=lambda: self._tick(request),
+            on_tick=lambda has_ended_well: self._end(request) if has_ended_well else self._tick(request),
+            num_outputs=work.num_outputs,
             can_pause=work.is_command,
         )
-        self.request = request
+        self.request, self._catch_up = request, self.drain
         return request
 
     def _tick(self, request: Request) -> dict[int, dict[str, Any]]:
@@ -166,6 +183,17 @@ class Session:
             raise ClusterError("the ranks were stopped")
         self.drain()
         request.work.on_tick(request.listener, self.trace)
+        return self._collector.positions
+
+    def _end(self, request: Request) -> dict[int, dict[str, Any]]:
+        """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
+        if request.work.is_command:
+            self._tick(request)
+            self._catch_up = lambda: None
+        else:
+            thread = threading.Thread(target=self.drain, name="workbench: drain", daemon=True)
+            self._catch_up = thread.join
+            thread.start()
         return self._collector.positions
 
     def attend(self, request: Request) -> Report:
@@ -198,6 +226,7 @@ class Session:
             raise
 
     def _stopped(self, request: Request, stop: Stop) -> StopReport:
+        request.work.stand(request.listener)
         request.stop = dataclasses.replace(stop, units=unit_names(self.trace.header))
         reasons = tuple(self.breakpoints.named(number) for number in stop.breakpoints)
         request.report = StopReport(stop=request.stop, words=request.work.words, reasons=reasons)
@@ -208,10 +237,18 @@ class Session:
             raise ClusterError("the ranks were stopped")
         request.watch.stopper.disarm(set(self.living()))
         if not outcome.failures and not outcome.given_up:
-            return request.work.finish(outcome.results, request.listener)
+            return self._with_missed(request.work.finish(outcome.results, request.listener), request.mark)
         error = self._settle(outcome, request.mark, request.work.is_command)
         request.work.fail(request.listener)
         raise error
+
+    def _with_missed(self, report: Report, mark: Mark) -> Report:
+        """Say in the report of steps that were to stop before an event that the event did not come."""
+        until = self.breakpoints.until
+        if until is None or not isinstance(report, StepReport):
+            return report
+        events = came(self.trace, mark.num_rows, str(until))
+        return dataclasses.replace(report, missed=str(until), came=tuple(events))
 
     def _note(self, request: Request, *, is_over: bool) -> None:
         """Tell everybody that ``request`` stands or is over."""
@@ -219,7 +256,8 @@ class Session:
             request.state = "over" if is_over else "stopped"
             if is_over and self.request is request:
                 self.request = None
-            if self.breakpoints.clear_until() and not self.is_closed:
+            came_to_until = request.stop is not None and UNTIL in request.stop.breakpoints
+            if (is_over or came_to_until) and self.breakpoints.clear_until() and not self.is_closed:
                 self.push_breakpoints()
             self.changed.notify_all()
 
@@ -230,6 +268,7 @@ class Session:
     def close(self) -> None:
         """Free the ranks from what they do, and whoever waits for them; called before the cluster is stopped."""
         self.is_closed = True
+        self._catch_up()
         request = self.request
         if request is None:
             return
@@ -288,6 +327,9 @@ class Session:
 
 def busy_sentence(request: Request) -> str:
     """Return why nothing else can be asked while ``request`` is under way, and what to do."""
+    dead = request.dead
+    if dead:
+        return f"{request.work.words} is under way, and {label(dead)} died meanwhile: end it with %fsdp abort"
     if request.state == "stopped":
         return (
             f"{request.work.words} is under way ({request.stop}): first %fsdp continue, or give it up with %fsdp abort"

@@ -37,8 +37,10 @@ class StopReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return why, and what can be done now."""
         why = [("because of", "; ".join(self.reasons))] if self.reasons else []
+        waited = self.stop.synchronised
+        device = [("device", f"synchronised on {label(waited)}: all that it was given is done")] if waited else []
         now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
-        return [*why, ("under way", self.words), ("now", now)]
+        return [*why, *device, ("under way", self.words), ("now", now)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class WhereRow:
 
     Attributes:
         rank: global rank.
-        state: held, waiting, running, idle, no answer, gone.
+        state: held, waiting, running, starting, idle, no answer, gone.
         step: training step.
         phase: of the step.
         unit: name.

@@ -88,7 +88,7 @@ class Stopper:
             return None
         self._paused_at, self.eager = None, False
         is_late = any(state_of(here.get(rank, {})) == "running" for rank in running - held)
-        return Stop(positions=here, is_late=is_late)
+        return Stop(positions={rank: here.get(rank, {}) for rank in sorted(running)}, is_late=is_late)
 
     def _fresh(self, rank: int, position: Position) -> Position:
         """A rank that was let go and has not noticed yet is not held."""

@@ -34,7 +34,13 @@ Shutting while ranks still exchange data could leave one waiting for ever inside
 """
 
 SIGNAL_AFTER_S = 0.5
-"""How long after a Ctrl-C a rank may still run before it is sent the signal itself, in seconds."""
+"""How long after a Ctrl-C a rank in a step may still run before it is sent the signal itself, in seconds."""
+
+SIGNAL_CELL_AFTER_S = 0.25
+"""The same for a cell, most of which is the user's own code, in seconds: by then the engine's waits have ended."""
+
+QUIET_S, HEAR_OUT_S = 0.05, 0.3
+"""How long nothing must arrive until all that stopped ranks wrote counts as here, and how long at most, in seconds."""
 
 ASK_S = 0.5
 """How long a rank may take to answer at its side door while others wait for it, in seconds."""
@@ -98,7 +104,9 @@ class Watch:
         cluster: where the ranks are.
         pending: the request.
         on_slice: called at every look-up, about 50 times a second.
-        on_tick: called about 10 times a second, and once when all is over; returns where the ranks are.
+        on_tick: called about 10 times a second, and once when all is over, with whether every rank ended well;
+            returns where the ranks are.
+        num_outputs: returns how much the ranks have written so far, in pieces.
         can_pause: whether the first Ctrl-C stops the ranks inside the step; the next one then aborts.
         clock: seconds, monotonic.
 
@@ -113,12 +121,13 @@ class Watch:
         pending: Pending,
         *,
         on_slice: Callable[[], None],
-        on_tick: Callable[[], Mapping[int, Position]],
+        on_tick: Callable[[bool], Mapping[int, Position]],
+        num_outputs: Callable[[], int] = lambda: 0,
         can_pause: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster, self._pending, self._clock = cluster, pending, clock
-        self._on_slice, self._on_tick = on_slice, on_tick
+        self._on_slice, self._on_tick, self._num_outputs = on_slice, on_tick, num_outputs
         self.stopper = Stopper(cluster, clock)
         self.running = set(pending.ranks)
         self._outcome = Outcome()
@@ -162,16 +171,24 @@ class Watch:
             self._on_slice()
             stop = self._look()
             if stop is not None:
-                self._on_tick()
+                self._hear_out()
+                self._on_tick(False)
                 return stop
-        self._on_tick()
+        self._on_tick(not (self._outcome.failures or self._outcome.given_up or self._outcome.abandoned))
         return None
+
+    def _hear_out(self) -> None:
+        """Wait until nothing more arrives of what the ranks wrote before they stopped: it takes another way."""
+        until, heard = self._clock() + HEAR_OUT_S, -1
+        while self._num_outputs() != heard and self._clock() < until:
+            heard = self._num_outputs()
+            self._pending.wait(QUIET_S)
 
     def _look(self) -> Stop | None:
         """Drain in time; return the stop if the ranks stand."""
         positions = None
         if self._clock() >= self._next_tick:
-            positions = self._on_tick()
+            positions = self._on_tick(False)
             self._next_tick = self._clock() + TICK_S
         elif self.stopper.eager:
             positions = self.stopper.ask_where(self.running)
@@ -221,7 +238,7 @@ class Watch:
     def _give_up(self, why: str) -> None:
         self._outcome.given_up = why
         self._abort(why)
-        self._signal_at = self._clock() + SIGNAL_AFTER_S
+        self._signal_at = self._clock() + (SIGNAL_AFTER_S if self._can_pause else SIGNAL_CELL_AFTER_S)
 
     def _abandon(self) -> None:
         self._outcome.abandoned = tuple(sorted(self.running))

@@ -65,9 +65,11 @@ def _states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict
     """Parameter state per unit that is not SHARDED: of each unit the last row of :data:`STATE_AFTER` counts."""
     at = np.flatnonzero(_MAY_CHANGE_STATE[kind])
     after, unit = _STATE_AFTER[kind[at], rows["edge"][at]], rows["unit"][at]
-    changes = np.flatnonzero((after >= 0) & (unit >= 0))[::-1]
-    units, newest = np.unique(unit[changes], return_index=True)
-    states = before | dict(zip(units.tolist(), map(UnitState, after[changes][newest].tolist()), strict=True))
+    changes = (after >= 0) & (unit >= 0)
+    newest = np.full(int(unit.max(initial=-1)) + 1, -1, np.int8)
+    newest[unit[changes]] = after[changes]  # of several rows of a unit the last one stays
+    units = np.flatnonzero(newest >= 0)
+    states = before | dict(zip(units.tolist(), map(UnitState, newest[units].tolist()), strict=True))
     return {unit: state for unit, state in states.items() if state != UnitState.SHARDED}
 
 
@@ -78,12 +80,12 @@ def _reducing_after(before: dict[int, int], rows: Rows, kind: Kinds) -> dict[int
     at = at[rows["unit"][at] >= 0]
     if reset_at:
         at = at[at > np.array([reset_at.get(unit, -1) for unit in rows["unit"][at].tolist()])]
-    units, which = np.unique(rows["unit"][at], return_inverse=True)
-    deltas = np.zeros(len(units), np.int64)
-    np.add.at(deltas, which, np.where(rows["edge"][at] == Edge.BEGIN, 1, -1))
+    unit, begins = rows["unit"][at], rows["edge"][at] == Edge.BEGIN
+    num_units = int(unit.max(initial=-1)) + 1
+    deltas = np.bincount(unit[begins], minlength=num_units) - np.bincount(unit[~begins], minlength=num_units)
     counts = {unit: count for unit, count in before.items() if unit not in reset_at}
-    for unit, delta in zip(units.tolist(), deltas.tolist(), strict=True):
-        counts[unit] = counts.get(unit, 0) + delta
+    for changed in np.flatnonzero(deltas).tolist():
+        counts[changed] = counts.get(changed, 0) + int(deltas[changed])
     return {unit: count for unit, count in counts.items() if count}
 
 

@@ -3,8 +3,10 @@
 The browser asks, this side answers; nothing is sent unasked, so a dashboard that nobody sees costs nothing. Each
 view in the browser has a name of its own, by which its :class:`~workbench.widgets.feed.Feed` is kept here.
 
-Messages from the browser hold ``view`` and ``ask``: ``feed`` (what is new), ``at`` (all ranks at ``t_us``),
-``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``), ``do`` (the button ``word``), ``bye``.
+Messages from the browser hold ``view`` and ``ask``: ``feed`` (what is new; with ``wait`` as soon as there is
+something), ``at`` (all ranks at ``t_us``), ``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``), ``do``
+(the button ``word``), ``bye``. An answer to ``feed`` has a ``cursor`` if ``%fsdp back`` has moved it since the last
+one: where it is now, None: at the newest event.
 """
 
 from __future__ import annotations
@@ -14,15 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anywidget
 import traitlets
 
 from workbench.errors import WorkbenchError
-from workbench.replay.alike import label
 from workbench.replay.units import unit_name
-from workbench.session.places import describe, unit_names
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import COLLECTIVES, Category, Header, Kind, Unit, UnitState
@@ -33,6 +33,8 @@ from workbench.widgets.moments import Moments
 from workbench.widgets.packing import COLUMNS, pack
 from workbench.widgets.peaks import Peaks
 from workbench.widgets.spans import TRACKS
+from workbench.widgets.timeline import OPTIONS
+from workbench.widgets.waiting import Send, Waiting, Watched, health, said
 
 BYTES_PER_S = 48 * 1024
 """Binary data for one view; with the words beside it that stays below 64 KiB a second."""
@@ -52,13 +54,6 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 """The buttons, and the method of the workbench that each one calls, with its arguments."""
 
 _STATIC = Path(__file__).parent / "static"
-
-
-class Watched(Protocol):
-    """What of a workbench is needed here; a button whose method it does not have is not shown."""
-
-    def pulse(self) -> Pulse:
-        """Return how the cluster is doing."""
 
 
 def script() -> str:
@@ -85,12 +80,14 @@ class Dashboard(anywidget.AnyWidget):
         self._lock = threading.RLock()
         self._views: dict[str, _View] = {}
         self._pulse: Pulse | None = None
+        self._waiting = Waiting(workbench.pulse, self._news, clock)
         super().__init__(about=_about([word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)]))
         self.on_msg(self._on_message)
         answer_while_busy(self)
 
     def close(self) -> None:
         """Take the widget away; nothing of it is left, neither here nor in the browser."""
+        self._waiting.close()
         with self._lock:
             self._views.clear()
             self._pulse = None
@@ -105,16 +102,36 @@ class Dashboard(anywidget.AnyWidget):
             return
         with self._lock:
             if ask == "bye":
-                self._views.pop(name, None)
+                self._forget(name)
                 return
             view = self._views.pop(name, None) or _View()
             self._views[name] = view  # the newest is last
             while len(self._views) > MAX_VIEWS:
-                del self._views[next(iter(self._views))]
+                self._forget(next(iter(self._views)))
+            if ask == "feed" and content.get("wait"):
+                self._waiting.ask(name)
+                return
             if ask == "feed" or self._pulse is None:  # the cursor looks at what is known: no rank is asked
                 self._pulse = self._workbench.pulse()
             answer, buffers = view.answer(content, self._pulse, self._clock)
-        self.send({"view": name, **answer}, buffers)
+        self._tell(name, answer, buffers)
+
+    def _forget(self, name: str) -> None:
+        self._views.pop(name, None)
+        self._waiting.forget(name)
+
+    def _news(self, name: str, pulse: Pulse) -> Send:
+        """Make the answer to a view that has waited."""
+        with self._lock:
+            if name not in self._views:
+                return lambda: None
+            self._pulse = pulse
+            answer, buffers = self._views[name].answer({"ask": "feed"}, pulse, self._clock)
+        return lambda: self._tell(name, answer, buffers)
+
+    def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:
+        if self.comm is not None:  # closed meanwhile
+            self.send({"view": name, **answer}, buffers)
 
     def _press(self, view: str, word: str) -> None:
         """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
@@ -127,11 +144,10 @@ class Dashboard(anywidget.AnyWidget):
     def _do(self, view: str, word: str, do: Callable[[], object]) -> None:
         try:
             report = do()
-            said = "" if BUTTONS[word][1] else str(report)  # that it goes on is seen
+            words = "" if BUTTONS[word][1] else str(report)  # that it goes on is seen
         except WorkbenchError as error:
-            said = str(error)
-        if self.comm is not None:  # closed meanwhile
-            self.send({"view": view, "kind": "said", "word": word, "text": said.partition("\n")[0]})
+            words = str(error)
+        self._tell(view, {"kind": "said", "word": word, "text": words.partition("\n")[0]})
 
 
 class _View:
@@ -141,6 +157,7 @@ class _View:
         self._feed, self._moments, self._peaks = Feed(), Moments(), Peaks()
         self._origin_ns = 0
         self._units: Sequence[object] = ()
+        self._cursor_ns: int | None = None
         self._asked_at: float | None = None
 
     def answer(
@@ -151,23 +168,23 @@ class _View:
             return self._news(pulse, clock)
         trace = pulse.trace
         if content["ask"] == "at":
-            moment = self._moments.at(trace, int(float(content["t_us"]) * 1e3) + self._origin_ns)
+            moment = self._moments.at(trace, round(float(content["t_us"]) * 1e3) + self._origin_ns)
         else:
             rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
             moment = self._moments.beside(trace, rank, seq, by)
         return {"kind": "moment", "number": content.get("number"), "moment": self._shown(moment)}, []
 
     def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
-        begin, cpu_begin_s = clock(), time.thread_time()
+        begin = clock()
         ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
         self._asked_at = begin
         trace = pulse.trace
         new = self._feed.take(trace, FIRST_BYTES if ago is None else int(BYTES_PER_S * ago))
         if new.restart:
-            self._origin_ns, self._units = _origin_ns(trace), ()
+            self._origin_ns, self._units, self._cursor_ns = _origin_ns(trace), (), None
             self._moments, self._peaks = Moments(), Peaks()
         about, buffer = pack(new, self._origin_ns)
-        answer = {"kind": "feed", **about, "health": health(pulse), "said": _said(pulse)}
+        answer = {"kind": "feed", **about, "health": health(pulse), "said": said(pulse)}
         if trace.header.units != self._units:
             self._units = trace.header.units
             answer["units"] = [unit_name(trace.header, unit.index) for unit in trace.header.units]
@@ -175,8 +192,15 @@ class _View:
         if new.restart or any(about["counts"].values()):
             answer["now"] = self._shown(self._moments.at(trace, _last_ns(trace)))
             answer["peaks"] = [self._shown(self._peaks.of(trace, group[0])) for group in new.groups]
-        answer["spent_ms"] = round((time.thread_time() - cpu_begin_s) * 1e3, 1)  # what the ranks did not get
+        if pulse.cursor_ns != self._cursor_ns:
+            answer["cursor"] = self._cursor(trace, pulse.cursor_ns)
+            self._cursor_ns = pulse.cursor_ns
         return answer, [buffer]
+
+    def _cursor(self, trace: Trace, t_ns: int | None) -> dict[str, Any] | None:
+        if t_ns is None:
+            return None
+        return {"t_us": (t_ns - self._origin_ns) / 1e3, "moment": self._shown(self._moments.at(trace, t_ns))}
 
     def _shown(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
         if found is None:
@@ -188,28 +212,6 @@ class _View:
 def dashboard(workbench: Watched) -> Dashboard:
     """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` takes it away."""
     return Dashboard(workbench)
-
-
-def health(pulse: Pulse) -> list[dict[str, Any]]:
-    """Return how the ranks are now, alike ones together: ``ranks`` in words, ``state``, and ``where`` they are held."""
-    names = unit_names(pulse.trace.header)
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, state in sorted(pulse.states.items()):
-        held = pulse.positions.get(rank, {}).get("held") if state == "held" else None
-        groups.setdefault((state, describe(held, names) if held else ""), []).append(rank)
-    return [
-        {"label": label(ranks), "ranks": ranks, "state": state, "where": where}
-        for (state, where), ranks in groups.items()
-    ]
-
-
-def _said(pulse: Pulse) -> str:
-    """A sentence about what there is to see; empty while ranks train."""
-    if pulse.trace.num_rows:
-        return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
-    if not pulse.running:
-        return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
-    return "Nothing is recorded yet: %fsdp shard MODEL splits a model over the ranks, %fsdp step 40 trains it."
 
 
 def _order(header: Header) -> list[int]:
@@ -236,7 +238,7 @@ def _about(buttons: Sequence[str]) -> dict[str, Any]:
         "buttons": list(buttons),
         "columns": {table: [list(column) for column in columns] for table, columns in COLUMNS.items()},
         "tracks": [name for name, _ in TRACKS],
-        "kinds": {int(kind): [theme.label(kind), theme.KIND_COLOURS[kind]] for kind in Kind},
+        "kinds": {int(kind): [OPTIONS["names"][str(int(kind))], theme.KIND_COLOURS[kind]] for kind in Kind},
         "collectives": [int(kind) for kind in COLLECTIVES],
         "exposed_kind": int(Kind.WAIT),
         "classes": [[theme.label(category), theme.CATEGORY_COLOURS[category]] for category in Category],

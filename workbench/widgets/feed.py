@@ -86,7 +86,7 @@ class Feed:
         restart = not self._continues(trace)
         if restart:
             self._forget()
-            self._job = _job(trace)
+            self._job = job(trace)
         steps = self._steps.take(trace)
         if self._alike.update(trace):
             restart = True
@@ -120,7 +120,7 @@ class Feed:
         """Whether ``trace`` is a later state of what the view knows, without a gap."""
         places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
         follow_on = (places[rank][0] <= end <= places[rank][1] for rank, end in self._ends.items() if rank in places)
-        return _job(trace) == self._job and self._ends.keys() <= places.keys() and all(follow_on)
+        return job(trace) == self._job and self._ends.keys() <= places.keys() and all(follow_on)
 
     def _fresh(self, trace: Trace, rank: int) -> _Fresh:
         rank_trace, before = trace.rank(rank), self._known.get(rank)
@@ -153,8 +153,8 @@ def offset_ns(trace: Trace, rank: int) -> int:
     return next((info.clock_offset_ns for info in trace.header.ranks if info.rank == rank), 0)
 
 
-def _job(trace: Trace) -> tuple[object, ...]:
-    """What another training job does not have in common with this one."""
+def job(trace: Trace) -> tuple[object, ...]:
+    """Return what another training job does not have in common with this one."""
     return tuple((info.rank, info.host, info.pid) for info in trace.header.ranks)
 
 

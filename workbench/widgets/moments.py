@@ -24,7 +24,7 @@ from workbench.views import theme
 from workbench.widgets.alike import ALIKE
 from workbench.widgets.feed import offset_ns
 
-EVERY = 4096
+EVERY = 16_384
 """Rows between two key frames."""
 
 _NEAR = 512  # rows within which an event is looked for
@@ -36,10 +36,11 @@ class Moments:
 
     def __init__(self) -> None:
         self._frames: dict[int, dict[int, KeyFrame]] = {}
+        self._tops_ns: dict[int, dict[int, int]] = {}  # by rank and first row, the latest time in EVERY rows
 
     def at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
         """Return all ranks at ``t_ns``, and the last event of any up to then; None of an empty trace."""
-        places = {r.rank: _place(r, t_ns + offset_ns(trace, r.rank)) for r in trace.ranks if len(r.rows)}
+        places = self._places(trace, t_ns)
         if not places:
             return None
         newest = max(places, key=lambda rank: _time(trace, rank, places[rank]))
@@ -51,8 +52,7 @@ class Moments:
         if not found:
             return None
         place = seq - found[0].start.seq
-        t_ns = _time(trace, rank, place)
-        places = {r.rank: _place(r, t_ns + offset_ns(trace, r.rank)) for r in trace.ranks if len(r.rows)}
+        places = self._places(trace, _time(trace, rank, place))
         return self._told(trace, rank, places | {rank: place})
 
     def beside(self, trace: Trace, rank: int, seq: int, by: int) -> dict[str, Any] | None:
@@ -62,6 +62,26 @@ class Moments:
             return None
         place = min(max(seq - found.start.seq, 0), len(found.rows) - 1)
         return self.at_row(trace, rank, found.start.seq + _event_beside(found.rows, place, by))
+
+    def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
+        """Position in each rank of the last row up to ``t_ns``: before its first later one; at least the first row."""
+        return {r.rank: self._place(r, t_ns + offset_ns(trace, r.rank)) for r in trace.ranks if len(r.rows)}
+
+    def _place(self, rank_trace: RankTrace, t_ns: int) -> int:
+        times, first, begin = rank_trace.rows["t_ns"], rank_trace.start.seq, 0
+        tops_ns = self._tops_ns.setdefault(rank_trace.rank, {})
+        while begin < len(times):
+            seq = first + begin
+            there = times[begin : begin + EVERY - seq % EVERY]
+            top_ns = tops_ns.get(seq)
+            if top_ns is None:
+                top_ns = int(there.max())
+                if len(there) == EVERY:
+                    tops_ns[seq] = top_ns
+            if top_ns > t_ns:
+                return max(begin + int(np.argmax(there > t_ns)) - 1, 0)
+            begin += len(there)
+        return len(times) - 1
 
     def _told(self, trace: Trace, rank: int, places: dict[int, int]) -> dict[str, Any]:
         rows = trace.rank(rank).rows
@@ -143,12 +163,6 @@ def describe(header: Header, row: np.void) -> str:
     about = f" of {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else ""
     size = f" ({theme.format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
     return f"{theme.label(kind)}{about} {_EDGES[Edge(row['edge'])]}".strip() + size
-
-
-def _place(rank_trace: RankTrace, t_ns: int) -> int:
-    """Position of the last row up to ``t_ns`` of the rank's clock; the first row if it is later."""
-    t = np.maximum.accumulate(rank_trace.rows["t_ns"])
-    return max(int(np.searchsorted(t, t_ns, side="right")) - 1, 0)
 
 
 def _time(trace: Trace, rank: int, place: int) -> int:

@@ -195,12 +195,13 @@ def _merged(found: NDArray[np.void], pixel_ns: int) -> NDArray[np.void]:
     """Make one of the spans that begin in one pixel, are narrower than one, and share track and kind."""
     pixel = (found["begin_ns"] - found["begin_ns"].min()) // pixel_ns
     wide = np.flatnonzero(found["end_ns"] - found["begin_ns"] >= pixel_ns)
-    pixel[wide] = -1 - wide  # each on its own
-    key = np.stack([found["track"].astype(np.int64), found["kind"], pixel])
-    order = np.lexsort((found["begin_ns"], key[2], key[1], key[0]))
-    first = np.flatnonzero(np.append(True, (np.diff(key[:, order], axis=1) != 0).any(axis=0)))
+    pixel[wide] = int(pixel.max()) + 1 + np.arange(len(wide))  # each on its own
+    key = (found["track"].astype(np.int64) << 8 | found["kind"]) * (int(pixel.max()) + 1) + pixel
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
     there = found[order]
     merged = there[first].copy()
+    merged["begin_ns"] = np.minimum.reduceat(there["begin_ns"], first)
     merged["end_ns"] = merged["begin_ns"] + np.add.reduceat(there["end_ns"] - there["begin_ns"], first)
     for name in ("count", "num_bytes"):
         merged[name] = np.add.reduceat(there[name], first)

@@ -23,7 +23,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import COLLECTIVES, Kind
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
-from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans
+from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 
 MAX_RANKS = 8
 """Ranks drawn; of more, first one of each group that did the same."""
@@ -39,7 +39,7 @@ COLUMNS = (
 )
 """Name and type of each column, in the order in which they follow each other in a buffer; times in microseconds."""
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "names": {str(int(kind)): theme.label(kind) for kind in Kind} | {str(int(Kind.GATE)): "held at a gate"},
     "exposedKind": int(Kind.WAIT),
     "collectives": [int(kind) for kind in COLLECTIVES],
@@ -149,8 +149,8 @@ class Timeline(anywidget.AnyWidget):
             if self.comm is not None:
                 self._tell(counts, is_header_new=self._header != before)
 
-    def _take(self, trace: Trace) -> None:
-        """Read what is new."""
+    def _take(self, trace: Trace, max_spans: int | None = None) -> None:
+        """Read what is new, thinned out to about ``max_spans``."""
         offsets = {info.rank: info.clock_offset_ns for info in trace.header.ranks}
         for rank in self._new_ranks(trace):
             self._readers[rank] = RankSpans()
@@ -160,11 +160,17 @@ class Timeline(anywidget.AnyWidget):
             self._origin_ns = min(starts, default=None)
         self._open = [np.empty(0, SPAN_DTYPE) for _ in self._told]
         known = {rank_trace.rank: rank_trace for rank_trace in trace.ranks}
+        found = [np.empty(0, SPAN_DTYPE)]
         for place, (rank, reader) in enumerate(self._readers.items()):
             if rank in known:
                 offset_ns, first_track = offsets.get(rank, 0), place * len(TRACKS)
-                self._sort_in(reader.take(known[rank], offset_ns=offset_ns), self._told, first_track)
-                self._open[first_track : first_track + len(TRACKS)] = _by_track(not_ended(known[rank], offset_ns))
+                found.append(reader.take(known[rank], first_track=first_track, offset_ns=offset_ns))
+                open_now = not_ended(known[rank], offset_ns)
+                self._open[first_track : first_track + len(TRACKS)] = _by_track(open_now, len(TRACKS))
+        new = np.concatenate(found)
+        for track, part in enumerate(_by_track(new if max_spans is None else thinned(new, max_spans), len(self._told))):
+            if len(part):
+                self._told[track].append(part)
         self._header = self._describe(trace)
 
     def _new_ranks(self, trace: Trace) -> list[int]:
@@ -179,12 +185,6 @@ class Timeline(anywidget.AnyWidget):
 
     def _is_new(self, rank: int) -> bool:
         return rank not in self._readers and (self._only is None or rank in self._only)
-
-    @staticmethod
-    def _sort_in(found: NDArray[np.void], told: list[list[NDArray[np.void]]], first_track: int) -> None:
-        for track, part in enumerate(_by_track(found)):
-            if len(part):
-                told[first_track + track].append(part)
 
     def _describe(self, trace: Trace) -> dict[str, Any]:
         ranks = self._readers
@@ -209,6 +209,10 @@ class Timeline(anywidget.AnyWidget):
 
     def _tell(self, counts: Sequence[int], *, is_header_new: bool, page: str | None = None) -> None:
         """Send what comes after the first ``counts`` spans of each track, and what goes on now."""
+        message, buffers = self._more(counts)
+        self.send(message | {"page": page, "header": self._header if is_header_new else None}, buffers)
+
+    def _more(self, counts: Sequence[int]) -> tuple[dict[str, Any], list[bytes]]:
         have = [*counts, *[0] * (len(self._told) - len(counts))]
         chunks, buffers = [], []
         for track, (first, parts) in enumerate(zip(have, self._told, strict=False)):
@@ -218,12 +222,13 @@ class Timeline(anywidget.AnyWidget):
                 buffers.append(pack(found, self._origin_ns or 0))
         more = [{"track": track, "count": len(part)} for track, part in enumerate(self._open)]
         buffers += [pack(part, self._origin_ns or 0) for part in self._open]
-        message = {"type": "more", "page": page, "chunks": chunks, "open": more}
-        self.send(message | {"header": self._header if is_header_new else None}, buffers)
+        return {"type": "more", "chunks": chunks, "open": more}, buffers
 
 
-def _by_track(found: NDArray[np.void]) -> list[NDArray[np.void]]:
-    return [found[found["track"] == track] for track in range(len(TRACKS))]
+def _by_track(found: NDArray[np.void], num_tracks: int) -> list[NDArray[np.void]]:
+    order = np.argsort(found["track"], kind="stable")
+    ends = np.searchsorted(found["track"][order], np.arange(1, num_tracks))
+    return np.split(found[order], ends)
 
 
 def _after(parts: Sequence[NDArray[np.void]], first: int) -> NDArray[np.void]:

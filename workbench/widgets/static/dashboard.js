@@ -2,9 +2,6 @@
 // cursor it asks for as well. Text from the kernel (names of units, ranks, metrics) becomes text, never HTML.
 // `createTimeline` comes from timeline.js, the panels from panels.js: Python puts the three together.
 
-const ASK_EVERY_MS = 130; // a little less than eight times a second
-const ASK_AT_LEAST_MS = 1000;
-const LEISURE = 8; // the kernel may work for one part in this many of the time
 const SILENT_MS = 2500; // without an answer, that is said
 const ASK_AGAIN_MS = 6000;
 const STEPS_IN_VIEW = 2.4; // that a running view shows
@@ -51,7 +48,7 @@ class DashboardView {
     Object.assign(this, { model, root, about: model.get("about") });
     this.id = Math.random().toString(36).slice(2);
     Object.assign(this, { isLive: true, cursor: null, moment: null, now: null, health: [], units: [], groups: [] });
-    Object.assign(this, { peaks: [], end: 0, isAsking: false, askedAt: 0, answeredAt: performance.now(), isSeen: true });
+    Object.assign(this, { peaks: [], end: 0, isAsking: false, hasBegun: false, askedAt: 0, answeredAt: performance.now(), isSeen: true });
     Object.assign(this, { wanted: null, isWaiting: false, number: 0, timer: 0, frame: 0, said: "", view: "" });
     this.build();
     this.listen();
@@ -210,17 +207,17 @@ class DashboardView {
     this.model.send({ view: this.id, ...content });
   }
 
-  /** Ask for what is new, if it is time and somebody looks; come back when it is time again. */
+  /** Ask for what is new, if somebody looks: the kernel answers as soon as there is something, but not too often. */
   tick() {
     clearTimeout(this.timer);
     if (this.isGone || document.hidden || !this.isSeen) return;
-    const now = performance.now(), isLost = this.isAsking && now - this.askedAt > ASK_AGAIN_MS;
-    if ((!this.isAsking && now >= (this.nextAt ?? 0)) || isLost) {
+    const now = performance.now();
+    if (!this.isAsking || now - this.askedAt > ASK_AGAIN_MS) {
       Object.assign(this, { isAsking: true, askedAt: now });
-      this.send({ ask: "feed" });
+      this.send({ ask: "feed", wait: this.hasBegun });
     }
     if (now - this.answeredAt > SILENT_MS) this.say();
-    this.timer = setTimeout(() => this.tick(), this.isAsking ? 500 : Math.max(this.nextAt - now, 10));
+    this.timer = setTimeout(() => this.tick(), 500);
   }
 
   take(content, buffers) {
@@ -232,8 +229,8 @@ class DashboardView {
   }
 
   takeNews(news, data) {
-    this.isAsking = false;
-    this.nextAt = this.askedAt + Math.min(Math.max(ASK_EVERY_MS, LEISURE * news.spent_ms), ASK_AT_LEAST_MS);
+    Object.assign(this, { isAsking: false, hasBegun: true });
+    this.tick(); // first: the kernel can already look for what comes next
     if (news.restart) {
       this.begin();
       if (!this.isLive) this.follow();
@@ -255,8 +252,21 @@ class DashboardView {
     }
     this.end = Math.max(this.end, this.now?.t_us ?? 0);
     this.takeOpen(news.open);
+    if (news.cursor !== undefined) this.takeCursor(news.cursor);
     if (this.isLive) this.showLatest();
-    this.tick();
+  }
+
+  /** `%fsdp back` has moved the cursor: the view goes there and holds, or follows again. */
+  takeCursor(cursor) {
+    if (!cursor) {
+      if (!this.isLive) this.follow();
+      return;
+    }
+    if (this.isLive) this.showLatest(); // first, or the view would stay where the last picture was
+    this.hold(cursor.t_us);
+    Object.assign(this, { moment: cursor.moment, wanted: null, isWaiting: false });
+    this.number += 1; // an answer to a question on its way is too late
+    this.showCursor(cursor.t_us);
   }
 
   takeTracks(ranks) {

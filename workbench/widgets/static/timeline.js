@@ -825,12 +825,16 @@ class Timeline {
   layOutLegend() {
     const { ctx } = this;
     ctx.font = `12px ${FONT}`;
-    let x = this.left, y = this.bottom + 12;
-    this.legend = [...this.kinds].sort((a, b) => a - b).map((kind) => {
+    const entries = [...this.kinds].sort((a, b) => a - b).map((kind) => {
       const word = this.names[kind] ?? `kind ${kind}`;
       const text = kind === this.exposedKind ? `${word} (exposed)` : word;
-      const width = 18 + ctx.measureText(text).width + 18;
-      if (x + width > this.width && x > this.left) [x, y] = [this.left, y + 20];
+      return [kind, text, 18 + ctx.measureText(text).width + 14];
+    });
+    const whole = entries.reduce((sum, [, , width]) => sum + width, 0);
+    const left = Math.max(Math.min(this.left, this.width - whole), 4); // further left if all then stand in one line
+    let x = left, y = this.bottom + 12;
+    this.legend = entries.map(([kind, text, width]) => {
+      if (x + width > this.width + 14 && x > left) [x, y] = [left, y + 20];
       const entry = { kind, text, x, y };
       x += width;
       return entry;
@@ -993,10 +997,10 @@ class Timeline {
 
   drawName(items, k, x, y, width, height) {
     const { ctx } = this, kind = items.kind[k];
-    const name = items.unit[k] >= 0 ? this.units[items.unit[k]] ?? "" : this.names[kind] ?? "";
+    const isUnit = items.unit[k] >= 0, name = isUnit ? this.units[items.unit[k]] ?? "" : this.names[kind] ?? "";
     const size = Math.min(11, height - 3);
     const letters = Math.floor((width - 6) / (0.55 * size));
-    if (!name || letters < Math.min(name.length, 9)) return;
+    if (!name || letters < (isUnit ? Math.min(name.length, 9) : name.length)) return; // what a colour says: all or nothing
     ctx.font = `${size}px ${FONT}`;
     Object.assign(ctx, { fillStyle: this.look.textOn(kind), textAlign: "left", textBaseline: "middle" });
     ctx.fillText(shorten(name, letters), x + 4, y + height / 2 + 0.5);

@@ -1,7 +1,10 @@
 // The widget around the timeline: it asks the kernel for what it does not have, keeps it for all its views, and tells
-// each of them what arrives. Put behind timeline.js by workbench/widgets/timeline.py.
+// each of them what arrives. A live one asks again and again while somebody looks; the kernel answers when there is
+// something new. Put behind timeline.js by workbench/widgets/timeline.py.
 
 const WIDTHS = { start: 8, end: 8, bytes: 8, arrowFrom: 8, unit: 2, kind: 1, exposed: 1 }; // bytes on the wire
+const LOST_MS = 6000; // a question without an answer for so long is put again
+const LOOK_MS = 1000;
 
 /** The columns of `count` items, one after the other. */
 function unpack(view, count) {
@@ -14,23 +17,80 @@ function unpack(view, count) {
   return items;
 }
 
+/** One view: its timeline, begun anew for each run, and a sentence where there is something to say. */
+class Sight {
+  constructor(model, el, onSeen) {
+    Object.assign(this, { model, el, isSeen: true });
+    this.sentence = document.createElement("div");
+    Object.assign(this.sentence.style, { font: `13px/1.5 ${FONT}`, opacity: 0.75, padding: "2px 0 4px", display: "none" });
+    this.sentence.setAttribute("role", "status");
+    this.place = document.createElement("div");
+    el.append(this.sentence, this.place);
+    el.classList.add("fw-canvas");
+    el.sight = this; // for whoever looks into the page
+    this.observer = new IntersectionObserver((entries) => {
+      this.isSeen = entries.at(-1).isIntersecting;
+      onSeen();
+    });
+    this.observer.observe(el);
+    this.begin();
+  }
+
+  begin() {
+    this.timeline?.destroy();
+    const canvas = document.createElement("canvas");
+    this.place.replaceChildren(canvas);
+    this.timeline = createTimeline(canvas, this.model.get("_options"));
+    this.timeline.onCursor((us) => {
+      this.model.set("cursor_us", us);
+      this.model.save_changes();
+    });
+    this.showCursor();
+  }
+
+  showCursor() {
+    this.timeline.setCursor(this.model.get("cursor_us"));
+  }
+
+  describe({ tracks, units, palette }) {
+    this.timeline.setTracks(tracks);
+    this.timeline.setPalette(palette);
+    this.timeline.setUnits(units);
+  }
+
+  say(said, isEmpty) {
+    Object.assign(this.sentence, { textContent: said }).style.display = said ? "block" : "none";
+    this.place.style.display = said && isEmpty ? "none" : "block";
+  }
+
+  close() {
+    this.observer.disconnect();
+    this.timeline.destroy();
+  }
+}
+
 export default () => {
   const page = Math.random().toString(36).slice(2);
-  const known = { header: null, chunks: [], counts: [], open: [] };
-  const views = new Set();
+  const known = { run: 0, header: null, chunks: [], counts: [], open: [], said: "" };
+  const sights = new Set();
+  let askedAt = -Infinity, timer = 0;
 
-  function describe(view) {
-    const { tracks, units, palette } = known.header;
-    view.setTracks(tracks);
-    view.setPalette(palette);
-    view.setUnits(units);
+  /** Forget all: another job is shown. */
+  function begin(run) {
+    Object.assign(known, { run, header: null, chunks: [], counts: [], open: [] });
+    sights.forEach((sight) => sight.begin());
+  }
+
+  function say() {
+    sights.forEach((sight) => sight.say(known.said, !known.header?.tracks.length));
   }
 
   /** Take what comes next; false if something before it is missing. */
-  function take({ header, chunks, open }, buffers) {
+  function take({ run, header, chunks, open, said }, buffers) {
+    if ((run ?? 0) !== known.run) begin(run ?? 0);
     if (header) {
       known.header = header;
-      views.forEach(describe);
+      sights.forEach((sight) => sight.describe(header));
     }
     for (const [place, { track, first, count }] of chunks.entries()) {
       const have = known.counts[track] ?? 0;
@@ -40,42 +100,52 @@ export default () => {
       if (first < have) Object.keys(items).forEach((name) => (items[name] = items[name].slice(have - first)));
       known.counts[track] = first + count;
       known.chunks.push([track, items]);
-      views.forEach((view) => view.append(track, items));
+      sights.forEach(({ timeline }) => timeline.append(track, items));
     }
     known.open = open.map(({ track, count }, k) => [track, count ? unpack(buffers[chunks.length + k], count) : null]);
-    views.forEach((view) => known.open.forEach(([track, items]) => view.setOpen(track, items)));
+    sights.forEach(({ timeline }) => known.open.forEach(([track, items]) => timeline.setOpen(track, items)));
+    known.said = said ?? "";
+    say();
     return true;
   }
 
-  const ask = (model) => model.send({ type: "want", page, counts: known.counts });
+  function ask(model, more = {}) {
+    askedAt = performance.now();
+    model.send({ type: "want", page, run: known.run, counts: known.counts, ...more });
+  }
+
+  /** Ask for what comes next, if somebody looks and no question is open. */
+  function wait(model) {
+    if (!model.get("_is_live") || performance.now() - askedAt < LOST_MS || document.hidden) return;
+    if ([...sights].some(({ isSeen }) => isSeen)) ask(model, { wait: true });
+  }
 
   return {
     initialize({ model }) {
       model.on("msg:custom", (message, buffers) => {
         if (message.type !== "more" || (message.page && message.page !== page)) return;
-        if (!take(message, buffers)) ask(model);
+        const isWhole = take(message, buffers);
+        if (model.get("_is_live")) askedAt = -Infinity;
+        if (isWhole) wait(model);
+        else ask(model);
       });
       ask(model);
     },
     render({ model, el }) {
-      const canvas = document.createElement("canvas");
-      el.append(canvas);
-      const view = createTimeline(canvas, model.get("_options"));
-      if (known.header) describe(view);
-      known.chunks.forEach(([track, items]) => view.append(track, items));
-      known.open.forEach(([track, items]) => view.setOpen(track, items));
-      view.onCursor((us) => {
-        model.set("cursor_us", us);
-        model.save_changes();
-      });
-      const follow = () => view.setCursor(model.get("cursor_us"));
+      const sight = new Sight(model, el, () => wait(model));
+      sights.add(sight);
+      if (known.header) sight.describe(known.header);
+      known.chunks.forEach(([track, items]) => sight.timeline.append(track, items));
+      known.open.forEach(([track, items]) => sight.timeline.setOpen(track, items));
+      say();
+      const follow = () => sight.showCursor();
       model.on("change:cursor_us", follow);
-      follow();
-      views.add(view);
+      if (sights.size === 1) timer = setInterval(() => wait(model), LOOK_MS);
       return () => {
         model.off("change:cursor_us", follow);
-        views.delete(view);
-        view.destroy();
+        sights.delete(sight);
+        sight.close();
+        if (!sights.size) clearInterval(timer);
       };
     },
   };

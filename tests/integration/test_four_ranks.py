@@ -1,0 +1,157 @@
+"""Four real ranks that stop, look around, go on or give up: what they compute is what they compute undisturbed.
+
+Gradients are accumulated over two micro-batches, and two units are gathered ahead.
+"""
+
+import itertools
+
+import pytest
+
+from tests.integration.model import CELL
+from tests.waiting import wait_until
+from workbench import Workbench
+from workbench.replay import memory, states, training
+from workbench.session.stop_reports import StopReport
+from workbench.trace import check, load
+from workbench.trace.keyframe import advance
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 4
+FRESH = """
+torch.manual_seed(0)
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+generator = torch.Generator()
+count = 0
+
+def train_step():
+    global count
+    for micro in range(2):
+        generator.manual_seed(1000 * count + 10 * micro + rank)
+        model.set_requires_gradient_sync(micro == 1)
+        loss = model(torch.randn(8, 16, generator=generator)).square().mean()
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    count += 1  # a step that is given up is done again with the same data
+    return loss.item()
+"""
+WEIGHTS = (
+    "print([p.full_tensor().double().sum().item() for p in model.parameters()], opt.state_dict()['state'][0]['step'])"
+)
+STOPS = {
+    "forward": ["forward:blocks.0", "forward.end:blocks.2", "wait"],
+    "backward": ["backward:blocks.1", "reduce_scatter:blocks.2", "reshard:blocks.0"],
+    "optimizer": ["optimizer"],
+}
+
+
+@pytest.fixture(scope="module")
+def wb():
+    """Four ranks that know the model's classes."""
+    with Workbench(4, device="cpu") as bench:
+        bench.run_cell(CELL)
+        yield bench
+
+
+def fresh(wb):
+    """The same model, optimizer and data as the last time, whatever the test before left."""
+    if wb._session.request is not None:
+        wb.abort()
+    wb.break_clear()
+    wb.run_cell(FRESH)
+    wb.shard("model", wrap=["Block"], prefetch=2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(wb):
+    """Losses of the steps, and what became of the parameters."""
+    fresh(wb)
+    return wb.step(STEPS).losses, wb.run_cell(WEIGHTS).texts
+
+
+def assert_all_at_one_event(report, num_ranks=4):
+    assert isinstance(report, StopReport), report
+    assert report.stop.held == tuple(range(num_ranks))
+    assert len({(p["held"]["step"], p["held"]["ordinal"]) for p in report.stop.positions.values()}) == 1
+
+
+@pytest.mark.parametrize("phase", STOPS)
+def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, phase):
+    fresh(wb)
+    first = wb.step(1)
+    for event in STOPS[phase]:
+        wb.break_add(event)
+    report = wb.step(STEPS - 1)
+    num_stops, looks = 0, []
+    while isinstance(report, StopReport):
+        assert_all_at_one_event(report)
+        num_stops += 1
+        if num_stops <= 8:
+            looks.append(wb.inspect("blocks.2.mlp.0.weight").by_rank[0]["full"]["state"])
+            assert len(set(wb.evaluate("count").texts.values())) == 1
+            what = ("event", "collective", "unit", "phase")[num_stops % 4]
+            report = wb.next(what)
+        else:
+            wb.break_clear()
+            report = wb.resume()
+    assert num_stops > 2
+    if phase == "forward":
+        assert "all-gather in flight" in looks
+    wb.break_clear()
+    assert (first.losses + report.losses, wb.run_cell(WEIGHTS).texts) == undisturbed
+    assert check(wb.trace) == []
+
+
+@pytest.mark.parametrize("event", [events[0] for events in STOPS.values()])
+def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, event):
+    fresh(wb)
+    first = wb.step(2)
+    assert_all_at_one_event(wb.step(1, until=event))
+    if event != "optimizer":  # the next event is its end: all ranks have taken the step
+        assert_all_at_one_event(wb.next())
+    assert "ready again" in wb.abort().headline
+    wait_until(lambda: {row.state for row in wb.where().rows} == {"idle"})
+    wb.run_cell("opt.zero_grad()")
+    again = wb.step(STEPS - 2)
+    assert (first.losses + again.losses, wb.run_cell(WEIGHTS).texts) == undisturbed
+    assert check(wb.trace) == []
+
+
+def test_folds_over_what_was_drained_live_equal_folds_over_the_saved_trace(wb, tmp_path):
+    """The prefix law on a recorded run: replay(a + b) == continue(replay(a), b) for every piece that arrived."""
+    fresh(wb)
+    ends = [{rank.rank: rank.end_seq for rank in wb.trace.ranks}]
+
+    def note(_progress=None):
+        ends.append({rank.rank: rank.end_seq for rank in wb.trace.ranks})
+
+    wb.break_add("backward:blocks.1")
+    report = wb.step(STEPS, on_progress=note)
+    while isinstance(report, StopReport):
+        note()
+        report = wb.next("collective", on_progress=note) if len(ends) < 12 else wb.resume(on_progress=note)
+        if len(ends) > 24:
+            wb.break_clear()
+    note()
+    wb.export(tmp_path / "run.trace")
+    saved = load(tmp_path / "run.trace")
+    assert saved == wb.trace
+    assert check(saved) == []
+    for rank in saved.ranks:
+        live = {"key": rank.start, "states": states.start(rank.start), "memory": memory.start(rank.start)}
+        live["training"] = training.start()
+        places = sorted({end[rank.rank] - rank.start.seq for end in ends} | {0, len(rank.rows)})
+        assert len(places) > 6
+        for begin, end in itertools.pairwise(places):
+            rows = rank.rows[begin:end]
+            live["key"] = advance(live["key"], rows)
+            live["states"] = states.advance(live["states"], rows)
+            live["memory"] = memory.advance(live["memory"], rows)
+            live["training"] = training.advance(live["training"], rows)
+        assert live["key"] == advance(rank.start, rank.rows)
+        assert live["states"] == states.advance(states.start(rank.start), rank.rows) == states.at(rank, rank.end_seq)
+        assert live["memory"] == memory.advance(memory.start(rank.start), rank.rows)
+        assert live["training"] == training.fold(rank)

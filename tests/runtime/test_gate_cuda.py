@@ -1,0 +1,76 @@
+"""A rank on a GPU that stops in its backward, which runs in autograd's own thread: its device has nothing left to do.
+
+The same on the CPU, where nothing is waited for, shows that the test itself works.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tests.engine.models import Block
+from tests.runtime.job import execute, namespace
+from tests.runtime.stopping import Door, beside
+from tests.source import REPO
+from workbench.commands import Shard, Step
+from workbench.runtime import rank as rank_module
+
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        pytest.mark.filterwarnings("ignore"),  # whatever NCCL and torch's own warn of
+    ],
+)
+WIDTH = 64
+
+
+def prepare(device):
+    ns = namespace()
+    ns["torch"] = torch
+    ns["model"] = torch.nn.Sequential(*(Block(WIDTH) for _ in range(3))).to(device)
+
+    def train_step():
+        loss = ns["model"](torch.randn(256, WIDTH, device=device)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    ns["train_step"] = train_step
+
+
+def script(door):
+    held = door.until_held()
+    ident = door.evaluate("__import__('threading').get_ident()")["number"]
+    is_idle = door.evaluate("not torch.cuda.is_available() or torch.cuda.current_stream().query()")["repr"]
+    event = door.job("inspect", "1.mlp.0.weight")["result"]["unit"]
+    return held["synchronised"], ident == threading.main_thread().ident, is_idle, event, door.where()["held"]["kind"]
+
+
+def main(device):
+    """Be that rank, and print what was seen."""
+    rank_module.connect(rank_module.boot(0, 1, device, None)["address"])
+    try:
+        prepare(device)
+        execute(Shard(model="model", wrap=("Block",)))
+        Door().break_at({"event": "backward", "unit": "1", "once": True})
+        done, said = beside(script, Step(count=2))
+        sys.stdout.write(json.dumps([done["steps_done"], *said]))
+    finally:
+        rank_module.shutdown()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_rank_that_stops_in_backward_has_waited_for_its_device(device):
+    code = f"from tests.runtime.test_gate_cuda import main; main({device!r})"  # CUDA cannot be used in a forked child
+    command = [sys.executable, "-c", code]
+    child = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    steps, is_synchronised, in_main, is_idle, unit, kind = json.loads(child.stdout)
+    assert (steps, unit, kind) == (2, "1", "backward")
+    assert is_synchronised == (device != "cpu")
+    assert in_main == (device == "cpu")
+    assert is_idle == "True"

@@ -1,0 +1,87 @@
+"""What a rank did, read column by column, is what one reads row by row."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trace.strategies import cuttings, traces
+from tests.widgets.long_trace import long_trace
+from workbench.trace import check
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import COLLECTIVES, Edge, Kind
+from workbench.widgets.spans import TRACKS, RankSpans
+
+COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
+OWN = (*TRACKS[0][1], Kind.STEP)  # what the rank's own thread does
+
+
+class Reader:
+    """Reads a whole trace of a rank one row after the other."""
+
+    def __init__(self, rank_trace):
+        self.open, self.since, self.compute = [], None, []
+        self.collectives, self.issued = {}, {}
+        for row in rank_trace.rows:
+            key = (int(row["comm_group"]), int(row["comm_seq"]))
+            if row["kind"] in OWN:
+                self.own(row, key)
+            elif row["kind"] in COLLECTIVES:
+                self.collective(row, key)
+
+    def own(self, row, key):
+        name = (int(row["kind"]), int(row["unit"]), key)
+        if row["edge"] == Edge.BEGIN:
+            self.goes_by(int(row["t_ns"]))
+            self.open.append((name, int(row["num_bytes"])))
+            if row["kind"] == Kind.WAIT and key in self.collectives and self.collectives[key][5] is None:
+                self.collectives[key][2] = 1  # compute waits before its end is known
+        else:
+            mine = next(k for k in reversed(range(len(self.open))) if self.open[k][0] == name)
+            if mine == len(self.open) - 1:
+                self.goes_by(int(row["t_ns"]))
+            del self.open[mine]
+
+    def goes_by(self, t_ns):
+        """Time up to now belongs to what began last."""
+        if self.open and t_ns > self.since:
+            (kind, unit, key), num_bytes = self.open[-1]
+            is_wait = kind == Kind.WAIT
+            issue_ns = self.issued.get(key, -1) if is_wait else -1
+            if kind != Kind.STEP:
+                self.compute.append([0, kind, int(is_wait), unit, self.since, t_ns, issue_ns, num_bytes])
+        self.since = t_ns
+
+    def collective(self, row, key):
+        if row["edge"] == Edge.BEGIN:
+            track = next(track for track, (_, kinds) in enumerate(TRACKS) if row["kind"] in kinds)
+            begin_ns, unit = int(row["t_ns"]), int(row["unit"])
+            self.issued[key] = begin_ns
+            self.collectives[key] = [track, int(row["kind"]), 0, unit, begin_ns, None, -1, int(row["num_bytes"])]
+        else:
+            self.collectives[key][5] = int(row["t_ns"])
+
+    def spans(self):
+        tracks = range(1, len(TRACKS))
+        return [*self.compute, *(found for track in tracks for found in self.collectives.values() if found[0] == track)]
+
+
+@given(traces(whole=True))
+def test_columns_are_read_as_rows(trace):
+    for rank_trace in trace.ranks:
+        found = RankSpans().take(rank_trace)[COLUMNS].tolist()
+        assert [list(span) for span in found] == Reader(rank_trace).spans()
+
+
+@given(st.data())
+def test_in_pieces_or_at_once(data):
+    trace = data.draw(traces())
+    for rank_trace in trace.ranks:
+        once, reader, pieces = RankSpans(), RankSpans(), []
+        for part in data.draw(cuttings(len(rank_trace.rows))):
+            pieces += reader.take(RankTrace(rank_trace.rank, rank_trace.rows[: part.stop], rank_trace.start)).tolist()
+        whole = once.take(rank_trace).tolist()
+        for track in range(len(TRACKS)):
+            assert [span for span in pieces if span[0] == track] == [span for span in whole if span[0] == track]
+
+
+def test_a_long_trace_is_a_valid_one():
+    assert check(long_trace(num_ranks=2, rows_per_rank=4_000)) == []

@@ -1,0 +1,42 @@
+"""When a view that has asked is answered: as soon as there is something new, and not too often. Times in seconds."""
+
+from __future__ import annotations
+
+EVERY_S = 0.1
+"""Between two answers."""
+
+LEISURE = 8
+"""The kernel works for a view one part in this many of the time."""
+
+LOOK_S = 0.05
+"""Between two looks whether there is something new."""
+
+IDLE_S = 1.0
+"""How long something new is waited for: the view wants to know that somebody is there."""
+
+
+class Pace:
+    """The times of one view's answers."""
+
+    def __init__(self) -> None:
+        self._due_s = self._latest_s = float("-inf")
+        self._told: object = None
+
+    def rest_s(self, now_s: float) -> float:
+        """Return for how long no look is needed."""
+        return max(self._due_s - now_s, 0.0)
+
+    def is_due(self, now_s: float, newest: object) -> bool:
+        """Return whether to answer now, after the rest.
+
+        Args:
+            now_s: the time.
+            newest: what could be told; equal to what was told last if there is nothing new.
+        """
+        return newest != self._told or now_s >= self._latest_s
+
+    def answered(self, now_s: float, told: object, spent_s: float) -> None:
+        """Note that ``told`` was told, for which the kernel worked ``spent_s``."""
+        self._told = told
+        self._due_s = now_s + min(max(EVERY_S, LEISURE * spent_s), IDLE_S)
+        self._latest_s = max(now_s + IDLE_S, self._due_s)

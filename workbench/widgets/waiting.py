@@ -1,0 +1,127 @@
+"""Answers for views that wait until there is something new: each waits in a thread of its own, and nobody else does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from workbench.errors import WorkbenchError
+from workbench.replay.alike import label
+from workbench.session.places import describe, unit_names
+from workbench.session.pulse import Pulse
+from workbench.widgets.pace import LOOK_S, Pace
+
+Send = Callable[[], None]
+
+
+class Watched(Protocol):
+    """What of a workbench is needed here."""
+
+    def pulse(self) -> Pulse:
+        """Return how the cluster is doing."""
+
+
+class Waiting:
+    """The views of one widget that wait.
+
+    Args:
+        look: tells how the cluster is doing.
+        answer: makes the answer to the view of a name, and returns what sends it.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, look: Callable[[], Pulse], answer: Callable[[str, Pulse], Send], clock: Callable[[], float]
+    ) -> None:
+        self._look, self._answer, self._clock = look, answer, clock
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._paces: dict[str, Pace] = {}
+        self._waits: dict[str, threading.Thread] = {}  # by view, who is to answer
+        self._threads: set[threading.Thread] = set()
+
+    def ask(self, name: str) -> None:
+        """Answer the view ``name`` when there is something new; a question it had put before is dropped."""
+        with self._lock:
+            if self._is_closed.is_set():
+                return
+            pace = self._paces.setdefault(name, Pace())
+            thread = threading.Thread(target=self._wait, args=(name, pace), name="dashboard: waits", daemon=True)
+            self._waits[name] = thread
+            self._threads.add(thread)
+            thread.start()
+
+    def forget(self, name: str) -> None:
+        """Answer the view ``name`` no more."""
+        with self._lock:
+            self._waits.pop(name, None)
+            self._paces.pop(name, None)
+
+    def close(self) -> None:
+        """Answer nobody any more; returns when nothing is left."""
+        with self._lock:
+            self._is_closed.set()
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join()
+
+    def _wait(self, name: str, pace: Pace) -> None:
+        try:
+            self._is_closed.wait(pace.rest_s(self._clock()))
+            while not self._is_closed.is_set() and self._is_mine(name):
+                with suppress(WorkbenchError):  # the ranks are being stopped
+                    if self._answers(name, pace):
+                        return
+                self._is_closed.wait(LOOK_S)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _is_mine(self, name: str) -> bool:
+        return self._waits.get(name) is threading.current_thread()
+
+    def _answers(self, name: str, pace: Pace) -> bool:
+        """Look; answer if it is time, and return whether that is done."""
+        pulse = self._look()
+        newest = mark(pulse)
+        if not pace.is_due(self._clock(), newest):
+            return False
+        with self._lock:
+            if not self._is_mine(name):
+                return True
+            del self._waits[name]
+        send = self._answer(name, pulse)
+        pace.answered(self._clock(), newest, time.thread_time())  # of this thread, which began with the question
+        send()
+        return True
+
+
+def mark(pulse: Pulse) -> tuple[object, ...]:
+    """Return what is different if there is something to tell."""
+    ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
+    return pulse.running, ends, health(pulse), pulse.cursor_ns
+
+
+def health(pulse: Pulse) -> list[dict[str, Any]]:
+    """Return how the ranks are now, alike ones together: ``ranks`` in words, ``state``, and ``where`` they are held."""
+    names = unit_names(pulse.trace.header)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, state in sorted(pulse.states.items()):
+        held = pulse.positions.get(rank, {}).get("held") if state == "held" else None
+        groups.setdefault((state, describe(held, names) if held else ""), []).append(rank)
+    return [
+        {"label": label(ranks), "ranks": ranks, "state": state, "where": where}
+        for (state, where), ranks in groups.items()
+    ]
+
+
+def said(pulse: Pulse) -> str:
+    """Return a sentence about what there is to see; empty while ranks train."""
+    if pulse.trace.num_rows:
+        return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
+    if not pulse.running:
+        return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
+    return "Nothing is recorded yet: %fsdp shard MODEL splits a model over the ranks, %fsdp step 40 trains it."
