@@ -64,9 +64,12 @@ def get(lab, what):
     return lab.page.evaluate(f"() => {{ const d = {VIEW}; return {what}; }}")
 
 
+IS_ANSWERED = "isWaiting === false && !d.wanted && d.frame === 0 && !d.closeup.asked && !d.closeup.wanted"
+
+
 def settles(lab):
     """Wait until what the dashboard knows is drawn, in all its panels, and what it asked of the cursor is answered."""
-    waits(lab, "isWaiting === false && !d.wanted && d.frame === 0")
+    waits(lab, IS_ANSWERED)
     lab.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
 
 
@@ -150,6 +153,56 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
     waits(lab, f"moment.seq < {later[1]}")  # by row: an arrival bears an earlier time than the row before it
 
 
+DRAWN = """(() => {
+    const {memory: [memory], states: [units]} = d.shown, width = d.about.classes.length;
+    const last = memory.last("t", d.cursor);
+    return {
+        at: d.cursor,
+        isExact: d.shown.exact === true,
+        bytes: Array.from(memory.bytes.subarray(last * width, (last + 1) * width)),
+        units: d.units.map((_, unit) => units[unit].state[units[unit].last("t", d.cursor)]),
+        told: [d.moment.ranks[0].bytes, d.moment.ranks[0].units],
+        inUse: d.moment.ranks[0].in_use,
+        legend: Array.from(d.memoryLegend.querySelectorAll("b"), (number) => number.textContent),
+        hint: d.hints[0].textContent,
+    };
+})()"""
+
+
+def drawn_at_cursor(lab):
+    """What is drawn where the cursor stands; it must be what the numbers say."""
+    drawn = get(lab, DRAWN)
+    assert drawn["isExact"]
+    assert drawn["hint"] == ""
+    assert [drawn["bytes"], drawn["units"]] == drawn["told"]
+    sizes = [drawn["inUse"], *(size for size in drawn["bytes"] if size)]
+    assert [in_bytes(text) for text in drawn["legend"]] == pytest.approx(sizes, rel=0.006)  # three digits
+    return drawn
+
+
+def in_bytes(text):
+    """``"1.50 KiB"`` -> 1536."""
+    number, unit = text.split()
+    return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+def test_what_is_drawn_under_the_cursor_is_what_the_numbers_say(lab):
+    dash = show(lab)
+    box, seen = dash.locator(".fw-memory").bounding_box(), []
+    for place in (0.95, 0.8, 0.65, 0.5, 0.35):
+        lab.page.mouse.click(box["x"] + place * box["width"], box["y"] + 40)
+        settles(lab)
+        seen.append(drawn_at_cursor(lab))
+        for key in (*["ArrowLeft"] * 4, "ArrowRight"):
+            seq = get(lab, "d.moment.seq")
+            dash.press(key)
+            waits(lab, f"moment.seq !== {seq}")
+            settles(lab)
+            seen.append(drawn_at_cursor(lab))
+    assert len({tuple(drawn["bytes"]) for drawn in seen}) > 2
+    assert len({tuple(drawn["units"]) for drawn in seen}) > 2
+
+
 def test_a_held_view_stays_while_training_goes_on_until_live_lets_go(lab):
     view, count = get(lab, "[d.timeline.stats().view.join(), d.steps.length]")
     waits(lab, f"steps.length > {count + 3}")
@@ -163,6 +216,10 @@ def test_a_held_view_stays_while_training_goes_on_until_live_lets_go(lab):
 def test_dark_it_is_as_legible(lab):
     theme(lab, "Dark")
     shoot(lab, "dark")
+    show(lab).locator(".fw-memory").click(position={"x": 600, "y": 40})
+    shoot(lab, "cursor_dark")
+    drawn_at_cursor(lab)
+    show(lab).locator(".fw-live").click()
     canvas = lab.page.locator(".fw-canvas")
     canvas.scroll_into_view_if_needed(timeout=DEADLINE_S * 1000)
     lab.page.wait_for_function(f"() => {TIMELINE}.stats().isDark", timeout=DEADLINE_S * 1000)
@@ -205,6 +262,9 @@ def test_the_word_moves_the_cursor_and_lets_it_go(lab):
     assert told[0] == told[1] < told[2]
     assert "60 events before the newest" in lab.cell(BACK).inner_text()
     shoot(lab, "back")
+    assert drawn_at_cursor(lab)["at"] == told[0]
+    zoom_out_until(lab, "hints[0].textContent.startsWith('simplified: zoom in')")
+    shoot(lab, "simplified")
     seq = get(lab, "d.moment.seq")
     dash.press("ArrowRight")  # the person's hand is worth as much
     waits(lab, f"moment.seq > {seq}")
@@ -216,6 +276,18 @@ def test_the_word_moves_the_cursor_and_lets_it_go(lab):
     do(lab, BACK)
     show(lab)
     waits(lab, "isLive === false")
+
+
+def zoom_out_until(lab, what):
+    """Turn the wheel over the timeline until something is so of the dashboard."""
+    box = show(lab).locator(".fw-timeline canvas").bounding_box()
+    lab.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60)
+    for _ in range(30):
+        lab.page.mouse.wheel(0, 240)
+        settles(lab)
+        if get(lab, f"d.{what}"):
+            return
+    raise AssertionError(get(lab, "[d.timeline.stats().view, d.closeup.found?.exact, d.hints[0].textContent]"))
 
 
 def test_a_continued_step_lets_the_cursor_go(lab):

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.fake_cluster import FakeCluster
@@ -11,6 +12,7 @@ from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
 from workbench.magics.shell import register, unregister
+from workbench.replay.memory import MOVES
 from workbench.session.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
@@ -139,6 +141,21 @@ def test_the_cursor_is_answered_with_all_ranks_at_that_event(made):
     after, _ = ask(widget, "beside", rank=moment["rank"], seq=moment["seq"], by=1, number=8)
     assert after["moment"]["t_us"] >= moment["t_us"]
     assert after["moment"]["seq"] > moment["seq"]
+
+
+def test_a_window_is_answered_with_every_change_in_it(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    told, _ = ask(widget)
+    about = {"from_us": 1_000.0, "to_us": told["now"]["t_us"]}
+    answer, buffers = ask(widget, "window", number=3, **about)
+    assert answer.items() >= {"kind": "window", "number": 3, "exact": True, **about}.items()
+    rows = workbench.trace.rank(0).rows
+    moves = rows[np.isin(rows["kind"], MOVES) & (rows["t_ns"] > rows["t_ns"][0] + 1_000_000)]
+    assert answer["counts"]["memory"] == len(moves) + 1  # and the state before them
+    assert answer["counts"]["spans"] == answer["counts"]["steps"] == 0
+    first_us = np.frombuffer(buffers[0], "<f8", 1)[0]
+    assert first_us == 1_000.0
 
 
 def test_views_are_told_once_where_the_word_moves_the_cursor(made):

@@ -12,6 +12,7 @@ from workbench.trace import advance
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Kind
 from workbench.widgets import moments
+from workbench.widgets.feed import offset_ns
 from workbench.widgets.moments import Moments
 
 
@@ -25,10 +26,14 @@ def test_any_row_is_as_the_replay_says(trace, data):
     seq = data.draw(st.integers(rank.start.seq, rank.end_seq - 1))
     told = Moments().at_row(trace, rank.rank, seq)
     mine = next(shown for shown in told["ranks"] if rank.rank in shown["ranks"])
+    times = np.maximum.accumulate(rank.rows["t_ns"])
     if mine["ranks"][0] == rank.rank:
-        found = states.at(rank, seq)
+        last = rank.start.seq + int((times <= times[seq - rank.start.seq]).sum()) - 1  # known when row ``seq`` was
+        found = states.at(rank, last)
         assert mine["units"] == tuple(int(found[unit.index]) for unit in trace.header.units)
-        assert mine["bytes"] == advance(rank.start, rank.rows[: seq + 1 - rank.start.seq]).bytes_by_category
+        assert mine["bytes"] == advance(rank.start, rank.rows[: last + 1 - rank.start.seq]).bytes_by_category
+    assert told["t_ns"] == times[seq - rank.start.seq] - offset_ns(trace, rank.rank)
+    assert Moments().at(trace, told["t_ns"])["t_ns"] == told["t_ns"]
     assert sorted(r for shown in told["ranks"] for r in shown["ranks"]) == [r.rank for r in ranks]
 
 

@@ -4,9 +4,14 @@ The browser asks, this side answers; nothing is sent unasked, so a dashboard tha
 view in the browser has a name of its own, by which its :class:`~workbench.widgets.feed.Feed` is kept here.
 
 Messages from the browser hold ``view`` and ``ask``: ``feed`` (what is new; with ``wait`` as soon as there is
-something), ``at`` (all ranks at ``t_us``), ``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``), ``do``
-(the button ``word``), ``bye``. An answer to ``feed`` has a ``cursor`` if ``%fsdp back`` has moved it since the last
-one: where it is now, None: at the newest event.
+something), ``at`` (all ranks at ``t_us``), ``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``),
+``window`` (every change of memory and units from ``from_us`` to ``to_us``), ``do`` (the button ``word``), ``bye``. An
+answer to ``feed`` has a ``cursor`` if ``%fsdp back`` has moved it since the last one: where it is now, None: at the
+newest event.
+
+The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
+and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
+by :data:`workbench.widgets.window.MOST`; beyond that it says that it is not ``exact``.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from workbench.widgets.peaks import Peaks
 from workbench.widgets.spans import TRACKS
 from workbench.widgets.timeline import OPTIONS
 from workbench.widgets.waiting import Send, Waiting, Watched, health, said
+from workbench.widgets.window import window
 
 BYTES_PER_S = 48 * 1024
 """Binary data for one view; with the words beside it that stays below 64 KiB a second."""
@@ -53,14 +59,17 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The buttons, and the method of the workbench that each one calls, with its arguments."""
 
+_ALL_NS = 1 << 62  # later than anything
+
 _STATIC = Path(__file__).parent / "static"
+_PROGRAMS = ("panels.js", "closeup.js", "dashboard.js")
 
 
 def script() -> str:
     """Return the widget's program: the timeline's module, enclosed, and the dashboard's own files, without imports."""
     timeline = (_STATIC / "timeline.js").read_text("utf-8").replace("export function", "function")
     enclosed = f"const createTimeline = (() => {{\n{timeline}\nreturn createTimeline;\n}})();\n"
-    return enclosed + "\n".join((_STATIC / name).read_text("utf-8") for name in ("panels.js", "dashboard.js"))
+    return enclosed + "\n".join((_STATIC / name).read_text("utf-8") for name in _PROGRAMS)
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -167,12 +176,21 @@ class _View:
         if content["ask"] == "feed":
             return self._news(pulse, clock)
         trace = pulse.trace
+        if content["ask"] == "window":
+            return self._window(trace, content)
         if content["ask"] == "at":
             moment = self._moments.at(trace, round(float(content["t_us"]) * 1e3) + self._origin_ns)
         else:
             rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
             moment = self._moments.beside(trace, rank, seq, by)
         return {"kind": "moment", "number": content.get("number"), "moment": self._shown(moment)}, []
+
+    def _window(self, trace: Trace, content: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        begin_ns, end_ns = (round(float(content[key]) * 1e3) + self._origin_ns for key in ("from_us", "to_us"))
+        found, is_exact = window(trace, self._moments, self._feed.groups, begin_ns, end_ns)
+        about, buffer = pack(found, self._origin_ns)
+        asked = {key: content[key] for key in ("number", "from_us", "to_us")}
+        return {"kind": "window", **asked, "exact": is_exact, "counts": about["counts"]}, [buffer]
 
     def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
         begin = clock()
@@ -190,7 +208,7 @@ class _View:
             answer["units"] = [unit_name(trace.header, unit.index) for unit in trace.header.units]
             answer["order"] = _order(trace.header)
         if new.restart or any(about["counts"].values()):
-            answer["now"] = self._shown(self._moments.at(trace, _last_ns(trace)))
+            answer["now"] = self._shown(self._moments.at(trace, _ALL_NS))
             answer["peaks"] = [self._shown(self._peaks.of(trace, group[0])) for group in new.groups]
         if pulse.cursor_ns != self._cursor_ns:
             answer["cursor"] = self._cursor(trace, pulse.cursor_ns)
@@ -226,10 +244,6 @@ def _order(header: Header) -> list[int]:
 
 def _origin_ns(trace: Trace) -> int:
     return min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)
-
-
-def _last_ns(trace: Trace) -> int:
-    return max((int(r.rows["t_ns"][-1]) for r in trace.ranks if len(r.rows)), default=0)
 
 
 def _about(buttons: Sequence[str]) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class Feed:
         self._spans: dict[int, RankSpans] = {}
         self._alike, self._steps = Alike(), Steps()
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that behave alike, as the view was told last."""
+        return self._alike.groups
+
     def take(self, trace: Trace, max_bytes: int = 1 << 20) -> Increment:
         """Return what the view does not know of ``trace``, a later state of the same one or another one.
 
@@ -94,15 +99,15 @@ class Feed:
         groups = self._alike.groups
         ranks = _drawn(groups)
         fresh = [self._fresh(trace, group[0]) for group in groups]
-        num_units = max(len(trace.header.units), 1)
+        num_units = len(trace.header.units)
         found = Increment(
             restart=restart,
             groups=groups,
             ranks=ranks,
             spans=thinned(self._take_spans(trace, ranks), int(max_bytes * _SHARES["spans"]) // SPAN_SIZE),
             open=np.concatenate([np.empty(0, SPAN_DTYPE), *(reader.open for reader in self._spans.values())]),
-            memory=_memory(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE),
-            states=_states(fresh, num_units, int(max_bytes * _SHARES["states"]) // STATE_SIZE),
+            memory=memory_of(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE),
+            states=states_of(fresh, num_units, int(max_bytes * _SHARES["states"]) // STATE_SIZE),
             steps=steps,
         )
         self._known |= {new.part.rank: advance(new.part.start, new.part.rows) for new in fresh}
@@ -122,13 +127,13 @@ class Feed:
         follow_on = (places[rank][0] <= end <= places[rank][1] for rank, end in self._ends.items() if rank in places)
         return job(trace) == self._job and self._ends.keys() <= places.keys() and all(follow_on)
 
-    def _fresh(self, trace: Trace, rank: int) -> _Fresh:
+    def _fresh(self, trace: Trace, rank: int) -> Part:
         rank_trace, before = trace.rank(rank), self._known.get(rank)
         if before is None:
             part = rank_trace.cut(rank_trace.end_seq - HISTORY_ROWS, rank_trace.end_seq)
         else:
             part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
-        return _Fresh(part=part, offset_ns=offset_ns(trace, rank), is_first=before is None)
+        return Part(part=part, offset_ns=offset_ns(trace, rank), is_first=before is None)
 
     def _take_spans(self, trace: Trace, ranks: Sequence[int]) -> NDArray[np.void]:
         parts = [np.empty(0, SPAN_DTYPE)]
@@ -140,8 +145,14 @@ class Feed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fresh:
-    """A rank's rows that the view does not know, with the state before them; ``is_first`` if it knows none."""
+class Part:
+    """Some of the rows of a group's first rank, to be told to a view.
+
+    Attributes:
+        part: rows that the view does not know, with the state before them.
+        offset_ns: what the rank's clock is ahead.
+        is_first: the view knows nothing of the state before them.
+    """
 
     part: RankTrace
     offset_ns: int
@@ -164,32 +175,35 @@ def _drawn(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted(order[:MAX_RANKS]))
 
 
-def _memory(fresh: Sequence[_Fresh], limit: int) -> NDArray[np.void]:
-    parts = [np.empty(0, MEMORY_DTYPE)]
-    for group, new in enumerate(fresh):
-        series = memory.series(new.part, max(limit // len(fresh), 4))
+def memory_of(parts: Sequence[Part], limit: int | None) -> NDArray[np.void]:
+    """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``: about ``limit`` moments; None: all."""
+    found = [np.empty(0, MEMORY_DTYPE)]
+    for group, new in enumerate(parts):
+        series = memory.series(new.part, None if limit is None else max(limit // len(parts), 4))
         begin = 0 if new.is_first else 1  # else the state before is known
-        part = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
-        part["group"], part["num_bytes"] = group, series.num_bytes[begin:]
-        part["t_ns"] = series.t_ns[begin:] - new.offset_ns
-        parts.append(part)
-    return np.concatenate(parts)
+        told = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
+        told["group"], told["num_bytes"] = group, series.num_bytes[begin:]
+        told["t_ns"] = series.t_ns[begin:] - new.offset_ns
+        found.append(told)
+    return np.concatenate(found)
 
 
-def _states(fresh: Sequence[_Fresh], num_units: int, limit: int) -> NDArray[np.void]:
-    parts = [np.empty(0, STATE_DTYPE)]
-    for group, new in enumerate(fresh):
-        found = states.spans(new.part, range(num_units) if new.is_first else ())
-        kept = found.begin_seq >= (new.part.start.seq - 1 if new.is_first else new.part.start.seq)
-        part = np.empty(int(kept.sum()), STATE_DTYPE)
-        part["group"], part["unit"], part["state"] = group, found.unit[kept], found.state[kept]
-        part["t_ns"] = found.begin_ns[kept] - new.offset_ns
-        parts.append(_last_of_bins(part, max(limit // (num_units * len(fresh)), 1)))
-    return np.concatenate(parts)
+def states_of(parts: Sequence[Part], num_units: int, limit: int | None) -> NDArray[np.void]:
+    """Return the states of all units in each group's part, of STATE_DTYPE ``[N]``: about ``limit``; None: all."""
+    found = [np.empty(0, STATE_DTYPE)]
+    for group, new in enumerate(parts):
+        spans = states.spans(new.part, range(max(num_units, 1)) if new.is_first else ())
+        kept = spans.begin_seq >= (new.part.start.seq - 1 if new.is_first else new.part.start.seq)
+        told = np.empty(int(kept.sum()), STATE_DTYPE)
+        told["group"], told["unit"], told["state"] = group, spans.unit[kept], spans.state[kept]
+        told["t_ns"] = spans.begin_ns[kept] - new.offset_ns
+        found.append(told if limit is None else _last_of_bins(told, limit // (max(num_units, 1) * len(parts))))
+    return np.concatenate(found)
 
 
 def _last_of_bins(found: NDArray[np.void], num_bins: int) -> NDArray[np.void]:
     """Of each unit, if there are more than ``num_bins`` entries a unit, the last one in each equal bin of time."""
+    num_bins = max(num_bins, 1)
     if not len(found) or len(found) <= num_bins * len(np.unique(found["unit"])):
         return found
     ran = found["t_ns"] - found["t_ns"].min()

@@ -1,12 +1,14 @@
 """The cluster at one moment: what every panel shows under the cursor, as plain data.
 
 Key frames are kept along the way, so that a moment late in a long trace costs no more than one at its beginning.
-Times are nanoseconds of rank 0's clock.
+Times are nanoseconds of rank 0's clock. A row counts from the time it was *known*: its own, or that of a row before it
+if that is later (an arrival may bear an earlier time than what was recorded before it), as for ``%fsdp back``. So a
+moment is a time, whatever led to it, and what is drawn over time (:mod:`workbench.widgets.window`) agrees with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +16,12 @@ import numpy as np
 
 from workbench.replay import memory, states
 from workbench.replay.alike import label
-from workbench.replay.spans import of_kind
+from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
 from workbench.session.cursor import NO_EVENTS
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Header, KeyFrame, Kind, Phase, Rows
+from workbench.trace.schema import ROW_DTYPE, Edge, Header, KeyFrame, Kind, Phase, Rows
 from workbench.views import theme
 from workbench.widgets.alike import ALIKE
 from workbench.widgets.feed import offset_ns
@@ -43,17 +45,17 @@ class Moments:
         places = self._places(trace, t_ns)
         if not places:
             return None
-        newest = max(places, key=lambda rank: _time(trace, rank, places[rank]))
-        return self._told(trace, newest, places)
+        known_ns = {rank: self._known_ns(trace, rank, place) for rank, place in places.items()}
+        newest = max(places, key=lambda rank: (known_ns[rank] <= t_ns, known_ns[rank]))  # some may begin later
+        return self._told(trace, newest, places[newest], places)
 
     def at_row(self, trace: Trace, rank: int, seq: int) -> dict[str, Any] | None:
-        """Return all ranks at the time of row ``seq`` of ``rank``; None if the trace does not have it."""
+        """Return all ranks when row ``seq`` of ``rank`` was known; None if the trace does not have it."""
         found = [r for r in trace.ranks if r.rank == rank and r.start.seq <= seq < r.end_seq]
         if not found:
             return None
         place = seq - found[0].start.seq
-        places = self._places(trace, _time(trace, rank, place))
-        return self._told(trace, rank, places | {rank: place})
+        return self._told(trace, rank, place, self._places(trace, self._known_ns(trace, rank, place)))
 
     def beside(self, trace: Trace, rank: int, seq: int, by: int) -> dict[str, Any] | None:
         """Return all ranks ``by`` events after row ``seq`` of ``rank``, or at its last or first one."""
@@ -63,11 +65,55 @@ class Moments:
         place = min(max(seq - found.start.seq, 0), len(found.rows) - 1)
         return self.at_row(trace, rank, found.start.seq + _event_beside(found.rows, place, by))
 
+    def num_rows(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> int:
+        """Return how many rows of ``rank`` were known from ``begin_ns`` to ``end_ns``."""
+        begin, end = self._between(trace, rank, begin_ns, end_ns)
+        return end - begin
+
+    def part(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> RankTrace:
+        """Return the rows that moved bytes or changed a unit from ``begin_ns`` to ``end_ns``, both on rank 0's clock.
+
+        Their times are when they were known, on the rank's clock. A row that says nothing stands before them at
+        ``begin_ns``, or at the rank's first row if that is later; so the state then is where every series begins.
+        """
+        rank_trace, ahead_ns = trace.rank(rank), offset_ns(trace, rank)
+        begin, end = self._between(trace, rank, begin_ns, end_ns)
+        rows = rank_trace.rows[begin:end]
+        told = of_kind(rows, (*memory.MOVES, *states.CHANGING_KINDS))
+        found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[told]])
+        found["kind"][0], found["unit"][0] = Kind.LOG, -1
+        found["t_ns"][0] = max(begin_ns + ahead_ns, int(rank_trace.rows["t_ns"][0]))
+        found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[told]  # none before them is later than begin_ns
+        return RankTrace(rank, found, self._frame(rank_trace, rank_trace.start.seq + begin - 1))
+
     def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
         """Position in each rank of the last row up to ``t_ns``: before its first later one; at least the first row."""
         return {r.rank: self._place(r, t_ns + offset_ns(trace, r.rank)) for r in trace.ranks if len(r.rows)}
 
+    def _between(self, trace: Trace, rank: int, *t_ns: int) -> list[int]:
+        return [self._count(trace.rank(rank), t + offset_ns(trace, rank)) for t in t_ns]
+
     def _place(self, rank_trace: RankTrace, t_ns: int) -> int:
+        return max(self._count(rank_trace, t_ns) - 1, 0)
+
+    def _count(self, rank_trace: RankTrace, t_ns: int) -> int:
+        """How many of its first rows were known at ``t_ns`` of the rank's own clock."""
+        for begin, there, top_ns in self._blocks(rank_trace):
+            if top_ns > t_ns:
+                return begin + int(np.argmax(there > t_ns))
+        return len(rank_trace.rows)
+
+    def _known_ns(self, trace: Trace, rank: int, place: int) -> int:
+        """When the row at ``place`` was known."""
+        rank_trace, known_ns = trace.rank(rank), -(1 << 63)
+        for begin, there, top_ns in self._blocks(rank_trace):
+            if begin + len(there) > place:
+                return max(known_ns, int(there[: place + 1 - begin].max())) - offset_ns(trace, rank)
+            known_ns = max(known_ns, top_ns)
+        raise IndexError(f"rank {rank} has no row at {place}")
+
+    def _blocks(self, rank_trace: RankTrace) -> Iterator[tuple[int, Ints, int]]:
+        """The times of a rank's rows, EVERY at once: position of the first one, times, and the latest of them."""
         times, first, begin = rank_trace.rows["t_ns"], rank_trace.start.seq, 0
         tops_ns = self._tops_ns.setdefault(rank_trace.rank, {})
         while begin < len(times):
@@ -78,17 +124,16 @@ class Moments:
                 top_ns = int(there.max())
                 if len(there) == EVERY:
                     tops_ns[seq] = top_ns
-            if top_ns > t_ns:
-                return max(begin + int(np.argmax(there > t_ns)) - 1, 0)
+            yield begin, there, top_ns
             begin += len(there)
-        return len(times) - 1
 
-    def _told(self, trace: Trace, rank: int, places: dict[int, int]) -> dict[str, Any]:
+    def _told(self, trace: Trace, rank: int, place: int, places: dict[int, int]) -> dict[str, Any]:
+        """The moment of the row at ``place`` of ``rank``; ``places``: up to where each rank's rows were known then."""
         rows = trace.rank(rank).rows
-        row = rows[_event_at(rows, places[rank])]
-        entries = [self._entry(trace, trace.rank(r), place) for r, place in places.items()]
+        row = rows[_event_at(rows, place)]
+        entries = [self._entry(trace, trace.rank(r), last, place if r == rank else last) for r, last in places.items()]
         return {
-            "t_ns": _time(trace, rank, places[rank]),
+            "t_ns": self._known_ns(trace, rank, place),
             "rank": rank,
             "seq": int(row["seq"]),
             "step": int(row["step"]),
@@ -96,9 +141,10 @@ class Moments:
             "ranks": [_shown(group) for group in _folded(entries)],
         }
 
-    def _entry(self, trace: Trace, rank_trace: RankTrace, place: int) -> _Entry:
+    def _entry(self, trace: Trace, rank_trace: RankTrace, place: int, named: int) -> _Entry:
+        """A rank just after its row at ``place``; what it does is said of the row at ``named``."""
         frame = self._frame(rank_trace, rank_trace.start.seq + place)
-        row = rank_trace.rows[_event_at(rank_trace.rows, place)]
+        row = rank_trace.rows[_event_at(rank_trace.rows, named)]
         found = states.start(frame)
         units = tuple(int(found[unit.index]) for unit in trace.header.units)
         phase = "" if row["phase"] == Phase.IDLE else f"{theme.label(Phase(row['phase']))} · "
@@ -163,10 +209,6 @@ def describe(header: Header, row: np.void) -> str:
     about = f" of {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else ""
     size = f" ({theme.format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
     return f"{theme.label(kind)}{about} {_EDGES[Edge(row['edge'])]}".strip() + size
-
-
-def _time(trace: Trace, rank: int, place: int) -> int:
-    return int(trace.rank(rank).rows["t_ns"][place]) - offset_ns(trace, rank)
 
 
 def _event_at(rows: Rows, place: int) -> int:

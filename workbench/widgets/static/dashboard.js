@@ -1,6 +1,7 @@
 // The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
 // cursor it asks for as well. Text from the kernel (names of units, ranks, metrics) becomes text, never HTML.
-// `createTimeline` comes from timeline.js, the panels from panels.js: Python puts the three together.
+// `createTimeline` comes from timeline.js, the panels from panels.js, what they show of a view that holds still from
+// closeup.js: Python puts the four together.
 
 const SILENT_MS = 2500; // without an answer, that is said
 const ASK_AGAIN_MS = 6000;
@@ -49,7 +50,8 @@ class DashboardView {
     this.id = Math.random().toString(36).slice(2);
     Object.assign(this, { isLive: true, cursor: null, moment: null, now: null, health: [], units: [], groups: [] });
     Object.assign(this, { peaks: [], end: 0, isAsking: false, hasBegun: false, askedAt: 0, answeredAt: performance.now(), isSeen: true });
-    Object.assign(this, { wanted: null, isWaiting: false, number: 0, timer: 0, frame: 0, said: "", view: "" });
+    Object.assign(this, { wanted: null, isWaiting: false, number: 0, timer: 0, frame: 0, said: "", view: "", news: 0 });
+    this.closeup = new Closeup((question) => this.isGone || this.send(question));
     this.build();
     this.listen();
     this.begin();
@@ -113,15 +115,16 @@ class DashboardView {
   buildPanels() {
     const panel = (title) => {
       const box = make("div", "fw-panel"), heading = make("h4", "", title), note = make("span", "fw-note");
-      heading.append(note);
+      const hint = make("span", "fw-hint");
+      heading.append(note, hint);
       box.append(heading);
       this.body.append(box);
-      return [box, note];
+      return [box, note, hint];
     };
-    const [memory, memoryNote] = panel("memory in use, by class");
-    const [states, statesNote] = panel("units");
+    const [memory, memoryNote, memoryHint] = panel("memory in use, by class");
+    const [states, statesNote, statesHint] = panel("units");
     const [timeline, timelineNote] = panel("timeline");
-    Object.assign(this, { memoryNote, statesNote, timelineNote });
+    Object.assign(this, { memoryNote, statesNote, timelineNote, hints: [memoryHint, statesHint] });
     this.memorySheet = new Sheet(memory, "fw-scrub fw-memory", drawMemory);
     this.memoryLegend = make("div", "fw-legend");
     memory.append(this.memoryLegend);
@@ -143,9 +146,10 @@ class DashboardView {
     const names = Object.fromEntries(Object.entries(kinds).map(([kind, [name]]) => [kind, name]));
     this.timeline = createTimeline(canvas, { names, exposedKind, collectives, onFollow: (on) => on || this.hold() });
     this.timeline.setPalette(Object.fromEntries(Object.entries(kinds).map(([kind, [, colour]]) => [kind, colour])));
-    this.timeline.onCursor((us) => us !== null && this.putCursor(us, { isOwn: true }));
+    this.timeline.onCursor((us) => us !== null && this.putCursor(us));
     this.timeline.setUnits(this.units);
     if (this.isLive) this.timeline.follow(true);
+    this.closeup.forget();
     this.memory = [];
     this.states = [];
     this.gates = [];
@@ -162,6 +166,9 @@ class DashboardView {
     this.model.on("msg:custom", this.onMessage);
     this.root.addEventListener("keydown", (event) => this.key(event), { ...options, capture: true });
     for (const { canvas } of [this.memorySheet, this.statesSheet]) this.listenToScrubs(canvas, options);
+    for (const type of ["pointermove", "wheel", "keydown"]) { // what moves the timeline moves the panels above
+      this.timelineBox.addEventListener(type, () => this.draw(), { ...options, passive: true });
+    }
     document.addEventListener("visibilitychange", () => this.tick(), options);
     this.seen = new IntersectionObserver((entries) => {
       this.isSeen = entries.at(-1).isIntersecting;
@@ -192,6 +199,7 @@ class DashboardView {
 
   destroy() {
     this.isGone = true;
+    this.closeup.forget();
     clearTimeout(this.timer);
     cancelAnimationFrame(this.frame);
     this.model.off("msg:custom", this.onMessage);
@@ -217,6 +225,7 @@ class DashboardView {
       this.send({ ask: "feed", wait: this.hasBegun });
     }
     if (now - this.answeredAt > SILENT_MS) this.say();
+    if (this.closeup.asked) this.draw();
     this.timer = setTimeout(() => this.tick(), 500);
   }
 
@@ -224,6 +233,7 @@ class DashboardView {
     this.answeredAt = performance.now();
     if (content.kind === "feed") this.takeNews(content, buffers[0]);
     else if (content.kind === "moment") this.takeMoment(content);
+    else if (content.kind === "window") this.takeWindow(content, buffers[0]);
     else if (content.kind === "said") this.takeSaid(content);
     this.draw();
   }
@@ -245,8 +255,9 @@ class DashboardView {
     const tables = unpack(this.about.columns, news.counts, this.about.classes.length, data);
     this.takeTracks(news.tracks);
     this.takeSpans(tables.spans);
-    this.takeMemory(tables.memory);
-    this.takeStates(tables.states);
+    fillMemory(this.memory, tables.memory, this.about.classes.length);
+    fillStates(this.states, tables.states);
+    if (news.counts.memory || news.counts.states) this.news += 1;
     for (let k = 0; k < news.counts.steps; k++) {
       this.steps.push({ t: tables.steps.t[k], step: tables.steps.step[k], loss: tables.steps.loss[k], ms: tables.steps.ms[k] });
     }
@@ -264,7 +275,7 @@ class DashboardView {
     }
     if (this.isLive) this.showLatest(); // first, or the view would stay where the last picture was
     this.hold(cursor.t_us);
-    Object.assign(this, { moment: cursor.moment, wanted: null, isWaiting: false });
+    Object.assign(this, { moment: cursor.moment, wanted: null, isWaiting: false, moves: false });
     this.number += 1; // an answer to a question on its way is too late
     this.showCursor(cursor.t_us);
   }
@@ -313,20 +324,14 @@ class DashboardView {
     this.openTracks = open.map(([track]) => track);
   }
 
-  takeMemory({ t, bytes, group }) {
-    const width = this.about.classes.length;
-    t.forEach((when, k) => {
-      this.memory[group[k]] ??= new Series({ t: [Float64Array, 1], bytes: [Float32Array, width] });
-      this.memory[group[k]].push({ t: when, bytes: bytes.subarray(k * width, (k + 1) * width) });
-    });
-  }
-
-  takeStates({ t, unit, group, state }) {
-    t.forEach((when, k) => {
-      const units = (this.states[group[k]] ??= []);
-      units[unit[k]] ??= new Series({ t: [Float64Array, 1], state: [Uint8Array, 1] });
-      units[unit[k]].push({ t: when, state: state[k] });
-    });
+  /** Every change in view; where ranks have told something late, what is said of the cursor is asked for again. */
+  takeWindow(answer, data) {
+    const { columns, classes } = this.about, before = this.closeup.found;
+    const tables = unpack(columns, answer.counts, classes.length, data);
+    if (!this.closeup.take(answer, tables, classes.length)) return;
+    if (this.isLive || !this.moment || this.isWaiting || before?.key !== this.closeup.found.key) return;
+    const { rank, seq } = this.moment;
+    this.want(this.moves ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
   }
 
   takeMoment({ number, moment }) {
@@ -334,7 +339,7 @@ class DashboardView {
     this.isWaiting = false;
     if (moment && !this.isLive) {
       this.moment = moment;
-      if (!this.wanted && this.moves) this.showCursor(moment.t_us);
+      if (!this.wanted && this.moves && moment.t_us !== this.cursor) this.showCursor(moment.t_us);
     }
     this.askMoment();
   }
@@ -355,10 +360,11 @@ class DashboardView {
   // -- the cursor
 
   /** The person points at a time: the view holds, and every panel shows the ranks then. */
-  putCursor(us, { isOwn = false } = {}) {
+  putCursor(at) {
+    const us = Math.round(at * 1000) / 1000; // whole nanoseconds, as the kernel counts
     this.hold(us);
     this.cursor = us;
-    if (!isOwn) this.timeline.setCursor(us);
+    this.timeline.setCursor(us);
     this.moves = false;
     this.want({ ask: "at", t_us: us });
     this.draw();
@@ -469,9 +475,22 @@ class DashboardView {
     this.drawNumbers(at, skin);
     this.say();
     if (isEmpty) return;
+    const found = this.lookClosely(stats.view);
+    this.shown = found?.memory.length ? found : this; // else it was too much to be told
     this.drawMemoryPanel(at, axis, skin);
     this.drawStatesPanel(at, axis, skin);
     this.followTimeline(stats);
+  }
+
+  /** Every change in `view` if that is known; it is asked for where nothing moves by itself. */
+  lookClosely(view) {
+    const isClose = !this.isLive || this.buttons.pause?.disabled;
+    if (isClose) this.closeup.look(view, this.end, this.news);
+    else this.closeup.rest();
+    const found = this.closeup.covering(view, this.end);
+    const text = isClose ? this.closeup.hint(found) : "";
+    for (const hint of this.hints) if (hint.textContent !== text) hint.textContent = text;
+    return found;
   }
 
   /** The timeline moves by itself when it is dragged: the panels above go along. */
@@ -539,7 +558,7 @@ class DashboardView {
   drawMemoryPanel(at, axis, skin) {
     const { classes, reserved } = this.about, { cursor, end } = this;
     const groups = this.groups
-      .map((ranks, place) => ({ label: inWords(ranks), series: this.memory[place], peak: this.peaks[place] }))
+      .map((ranks, place) => ({ label: inWords(ranks), series: this.shown.memory[place], peak: this.peaks[place] }))
       .filter(({ series }) => series);
     const count = Math.min(groups.length, MAX_AREAS);
     const height = Math.max(count, 1) * MEMORY_HEIGHTS[count > 1 ? 1 : 0];
@@ -570,7 +589,7 @@ class DashboardView {
   }
 
   drawStatesPanel(at, axis, skin) {
-    const found = this.states[0] ?? [];
+    const found = this.shown.states[0] ?? [];
     const told = at?.ranks[0]?.units ?? [];
     const shown = (this.order ?? []).filter((unit) => found[unit]).slice(0, MAX_UNITS);
     const units = shown.map((unit) => ({ name: this.units[unit], series: found[unit] }));

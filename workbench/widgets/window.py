@@ -1,0 +1,70 @@
+"""What happened in a part of time, every change of it: what a view draws when somebody looks closely.
+
+The feed keeps only extremes of memory and states; drawn under a cursor they would contradict the numbers that
+:class:`~workbench.widgets.moments.Moments` gives for it. Here the same rows are read from the same key frames, so at
+any time of the window what is drawn is what those numbers say. Times are nanoseconds of rank 0's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from workbench.replay import memory, states
+from workbench.replay.spans import of_kind
+from workbench.trace.columns import RankTrace, Trace
+from workbench.widgets.feed import Increment, Part, memory_of, offset_ns, states_of
+from workbench.widgets.moments import Moments
+from workbench.widgets.spans import SPAN_DTYPE
+from workbench.widgets.steps import LEARNED_DTYPE
+
+MOST = 2_000
+"""Moments of memory, and changes of units, of one group that are told; of more only extremes, as the feed does."""
+
+MOST_ROWS = 100_000
+"""Rows of all groups together that are looked at; of more nothing is told, and the feed's picture has to do."""
+
+
+def window(
+    trace: Trace, moments: Moments, groups: Sequence[tuple[int, ...]], begin_ns: int, end_ns: int
+) -> tuple[Increment, bool]:
+    """Return memory and states from ``begin_ns`` to ``end_ns``, the state at its begin first, and whether that is all.
+
+    Args:
+        trace: what happened so far.
+        moments: knows key frames of the trace.
+        groups: ranks that are drawn as one; the first of each is read.
+        begin_ns: a time.
+        end_ns: a later time.
+    """
+    told = groups if _is_told(trace, moments, [group[0] for group in groups], begin_ns, end_ns) else ()
+    parts = [
+        Part(part=moments.part(trace, group[0], begin_ns, end_ns), offset_ns=offset_ns(trace, group[0]), is_first=True)
+        for group in told
+    ]
+    is_all = len(told) == len(groups) and all(_is_few(new.part) for new in parts)
+    limit = None if is_all else MOST * len(parts)
+    found = Increment(
+        restart=False,
+        groups=tuple(groups),
+        ranks=(),
+        spans=np.empty(0, SPAN_DTYPE),
+        open=np.empty(0, SPAN_DTYPE),
+        memory=memory_of(parts, limit),
+        states=states_of(parts, len(trace.header.units), limit),
+        steps=np.empty(0, LEARNED_DTYPE),
+    )
+    return found, is_all
+
+
+def _is_told(trace: Trace, moments: Moments, ranks: Sequence[int], begin_ns: int, end_ns: int) -> bool:
+    recorded = {rank_trace.rank for rank_trace in trace.ranks if len(rank_trace.rows)}
+    if not recorded.issuperset(ranks):  # the view is about to be told of another job
+        return False
+    return sum(moments.num_rows(trace, rank, begin_ns, end_ns) for rank in ranks) <= MOST_ROWS
+
+
+def _is_few(part: RankTrace) -> bool:
+    kinds = (memory.MOVES, states.CHANGING_KINDS)
+    return all(int(of_kind(part.rows, wanted).sum()) <= MOST for wanted in kinds)
