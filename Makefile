@@ -1,4 +1,4 @@
-# make demo | test | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
+# make demo | test | coverage | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
@@ -19,12 +19,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab bench bench-check clean
+.PHONY: help demo test coverage lab bench bench-check clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
+	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab"
 	@echo "make bench        measure steps, recording, views and the dashboard; write build/bench.json"
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
@@ -46,6 +47,9 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile
+
+coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report=term
 
 clean:

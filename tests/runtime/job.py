@@ -53,6 +53,7 @@ def _main(rank, world_size, port, ask, job):
     fn, args = job
     try:
         address = rank_module.boot(rank, world_size, "cpu", None if rank == 0 else ("", 0))["address"]
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them
         if rank == 0:
             port.send(address)
         rank_module.connect(tuple(ask.recv()))
