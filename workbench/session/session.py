@@ -20,7 +20,7 @@ from workbench.session.reports import Report, StepReport
 from workbench.session.request import Mark, Request, Work
 from workbench.session.stop_reports import StopReport
 from workbench.session.until import came
-from workbench.session.watch import ASK_S, Interruptible, Outcome, Watch
+from workbench.session.watch import ASK_S, Interruptible, Outcome, Tick, Watch
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Phase
 
@@ -29,6 +29,9 @@ RUNTIME = "workbench.runtime.rank"
 
 PULSE_S = 0.02
 """How old what a live view is shown may be, in seconds: several of them ask the ranks once."""
+
+SHARED_S = 0.08
+"""How old what a view was told may be, in seconds, for those who wait for a request not to ask the ranks once more."""
 
 RECOVER_S = 30.0
 """How long ranks may take to build new process groups, in seconds."""
@@ -102,13 +105,13 @@ class Session:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
 
-    def drain(self) -> None:
-        """Take what the ranks recorded since the last time."""
-        self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S)
+    def drain(self, *, max_age_s: float = 0.0) -> None:
+        """Take what the ranks recorded since the last time, unless that is less than ``max_age_s`` seconds ago."""
+        self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S, max_age_s=max_age_s)
 
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is, at most a tenth of a second old."""
-        self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S, max_age_s=PULSE_S)
+        self.drain(max_age_s=PULSE_S)
         return pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
 
     def names(self) -> dict[int, Names]:
@@ -171,24 +174,25 @@ class Session:
             self.cluster,
             pending,
             on_slice=lambda: work.on_slice(request.listener),
-            on_tick=lambda has_ended_well: self._end(request) if has_ended_well else self._tick(request),
+            on_tick=lambda tick: self._end(request) if tick is Tick.ENDED else self._take(request, tick),
             num_outputs=work.num_outputs,
             can_pause=work.is_command,
         )
         self.request, self._catch_up = request, self.drain
         return request
 
-    def _tick(self, request: Request) -> dict[int, dict[str, Any]]:
+    def _take(self, request: Request, tick: Tick) -> dict[int, dict[str, Any]]:
+        """Take what the ranks recorded; what a live view was told a moment ago is new enough while they work."""
         if self.is_closed:
             raise ClusterError("the ranks were stopped")
-        self.drain()
+        self.drain(max_age_s=SHARED_S if tick is Tick.IN_TIME else 0.0)
         request.work.on_tick(request.listener, self.trace)
         return self._collector.positions
 
     def _end(self, request: Request) -> dict[int, dict[str, Any]]:
         """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
         if request.work.is_command:
-            self._tick(request)
+            self._take(request, Tick.ENDED)
             self._catch_up = lambda: None
         else:
             thread = threading.Thread(target=self.drain, name="workbench: drain", daemon=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -72,6 +73,15 @@ class Outcome:
     abandoned: tuple[int, ...] = ()
 
 
+class Tick(Enum):
+    """Why it is asked what the ranks recorded."""
+
+    IN_TIME = "they work"
+    STOPPED = "they stand"
+    FAILED = "all is over, and not every rank ended well"
+    ENDED = "all is over, and every rank ended well"
+
+
 class CountInterrupts:
     """While it is entered, Ctrl-C only counts: no exception rises in the middle of what must be finished.
 
@@ -104,8 +114,7 @@ class Watch:
         cluster: where the ranks are.
         pending: the request.
         on_slice: called at every look-up, about 50 times a second.
-        on_tick: called about 10 times a second, and once when all is over, with whether every rank ended well;
-            returns where the ranks are.
+        on_tick: called about 10 times a second, and once when the ranks stand or all is over; returns where they are.
         num_outputs: returns how much the ranks have written so far, in pieces.
         can_pause: whether the first Ctrl-C stops the ranks inside the step; the next one then aborts.
         clock: seconds, monotonic.
@@ -121,7 +130,7 @@ class Watch:
         pending: Pending,
         *,
         on_slice: Callable[[], None],
-        on_tick: Callable[[bool], Mapping[int, Position]],
+        on_tick: Callable[[Tick], Mapping[int, Position]],
         num_outputs: Callable[[], int] = lambda: 0,
         can_pause: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -172,9 +181,10 @@ class Watch:
             stop = self._look()
             if stop is not None:
                 self._hear_out()
-                self._on_tick(False)
+                self._on_tick(Tick.STOPPED)
                 return stop
-        self._on_tick(not (self._outcome.failures or self._outcome.given_up or self._outcome.abandoned))
+        has_failed = self._outcome.failures or self._outcome.given_up or self._outcome.abandoned
+        self._on_tick(Tick.FAILED if has_failed else Tick.ENDED)
         return None
 
     def _hear_out(self) -> None:
@@ -188,7 +198,7 @@ class Watch:
         """Drain in time; return the stop if the ranks stand."""
         positions = None
         if self._clock() >= self._next_tick:
-            positions = self._on_tick(False)
+            positions = self._on_tick(Tick.IN_TIME)
             self._next_tick = self._clock() + TICK_S
         elif self.stopper.eager:
             positions = self.stopper.ask_where(self.running)
