@@ -17,9 +17,11 @@ from workbench.errors import UsageError
 from workbench.magics.shell import register, unregister
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.canvas import BYTES_PER_S, MAX_PAGES, Canvas, canvas
+from workbench.widgets.canvas import Canvas, canvas
 from workbench.widgets.dashboard import Dashboard
+from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.timeline import Timeline
+from workbench.widgets.waiting import MAX_VIEWS
 from workbench.workbench import Workbench
 
 
@@ -34,21 +36,16 @@ class Pretender:
 
 
 @pytest.fixture
-def made():
+def made(kept):
     """Makes canvases whose messages are kept in ``sent``, and closes them; their clock is ``now[0]``."""
-    found = []
 
     def make(workbench):
         now = [0.0]
-        widget = Canvas(workbench, clock=lambda: now[0])
-        widget.now, widget.sent = now, []
-        widget.send = lambda content, buffers=None: widget.sent.append((content, buffers))
-        found.append(widget)
+        widget = kept(Canvas(workbench, clock=lambda: now[0]))
+        widget.now = now
         return widget
 
-    yield make
-    for widget in found:
-        widget.close()
+    return make
 
 
 def ask(widget, page, name="a", **more):
@@ -170,12 +167,12 @@ def test_it_follows_the_cursor_of_the_word(made):
 
 def test_only_so_many_pages_are_kept(made):
     widget = made(Pretender(example_trace()))
-    for number in range(MAX_PAGES + 3):
+    for number in range(MAX_VIEWS + 3):
         ask(widget, Page(), str(number))
-    assert len(widget._pages) == len(widget._told_headers) == MAX_PAGES
+    assert len(widget._pages) == len(widget._told_headers) == MAX_VIEWS
 
 
-def test_the_word_and_the_method_give_a_canvas():
+def test_the_word_and_the_method_give_a_canvas(kept):
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = workbench.canvas()
         assert isinstance(widget, Canvas)
@@ -185,9 +182,7 @@ def test_the_word_and_the_method_give_a_canvas():
         register(shell, lambda **options: Workbench(cluster_factory=FakeCluster, **options))
         widget = shell.run_line_magic("fsdp", "timeline --canvas")
         assert isinstance(widget, Canvas)
-        widget.sent = []
-        widget.send = lambda content, buffers=None: widget.sent.append((content, buffers))
-        assert "%fsdp start" in ask(widget, Page())["said"]
+        assert "%fsdp start" in ask(kept(widget), Page())["said"]
         widget.close()
         with pytest.raises(UsageError, match="no other flag"):
             shell.run_line_magic("fsdp", "timeline --canvas --step 3")

@@ -17,10 +17,10 @@ from workbench.session.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Kind
-from workbench.widgets.dashboard import BUTTONS, MAX_VIEWS, Dashboard, dashboard, script
+from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, script
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import Pace
-from workbench.widgets.waiting import health
+from workbench.widgets.waiting import MAX_VIEWS, health
 from workbench.workbench import Workbench
 
 RUNNING = {"doing": "step", "step": 1}
@@ -55,20 +55,9 @@ class Pretender:
 
 
 @pytest.fixture
-def made():
+def made(kept):
     """Makes dashboards whose messages are kept in ``sent``, and closes them."""
-    found = []
-
-    def make(workbench):
-        widget = Dashboard(workbench)
-        widget.sent = []
-        widget.send = lambda content, buffers=None: widget.sent.append((content, buffers))
-        found.append(widget)
-        return widget
-
-    yield make
-    for widget in found:
-        widget.close()
+    return lambda workbench: kept(Dashboard(workbench))
 
 
 def ask(widget, what="feed", view="a", **more):

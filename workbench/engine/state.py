@@ -113,7 +113,7 @@ class FSDPState(ShardedCall):
             return self._cast_inputs(args, kwargs)
         if self._is_root is None:
             self._lazy_init()
-        if self._is_root or not self._root.is_running:
+        if self._is_outermost:
             args, kwargs = self._on_device(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
         is_first = self._training_state is not TrainingState.FORWARD or id(module) not in self._not_yet_run
@@ -153,6 +153,11 @@ class FSDPState(ShardedCall):
         if on_its_way:
             _prefetch(ahead)
 
+    @property
+    def _is_outermost(self) -> bool:
+        """True where the model is entered: at its root, or at an inner module that was called by itself."""
+        return bool(self._is_root) or not self._root.is_running
+
     def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Move the model's inputs from the host, where a data loader leaves them, to the device that computes."""
         device = self._comm_ctx.device
@@ -187,7 +192,7 @@ class FSDPState(ShardedCall):
             if self._is_root:
                 self._root.end_partial_forwards()
             self._end_forward()
-            if self._is_root or not self._root.is_running:
+            if self._is_outermost:
                 self._end_outermost_forward()
         return cast_floats(output, self.mp_policy.output_dtype)
 

@@ -140,9 +140,7 @@ def _add_view(name: str) -> Callable[[Parser], None]:
 
 def _add_timeline(parser: Parser) -> None:
     _add_view("timeline")(parser)
-    parser.switches.add("--canvas")
-    about = "all of the run instead, live, to pan and zoom"
-    parser.add_argument("--canvas", action="store_true", default=argparse.SUPPRESS, help=about)
+    parser.switch("canvas", default=False, about="all of the run instead, live, to pan and zoom")
 
 
 def _truth(text: str) -> bool:

@@ -14,16 +14,10 @@ from typing import Any
 import traitlets
 
 from workbench.session.pulse import Pulse
-from workbench.trace.columns import Trace
-from workbench.widgets.feed import job
+from workbench.widgets.feed import continues, job
+from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.timeline import COLUMNS, Timeline
-from workbench.widgets.waiting import Send, Waiting, Watched, said
-
-BYTES_PER_S = 48 * 1024
-"""Rectangles of what happens while it is open; a page gets them all when it opens."""
-
-MAX_PAGES = 8
-"""Pages of one widget that are kept; of more the one that has not asked for longest is forgotten."""
+from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out, said
 
 _SPAN_SIZE = sum(int(code[-1]) for _, code in COLUMNS)
 
@@ -65,8 +59,8 @@ class Canvas(Timeline):
         with self._lock:
             self._pages.pop(page, None)
             self._pages[page] = content  # the newest is last
-            while len(self._pages) > MAX_PAGES:
-                self._forget(next(iter(self._pages)))
+            for name in crowded_out(self._pages):
+                self._forget(name)
         if content.get("wait"):
             self._waiting.ask(page)
         else:
@@ -97,7 +91,7 @@ class Canvas(Timeline):
     def _grow(self, pulse: Pulse) -> None:
         """Read what is new, and put the cursor where ``%fsdp back`` has moved it."""
         trace, now_s = pulse.trace, self._clock()
-        if not self._continues(trace):
+        if self._ends and not continues(trace, self._job, self._ends):
             self._readers, self._told, self._origin_ns = {}, [], None
             self._run += 1
             self._cursor_ns = None
@@ -108,12 +102,6 @@ class Canvas(Timeline):
         if pulse.cursor_ns != self._cursor_ns:
             self._cursor_ns = pulse.cursor_ns
             self.cursor_us = None if self._cursor_ns is None else (self._cursor_ns - (self._origin_ns or 0)) / 1e3
-
-    def _continues(self, trace: Trace) -> bool:
-        """Whether ``trace`` is a later state of what is shown, without a gap."""
-        places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
-        known = (rank in places and places[rank][0] <= end <= places[rank][1] for rank, end in self._ends.items())
-        return (not self._ends or job(trace) == self._job) and all(known)
 
 
 def canvas(workbench: Watched) -> Canvas:

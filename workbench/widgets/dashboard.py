@@ -35,21 +35,16 @@ from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed
 from workbench.widgets.moments import Moments
+from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.packing import COLUMNS, pack
 from workbench.widgets.peaks import Peaks
 from workbench.widgets.spans import TRACKS
 from workbench.widgets.timeline import OPTIONS
-from workbench.widgets.waiting import Send, Waiting, Watched, health, said
+from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out, health, said
 from workbench.widgets.window import window
-
-BYTES_PER_S = 48 * 1024
-"""Binary data for one view; with the words beside it that stays below 64 KiB a second."""
 
 FIRST_BYTES = 256 * 1024
 """Binary data of the first answer: what happened before the view was opened."""
-
-MAX_VIEWS = 8
-"""Views of one widget that are kept; of more the one that has not asked for longest is forgotten."""
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pause": ("pause", {}),
@@ -115,8 +110,8 @@ class Dashboard(anywidget.AnyWidget):
                 return
             view = self._views.pop(name, None) or _View()
             self._views[name] = view  # the newest is last
-            while len(self._views) > MAX_VIEWS:
-                self._forget(next(iter(self._views)))
+            for crowded in crowded_out(self._views):
+                self._forget(crowded)
             if ask == "feed" and content.get("wait"):
                 self._waiting.ask(name)
                 return

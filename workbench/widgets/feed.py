@@ -12,7 +12,7 @@ timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds of rank 0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +88,7 @@ class Feed:
             trace: what happened so far.
             max_bytes: about how many bytes the increment may have on the wire, its steps not counted.
         """
-        restart = not self._continues(trace)
+        restart = not continues(trace, self._job, self._ends)
         if restart:
             self._forget()
             self._job = job(trace)
@@ -120,12 +120,6 @@ class Feed:
 
     def _forget_drawn(self) -> None:
         self._known, self._spans = {}, {}
-
-    def _continues(self, trace: Trace) -> bool:
-        """Whether ``trace`` is a later state of what the view knows, without a gap."""
-        places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
-        follow_on = (places[rank][0] <= end <= places[rank][1] for rank, end in self._ends.items() if rank in places)
-        return job(trace) == self._job and self._ends.keys() <= places.keys() and all(follow_on)
 
     def _fresh(self, trace: Trace, rank: int) -> Part:
         rank_trace, before = trace.rank(rank), self._known.get(rank)
@@ -162,6 +156,19 @@ class Part:
 def offset_ns(trace: Trace, rank: int) -> int:
     """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
     return next((info.clock_offset_ns for info in trace.header.ranks if info.rank == rank), 0)
+
+
+def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:
+    """Tell whether ``trace`` is a later state, without a gap, of what is known.
+
+    Args:
+        trace: what happened so far.
+        known_job: :func:`job` of what is known.
+        ends: by rank, the number of the first row that is not known.
+    """
+    places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
+    follow_on = (rank in places and places[rank][0] <= end <= places[rank][1] for rank, end in ends.items())
+    return job(trace) == known_job and all(follow_on)
 
 
 def job(trace: Trace) -> tuple[object, ...]:

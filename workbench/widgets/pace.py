@@ -1,6 +1,9 @@
-"""When a view that has asked is answered: as soon as there is something new, and not too often. Times in seconds."""
+"""When a view that has asked is answered: as soon as there is something new, not too often. Times in seconds."""
 
 from __future__ import annotations
+
+BYTES_PER_S = 48 * 1024
+"""Binary data for one view of what happens while it is open; with the words beside it that stays below 64 KiB."""
 
 EVERY_S = 0.1
 """Between two answers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -15,6 +15,14 @@ from workbench.session.pulse import Pulse
 from workbench.widgets.pace import LOOK_S, Pace
 
 Send = Callable[[], None]
+
+MAX_VIEWS = 8
+"""Views of one widget that are kept; of more the one that has not asked for longest is forgotten."""
+
+
+def crowded_out(views: Iterable[str]) -> list[str]:
+    """Return which views to forget, of those that are there in the order in which they have asked last."""
+    return list(views)[:-MAX_VIEWS]
 
 
 class Watched(Protocol):
