@@ -11,10 +11,12 @@ from pathlib import Path
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
+from workbench import ports
 from workbench.errors import WorkbenchError
 from workbench.page import to_page
 from workbench.replay import collectives, shards, training
@@ -108,7 +110,8 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         on_cell_start=note,
     )
     # kernels installed for the user may belong to another Python: look at none of them
-    client.create_kernel_manager().kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
+    specs = KernelSpecManager(kernel_dirs=[])
+    client.km = AsyncKernelManager(kernel_spec_manager=specs, cache_ports=False, **ports.of_a_kernel())
     try:
         executed: NotebookNode = client.execute()
     except CellExecutionError as error:
@@ -117,8 +120,8 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         ) from error
     except CellTimeoutError as error:
         raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
-    except DeadKernelError as error:
-        raise DemoError(f"the tour failed {doing}\nthe notebook's kernel died") from error
+    except RuntimeError as error:  # also before it could answer
+        raise DemoError(f"the tour failed {doing}\nthe notebook's kernel cannot go on: {error}") from error
     return executed
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.conftest import RUNTIME
 from tests.waiting import wait_until
+from workbench import ports
 from workbench.cluster import Cluster, launch
 from workbench.errors import ClusterError, UsageError
 
@@ -84,13 +85,27 @@ def test_sockets_are_on_the_loopback_interface_and_files_are_private(make_cluste
         keys = (root / "profile" / "security" / "ipcontroller-client.json").read_text()
         assert '"curve_serverkey": null' not in keys
         assert '"key": ""' not in keys
-        addresses = {
-            connection.laddr.ip
-            for process in processes_now() - processes
-            for connection in process.net_connections("inet")
-            if connection.status == "LISTEN"
-        }
-        assert addresses == {"127.0.0.1"}
+        assert {ip for ip, _ in listening(processes_now() - processes)} == {"127.0.0.1"}
+
+
+def listening(processes):
+    """Addresses that some processes listen on."""
+    return {
+        connection.laddr
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == "LISTEN"
+    }
+
+
+def test_the_controller_listens_on_reserved_ports_alone(make_cluster, monkeypatch):
+    reserved, processes = [], processes_now()
+    monkeypatch.setattr(launch, "reserved_port", lambda: reserved.append(ports.reserved_port()) or reserved[-1])
+    with make_cluster(1):
+        controller = [p for p in processes_now() - processes if "ipyparallel.controller" in p.cmdline()]
+        found = {port for _, port in listening(controller)}
+    assert found <= set(reserved)
+    assert len(found) > 10
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1, 1000, 2.0, True, "4"])

@@ -11,6 +11,7 @@ from jupyter_client.manager import KernelManager
 from tests.integration.keys import TOGETHER
 from tests.integration.model import CELL
 from tests.waiting import wait_until
+from workbench import ports
 
 pytestmark = pytest.mark.cluster
 
@@ -25,7 +26,8 @@ print("family", *(p.pid for p in psutil.Process().children(recursive=True)))
 @pytest.fixture
 def kernel():
     """A fresh IPython kernel of this Python and a client of it."""
-    manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    specs = KernelSpecManager(kernel_dirs=[])
+    manager = KernelManager(kernel_spec_manager=specs, cache_ports=False, **ports.of_a_kernel())
     manager.start_kernel()
     client = manager.blocking_client()
     client.start_channels()

@@ -2,10 +2,10 @@
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
 from tests.source import REPO
+from workbench.demo import execute
 from workbench.magics.show import PLOTLY_MIME
 
 SETUP = """
@@ -36,9 +36,7 @@ def cells():
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
     for name, cell in zip(CELLS, notebook.cells, strict=True):
         cell.metadata["tags"] = ["raises-exception"] if name in {"failing", "usage"} else []
-    NotebookClient(
-        notebook, timeout=60, resources={"metadata": {"path": str(REPO)}}, store_widget_state=False
-    ).execute()
+    execute(notebook, REPO)
     found = {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
     return {**found, "notebook": notebook}
 

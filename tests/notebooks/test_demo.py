@@ -1,12 +1,13 @@
 """How the demo runs a notebook and reads what came out; no ranks needed."""
 
 import dataclasses
+import socket
 
 import nbformat.v4
 import pytest
 
 from tests.trace.simulation import Setup, simulate
-from workbench import demo
+from workbench import demo, ports
 from workbench.demo import DemoError, communication, heldout_losses, summary
 from workbench.trace import save
 from workbench.trace.columns import RankTrace, Trace
@@ -49,8 +50,17 @@ def test_a_cell_that_raises_is_named(tmp_path):
 
 
 def test_a_kernel_that_dies_is_named(tmp_path):
-    with pytest.raises(DemoError, match=r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel died"):
+    said = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel cannot go on: Kernel died"
+    with pytest.raises(DemoError, match=said):
         demo.execute(notebook("import os; os._exit(1)"), tmp_path)
+
+
+def test_a_kernel_that_does_not_start_is_told(tmp_path, monkeypatch):
+    with socket.create_server((ports.LOOPBACK, 0)) as taken:
+        settings = ports.of_a_kernel() | {"shell_port": taken.getsockname()[1]}
+        monkeypatch.setattr(ports, "of_a_kernel", lambda: settings)
+        with pytest.raises(DemoError, match="before the first cell\nthe notebook's kernel cannot go on: Kernel died"):
+            demo.execute(notebook("1"), tmp_path)
 
 
 def test_a_cell_that_takes_too_long_is_named(tmp_path, monkeypatch):

@@ -1,11 +1,11 @@
 """The notebook about stopping inside a step: as it is kept, and run on two ranks."""
 
-import nbclient
 import nbformat
 import pytest
 
 from tests.notebooks.test_tour import TOUR
 from tests.source import REPO
+from workbench.demo import execute
 from workbench.magics import words
 
 INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
@@ -27,8 +27,7 @@ def words_of(path) -> set[str]:
 def ran(tmp_path_factory):
     """What each ``%fsdp`` line said, in order."""
     notebook = nbformat.read(INSIDE, as_version=4)
-    folder = {"metadata": {"path": str(tmp_path_factory.mktemp("inside"))}}
-    nbclient.NotebookClient(notebook, timeout=120, resources=folder).execute()
+    execute(notebook, tmp_path_factory.mktemp("inside"))
     return [
         (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))
         for c in notebook.cells

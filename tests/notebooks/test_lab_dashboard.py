@@ -243,7 +243,9 @@ def test_buttons_stop_inside_the_running_step(lab):
     dash.locator(".fw-pause").click()
     dash.locator(".fw-continue:not([disabled])").wait_for(timeout=DEADLINE_S * 1000)
     waits(lab, "health.every(({state}) => state === 'held' || state === 'waiting')")
-    says(lab, "held before")
+    where = get(lab, "d.health.find(({state}) => state === 'held').where")
+    assert where.startswith(("before ", "in a wait"))  # as it happens to stand
+    says(lab, f"held {where}")
     lab.ends(STEP, DEADLINE_S)  # the cell has returned, the step has not
     shoot(lab, "held")
     place = get(lab, "JSON.stringify(d.health)")

@@ -28,11 +28,12 @@ from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
 from workbench.cluster.zygote import Forked, Zygote, can_fork
 from workbench.errors import ClusterError, UsageError
+from workbench.ports import LOOPBACK, reserved_port
 
-LOOPBACK = "127.0.0.1"
 HEARTBEAT_MS = 200  # an engine has registered after its second heartbeat
 STOP_GRACE_S = 2.0
 _NEVER = 10**6
+_PORTS = 15  # that the controller listens on
 _POLL_S = 0.01
 _LOG_LINES = 12
 
@@ -72,6 +73,7 @@ def private_directory(profile: str | None) -> Path:
 def controller_command(root: Path) -> list[str]:
     """Return the command line of the controller."""
     flags = {
+        "IPController.ports": ",".join(str(reserved_port()) for _ in range(_PORTS)),
         "ProfileDir.location": root / "profile",
         "IPController.engine_ip": LOOPBACK,
         "IPController.client_ip": LOOPBACK,

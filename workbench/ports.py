@@ -1,0 +1,34 @@
+"""Loopback ports that stay free until the process that is to listen on them has started.
+
+Jupyter and ipyparallel choose free ports themselves, and listen on them up to a second later; meanwhile the operating
+system may give one to somebody else.
+"""
+
+from __future__ import annotations
+
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+_OF_A_KERNEL = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+
+
+def reserved_port() -> int:
+    """Return a port that, for a minute, only a socket that asks for it by number and has ``SO_REUSEADDR`` can have.
+
+    ZeroMQ's sockets have it. On a port where the side that listened has just closed a connection (``TIME_WAIT``, RFC
+    9293, section 3.3.2), the operating system gives nobody else a place.
+    """
+    with socket.socket() as listener, socket.socket() as peer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, 0))
+        listener.listen(1)
+        peer.connect(listener.getsockname())
+        listener.accept()[0].close()  # before its peer: so the wait is on this side
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def of_a_kernel() -> dict[str, int]:
+    """Return settings of a Jupyter ``KernelManager``: a reserved port for each socket of its kernel."""
+    return {name: reserved_port() for name in _OF_A_KERNEL}
