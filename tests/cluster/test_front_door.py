@@ -133,6 +133,54 @@ def test_an_error_below_a_called_function_names_the_line_of_the_cell(cluster):
     ]
 
 
+HOLDING = """
+import weakref
+class Thing: pass
+things = weakref.WeakSet()
+def hold(number):
+    thing = Thing()
+    things.add(thing)
+    if number:
+        hold(number - 1)
+    raise ValueError("on purpose")
+def fail():
+    try:
+        hold(2)
+    except ValueError as error:
+        raise error from KeyError("itself", error)
+"""
+
+
+@pytest.mark.parametrize("how", ["call", "cell"])
+def test_what_failed_holds_nothing_once_it_is_reported(cluster, how):
+    cluster.run_cell(HOLDING).results(10)
+    doing = cluster.apply(f"{RUNTIME}:call_user_function", "fail") if how == "call" else cluster.run_cell("fail()")
+    assert doing.wait(10)
+    assert doing.error(0).evalue == "on purpose"
+    assert "thing = Thing()" in doing.error(0).traceback
+    counted = cluster.run_cell("print(len(things))")
+    assert counted.wait(10)
+    assert [texts(counted, rank, "stdout") for rank in range(3)] == ["0\n"] * 3
+
+
+LATE = """
+import os, signal
+class Late(Exception):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "too late"
+def end_late():
+    raise Late
+"""
+
+
+def test_an_interrupt_does_not_end_the_report_of_an_error(cluster):
+    cluster.run_cell(LATE).results(10)
+    pending = cluster.apply(f"{RUNTIME}:call_user_function", "end_late")
+    assert pending.wait(10)
+    assert [pending.error(rank).evalue for rank in range(3)] == ["too late"] * 3
+
+
 def test_equal_errors_of_all_ranks_are_one(cluster):
     with pytest.raises(RankError, match="on purpose") as caught:
         cluster.apply(f"{RUNTIME}:fail").results(10)

@@ -11,6 +11,7 @@ from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.session.stop_reports import StopReport
+from workbench.trace import advance
 
 pytestmark = pytest.mark.cluster
 
@@ -214,6 +215,37 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready):
     report = ready.step(3, background=True)
     told = []
     wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told), timeout_s=30)
+
+
+@pytest.mark.parametrize("event", ["wait.end", "reduce_scatter:blocks.1", "copy_out.end:(root)", "optimizer"])
+def test_a_step_that_was_given_up_leaves_no_memory_behind(ready, event):
+    ready.step(1)
+    before = in_use(ready)
+    for _ in range(2):
+        ready.step(1, until=event)
+        ready.abort()
+        ready.step(1)
+        assert in_use(ready) == before
+
+
+def in_use(bench):
+    """Bytes of each rank by category, after its last event."""
+    return [advance(rank.start, rank.rows).bytes_by_category for rank in bench.trace.ranks]
+
+
+def test_gradients_of_a_step_that_was_given_up_are_told(ready):
+    ready.step(1, until="forward:blocks.1")
+    assert "gradients" not in ready.abort().headline  # there are none yet
+    ready.step(1, until="optimizer")
+    said = "gradients of that step are still there on ranks 0-1, and the next backward adds to them"
+    assert said in ready.abort().headline
+    ready.step(1, until="optimizer")
+    assert "gradients" not in ready.abort().headline  # as before that step: some loops keep them
+    ready.run_cell("opt.zero_grad()")
+    with pytest.raises(RankError, match=said):
+        ready.run_cell("train_step.__globals__['opt'] = None\ntrain_step()")
+    ready.run_cell("opt = torch.optim.AdamW(model.parameters(), lr=1e-2)\nopt.zero_grad()")
+    assert ready.verify().ok
 
 
 def test_a_loop_of_the_user_s_own_stops_as_well(ready):

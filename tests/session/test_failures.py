@@ -12,6 +12,7 @@ from workbench.session.failures import (
     Position,
     death_sentence,
     first_cause,
+    left_behind,
     place_of,
     shorten_traceback,
     to_error,
@@ -99,6 +100,15 @@ def test_ranks_whose_optimizer_went_ahead_are_named():
     assert "applied on ranks 0-1 but not on ranks 2-3" in str(error)
     level = {rank: Position(optimizer_steps=5) for rank in range(4)}
     assert "optimizer" not in str(to_error([DIVISION], level, next_thing=NEXT))
+
+
+def test_gradients_that_a_step_left_behind_are_told():
+    left = {0: Position(), 1: Position(left_gradient_bytes=4), 2: Position(left_gradient_bytes=8)}
+    said = str(to_error([DIVISION], left, next_thing=NEXT))
+    assert "gradients of that step are still there on ranks 1-2, and the next backward adds to them" in said
+    assert said.endswith(NEXT)
+    assert left_behind({0: Position()}) == []
+    assert "gradients" not in str(to_error([DEAD], left, next_thing=NEXT))  # there is no next backward
 
 
 @given(st.permutations([DIVISION, *ABORTED, Failure(**{**vars(CLOSED), "rank": 4})]))

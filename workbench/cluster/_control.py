@@ -13,11 +13,13 @@ Private here means: ``Client._send``, its sockets, IO loop and futures; ``Messag
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -69,9 +71,44 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
     try:
         return {"value": resolve(name)(*args)}
     except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer
-        below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
-        lines = _kernel().shell.InteractiveTB.structured_traceback(type(error), error, below, tb_offset=0)
-        return {"error": report(error) | {"traceback": "\n".join(lines)}}
+        with _undisturbed():
+            return {"error": report(error) | {"traceback": _render(error)}}
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore interrupts: what they are for has ended already, and what they would end is the answer."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _render(error: BaseException) -> str:
+    """Return the traceback of a call as IPython shows it, and free what its frames hold."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the call
+    lines = _kernel().shell.InteractiveTB.structured_traceback(type(error), error, below, tb_offset=0)
+    _let_go(error)
+    return "\n".join(lines)
+
+
+def _let_go(error: BaseException) -> None:
+    """Empty the frames of an exception that was reported, and of those before it.
+
+    What rendered them keeps them: gradients and full parameters would live on until the next error, and longer.
+    """
+    chain, seen = [error], {id(error)}  # an exception may be among those before itself
+    while chain:
+        one = chain.pop()
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            with contextlib.suppress(RuntimeError):  # it is still executing
+                frame.clear()
+            frame.f_locals  # noqa: B018 - before Python 3.13 this is a copy, kept by the frame: look, so that it is renewed
+        for earlier in (one.__cause__, one.__context__):
+            if earlier is not None and id(earlier) not in seen:
+                seen.add(id(earlier))
+                chain.append(earlier)
 
 
 def install(handler_name: str) -> None:
@@ -131,6 +168,7 @@ def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionRe
     error = None if result is None else result.error_before_exec or result.error_in_exec
     if error is not None:
         _kernel().shell.display_pub.publish({ERROR_MIME: report(error)})
+        _let_go(error)  # IPython has shown it
 
 
 def report(error: BaseException) -> dict[str, Any]:

@@ -95,7 +95,10 @@ class Trainer:
                 losses.append(self._one_step(function))
                 seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
         except RuntimeError as error:
-            raise self._translated(error) from error
+            reason = self._translated(error)
+            if reason is error:
+                raise
+            raise reason from error
         finally:
             self._running = False
             self._recorder.give_up_step()

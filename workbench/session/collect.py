@@ -11,6 +11,7 @@ from workbench.cluster.pending import Reply
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
+from workbench.trace.schema import Category
 from workbench.trace.wire import from_wire
 
 
@@ -28,10 +29,12 @@ class Collector:
 
     Attributes:
         positions: by rank, the newest answer to "where".
+        gradient_bytes: by rank, sharded gradients it had when it was last heard of.
     """
 
     def __init__(self) -> None:
         self.positions: dict[int, dict[str, Any]] = {}
+        self.gradient_bytes: dict[int, int] = {}
         self._builder = TraceBuilder()
         self._versions: dict[int, int] = {}
         self._next_seq: dict[int, int] = {}
@@ -77,3 +80,4 @@ class Collector:
         self._next_seq[rank] = key_frame.seq
         self._builder.append(rank, from_wire(b"".join(reply.buffers)), lost=content["lost"], key_frame=key_frame)
         self.positions[rank] = content["position"]
+        self.gradient_bytes[rank] = key_frame.bytes_by_category[Category.SHARDED_GRADS]

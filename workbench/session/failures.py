@@ -65,6 +65,7 @@ class Position:
         unit: name of the unit at work.
         optimizer_steps: optimizer steps since the rank started.
         unfinished: collectives begun and not ended.
+        left_gradient_bytes: of sharded gradients that are there now; 0 if there were some before as well.
     """
 
     step: int | None = None
@@ -72,6 +73,7 @@ class Position:
     unit: str | None = None
     optimizer_steps: int | None = None
     unfinished: int | None = None
+    left_gradient_bytes: int = 0
 
     def __str__(self) -> str:
         parts = []
@@ -104,16 +106,16 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Position], *, 
     """
     cause = first_cause(failures)
     dead = tuple(sorted(f.rank for f in failures if f.died))
-    split = split_optimizer(positions)
     if cause.died:
-        return RankDied("\n".join([str(cause), death_sentence(dead, sorted(positions)), *split]), ranks=dead)
+        lines = [str(cause), death_sentence(dead, sorted(positions)), *_split_optimizer(positions)]
+        return RankDied("\n".join(lines), ranks=dead)
     alike = sorted((f for f in failures if str(f) == str(cause)), key=lambda f: f.rank)
     cause, also = alike[0], tuple(f.rank for f in alike[1:])
     lines = [f"rank {cause.rank} raised {cause}{_place(cause, positions)}"]
     if also:
         lines.append(f"and {len(also)} more alike ({label(also)})")
     lines += [f"{label([f.rank])}: {f}" for f in failures if f not in alike and not f.died and not f.is_consequence]
-    lines += [death_sentence(dead, sorted(positions))] if dead else [*split, next_thing]
+    lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing]
     return RankError(
         "\n".join(lines),
         rank=cause.rank,
@@ -165,7 +167,22 @@ def _place(cause: Failure, positions: Mapping[int, Position]) -> str:
     return f" ({places})" if places else ""
 
 
-def split_optimizer(positions: Mapping[int, Position]) -> list[str]:
+def left_behind(positions: Mapping[int, Position]) -> list[str]:
+    """Say what a step that was not done to its end has left behind that makes the next ones wrong; usually nothing."""
+    return [*_split_optimizer(positions), *_left_gradients(positions)]
+
+
+def _left_gradients(positions: Mapping[int, Position]) -> list[str]:
+    ranks = [rank for rank, position in sorted(positions.items()) if position.left_gradient_bytes]
+    if not ranks:
+        return []
+    return [
+        f"gradients of that step are still there on {label(ranks)}, and the next backward adds to them: drop them with "
+        "the optimizer's zero_grad() in a %%fsdp cell, if your step does not begin with it"
+    ]
+
+
+def _split_optimizer(positions: Mapping[int, Position]) -> list[str]:
     """Say which ranks did the optimizer's step that others did not do; usually nothing."""
     counts = {rank: p.optimizer_steps for rank, p in positions.items() if p.optimizer_steps is not None}
     if len(set(counts.values())) < 2:

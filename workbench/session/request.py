@@ -52,11 +52,13 @@ class Mark:
         num_rows: rows recorded, by rank.
         optimizer_steps: by rank.
         commands: begun, by rank.
+        gradient_bytes: of sharded gradients, by rank.
     """
 
     num_rows: dict[int, int]
     optimizer_steps: dict[int, int]
     commands: dict[int, int] = field(default_factory=dict)
+    gradient_bytes: dict[int, int] = field(default_factory=dict)
 
 
 class Work(Protocol):

@@ -12,7 +12,7 @@ from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, Wo
 from workbench.replay.alike import label
 from workbench.session.breakpoints import UNTIL, Breakpoints
 from workbench.session.collect import Collector
-from workbench.session.failures import Position, death_sentence, first_cause, split_optimizer, to_error
+from workbench.session.failures import Position, death_sentence, first_cause, left_behind, to_error
 from workbench.session.names import Names
 from workbench.session.places import State, Stop, state_of, unit_names
 from workbench.session.pulse import Pulse, pulse
@@ -165,6 +165,7 @@ class Session:
             num_rows=self._collector.next_seq,
             optimizer_steps={rank: position["optimizer_steps"] for rank, position in here},
             commands={rank: position.get("commands", 0) for rank, position in here},
+            gradient_bytes=dict(self._collector.gradient_bytes),
         )
 
     def open(self, work: Work, pending: Pending, mark: Mark) -> Request:
@@ -297,6 +298,7 @@ class Session:
 
     def _settle(self, outcome: Outcome, mark: Mark, is_command: bool) -> WorkbenchError:
         """Get the ranks ready again and return what to raise."""
+        self._catch_up()
         positions = self._positions(mark)
         error = _error_of(outcome, positions)
         worked = is_command or self._collector.next_seq != mark.num_rows
@@ -314,7 +316,7 @@ class Session:
 
     def _positions(self, mark: Mark) -> dict[int, Position]:
         """Return where the ranks that answer are, with what they did since ``mark``."""
-        trace = self.trace
+        trace, gradient_bytes = self.trace, self._collector.gradient_bytes
         names = {unit.index: unit.name for unit in trace.header.units}
         newest = {r.rank: r.rows[-1] for r in trace.ranks if r.end_seq > mark.num_rows.get(r.rank, 0) and len(r.rows)}
         return {
@@ -324,6 +326,7 @@ class Session:
                 unit=names.get(int(newest[rank]["unit"])) if rank in newest else None,
                 optimizer_steps=content["optimizer_steps"] - mark.optimizer_steps.get(rank, 0),
                 unfinished=content["unfinished"],
+                left_gradient_bytes=0 if mark.gradient_bytes.get(rank) else gradient_bytes.get(rank, 0),
             )
             for rank, content in self.where().items()
         }
@@ -349,7 +352,7 @@ def _error_of(outcome: Outcome, positions: dict[int, Position]) -> WorkbenchErro
         return Interrupted(f"interrupted; {still} and nobody waits: {RESTART}")
     if outcome.given_up and not any(failure.died for failure in outcome.failures):
         done = f"{outcome.given_up}; the ranks are ready again and keep their variables"
-        return Interrupted("\n".join([done, *split_optimizer(positions)]))
+        return Interrupted("\n".join([done, *left_behind(positions)]))
     cause = first_cause(outcome.failures)
     if cause.ename == UsageError.__name__:
         alike = sum(str(failure) == str(cause) for failure in outcome.failures)

@@ -30,7 +30,7 @@ NOTICED = 0.05
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 _BACKWARD = {Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD}
-_PLOT_HEIGHT, _ROW_HEIGHT, _GAP = 300, 27, 70  # pixels
+_PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 27, 70, 22  # pixels
 _MAX_TICKS, _MAX_DETAILED = 16, 3
 
 
@@ -60,10 +60,12 @@ def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int |
     fig = theme.figure(
         sentence(found),
         _subtitle(found, names),
-        height=190 + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
-        legend={"x": 0.01, "y": 0.98, "xanchor": "left", "bgcolor": theme.CLEAR},
+        height=190 + _LINE + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
     )
+    # between title and plot: the legend, and below it the mark
+    fig.update_layout(margin_t=fig.layout.margin.t + _LINE, legend_y=1 + _LINE / (_PLOT_HEIGHT / (1 - below)))
     _add_curves(fig, found, names)
     if rows:
         fig.update_layout(yaxis_domain=[below, 1])
@@ -228,11 +230,11 @@ def _highest_of_bins(curve: Ints) -> Ints:
 
 
 def _ticks(aligned: Alignment) -> dict[int, str]:
-    """Where steps begin; with few of them also where forward and backward do."""
+    """Where steps begin; with few of them also where forward and backward do, in a line of its own."""
     found: dict[int, str] = {}
     steps = [place for place, _, _ in _begins(aligned, (Kind.STEP,))]
     for place in steps[:: -(-max(len(steps), 1) // _MAX_TICKS)]:
-        found[place] = f"step {_step_numbers(aligned, place)}"
+        found[place] = f"<br>step {_step_numbers(aligned, place)}"
     if len(steps) <= _MAX_DETAILED:
         seen: set[tuple[int, Kind]] = set()
         for place, kind, step in _begins(aligned, (Kind.FORWARD, Kind.BACKWARD)):
