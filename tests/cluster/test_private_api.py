@@ -1,5 +1,6 @@
 """What _control.py uses of ipyparallel and ipykernel is still there."""
 
+import asyncio
 import inspect
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import ipykernel.ipkernel
 import ipykernel.kernelbase
 import ipyparallel
 import pytest
+import zmq
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.engine.kernel import IPythonParallelKernel
+from jupyter_client.session import Session
 
 from workbench.cluster import _control
 from workbench.errors import ClusterError
@@ -41,7 +44,16 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
         (ipyparallel.Client._update_engines, ["self._engines[eid] = v"]),
         (ipyparallel.Client.create_message_futures, ["msg_future.output = output"]),
         (MessageFuture.__init__, ["self.iopub_callbacks = []"]),
-        (IPythonParallelKernel.process_control, ["self.control_handlers.get(msg_type, None)"]),
+        (
+            IPythonParallelKernel.process_control,
+            [
+                "self.session.feed_identities(msg, copy=False)",
+                "self.session.deserialize(msg, content=True, copy=False)",
+                "self.control_handlers.get(msg_type, None)",
+                "handler(self.control_stream, idents, msg)",
+            ],
+        ),
+        (IPythonParallelKernel.dispatch_control, ["await self.process_control(msg)"]),
         (ipykernel.kernelbase.Kernel.execute_request, ['content.get("stop_on_error", True)']),
     ],
 )
@@ -53,6 +65,46 @@ def test_private_names_mean_what_they_did(function, words):
 def test_the_repair_of_await_is_still_needed():
     source = inspect.getsource(ipykernel.ipkernel.IPythonKernel.do_execute)
     assert "self.shell_channel_thread.parent_thread" in source
+
+
+class FakeKernel:
+    """As much of a kernel as its control channel needs; ``served`` and ``processed`` are what came to whom."""
+
+    def __init__(self):
+        self.session, self.control_stream = Session(key=b"known to both"), "stream"
+        self.served, self.processed = [], []
+        self.control_handlers = {_control.REQUEST: self.serve}
+
+    async def serve(self, stream, idents, request):
+        self.served.append((stream, idents, request["content"]))
+
+    async def process_control(self, message):
+        self.processed.append(message)
+
+
+def frames(session, kind):
+    """A message of ``session`` as it comes out of a socket."""
+    sent = session.serialize(session.msg(kind, {"op": "look"}), ident=b"who asks")
+    return [zmq.Frame(part) for part in sent]
+
+
+def test_requests_of_the_side_door_are_served_without_ado_and_others_as_ever():
+    kernel = FakeKernel()
+    _control._serve_without_ado(kernel)
+    other = frames(kernel.session, "interrupt_request")
+    for message in (frames(kernel.session, _control.REQUEST), other):
+        asyncio.run(kernel.process_control(message))
+    assert [(stream, content) for stream, _, content in kernel.served] == [("stream", {"op": "look"})]
+    assert [bytes(ident) for ident in kernel.served[0][1]] == [b"who asks"]
+    assert kernel.processed == [other]
+
+
+def test_a_request_that_is_signed_by_somebody_else_is_not_served():
+    kernel = FakeKernel()
+    _control._serve_without_ado(kernel)
+    with pytest.raises(ValueError, match="Invalid Signature"):
+        asyncio.run(kernel.process_control(frames(Session(key=b"known to one"), _control.REQUEST)))
+    assert kernel.served == []
 
 
 def test_the_reaper_is_light():
