@@ -33,6 +33,7 @@ def _rank_main(
     try:
         store = _store(rank, ports)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.barrier()  # a rank that ends at once would leave those that are still connecting to it
         result = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 - everything goes to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -106,7 +106,7 @@ def test_it_is_told_what_happens_while_the_cell_runs(lab):
     waits(lab, f"steps.length > {before[0] + 3}")
     waits(lab, f"timeline.stats().rectangles > {before[2]}")
     assert get(lab, "d.end") > before[1]
-    for words in ("ranks 0-1 alike", "peak "):
+    for words in ("ranks 0-1 alike", "peak ", "simplified: click for every change"):
         says(lab, words)
     assert "blocks.1" in str(get(lab, "d.units"))
     shoot(lab, "light")

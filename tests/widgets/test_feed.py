@@ -194,6 +194,9 @@ def test_an_increment_keeps_to_its_bytes_and_loses_no_peak_nor_end(max_bytes):
     trace = simulate(Setup(num_ranks=8, num_units=4, steps=30))
     found, whole = Feed().take(trace, max_bytes), Feed().take(trace, 1 << 24)
     assert len(pack(found, 0)[1]) - 20 * len(found.steps) <= 1.3 * max_bytes
+    assert whole.is_exact
+    assert not found.is_exact
+    assert len(found.memory) < len(whole.memory)
     assert found.spans["count"].sum() == whole.spans["count"].sum()
     assert found.memory["num_bytes"].sum(axis=1).max() == whole.memory["num_bytes"].sum(axis=1).max()
     assert found.memory["num_bytes"][-1].tolist() == whole.memory["num_bytes"][-1].tolist()

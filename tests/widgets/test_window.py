@@ -59,8 +59,8 @@ def numbers(told, rank):
 def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(drawn):
     trace, groups, begin_ns, end_ns = drawn
     kept = Moments()
-    found, is_exact = window(trace, kept, groups, begin_ns, end_ns)
-    assert is_exact
+    found = window(trace, kept, groups, begin_ns, end_ns)
+    assert found.is_exact
     num_units = len(trace.header.units)
     for place, group in enumerate(groups):
         rank, rows = group[0], trace.rank(group[0]).rows
@@ -80,7 +80,7 @@ def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(draw
 @given(windows())
 def test_a_window_is_the_fold_of_the_whole_trace_cut_to_it(drawn):
     trace, groups, begin_ns, end_ns = drawn
-    found, _ = window(trace, Moments(), groups, begin_ns, end_ns)
+    found = window(trace, Moments(), groups, begin_ns, end_ns)
     for place, group in enumerate(groups):
         rank_trace, times = trace.rank(group[0]), known_ns(trace, group[0])
         mine = found.memory[found.memory["group"] == place]
@@ -106,7 +106,7 @@ def test_key_frames_on_the_way_change_no_window(monkeypatch):
 
 
 def tables(trace, kept, groups, part):
-    found, _ = window(trace, kept, groups, *part)
+    found = window(trace, kept, groups, *part)
     return found.memory, found.states
 
 
@@ -114,12 +114,12 @@ def tables(trace, kept, groups, part):
 def test_of_too_much_only_extremes_are_told_and_that_is_said(rows_per_rank):
     trace = long_trace(num_ranks=2, rows_per_rank=rows_per_rank)
     groups, times = Feed().take(trace).groups, known_ns(trace, 0)
-    found, is_exact = window(trace, Moments(), groups, int(times[0]), int(times[-1]))
-    assert is_exact == (rows_per_rank == 2_000)
+    found = window(trace, Moments(), groups, int(times[0]), int(times[-1]))
+    assert found.is_exact == (rows_per_rank == 2_000)
     assert len(found.memory) <= 1.1 * MOST
     assert len(found.states) <= 1.1 * MOST
     assert found.memory["num_bytes"].sum(axis=1).max() == memory.series(trace.rank(0)).num_bytes.sum(axis=1).max()
-    last, _ = window(trace, Moments(), groups, int(times[-200]), int(times[-1]))
+    last = window(trace, Moments(), groups, int(times[-200]), int(times[-1]))
     assert last.memory["num_bytes"][-1].tolist() == found.memory["num_bytes"][-1].tolist()
 
 
@@ -127,8 +127,8 @@ def test_a_moment_without_memory_rows_still_has_a_state():
     trace = simulate(Setup(num_ranks=2, steps=2))
     rows, times = trace.rank(0).rows, known_ns(trace, 0)
     quiet = int(np.flatnonzero(np.diff(times) > 1_000)[3])
-    found, is_exact = window(trace, Moments(), ((0, 1),), int(times[quiet]), int(times[quiet]) + 1)
-    assert is_exact
+    found = window(trace, Moments(), ((0, 1),), int(times[quiet]), int(times[quiet]) + 1)
+    assert found.is_exact
     assert len(found.memory) == 1
     assert len(found.states) == len(trace.header.units)
     told = Moments().at_row(trace, 0, int(rows["seq"][quiet]))
@@ -138,8 +138,8 @@ def test_a_moment_without_memory_rows_still_has_a_state():
 def test_of_ranks_that_the_trace_does_not_have_nothing_is_told():
     trace = simulate(Setup(num_ranks=2, steps=1))
     for shown, groups in ((Trace.empty(), ((0, 1),)), (trace, ((0, 1), (7,)))):
-        found, is_exact = window(shown, Moments(), groups, 0, 1)
-        assert not is_exact
+        found = window(shown, Moments(), groups, 0, 1)
+        assert not found.is_exact
         assert len(found.memory) == len(found.states) == 0
 
 
@@ -147,10 +147,10 @@ def test_of_too_many_rows_nothing_is_told(monkeypatch):
     monkeypatch.setattr("workbench.widgets.window.MOST_ROWS", 50)
     trace = simulate(Setup(num_ranks=2, steps=2))
     times = known_ns(trace, 0)
-    found, is_exact = window(trace, Moments(), ((0,), (1,)), int(times[0]), int(times[-1]))
-    assert not is_exact
+    found = window(trace, Moments(), ((0,), (1,)), int(times[0]), int(times[-1]))
+    assert not found.is_exact
     assert len(found.memory) == 0
-    assert window(trace, Moments(), ((0, 1),), int(times[0]), int(times[20]))[1]
+    assert window(trace, Moments(), ((0, 1),), int(times[0]), int(times[20])).is_exact
 
 
 def test_events_are_what_arrow_keys_stop_at():

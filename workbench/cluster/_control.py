@@ -13,22 +13,19 @@ Private here means: ``Client._send``, its sockets, IO loop and futures; ``Messag
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import signal
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ipyparallel
 from ipyparallel.error import RemoteError
 
 from workbench.cluster.pending import Answer, Output, OutputKind, Reply, settle
+from workbench.cluster.reporting import let_go, render, report, undisturbed
 from workbench.errors import ClusterError, RankError
 
 REQUEST, REPLY, WAKE = "workbench_request", "workbench_reply", "workbench_wake"
@@ -71,44 +68,9 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
     try:
         return {"value": resolve(name)(*args)}
     except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer
-        with _undisturbed():
-            return {"error": report(error) | {"traceback": _render(error)}}
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore interrupts: what they are for has ended already, and what they would end is the answer."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _render(error: BaseException) -> str:
-    """Return the traceback of a call as IPython shows it, and free what its frames hold."""
-    below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the call
-    lines = _kernel().shell.InteractiveTB.structured_traceback(type(error), error, below, tb_offset=0)
-    _let_go(error)
-    return "\n".join(lines)
-
-
-def _let_go(error: BaseException) -> None:
-    """Empty the frames of an exception that was reported, and of those before it.
-
-    What rendered them keeps them: gradients and full parameters would live on until the next error, and longer.
-    """
-    chain, seen = [error], {id(error)}  # an exception may be among those before itself
-    while chain:
-        one = chain.pop()
-        for frame, _ in traceback.walk_tb(one.__traceback__):
-            with contextlib.suppress(RuntimeError):  # it is still executing
-                frame.clear()
-            frame.f_locals  # noqa: B018 - before Python 3.13 this is a copy, kept by the frame: look, so that it is renewed
-        for earlier in (one.__cause__, one.__context__):
-            if earlier is not None and id(earlier) not in seen:
-                seen.add(id(earlier))
-                chain.append(earlier)
+        with undisturbed():
+            shell = _kernel().shell
+            return {"error": report(error, shell) | {"traceback": render(error, shell)}}
 
 
 def install(handler_name: str) -> None:
@@ -126,7 +88,7 @@ def install(handler_name: str) -> None:
         try:
             kernel.session.send(stream, REPLY, content, parent, ident=ident, buffers=buffers)
         except (TypeError, ValueError) as error:  # not plain data: tell the one who asked, who would wait in vain
-            kernel.session.send(stream, REPLY, {"error": report(error)}, parent, ident=ident)
+            kernel.session.send(stream, REPLY, {"error": report(error, _kernel().shell)}, parent, ident=ident)
 
     async def wake(_stream: Any, _ident: Any, _parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own types
         kernel.io_loop.add_callback(lambda: None)
@@ -181,37 +143,16 @@ def _serve(handler: Callable[..., Any], request: dict[str, Any]) -> tuple[dict[s
     try:
         content, buffers = handler(request)
     except Exception as error:  # noqa: BLE001 - whatever it is must reach the one who asked
-        return {"error": report(error)}, []
+        return {"error": report(error, _kernel().shell)}, []
     return {"content": content}, buffers
 
 
 def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionResult
     error = None if result is None else result.error_before_exec or result.error_in_exec
     if error is not None:
-        _kernel().shell.display_pub.publish({ERROR_MIME: report(error)})
-        _let_go(error)  # IPython has shown it
-
-
-def report(error: BaseException) -> dict[str, Any]:
-    """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), ``line`` (int or None)."""
-    return {
-        "ename": type(error).__name__,
-        "evalue": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "line": _cell_line(error, error.__traceback__),
-    }
-
-
-def _cell_line(error: BaseException, trace: TracebackType | None) -> int | None:
-    """Return the line of the innermost frame that belongs to a cell, else that of a cell's syntax error."""
-    is_cell = _kernel().shell.compile.format_code_name
-    line = None
-    for frame, number in traceback.walk_tb(trace):
-        if is_cell(frame.f_code.co_filename) is not None:
-            line = number
-    if line is None and isinstance(error, SyntaxError) and is_cell(error.filename) is not None:
-        line = error.lineno
-    return line
+        shell = _kernel().shell
+        shell.display_pub.publish({ERROR_MIME: report(error, shell)})
+        let_go(error)  # IPython has shown it
 
 
 def _kernel() -> Any:  # noqa: ANN401 - untyped in ipyparallel

@@ -113,11 +113,13 @@ class MemorySeries:
         t_ns: when, ``[N]``.
         seq: the row just after which, ``[N]``; the key frame's ``seq - 1`` for the state before the first row.
         num_bytes: live bytes of each class, ``[N, C]``.
+        is_exact: whether these are all moments at which any moved.
     """
 
     t_ns: Ints
     seq: Ints
     num_bytes: Ints
+    is_exact: bool = True
 
     @property
     def total(self) -> Ints:
@@ -152,6 +154,7 @@ def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySerie
         t_ns=np.concatenate([rows["t_ns"][:1], rows["t_ns"][moments]]),
         seq=np.concatenate([[rank_trace.start.seq - 1], rows["seq"][moments]]),
         num_bytes=_bytes_at(rank_trace, places, moments),
+        is_exact=len(moments) == len(places),
     )
 
 

@@ -182,10 +182,10 @@ class _View:
 
     def _window(self, trace: Trace, content: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
         begin_ns, end_ns = (round(float(content[key]) * 1e3) + self._origin_ns for key in ("from_us", "to_us"))
-        found, is_exact = window(trace, self._moments, self._feed.groups, begin_ns, end_ns)
+        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns)
         about, buffer = pack(found, self._origin_ns)
         asked = {key: content[key] for key in ("number", "from_us", "to_us")}
-        return {"kind": "window", **asked, "exact": is_exact, "counts": about["counts"]}, [buffer]
+        return {"kind": "window", **asked, "exact": found.is_exact, "counts": about["counts"]}, [buffer]
 
     def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
         begin = clock()

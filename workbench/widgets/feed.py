@@ -53,6 +53,7 @@ class Increment:
         open: of the same: what has not ended, instead of what was said to be so before.
         memory: of MEMORY_DTYPE: live bytes by class from a moment on.
         states: of STATE_DTYPE: the UnitState of a unit from a moment on.
+        is_exact: whether every change is in both.
         steps: of :data:`~workbench.widgets.steps.LEARNED_DTYPE`: finished steps.
     """
 
@@ -63,6 +64,7 @@ class Increment:
     open: NDArray[np.void]
     memory: NDArray[np.void]
     states: NDArray[np.void]
+    is_exact: bool
     steps: NDArray[np.void]
 
 
@@ -99,15 +101,18 @@ class Feed:
         groups = self._alike.groups
         ranks = _drawn(groups)
         fresh = [self._fresh(trace, group[0]) for group in groups]
-        num_units = len(trace.header.units)
+        told_memory, all_memory = memory_of(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE)
+        limit = int(max_bytes * _SHARES["states"]) // STATE_SIZE
+        told_states, all_states = states_of(fresh, len(trace.header.units), limit)
         found = Increment(
             restart=restart,
             groups=groups,
             ranks=ranks,
             spans=thinned(self._take_spans(trace, ranks), int(max_bytes * _SHARES["spans"]) // SPAN_SIZE),
             open=np.concatenate([np.empty(0, SPAN_DTYPE), *(reader.open for reader in self._spans.values())]),
-            memory=memory_of(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE),
-            states=states_of(fresh, num_units, int(max_bytes * _SHARES["states"]) // STATE_SIZE),
+            memory=told_memory,
+            states=told_states,
+            is_exact=all_memory and all_states,
             steps=steps,
         )
         self._known |= {new.part.rank: advance(new.part.start, new.part.rows) for new in fresh}
@@ -182,9 +187,14 @@ def _drawn(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted(order[:MAX_RANKS]))
 
 
-def memory_of(parts: Sequence[Part], limit: int | None) -> NDArray[np.void]:
-    """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``: about ``limit`` moments; None: all."""
-    found = [np.empty(0, MEMORY_DTYPE)]
+def memory_of(parts: Sequence[Part], limit: int | None) -> tuple[NDArray[np.void], bool]:
+    """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``, and whether that is every change.
+
+    Args:
+        parts: of each group.
+        limit: about how many moments to return; None: all.
+    """
+    found, is_exact = [np.empty(0, MEMORY_DTYPE)], True
     for group, new in enumerate(parts):
         series = memory.series(new.part, None if limit is None else max(limit // len(parts), 4))
         begin = 0 if new.is_first else 1  # else the state before is known
@@ -192,12 +202,19 @@ def memory_of(parts: Sequence[Part], limit: int | None) -> NDArray[np.void]:
         told["group"], told["num_bytes"] = group, series.num_bytes[begin:]
         told["t_ns"] = series.t_ns[begin:] - new.offset_ns
         found.append(told)
-    return np.concatenate(found)
+        is_exact = is_exact and series.is_exact
+    return np.concatenate(found), is_exact
 
 
-def states_of(parts: Sequence[Part], num_units: int, limit: int | None) -> NDArray[np.void]:
-    """Return the states of all units in each group's part, of STATE_DTYPE ``[N]``: about ``limit``; None: all."""
-    found = [np.empty(0, STATE_DTYPE)]
+def states_of(parts: Sequence[Part], num_units: int, limit: int | None) -> tuple[NDArray[np.void], bool]:
+    """Return the states of all units in each group's part, of STATE_DTYPE ``[N]``, and whether that is every change.
+
+    Args:
+        parts: of each group.
+        num_units: of the trace.
+        limit: about how many to return; None: all.
+    """
+    found, is_exact = [np.empty(0, STATE_DTYPE)], True
     for group, new in enumerate(parts):
         spans = states.spans(new.part, range(max(num_units, 1)) if new.is_first else ())
         kept = spans.begin_seq >= (new.part.start.seq - 1 if new.is_first else new.part.start.seq)
@@ -205,7 +222,8 @@ def states_of(parts: Sequence[Part], num_units: int, limit: int | None) -> NDArr
         told["group"], told["unit"], told["state"] = group, spans.unit[kept], spans.state[kept]
         told["t_ns"] = spans.begin_ns[kept] - new.offset_ns
         found.append(told if limit is None else _last_of_bins(told, limit // (max(num_units, 1) * len(parts))))
-    return np.concatenate(found)
+        is_exact = is_exact and len(found[-1]) == len(told)
+    return np.concatenate(found), is_exact
 
 
 def _last_of_bins(found: NDArray[np.void], num_bins: int) -> NDArray[np.void]:

@@ -26,10 +26,8 @@ MOST_ROWS = 100_000
 """Rows of all groups together that are looked at; of more nothing is told, and the feed's picture has to do."""
 
 
-def window(
-    trace: Trace, moments: Moments, groups: Sequence[tuple[int, ...]], begin_ns: int, end_ns: int
-) -> tuple[Increment, bool]:
-    """Return memory and states from ``begin_ns`` to ``end_ns``, the state at its begin first, and whether that is all.
+def window(trace: Trace, moments: Moments, groups: Sequence[tuple[int, ...]], begin_ns: int, end_ns: int) -> Increment:
+    """Return memory and states from ``begin_ns`` to ``end_ns``, the state at its begin first.
 
     Args:
         trace: what happened so far.
@@ -43,19 +41,21 @@ def window(
         Part(part=moments.part(trace, group[0], begin_ns, end_ns), offset_ns=offset_ns(trace, group[0]), is_first=True)
         for group in told
     ]
-    is_all = len(told) == len(groups) and all(_is_few(new.part) for new in parts)
-    limit = None if is_all else MOST * len(parts)
-    found = Increment(
+    limit = None if all(_is_few(new.part) for new in parts) else MOST * len(parts)
+    told_memory, all_memory = memory_of(parts, limit)
+    told_states, all_states = states_of(parts, len(trace.header.units), limit)
+    is_exact = len(told) == len(groups) and all_memory and all_states
+    return Increment(
         restart=False,
         groups=tuple(groups),
         ranks=(),
         spans=np.empty(0, SPAN_DTYPE),
         open=np.empty(0, SPAN_DTYPE),
-        memory=memory_of(parts, limit),
-        states=states_of(parts, len(trace.header.units), limit),
+        memory=told_memory,
+        states=told_states,
+        is_exact=is_exact,
         steps=np.empty(0, LEARNED_DTYPE),
     )
-    return found, is_all
 
 
 def _is_told(trace: Trace, moments: Moments, ranks: Sequence[int], begin_ns: int, end_ns: int) -> bool:

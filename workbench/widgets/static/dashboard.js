@@ -157,6 +157,7 @@ class DashboardView {
     this.steps ??= new Series({ t: [Float64Array, 1], step: [Int32Array, 1], loss: [Float32Array, 1], ms: [Float32Array, 1] });
     this.numTracks = 0;
     this.end = 0;
+    this.simplifiedTo = -Infinity; // before this not every change was told
   }
 
   listen() {
@@ -262,6 +263,7 @@ class DashboardView {
       this.steps.push({ t: tables.steps.t[k], step: tables.steps.step[k], loss: tables.steps.loss[k], ms: tables.steps.ms[k] });
     }
     this.end = Math.max(this.end, this.now?.t_us ?? 0);
+    if (!news.exact) this.simplifiedTo = this.end;
     this.takeOpen(news.open);
     if (news.cursor !== undefined) this.takeCursor(news.cursor);
     if (this.isLive) this.showLatest();
@@ -488,7 +490,8 @@ class DashboardView {
     if (isClose) this.closeup.look(view, this.end, this.news);
     else this.closeup.rest();
     const found = this.closeup.covering(view, this.end);
-    const text = isClose ? this.closeup.hint(found) : "";
+    const isSimple = view[0] < this.simplifiedTo;
+    const text = isClose ? this.closeup.hint(found) : isSimple ? "simplified: click for every change" : "";
     for (const hint of this.hints) if (hint.textContent !== text) hint.textContent = text;
     return found;
   }
