@@ -14,6 +14,7 @@ from pathlib import Path
 
 from workbench import __version__
 from workbench.errors import UsageError, WorkbenchError
+from workbench.ports import LOOPBACK
 
 TOUR = "01_tour.ipynb"
 
@@ -59,7 +60,7 @@ def lab_command(tour: Path, extra: Sequence[str] = ()) -> list[str]:
         extra: further arguments for JupyterLab; they win over ours.
     """
     root = f"--ServerApp.root_dir={tour.parent}"
-    return [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1", root, *extra, str(tour)]
+    return [sys.executable, "-m", "jupyterlab", f"--ServerApp.ip={LOOPBACK}", root, *extra, str(tour)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -110,8 +110,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         on_cell_start=note,
     )
     # kernels installed for the user may belong to another Python: look at none of them
-    specs = KernelSpecManager(kernel_dirs=[])
-    client.km = AsyncKernelManager(kernel_spec_manager=specs, cache_ports=False, **ports.of_a_kernel())
+    client.km = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
     try:
         executed: NotebookNode = client.execute()
     except CellExecutionError as error:

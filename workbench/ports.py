@@ -30,5 +30,8 @@ def reserved_port() -> int:
 
 
 def of_a_kernel() -> dict[str, int]:
-    """Return settings of a Jupyter ``KernelManager``: a reserved port for each socket of its kernel."""
-    return {name: reserved_port() for name in _OF_A_KERNEL}
+    """Return settings of a Jupyter ``KernelManager``: a reserved port for each socket of its kernel.
+
+    Without ``cache_ports=False`` it would choose others.
+    """
+    return {"cache_ports": False, **{name: reserved_port() for name in _OF_A_KERNEL}}

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import socket
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
@@ -20,6 +19,7 @@ from tests.engine.ranks import on_one_rank, run_ranks, simulating
 from workbench import engine
 from workbench.engine import fully_shard
 from workbench.engine.probe import Kind
+from workbench.ports import LOOPBACK, reserved_port
 
 # ---- modules as objects
 
@@ -101,9 +101,7 @@ def test_a_module_that_watches_its_attributes_sees_the_parameters_come_and_go():
 
 @simulating
 def test_under_torchrun_the_process_group_need_not_be_made():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(reserved_port())}
     os.environ.update(place, TORCHELASTIC_RUN_ID="1")  # of this process, which ends with the test
     model = fully_shard(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()

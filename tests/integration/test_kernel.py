@@ -26,8 +26,7 @@ print("family", *(p.pid for p in psutil.Process().children(recursive=True)))
 @pytest.fixture
 def kernel():
     """A fresh IPython kernel of this Python and a client of it."""
-    specs = KernelSpecManager(kernel_dirs=[])
-    manager = KernelManager(kernel_spec_manager=specs, cache_ports=False, **ports.of_a_kernel())
+    manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
     manager.start_kernel()
     client = manager.blocking_client()
     client.start_channels()

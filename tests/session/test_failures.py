@@ -103,7 +103,7 @@ def test_ranks_whose_optimizer_went_ahead_are_named():
 
 
 def test_gradients_that_a_step_left_behind_are_told():
-    left = {0: Position(), 1: Position(left_gradient_bytes=4), 2: Position(left_gradient_bytes=8)}
+    left = {0: Position(), 1: Position(left_gradients=True), 2: Position(left_gradients=True)}
     said = str(to_error([DIVISION], left, next_thing=NEXT))
     assert "gradients of that step are still there on ranks 1-2, and the next backward adds to them" in said
     assert said.endswith(NEXT)

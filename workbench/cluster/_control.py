@@ -25,7 +25,7 @@ import ipyparallel
 from ipyparallel.error import RemoteError
 
 from workbench.cluster.pending import Answer, Output, OutputKind, Reply, settle
-from workbench.cluster.reporting import let_go, render, report, undisturbed
+from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
 from workbench.errors import ClusterError, RankError
 
 REQUEST, REPLY, WAKE = "workbench_request", "workbench_reply", "workbench_wake"
@@ -70,7 +70,9 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
     except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer
         with undisturbed():
             shell = _kernel().shell
-            return {"error": report(error, shell) | {"traceback": render(error, shell)}}
+            answer = {"error": report(error, shell, render(error, shell))}
+            let_go(error)
+            return answer
 
 
 def install(handler_name: str) -> None:
@@ -88,7 +90,7 @@ def install(handler_name: str) -> None:
         try:
             kernel.session.send(stream, REPLY, content, parent, ident=ident, buffers=buffers)
         except (TypeError, ValueError) as error:  # not plain data: tell the one who asked, who would wait in vain
-            kernel.session.send(stream, REPLY, {"error": report(error, _kernel().shell)}, parent, ident=ident)
+            kernel.session.send(stream, REPLY, {"error": report(error, kernel.shell)}, parent, ident=ident)
 
     async def wake(_stream: Any, _ident: Any, _parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own types
         kernel.io_loop.add_callback(lambda: None)
@@ -151,7 +153,7 @@ def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionRe
     error = None if result is None else result.error_before_exec or result.error_in_exec
     if error is not None:
         shell = _kernel().shell
-        shell.display_pub.publish({ERROR_MIME: report(error, shell)})
+        shell.display_pub.publish({ERROR_MIME: {"line": cell_line(error, shell)}})  # the rest comes with the reply
         let_go(error)  # IPython has shown it
 
 

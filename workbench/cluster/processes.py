@@ -143,11 +143,11 @@ def end(cluster_id: str, adopted: Iterable[psutil.Process], *, grace_s: float, d
     adopted = tuple(adopted)
     left = belonging(cluster_id, adopted)
     _signal(left, psutil.Process.terminate)
-    _wait(left, grace_s)
+    wait_for_end(left, grace_s)
     deadline = time.monotonic() + deadline_s
     while (left := belonging(cluster_id, adopted)) and time.monotonic() < deadline:
         _signal(left, psutil.Process.kill)
-        _wait(left, 0.5)
+        wait_for_end(left, 0.5)
     return not left
 
 
@@ -159,7 +159,8 @@ def _signal(processes: Iterable[psutil.Process], send: Callable[[psutil.Process]
             continue
 
 
-def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+def wait_for_end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    """Wait until none of ``processes`` runs, ``timeout_s`` seconds at most."""
     # not psutil.wait_procs: it would take the exit codes of our children away from those who wait for them
     deadline = time.monotonic() + timeout_s
     while any(is_running(process) for process in processes) and time.monotonic() < deadline:

@@ -8,23 +8,36 @@ from __future__ import annotations
 import contextlib
 import signal
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 
-def report(error: BaseException, shell: Any) -> dict[str, Any]:  # noqa: ANN401 - untyped in IPython
-    """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), ``line`` (int or None)."""
+class Shell(Protocol):
+    """What of IPython's shell is needed here."""
+
+    compile: Any
+    InteractiveTB: Any
+
+
+def report(error: BaseException, shell: Shell, rendered: str | None = None) -> dict[str, Any]:
+    """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), ``line`` (int or None).
+
+    Args:
+        error: what was raised.
+        shell: the engine's IPython.
+        rendered: its traceback; None: as Python writes it.
+    """
     return {
         "ename": type(error).__name__,
         "evalue": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "line": _cell_line(error, shell.compile.format_code_name),
+        "traceback": "".join(traceback.format_exception(error)) if rendered is None else rendered,
+        "line": cell_line(error, shell),
     }
 
 
-def _cell_line(error: BaseException, cell_of: Callable[[str | None], object]) -> int | None:
+def cell_line(error: BaseException, shell: Shell) -> int | None:
     """Return the line of the innermost frame that belongs to a cell, else that of a cell's syntax error."""
-    line = None
+    line, cell_of = None, shell.compile.format_code_name
     for frame, number in traceback.walk_tb(error.__traceback__):
         if cell_of(frame.f_code.co_filename) is not None:
             line = number
@@ -43,11 +56,10 @@ def undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def render(error: BaseException, shell: Any) -> str:  # noqa: ANN401 - untyped in IPython
-    """Return the traceback of a call as IPython shows it, and free what its frames hold."""
+def render(error: BaseException, shell: Shell) -> str:
+    """Return the traceback of a call as IPython shows it."""
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the call
     lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, below, tb_offset=0)
-    let_go(error)
     return "\n".join(lines)
 
 
@@ -62,7 +74,7 @@ def let_go(error: BaseException) -> None:
         for frame, _ in traceback.walk_tb(one.__traceback__):
             with contextlib.suppress(RuntimeError):  # it is still executing
                 frame.clear()
-            frame.f_locals  # noqa: B018 - before Python 3.13 this is a copy, kept by the frame: look, so that it is renewed
+            _ = frame.f_locals  # before Python 3.13 a copy that the frame keeps: to look at it is to renew it
         for earlier in (one.__cause__, one.__context__):
             if earlier is not None and id(earlier) not in seen:
                 seen.add(id(earlier))

@@ -30,8 +30,10 @@ from typing import IO
 
 import psutil
 
+from workbench.cluster import processes
 from workbench.errors import ClusterError
 
+_DIE_S = 1.0  # a process needs a moment to die of a signal
 _PR_SET_PDEATHSIG = 1
 _NVIDIA = Path("/dev/nvidiactl")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when it is imported
@@ -114,7 +116,8 @@ class Zygote:
             with self._popen.stdout as lines:
                 self._read(lines)
         code = self._popen.wait()
-        for rank, forked in enumerate(self.ranks):  # those that live die with it
+        processes.wait_for_end([f.process for f in self.ranks if f.returncode is None and f.process], _DIE_S)
+        for rank, forked in enumerate(self.ranks):  # those that lived died with it
             if forked.returncode is None:
                 self._ended(rank, code if forked.process is None else -signal.SIGKILL)
 

@@ -17,10 +17,10 @@ from workbench.engine import groups
 from workbench.engine.root import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
+from workbench.ports import LOOPBACK
 from workbench.runtime.meshes import make_mesh, rebuild_groups
 from workbench.runtime.sockets import PeerSockets
 
-LOOPBACK = "127.0.0.1"
 # stalls are found by the workbench, which knows when a rank is merely held; c10d must not end a group by itself
 _NEVER = timedelta(days=7)
 

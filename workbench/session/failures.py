@@ -65,7 +65,7 @@ class Position:
         unit: name of the unit at work.
         optimizer_steps: optimizer steps since the rank started.
         unfinished: collectives begun and not ended.
-        left_gradient_bytes: of sharded gradients that are there now; 0 if there were some before as well.
+        left_gradients: whether there are sharded gradients now, and were none before.
     """
 
     step: int | None = None
@@ -73,7 +73,7 @@ class Position:
     unit: str | None = None
     optimizer_steps: int | None = None
     unfinished: int | None = None
-    left_gradient_bytes: int = 0
+    left_gradients: bool = False
 
     def __str__(self) -> str:
         parts = []
@@ -173,7 +173,7 @@ def left_behind(positions: Mapping[int, Position]) -> list[str]:
 
 
 def _left_gradients(positions: Mapping[int, Position]) -> list[str]:
-    ranks = [rank for rank, position in sorted(positions.items()) if position.left_gradient_bytes]
+    ranks = [rank for rank, position in sorted(positions.items()) if position.left_gradients]
     if not ranks:
         return []
     return [

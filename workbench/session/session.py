@@ -298,7 +298,6 @@ class Session:
 
     def _settle(self, outcome: Outcome, mark: Mark, is_command: bool) -> WorkbenchError:
         """Get the ranks ready again and return what to raise."""
-        self._catch_up()
         positions = self._positions(mark)
         error = _error_of(outcome, positions)
         worked = is_command or self._collector.next_seq != mark.num_rows
@@ -326,7 +325,7 @@ class Session:
                 unit=names.get(int(newest[rank]["unit"])) if rank in newest else None,
                 optimizer_steps=content["optimizer_steps"] - mark.optimizer_steps.get(rank, 0),
                 unfinished=content["unfinished"],
-                left_gradient_bytes=0 if mark.gradient_bytes.get(rank) else gradient_bytes.get(rank, 0),
+                left_gradients=gradient_bytes.get(rank, 0) > 0 == mark.gradient_bytes.get(rank, 0),
             )
             for rank, content in self.where().items()
         }

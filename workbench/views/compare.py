@@ -61,11 +61,11 @@ def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int |
         sentence(found),
         _subtitle(found, names),
         height=190 + _LINE + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "bgcolor": theme.CLEAR},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
     )
     # between title and plot: the legend, and below it the mark
-    fig.update_layout(margin_t=fig.layout.margin.t + _LINE, legend_y=1 + _LINE / (_PLOT_HEIGHT / (1 - below)))
+    fig.update_layout(margin_t=fig.layout.margin.t + _LINE, legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
     _add_curves(fig, found, names)
     if rows:
         fig.update_layout(yaxis_domain=[below, 1])
