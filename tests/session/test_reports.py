@@ -16,6 +16,7 @@ from workbench.session.reports import (
     VerifyReport,
 )
 from workbench.session.results import to_report
+from workbench.session.stop_reports import EndReport
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(
@@ -129,3 +130,10 @@ def test_ranks_without_a_loss_do_not_count():
 def test_a_command_without_a_report():
     with pytest.raises(ValueError, match="no report"):
         to_report(Command(), {})
+
+
+def test_lines_of_a_headline_stay_lines_and_are_text():
+    report = EndReport(sentence="aborted; ready again\ngradients of <b> are left")
+    shown = report._repr_mimebundle_()
+    assert shown["text/plain"] == "aborted; ready again\ngradients of <b> are left"
+    assert shown["text/html"] == "<div><strong>aborted; ready again</strong><br>gradients of &lt;b&gt; are left</div>"

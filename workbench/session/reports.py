@@ -44,7 +44,8 @@ class Report(ABC):
             for name, value in self.facts()
         )
         table = f'<table style="margin:4px 0 0 0">{rows}</table>' if rows else ""
-        return f"<div><strong>{html.escape(self.headline)}</strong>{table}</div>"
+        first, *others = html.escape(self.headline).split("\n")
+        return f"<div><strong>{first}</strong>{''.join(f'<br>{line}' for line in others)}{table}</div>"
 
 
 @dataclass(frozen=True, kw_only=True)
