@@ -87,9 +87,9 @@ def _result(parent: Connection, process: Any, timeout_s: float) -> tuple[str, An
 def eventually(condition: Callable[[], bool], timeout_s: float = 5) -> bool:
     """Look until ``condition`` holds or the time is up; returns whether it holds."""
     deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         threading.Event().wait(0.001)
-    return condition()
+    return holds
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -25,8 +25,15 @@ class Door:
         return self("where")
 
     def until(self, condition):
-        assert eventually(lambda: condition(self.where()), PATIENCE_S), self.where()
-        return self.where()
+        """Ask where the rank stands until ``condition`` holds; returns the answer for which it held."""
+        seen = []
+
+        def holds():
+            seen[:] = [self.where()]
+            return condition(seen[0])
+
+        assert eventually(holds, PATIENCE_S), seen
+        return seen[0]
 
     def until_held(self):
         return self.until(lambda where: where["held"] is not None)["held"]
