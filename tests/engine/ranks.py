@@ -33,11 +33,13 @@ def _rank_main(
     try:
         store = _store(rank, ports)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        dist.barrier()  # a rank that ends at once would leave those that are still connecting to it
+        dist.barrier()  # a rank that fails at once would leave those that are still connecting to it
         result = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 - everything goes to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())
     ports[rank].send_bytes(pickle.dumps(result))  # plain pickle: tensors by value, not by a file of this process
+    if result[0] == "ok":
+        ports[rank].recv()  # until all have answered: others may still be making a group with this rank
     groups.forget_all()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -53,19 +55,22 @@ def _store(rank: int, ports: tuple[Connection, ...]) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port.recv(), is_master=False)
 
 
-def outcomes(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 90) -> list[tuple[str, Any]]:
+def outcomes(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[tuple[str, Any]]:
     """Return per rank ("ok", result) or ("Name: message", traceback)."""
     pairs = [_FORK.Pipe() for _ in range(world_size)]
     ends = tuple(child for _, child in pairs)
     processes = [_FORK.Process(target=_rank_main, args=(r, world_size, ends, (fn, args))) for r in range(world_size)]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + timeout_s
     try:
         number = pairs[0][0].recv()
         for parent, _ in pairs[1:]:
             parent.send(number)
-        return [_result(parent, process, timeout_s) for (parent, _), process in zip(pairs, processes, strict=True)]
+        return [_result(parent, process, deadline) for (parent, _), process in zip(pairs, processes, strict=True)]
     finally:
+        for parent, _ in pairs:
+            parent.send("end")
         for process in processes:
             process.join(10)
             if process.is_alive():
@@ -77,14 +82,14 @@ def outcomes(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: flo
             child.close()
 
 
-def _result(parent: Connection, process: Any, timeout_s: float) -> tuple[str, Any]:
-    ready = wait([parent, process.sentinel], timeout_s)
+def _result(parent: Connection, process: Any, deadline: float) -> tuple[str, Any]:
+    ready = wait([parent, process.sentinel], max(0.0, deadline - time.monotonic()))
     if parent in ready or parent.poll():
         return pickle.loads(parent.recv_bytes())
     return ("died" if ready else "timed out", f"exit code {process.exitcode}")
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 5) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 30) -> bool:
     """Look until ``condition`` holds or the time is up; returns whether it holds."""
     deadline = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sys
+import time
 import traceback
 from multiprocessing.connection import wait
 
@@ -61,10 +62,12 @@ def _main(rank, world_size, port, ask, job):
     except BaseException as error:  # noqa: BLE001 - everything goes to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())
     port.send(result)
+    if result[0] == "ok":
+        ask.recv()  # until all have answered: others may still be making a group with this rank
     rank_module.shutdown()
 
 
-def run(world_size, fn, *args, timeout_s=60):
+def run(world_size, fn, *args, timeout_s=120):
     """Return ``fn(*args)`` of every rank in order; raise with the traceback if one raised."""
     answers = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     asks = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
@@ -74,12 +77,15 @@ def run(world_size, fn, *args, timeout_s=60):
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + timeout_s
     try:
         address = answers[0][0].recv()
         for _, ask in asks:
             ask.send(address)
-        return [_result(answers[r][0], processes[r], r, timeout_s) for r in range(world_size)]
+        return [_result(answers[r][0], processes[r], r, deadline) for r in range(world_size)]
     finally:
+        for _, ask in asks:
+            ask.send("end")
         for process in processes:
             process.join(10)
             if process.is_alive():
@@ -91,8 +97,8 @@ def run(world_size, fn, *args, timeout_s=60):
             writer.close()
 
 
-def _result(answer, process, rank, timeout_s):
-    wait([answer, process.sentinel], timeout_s)
+def _result(answer, process, rank, deadline):
+    wait([answer, process.sentinel], max(0.0, deadline - time.monotonic()))
     assert answer.poll(), f"rank {rank} gave no answer; exit code {process.exitcode}"
     what, value = answer.recv()
     assert what == "ok", f"rank {rank}: {what}\n{value}"

@@ -1,5 +1,8 @@
 """Commands on real ranks: what they answer, what they refuse, and what they leave behind."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +54,19 @@ def life_of_a_model():
     out["plain"] = type(ns["model"]).__name__
     out["after"] = execute(Step(count=1))
     return out
+
+
+def loaded_by_a_first_shard():
+    prepare()
+    before = set(sys.modules)
+    execute(Shard(model="model", wrap=("Block",)))
+    return sorted(set(sys.modules) - before)
+
+
+def test_what_sharding_needs_is_loaded_before_ranks_are_forked():
+    """In a process of its own: other tests load more than the ranks' module does."""
+    code = "from tests.runtime import job, test_commands as t; print(*job.run(2, t.loaded_by_a_first_shard))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[] []\n"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

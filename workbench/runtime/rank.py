@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks are forked, not in each of them
 
 from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, from_dict
 from workbench.engine import groups
