@@ -2,7 +2,9 @@
 
 import functools
 import multiprocessing
+import os
 import pickle
+import sys
 import threading
 import time
 import traceback
@@ -29,6 +31,8 @@ def _rank_main(
     rank: int, world_size: int, ports: tuple[Connection, ...], job: tuple[Callable[..., Any], tuple]
 ) -> None:
     torch.set_num_threads(1)
+    # gloo would otherwise ask the network for the address of this host, and listen there
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     fn, args = job
     try:
         store = _store(rank, ports)

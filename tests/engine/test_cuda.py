@@ -22,6 +22,7 @@ from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from workbench.engine.call import states_below, units_of
 from workbench.engine.streams import Streams
+from workbench.ports import reserved_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,10 +49,7 @@ def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., None], a
 
 def run_on_gpus(world_size: int, fn: Callable[..., None], *args: object) -> None:
     """Call ``fn(*args)`` on ``world_size`` ranks with a device each; raises what one of them raises."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
-    mp.spawn(_rank_main, (world_size, port, fn, args), nprocs=world_size)
+    mp.spawn(_rank_main, (world_size, reserved_port(), fn, args), nprocs=world_size)
 
 
 def make(**options: object) -> Net:

@@ -286,16 +286,17 @@ def test_a_killed_rank_leaves_nothing_and_its_peers_keep_what_they_share(victim)
 
 
 def test_who_holds_memory_is_found():
-    fd = os.memfd_create("workbench-test")
+    name = f"workbench-{os.getpid()}"  # nobody else's on this machine
+    fd = os.memfd_create(name)
     os.posix_fallocate(fd, 0, 1)
-    own = shared_memory._map(f"{os.getpid()} {fd} workbench-test", 1)
-    assert mapped() == ["workbench-test"]
-    assert open_files() == ["/memfd:workbench-test (deleted)"]
-    assert holders("workbench-test") == [str(os.getpid())]
+    own = shared_memory._map(f"{os.getpid()} {fd} {name}", 1)
+    assert mapped() == [name]
+    assert open_files() == [f"/memfd:{name} (deleted)"]
+    assert holders(name) == [str(os.getpid())]
     os.close(fd)
     own.fill_(1)
     del own
-    assert holders("workbench-test") == mapped() == open_files() == []
+    assert holders(name) == mapped() == open_files() == []
 
 
 def no_file_is_made() -> tuple[set[str], int]:

@@ -65,13 +65,33 @@ def test_a_wait_ends_with_the_collective():
     assert before <= pending.end_ns <= time.monotonic_ns()
 
 
-def test_a_cancelled_wait_ends_within_a_second():
+class Slices:
+    """Stands for the end of a collective that never ends; somebody cancels in the second slice of the wait."""
+
+    def __init__(self) -> None:
+        self.seconds = []
+
+    def wait(self, seconds: float) -> bool:
+        self.seconds.append(seconds)
+        if len(self.seconds) == 2:
+            cancellation.cancel("rank 1 failed")
+        return False
+
+
+def test_a_cancelled_wait_ends_with_its_slice_well_within_a_second():
+    pending = PendingWork.of(FakeWork(), REDUCE)
+    pending._done = slices = Slices()
+    with pytest.raises(StepAborted, match=r"^rank 1 failed$"):
+        pending.block()
+    assert slices.seconds == [waits.SLICE_S] * 2
+    assert waits.SLICE_S < 0.5
+
+
+def test_a_wait_may_be_cancelled_from_another_thread():
     pending = PendingWork.of(FakeWork(), REDUCE)
     thread = in_a_thread(lambda: cancellation.cancel("rank 3 failed"))
-    begin = time.monotonic()
     with pytest.raises(StepAborted, match=r"^rank 3 failed$"):
         pending.block()
-    assert time.monotonic() - begin < 1
     thread.join()
     with pytest.raises(StepAborted):
         pending.block()  # later waits too, though the collective has not ended
@@ -95,7 +115,7 @@ def test_a_failed_collective_says_which_one():
 @pytest.mark.parametrize("when", ["before", "a moment later"])
 def test_a_collective_that_an_abort_broke_reports_the_abort(when, monkeypatch):
     """The word of the abort may come after the sockets are gone: a failure waits for it a little."""
-    monkeypatch.setattr(waits, "GRACE_S", 10)
+    monkeypatch.setattr(waits, "GRACE_S", 60)
     work = FakeWork("Connection closed by peer")
     pending = PendingWork.of(work, REDUCE)
     work.future.set_result(None)
@@ -144,54 +164,42 @@ def cancel_at_wait(kind: Kind) -> Callable:
     return listen
 
 
-def give_up(model: nn.Module, kind: Kind) -> float:
-    """Run a step that the other rank does not run; returns the seconds from the first wait to the exception."""
-    begins = []
+def give_up(model: nn.Module, kind: Kind) -> None:
+    """Run a step that the other rank does not run, until this one is cancelled."""
     with recording() as record:
-        listen = cancel_at_wait(kind)
-
-        def event(event_kind, *rest):
-            if event_kind is Kind.WAIT and not begins:
-                begins.append(time.monotonic())
-            listen(event_kind, *rest)
-
-        record.event = event
+        record.event = cancel_at_wait(kind)
         record.memory = lambda *_: None  # recording starts in the middle
         with pytest.raises(StepAborted, match=r"^by the test$"):
             loss_of(model, batch(0, 7)).backward()
-    return time.monotonic() - begins[0]
 
 
-def abandoned(where: str) -> tuple[float, int]:
+def abandoned(where: str) -> int:
     plain = make_net(num_blocks=2)
     model = shard_net(copy.deepcopy(plain))
-    elapsed, unfinished = 0.0, 0
+    unfinished = 0
     if where != "first forward":
         train_both(plain, model, 1)
     if dist.get_rank() == 0:
         if where == "first forward":
             is_waited_for = cancellation._cancelled._cond._waiters  # for the other rank to say what it will do
             thread = in_a_thread(lambda: (eventually(lambda: bool(is_waited_for)), cancellation.cancel("now")))
-            begin = time.monotonic()
             with pytest.raises(StepAborted, match=r"^now$"):
                 model(batch(0, 7))
-            elapsed = time.monotonic() - begin
             thread.join()
         else:
-            elapsed = give_up(model, Kind.ALL_GATHER)
+            give_up(model, Kind.ALL_GATHER)
         unfinished = groups.num_unfinished()
     cancellation.reset()
     rejoin(1)
     model.reset_iter_state()
     assert groups.num_unfinished() == 0
     train_both(plain, model, 2)
-    return elapsed, unfinished
+    return unfinished
 
 
 @pytest.mark.parametrize("where", ["first forward", "a later forward"])
 def test_a_rank_that_waits_for_one_that_never_comes_is_freed_and_all_go_on(where):
-    (elapsed, unfinished), _ = run_ranks(2, abandoned, where)
-    assert elapsed < 1
+    unfinished, _ = run_ranks(2, abandoned, where)
     assert (unfinished > 0) == (where != "first forward")  # at first nothing is issued before all ranks agree
 
 
@@ -221,27 +229,23 @@ def test_a_rank_that_waits_in_backward_is_freed_and_all_go_on():
     assert run_ranks(2, abandoned_in_backward) == [(1, [Category.SHARDED_PARAMS]), (0, [Category.SHARDED_PARAMS])]
 
 
-def killed_peer() -> tuple[str, float]:
+def killed_peer() -> str:
     model = shard_net(make_net(num_blocks=2))
     loss_of(model, batch(0, 0)).backward()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
     try:
-        for step in range(100):
-            loss_of(model, batch(0, step)).backward()
+        loss_of(model, batch(0, 1)).backward()
     except RuntimeError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "nothing happened", 0.0
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
 
 
-def test_a_killed_peer_is_an_exception_soon():
+def test_a_killed_peer_is_an_exception():
     survivor, dead = outcomes(2, killed_peer)
     assert dead == ("died", "exit code -9")
     assert survivor[0] == "ok"
-    said, elapsed = survivor[1]
-    assert said.startswith("CollectiveFailed: all-gather of unit ")
-    assert elapsed < 2
+    assert survivor[1].startswith("CollectiveFailed: all-gather of unit ")
 
 
 def after_its_group_was_destroyed() -> list[str]:

@@ -9,7 +9,7 @@ from tests.runtime.job import execute
 from workbench.runtime import rank as rank_module
 
 _FORK = multiprocessing.get_context("fork")
-PATIENCE_S = 30
+PATIENCE_S = 60
 
 
 class Door:

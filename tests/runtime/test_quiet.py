@@ -63,18 +63,22 @@ def test_the_device_is_synchronised_in_the_held_thread_before_the_rank_counts_as
 
 
 def let_go_meanwhile():
-    door, held = Door(), []
+    door, seen = Door(), []
 
     def synchronise(device):
         door.break_at()
         door("continue")
+        seen.append(door.where()["commands"])
 
-    done, _ = on_a_device(lambda door: held.append(door.where()["held"]), synchronise)
-    return done["steps_done"], held
+    def ended(where):
+        return where["commands"] == 2 and where["doing"] == ""  # the second is the step
+
+    done, _ = on_a_device(lambda door: door.until(ended), synchronise)
+    return done["steps_done"], seen
 
 
 def test_a_rank_that_is_let_go_while_its_device_works_does_not_hold():
-    assert run(1, let_go_meanwhile) == [(1, [None])]
+    assert run(1, let_go_meanwhile) == [(1, [2])]
 
 
 def paused_on_the_cpu():

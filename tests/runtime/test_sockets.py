@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from workbench.runtime import sockets as sockets_module
 from workbench.runtime.sockets import PeerSockets
 
 
@@ -43,6 +44,21 @@ def test_the_store_s_connections_are_left_alone(listener):
         client, accepted = connect(listener)
     assert sockets.shut() == 0
     client.close()
+    accepted.close()
+
+
+def test_a_socket_that_another_thread_closes_while_sockets_are_listed_is_no_peer(listener, monkeypatch):
+    sockets, listed = PeerSockets(), sockets_module._open_sockets
+
+    def list_and_close():
+        found = listed()
+        client.close()
+        return found
+
+    with sockets.tracked():
+        client, accepted = connect(listener)
+        monkeypatch.setattr(sockets_module, "_open_sockets", list_and_close)
+    assert sockets.shut() == 1
     accepted.close()
 
 

@@ -30,13 +30,12 @@ def _open_sockets() -> dict[int, int]:
 
 def _ports(fd: int) -> set[int]:
     """Return the two ports of a connected TCP socket, nothing for any other."""
-    with socket.socket(fileno=os.dup(fd)) as sock:
-        if sock.family not in {socket.AF_INET, socket.AF_INET6}:
-            return set()
-        try:
-            return {sock.getsockname()[1], sock.getpeername()[1]}
-        except OSError:
-            return set()  # listening, or not connected yet
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            is_tcp = sock.family in {socket.AF_INET, socket.AF_INET6}
+            return {sock.getsockname()[1], sock.getpeername()[1]} if is_tcp else set()
+    except OSError:
+        return set()  # listening, not connected yet, or closed by another thread since it was listed
 
 
 class PeerSockets:
