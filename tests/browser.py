@@ -10,6 +10,8 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 NO_BROWSER = "WORKBENCH_NO_BROWSER"
+PATIENCE_MS = 90_000
+"""How long a browser may take for one thing: a machine may be busy with others."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _MAC = (
@@ -52,8 +54,9 @@ class Opened:
 def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
     """Open a local file with the network off, in a fresh profile."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
         context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900})
+        context.set_default_timeout(PATIENCE_MS)
         opened = Opened(context.new_page())
         opened.page.on("request", lambda request: opened.requests.append(request.url))
         opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
@@ -68,12 +71,15 @@ def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
             browser.close()
 
 
+_FIGURES = """() => [...document.querySelectorAll(".plotly-graph-div")].map(div => {
+    const box = div.getBoundingClientRect();
+    const marks = div.querySelectorAll(".plot path, .plot .point, .trace path, .cell-text, canvas");
+    return {width: box.width, height: box.height, marks: marks.length};
+})"""
+
+
 def figures(page: Page) -> list[dict[str, float]]:
-    """Of each plotly figure on the page: its size in pixels and how many marks it drew."""
-    return page.evaluate(
-        """() => [...document.querySelectorAll(".plotly-graph-div")].map(div => {
-            const box = div.getBoundingClientRect();
-            const marks = div.querySelectorAll(".plot path, .plot .point, .trace path, .cell-text, canvas");
-            return {width: box.width, height: box.height, marks: marks.length};
-        })"""
-    )
+    """Of each plotly figure on the page, once all are drawn: its size in pixels and how many marks it drew."""
+    page.wait_for_function(f"() => ({_FIGURES})().every(({{marks}}) => marks > 0)")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
+    return page.evaluate(_FIGURES)

@@ -104,6 +104,8 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
+        startup_timeout=CELL_TIMEOUT_S,
+        iopub_timeout=CELL_TIMEOUT_S,  # outputs take another way than the reply, and may come later
         resources={"metadata": {"path": str(folder)}},
         store_widget_state=False,
         extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else it warns that its loopback sockets are plain TCP

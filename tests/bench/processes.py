@@ -23,6 +23,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor  # as above: loaded before the ranks are forked
 
 TIMEOUT_S = 600
+NO_FAILURE = -1
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -58,9 +59,9 @@ def _main(rank: int, end: Connection, job: tuple[str, int, Callable[..., Any], t
         store = dist.FileStore(path, num_ranks)
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        end.send_bytes(pickle.dumps(("ok", function(*args))))
+        end.send_bytes(pickle.dumps((NO_FAILURE, function(*args))))
     except BaseException:  # noqa: BLE001 - everything goes to the parent
-        end.send_bytes(pickle.dumps(("failed", f"rank {rank}: {traceback.format_exc()}")))
+        end.send_bytes(pickle.dumps((time.monotonic_ns(), f"rank {rank}: {traceback.format_exc()}")))
         os._exit(1)  # its sockets close: the peers do not wait for it
     if "workbench.engine.groups" in sys.modules:
         sys.modules["workbench.engine.groups"].forget_all()
@@ -76,19 +77,21 @@ def _results(pipes: list[Connection]) -> list[Any]:
         ready = wait([p for p in pipes if p not in results], max(0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(f"a rank did not answer within {TIMEOUT_S} s")
-        for pipe in ready:
-            results[pipe] = _received(pipe, pipes.index(pipe))
+        sent = {pipe: _received(pipe, pipes.index(pipe)) for pipe in ready}
+        failures = [(failed_ns, what) for failed_ns, what in sent.values() if failed_ns != NO_FAILURE]
+        if failures:
+            raise RankFailure(min(failures)[1])
+        results |= {pipe: result for pipe, (_, result) in sent.items()}
     return [results[pipe] for pipe in pipes]
 
 
-def _received(pipe: Connection, rank: int) -> Any:
+def _received(pipe: Connection, rank: int) -> tuple[int, Any]:
+    """When the rank failed, and how; or that it did not, and its result. One that died did so before it could tell."""
     try:
-        what, result = pickle.loads(pipe.recv_bytes())
+        failed_ns, result = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise RankFailure(f"rank {rank}: died") from None
-    if what != "ok":
-        raise RankFailure(result)
-    return result
+        return 0, f"rank {rank}: died"
+    return failed_ns, result
 
 
 def _end(process: Any) -> None:

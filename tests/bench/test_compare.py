@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.bench import __main__ as bench
-from tests.bench import report
+from tests.bench import processes, report
 from tests.bench.cases import ALONE, IMPLEMENTATIONS, OURS, TORCH
 from tests.bench.compare import Effort, Runs, against_second_run, compare, joined, row, with_ratios
 from tests.bench.processes import RankFailure, on_ranks
@@ -61,6 +61,12 @@ def raises_on_the_second_rank():
 
 
 def test_a_failing_rank_ends_its_peers_and_is_named():
+    with pytest.raises(RankFailure, match=r"(?s)^rank 1: .*ValueError: no such luck$"):
+        on_ranks(2, raises_on_the_second_rank)
+
+
+def test_of_failures_heard_of_together_the_first_is_named(monkeypatch):
+    monkeypatch.setattr(processes, "wait", lambda pipes, _: [pipe for pipe in pipes if pipe.poll(60)])
     with pytest.raises(RankFailure, match=r"(?s)^rank 1: .*ValueError: no such luck$"):
         on_ranks(2, raises_on_the_second_rank)
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 MARK = "WORKBENCH_TEST_MARK"  # in the environment of everything that a run starts
-TIMEOUT_S = 280
+TIMEOUT_S = 800
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,19 @@ def _run(folder: Path, num_ranks: int) -> DemoRun:
     return DemoRun(folder, code, *(text.read_text() for text in texts), peak_bytes, _survivors(mark))
 
 
-def _survivors(mark: str, within_s: float = 10) -> tuple[str, ...]:
+def _survivors(mark: str, within_s: float = 30) -> tuple[str, ...]:
     """Processes that carry ``mark``, once they had time to end."""
     deadline = time.monotonic() + within_s
     while (found := _marked(mark)) and time.monotonic() < deadline:
         psutil.wait_procs(found, timeout=0.2)
-    return tuple(" ".join(process.cmdline()) for process in found)
+    return tuple(map(_command, found))
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return f"process {process.pid}, which has ended just now"
 
 
 def _marked(mark: str) -> list[psutil.Process]:

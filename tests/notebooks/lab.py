@@ -14,8 +14,9 @@ from pathlib import Path
 import nbformat
 from playwright.sync_api import Page, sync_playwright
 
-from tests.browser import FLAGS
+from tests.browser import FLAGS, PATIENCE_MS
 from tests.waiting import wait_until
+from workbench import ports
 from workbench.cli import lab_command
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
@@ -43,16 +44,17 @@ def jupyterlab(folder: Path, cells: Sequence[str]) -> Iterator[str]:
         "--ServerApp.port=0",
         f"--IdentityProvider.token={TOKEN}",
         "--LabApp.expose_app_in_browser=True",
+        *(f"--KernelManager.{name}={value}" for name, value in ports.of_a_kernel().items()),  # it has but one
     ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(lab_command(notebook, extra), env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: process.poll() is not None or _address(runtime), timeout_s=60)
-        assert process.poll() is None, (folder / "log").read_text()[-2000:]
-        yield f"{_address(runtime)}lab/tree/run.ipynb?token={TOKEN}&reset"
+        address = wait_until(lambda: process.poll() is not None or _address(runtime), timeout_s=90)
+        assert address is not True, (folder / "log").read_text()[-2000:]  # it has ended
+        yield f"{address}lab/tree/run.ipynb?token={TOKEN}&reset"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(90)
 
 
 def _address(runtime: Path) -> str | None:
@@ -86,38 +88,40 @@ class Opened:
         """Start a cell and go on at once."""
         self.page.evaluate(
             """(number) => {
-                const panel = window.jupyterapp.shell.currentWidget;
+                const panel = window.jupyterapp.shell.currentWidget, runs = (window.runs ??= {});
                 panel.content.activeCellIndex = number;
                 panel.content.deselectAll();
-                window.jupyterapp.commands.execute("notebook:run-cell");
+                runs[number] = "runs";
+                window.jupyterapp.commands.execute("notebook:run-cell").then(() => (runs[number] = "has ended"));
             }""",
             number,
         )
 
-    def ends(self, number: int, timeout_s: float = 60) -> None:
-        """Wait until a cell that was run has ended."""
-        self.page.wait_for_function(
-            """(number) => window.jupyterapp.shell.currentWidget.content.widgets[number].model.executionState === "idle"
-                && window.jupyterapp.shell.currentWidget.content.widgets[number].model.executionCount !== null""",
-            arg=number,
-            timeout=timeout_s * 1000,
-        )
+    def ends(self, number: int) -> None:
+        """Wait until a cell that was run has ended: this time, not an earlier one."""
+        self.page.wait_for_function("(number) => window.runs[number] === 'has ended'", arg=number)
+
+    def reads(self, number: int, words: str) -> None:
+        """Wait until a cell's output, brought into view, says ``words``; a page draws them after the cell has ended."""
+        output = self.cell(number).locator(".jp-OutputArea-output")
+        output.filter(has_text=words).first.scroll_into_view_if_needed()
 
 
 @contextmanager
 def opened(url: str, chromium: str) -> Iterator[Opened]:
     """The notebook in the browser, its kernel ready."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
         try:
             found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
+            found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
             found.page.on("console", lambda said: found.errors.append(said.text) if said.type == "error" else None)
             found.page.on("pageerror", lambda error: found.errors.append(str(error)))
             found.page.goto(url)
-            found.page.wait_for_selector(".jp-CodeCell", timeout=60_000)
+            found.page.wait_for_selector(".jp-CodeCell")
             found.page.click(".jp-CodeCell .cm-content")
-            found.page.wait_for_function(f"() => {KERNEL} === 'idle'", timeout=60_000)
+            found.page.wait_for_function(f"() => {KERNEL} === 'idle'")
             yield found
         finally:
             browser.close()

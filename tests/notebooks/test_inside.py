@@ -1,5 +1,7 @@
 """The notebook about stopping inside a step: as it is kept, and run on two ranks."""
 
+import re
+
 import nbformat
 import pytest
 
@@ -10,7 +12,7 @@ from workbench.magics import words
 
 INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def lines_of(notebook) -> list[str]:
@@ -69,7 +71,8 @@ def test_it_goes_on_in_small_steps_and_to_the_end(ran):
 
 
 def test_a_step_in_the_background_is_paused_and_given_up(ran):
-    assert "2 ranks stopped" in said(ran, "%fsdp pause")
+    both, late = r"2 ranks stopped ", r"rank (\d) stopped .*; rank (?!\1)\d (stopped|waits|stops at the next event)"
+    assert re.search(f"{both}|{late}", said(ran, "%fsdp pause"))  # a rank that computes is waited for 0.4 s
     assert "the ranks are ready again" in said(ran, "%fsdp abort")
 
 

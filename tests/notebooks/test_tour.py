@@ -12,6 +12,8 @@ from workbench.replay import collectives, shards, training
 from workbench.trace import check, load, steps
 from workbench.trace.schema import Kind
 
+pytestmark = pytest.mark.timeout(900)  # the first test that looks at a run waits for it
+
 TOUR = REPO / "notebooks" / "01_tour.ipynb"
 RANKS = 4
 

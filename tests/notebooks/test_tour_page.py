@@ -4,7 +4,7 @@ import pytest
 
 from tests.browser import figures, open_offline
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 VIEWS = 9  # layout, training, timeline, states, memory, comms; again comms, memory, states
 
@@ -12,7 +12,7 @@ VIEWS = 9  # layout, training, timeline, states, memory, comms; again comms, mem
 def test_all_figures_are_drawn_and_nothing_is_fetched(demo_run, chromium):
     page = demo_run.folder / "tour.html"
     with open_offline(chromium, page) as opened:
-        opened.page.wait_for_function(f"document.querySelectorAll('.plotly-graph-div .main-svg').length >= {VIEWS}")
+        opened.page.wait_for_function(f"document.querySelectorAll('.plotly-graph-div').length >= {VIEWS}")
         drawn = figures(opened.page)
         assert len(drawn) == VIEWS
         assert all(f["width"] > 500 and f["height"] > 150 and f["marks"] > 0 for f in drawn), drawn

@@ -1,6 +1,7 @@
 """What the dashboard's kernel side answers, with a workbench that only pretends."""
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Kind
 from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, script
 from workbench.widgets.moments import Moments
-from workbench.widgets.pace import Pace
+from workbench.widgets.pace import IDLE_S, Pace
 from workbench.widgets.waiting import MAX_VIEWS, health
 from workbench.workbench import Workbench
 
@@ -57,7 +58,7 @@ class Pretender:
 @pytest.fixture
 def made(kept):
     """Makes dashboards whose messages are kept in ``sent``, and closes them."""
-    return lambda workbench: kept(Dashboard(workbench))
+    return lambda workbench, **settings: kept(Dashboard(workbench, **settings))
 
 
 def ask(widget, what="feed", view="a", **more):
@@ -192,13 +193,15 @@ def test_the_back_of_the_workbench_reaches_the_pulse():
 def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
     workbench = Pretender()
     whole, workbench.trace = workbench.trace, prefix(workbench.trace, 100)
-    widget, looked = made(workbench), threading.Semaphore(0)
-    workbench.on_pulse = looked.release
+    now, looked = [0.0], threading.Semaphore(0)
+    widget = made(workbench, clock=lambda: now[0])
     widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
     wait_until(lambda: len(widget.sent) == 1)  # all is new
+    now[0] = 0.9 * IDLE_S  # else it would be answered that there is nothing new
+    workbench.on_pulse = looked.release
     widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
     for _ in range(3):
-        assert looked.acquire(timeout=10)
+        assert looked.acquire(timeout=30)
     assert len(widget.sent) == 1
     workbench.trace = whole
     wait_until(lambda: len(widget.sent) == 2)
@@ -217,7 +220,7 @@ def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
 
     workbench.on_pulse = stops
     widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
-    assert looked.acquire(timeout=10)
+    assert looked.acquire(timeout=30)
     assert ask(widget, "at", t_us=2_000.0)[0]["kind"] == "moment"
     workbench.on_pulse = lambda: None
     wait_until(lambda: widget.sent[-1][0]["kind"] == "feed")
@@ -229,6 +232,23 @@ def test_a_closed_dashboard_waits_for_nothing(made):
         widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
     wait_until(lambda: widget.sent)
     widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    widget.close()
+    assert not any(thread.name.startswith("dashboard") for thread in threading.enumerate())
+
+
+def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made, monkeypatch):
+    has_answered = threading.Event()
+
+    class Lingering(threading.Thread):
+        def run(self):
+            super().run()
+            has_answered.set()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(threading, "Thread", Lingering)
+    widget = made(Pretender())
+    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    assert has_answered.wait(30)
     widget.close()
     assert not any(thread.name.startswith("dashboard") for thread in threading.enumerate())
 
@@ -286,7 +306,7 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
     widget = made(workbench)
     for word in ("pause", "continue", "abort", "next month"):
         widget._handle_custom_msg({"view": "a", "ask": "do", "word": word}, [])
-        wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()), timeout_s=10)
+        wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     assert workbench.pressed == ["pause", ("continue", True)]
     said = [content for content, _ in widget.sent]
     assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort"]

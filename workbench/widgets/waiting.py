@@ -49,7 +49,7 @@ class Waiting:
         self._is_closed = threading.Event()
         self._paces: dict[str, Pace] = {}
         self._waits: dict[str, threading.Thread] = {}  # by view, who is to answer
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[threading.Thread] = set()  # all that may not have ended
 
     def ask(self, name: str) -> None:
         """Answer the view ``name`` when there is something new; a question it had put before is dropped."""
@@ -59,8 +59,8 @@ class Waiting:
             pace = self._paces.setdefault(name, Pace())
             thread = threading.Thread(target=self._wait, args=(name, pace), name="dashboard: waits", daemon=True)
             self._waits[name] = thread
-            self._threads.add(thread)
             thread.start()
+            self._threads = {thread, *(before for before in self._threads if before.is_alive())}
 
     def forget(self, name: str) -> None:
         """Answer the view ``name`` no more."""
@@ -77,16 +77,12 @@ class Waiting:
             thread.join()
 
     def _wait(self, name: str, pace: Pace) -> None:
-        try:
-            self._is_closed.wait(pace.rest_s(self._clock()))
-            while not self._is_closed.is_set() and self._is_mine(name):
-                with suppress(WorkbenchError):  # the ranks are being stopped
-                    if self._answers(name, pace):
-                        return
-                self._is_closed.wait(LOOK_S)
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
+        self._is_closed.wait(pace.rest_s(self._clock()))
+        while not self._is_closed.is_set() and self._is_mine(name):
+            with suppress(WorkbenchError):  # the ranks are being stopped
+                if self._answers(name, pace):
+                    return
+            self._is_closed.wait(LOOK_S)
 
     def _is_mine(self, name: str) -> bool:
         return self._waits.get(name) is threading.current_thread()

@@ -326,12 +326,12 @@ class DashboardView {
     this.openTracks = open.map(([track]) => track);
   }
 
-  /** Every change in view; where ranks have told something late, what is said of the cursor is asked for again. */
+  /** Every change in view; what is said of the cursor is asked for again: ranks may have told something since. */
   takeWindow(answer, data) {
-    const { columns, classes } = this.about, before = this.closeup.found;
+    const { columns, classes } = this.about;
     const tables = unpack(columns, answer.counts, classes.length, data);
     if (!this.closeup.take(answer, tables, classes.length)) return;
-    if (this.isLive || !this.moment || this.isWaiting || before?.key !== this.closeup.found.key) return;
+    if (this.isLive || !this.moment || this.isWaiting) return;
     const { rank, seq } = this.moment;
     this.want(this.moves ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
   }

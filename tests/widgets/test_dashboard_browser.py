@@ -1,0 +1,77 @@
+"""The dashboard in a real headless Chromium, with a model that stands for the kernel: what it asks, and when."""
+
+import json
+
+import pytest
+
+from tests.browser import open_offline
+from tests.widgets.test_dashboard import Pretender, ask
+from tests.widgets.timeline_page import as_sent
+from workbench.widgets.dashboard import Dashboard, script
+
+pytestmark = pytest.mark.browser
+
+PAGE = """<!doctype html><meta charset="utf-8"><title>dashboard</title>
+<div id="place" style="width: 1200px"></div>
+<script>
+const given = GIVEN;
+const model = {
+  asked: [], calls: [],
+  get: () => given.about,
+  on(_name, call) { this.calls.push(call); },
+  off() {},
+  send(question) { this.asked.push(question); },
+  receive([answer, buffers]) {
+    const bytes = buffers.map((text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)));
+    this.calls.forEach((call) => call(answer, bytes.map(({buffer}) => new DataView(buffer))));
+  },
+};
+async function show() {
+  const address = URL.createObjectURL(new Blob([given.program], {type: "text/javascript"}));
+  (await import(address)).default.render({model, el: document.getElementById("place")});
+  window.view = document.querySelector(".fw-dashboard").dashboard;
+}
+</script>
+"""
+
+
+@pytest.fixture
+def shown(chromium, tmp_path, kept):
+    """A page that shows a dashboard which was told everything, and the dashboard's other half."""
+    widget = kept(Dashboard(Pretender()))
+    given = {"program": script(), "about": widget.about}
+    file = tmp_path / "page.html"
+    file.write_text(PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
+    with open_offline(chromium, file) as opened:
+        opened.page.evaluate("show().then(() => 0)")
+        answer(opened.page, widget, "feed")
+        yield opened.page, widget
+        assert opened.complaints == []
+
+
+TAKE = """(what) => {
+    const isIt = ({ask, wait}) => ask === what && !wait, found = model.asked.findLast(isIt);
+    model.asked = model.asked.filter((question) => !isIt(question));
+    return found;
+}"""
+
+
+def answer(page, widget, what):
+    """Wait for a question, answer it, and return it."""
+    question = page.wait_for_function(TAKE, arg=what).json_value()
+    more = {key: value for key, value in question.items() if key not in {"view", "ask"}}
+    page.evaluate("(message) => model.receive(message)", as_sent(ask(widget, what, question["view"], **more)))
+    return question
+
+
+def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(shown):
+    """Between the two answers ranks may have told something: then numbers and picture would contradict each other."""
+    page, widget = shown
+    page.evaluate("view.putCursor(view.end / 2)")
+    first = answer(page, widget, "at")
+    answer(page, widget, "window")
+    again = answer(page, widget, "at")
+    assert again == first | {"number": again["number"]}
+    page.wait_for_function("!view.isWaiting && !view.wanted && view.frame === 0 && !view.closeup.wanted")
+    assert {question["ask"] for question in page.evaluate("model.asked")} <= {"feed"}
+    assert page.evaluate("view.moment.t_us") <= page.evaluate("view.cursor")
