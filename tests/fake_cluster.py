@@ -67,7 +67,8 @@ def prints(text: str, then: Act = returns) -> Act:
 class FakeGate:
     """The gate of one rank: steps through a program of events as it is told to, at each question one event further.
 
-    ``program`` holds, per event, its kind, edge and unit's index. A ``late`` rank comes to no event while it is late.
+    ``program`` holds, per event, its kind, edge and unit's index. A ``late`` rank comes to no event while it is late,
+    and one that ``waits`` does so at the end of the program, for whoever is not there.
     """
 
     def __init__(self, rank: int, program: list[tuple[str, str, int]], units: dict[int, str]) -> None:
@@ -163,7 +164,7 @@ class FakeGate:
         inside = self.answer is not None
         return {
             "held": self.held,
-            "ordinal": self.ordinal,
+            "ordinal": len(self.program) if self.waits else self.ordinal,
             "waiting": self.waits,
             "tickets": dict(self.tickets),
             "doing": "step" if inside else "",

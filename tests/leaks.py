@@ -50,7 +50,7 @@ def census():
     )
 
 
-def left_over(before, deadline_s=5.0):
+def left_over(before, deadline_s=30.0):
     """Return what is there and was not ``before``; what is just ending gets ``deadline_s`` seconds to do so."""
     deadline = time.monotonic() + deadline_s
     while (left := census().describe_beyond(before)) and time.monotonic() < deadline:

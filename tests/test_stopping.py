@@ -124,6 +124,22 @@ def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
     assert wb.resume().steps_done == 1
 
 
+def test_a_rank_that_is_not_heard_of_for_a_while_does_not_count_as_waiting(wb):
+    wb.break_add("backward")
+    gate, looks = wb.fake.gates[0], iter(range(8))
+    gate.waits = True  # when it is last heard of
+
+    def on_drain():
+        if not wb.fake.gates[1].held:
+            return
+        is_silent = next(looks, None) is not None
+        wb.fake.silent, gate.waits = {0} if is_silent else set(), is_silent
+
+    wb.fake.on_drain = on_drain
+    assert wb.step(1).stop.held == (0, 1, 2, 3)
+    wb.abort()
+
+
 def press_ctrl_c_on_drain(fake, times):
     left = times
 
@@ -312,7 +328,7 @@ def test_stopping_the_ranks_meanwhile_ends_everything(how):
     bench.step(1, until="forward" if how == "stopped" else "", background=how == "background")
     bench.stop()
     assert bench.fake.log[-1] == ("stop",)
-    assert [thread for thread in threading.enumerate() if thread.name.startswith("workbench")] == []
+    wait_until(lambda: not any(thread.name.startswith("workbench") for thread in threading.enumerate()))
     assert bench.news() == ()
 
 

@@ -292,10 +292,8 @@ def test_an_error_keeps_what_the_failing_rank_wrote(wb):
 def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
     cause = raises("ZeroDivisionError", "division by zero", line=3)
     trained.fake.script["step"] = [blocks, blocks, cause, blocks]
-    begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         trained.step()
-    assert time.monotonic() - begin < 5.0  # 0.2 s on an idle machine
     assert str(caught.value).splitlines()[0] == "rank 2 raised ZeroDivisionError: division by zero (line 3 of the cell)"
     assert "ready again" in str(caught.value)
     assert (caught.value.rank, caught.value.ename) == (2, "ZeroDivisionError")
@@ -460,6 +458,15 @@ def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
     with pytest.raises(Interrupted):
         trained.run_cell("x")
     assert time.monotonic() - begin >= watch.SIGNAL_CELL_AFTER_S
+    assert trained.asked("interrupt") == [("interrupt", (1, 3))]
+
+
+def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
+    monkeypatch.setattr(watch, "SIGNAL_CELL_AFTER_S", 0.0)  # as if the notebook had been slow to look at the clock
+    trained.fake.script["cell"] = [blocks, computes, blocks, computes]
+    press_ctrl_c_on_drain(trained.fake, 1)
+    with pytest.raises(Interrupted):
+        trained.run_cell("x")
     assert trained.asked("interrupt") == [("interrupt", (1, 3))]
 
 

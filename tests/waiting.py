@@ -2,8 +2,11 @@
 
 import time
 
+PATIENCE_S = 60.0
+"""How long a test waits for what comes in a moment: machines are shared, and a wait that succeeds ends early."""
 
-def wait_until(condition, timeout_s=10.0):
+
+def wait_until(condition, timeout_s=PATIENCE_S):
     """Poll ``condition`` until it is true and return its value; fail when ``timeout_s`` seconds were not enough."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -10,14 +10,14 @@ from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.session import cursor as cursors
 from workbench.session.breakpoints import check_condition, nearest, parse_event
-from workbench.session.jobs import HELD_S, Company, Jobs, check_held, to_error
+from workbench.session.jobs import Company, Jobs, check_held, to_error
 from workbench.session.looking import where
 from workbench.session.outputs import compare
 from workbench.session.places import live_units
 from workbench.session.pulse import Pulse
 from workbench.session.reports import CellReport, Report
 from workbench.session.request import Listener, OnOutput, OnProgress, Request, no_output, no_progress
-from workbench.session.session import Session, busy_sentence
+from workbench.session.session import RECOVER_S, Session, busy_sentence
 from workbench.session.stop_reports import (
     BackgroundReport,
     BackReport,
@@ -27,10 +27,11 @@ from workbench.session.stop_reports import (
     InspectReport,
     WhereReport,
 )
+from workbench.session.watch import PATIENT_S
 from workbench.trace.columns import Trace
 
 STOP_S = 10.0
-"""How long a pause or an abort that somebody else carries out is waited for, in seconds."""
+"""How long a pause that somebody else carries out is waited for, in seconds; after an abort the ranks recover."""
 
 NOTHING = "nothing is stopped and nothing runs: %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
 
@@ -109,7 +110,7 @@ class Stopping:
             if is_mine:
                 request.state = "running"
             else:
-                self._wait(session, request, "running")
+                self._wait(session, request, "running", STOP_S + RECOVER_S)
         if is_mine:
             try:
                 return session.attend(request)
@@ -137,7 +138,7 @@ class Stopping:
         with session.changed:
             if request.state != "stopped":
                 raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
-            request.watch.stopper.release(set(request.watch.running), session.where(timeout_s=HELD_S), what)
+            request.watch.stopper.release(set(request.watch.running), session.where(timeout_s=PATIENT_S), what)
             request.state = "running"
         self.cursor = None
         if listener.on_output is no_output:  # such as a button's: what is printed stays with the one who was told of it
@@ -169,9 +170,9 @@ class Stopping:
         self._news = [said for said in self._news if request.ending not in said]
 
     @staticmethod
-    def _wait(session: Session, request: Request, state: str) -> None:
+    def _wait(session: Session, request: Request, state: str, timeout_s: float = STOP_S) -> None:
         if request.watcher is not threading.current_thread():  # a callback of the one who waits cannot wait for itself
-            session.changed.wait_for(lambda: request.state != state, STOP_S)
+            session.changed.wait_for(lambda: request.state != state, timeout_s)
 
     def _under_way(self, word: str) -> tuple[Session, Request]:
         session = self._started()
@@ -185,7 +186,7 @@ class Stopping:
         session, request = self._under_way(word)
         if request.state != "stopped":
             raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
-        here = session.where(timeout_s=HELD_S)
+        here = session.where(timeout_s=PATIENT_S)
         held = tuple(sorted(rank for rank, position in here.items() if position.get("held")))
         if not held:
             raise UsageError(f"no rank stands in the gate, so there is nothing to {word}: see %fsdp where")

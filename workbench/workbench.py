@@ -52,6 +52,7 @@ from workbench.session.request import CellWork, CommandWork, Listener, OnOutput,
 from workbench.session.session import RUNTIME, ClusterLike, Session
 from workbench.session.sides import side
 from workbench.session.stop_reports import BackgroundReport, StopReport
+from workbench.session.watch import ASK_S
 from workbench.stopping import Stopping
 from workbench.trace.columns import Trace
 from workbench.views import draw
@@ -126,7 +127,7 @@ class Workbench(Stopping):
             return
         try:
             session.close()
-            session.drain()
+            session.drain(timeout_s=ASK_S)
         finally:
             self._last_trace = session.trace
             session.cluster.stop()

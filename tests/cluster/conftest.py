@@ -5,10 +5,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 
 RUNTIME = "tests.cluster.fake_rank"
 ROOT = Path(__file__).parents[2]
+FOREVER_S = 1e6
+"""A time limit that no test lives to see: what returns has not waited for it."""
+
+
+def texts(pending, rank, kind="stdout"):
+    """What a rank wrote, in however many pieces it came."""
+    return "".join(output.text for output in pending.outputs(rank) if output.kind == kind)
+
+
+def wait_until_held(cluster, ranks=None):
+    """Wait until the main threads of ``ranks`` are in ``fake_rank.hold`` or ``spin``."""
+
+    def are_held():
+        replies = cluster.ask({"op": "look"}, ranks, timeout_s=PATIENCE_S)
+        return all(reply.content["held"] for reply in replies.values())
+
+    wait_until(are_held)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -50,6 +50,8 @@ def side_door(request):
         TARDY.wait()
     if request["op"] == "die":
         os._exit(7)
+    if request["op"] == "variable":
+        return {"value": get_ipython().user_ns.get(request["name"])}, []
     if request["op"] == "unanswerable":
         return {"value": object()}, []
     return {"held": HELD.is_set(), "thread": threading.current_thread().name}, [b"\x00\xff", b"second"]
@@ -88,8 +90,10 @@ def hold():
     """Keep the main thread in a lock until the side door says otherwise."""
     RELEASED.clear()
     HELD.set()
-    RELEASED.wait()
-    HELD.clear()
+    try:
+        RELEASED.wait()
+    finally:
+        HELD.clear()
     return True
 
 

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ipykernel.ipkernel
 import ipykernel.kernelbase
@@ -60,6 +61,12 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
 def test_private_names_mean_what_they_did(function, words):
     source = inspect.getsource(inspect.unwrap(function))
     assert [word for word in words if word not in source] == []
+
+
+def test_an_engine_whose_number_is_there_before_its_name_has_not_registered():
+    wire = object.__new__(_control.Wire)
+    wire._client = SimpleNamespace(ids=[0, 1], _engines={1: "engine b"})
+    assert wire.engines() == {"engine b": 1}
 
 
 def test_the_repair_of_await_is_still_needed():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import processes
 from workbench.cluster.processes import MARKER, THREAD_VARIABLES, Watched
 
@@ -105,7 +105,7 @@ def test_the_exit_code_of_a_watched_process_is_told_once():
     codes, told = [], threading.Event()
     with start("print('up', flush=True); raise SystemExit(3)") as process:
         watched = Watched(process, lambda code: (codes.append(code), told.set()))
-        assert told.wait(10)
-        watched.join(10)
+        assert told.wait(PATIENCE_S)
+        watched.join(PATIENCE_S)
     assert codes == [3]
     assert watched.returncode == 3

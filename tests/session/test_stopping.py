@@ -1,7 +1,7 @@
 """When ranks count as stopped: a door that answers from a table, and a clock that is set by hand."""
 
 from workbench.cluster.pending import Reply
-from workbench.session.stopping import ALIGN_S, PAUSE_S, SETTLED_S, Stopper
+from workbench.session.stopping import ALIGN_S, PAUSE_S, SETTLED_S, STARVED_S, Stopper
 
 
 class Door:
@@ -92,6 +92,17 @@ def test_ranks_that_wait_for_a_held_one_are_stopped_once_all_is_quiet():
     clock.now += SETTLED_S
     stop = stopper.look({**waits, 0: at(10, held=False, waiting=True)}, {0, 1})
     assert (stop.held, stop.is_late) == ((1,), False)
+
+
+def test_a_rank_behind_the_held_one_waits_for_the_machine_and_goes_on():
+    stopper, _, clock = setup()
+    behind = {0: at(2, held=False, waiting=True), 1: at(3)}
+    for clock.now in (0.0, 2 * SETTLED_S):
+        assert stopper.look(behind, {0, 1}) is None
+    assert stopper.look({**behind, 0: at(3, since=2)}, {0, 1}).held == (0, 1)
+    assert stopper.look(behind, {0, 1}) is None
+    clock.now += STARVED_S
+    assert stopper.look(behind, {0, 1}).held == (1,)
 
 
 def test_what_was_let_go_is_not_held_any_more():

@@ -33,7 +33,7 @@ INSTALL = f"{__name__}:install"
 ERROR_MIME = "application/vnd.workbench.error+json"
 
 # between a request's reply and its last output (either may be first); longer only when one of them was lost
-_STRAGGLER_S = 1.0
+_STRAGGLER_S = 3.0
 
 # parameters of Client._send that are used below
 _SEND_PARAMETERS = {"socket", "msg_type", "content", "ident", "track_outstanding", "message_future_hook"}
@@ -186,7 +186,8 @@ class Wire:
 
     def engines(self) -> dict[str, int]:
         """Return the ipyparallel engine id of every engine that has registered, by session id."""
-        return {str(self._client._engines[number]): number for number in self._client.ids}
+        # not Client.ids: the IO thread adds to it first
+        return {str(engine): number for number, engine in dict(self._client._engines).items()}
 
     def call(self, engine: str, name: str, args: Sequence[Any], exchange: Exchange) -> None:
         """Run ``name`` with ``args`` in the engine's main thread."""

@@ -84,7 +84,7 @@ class Doors:
     def is_busy(self, rank: int) -> bool:
         """Tell whether ``rank`` has requests that it has not answered."""
         with self._lock:
-            return bool(self._open[rank])
+            return not all(future.done() for future in self._open[rank])  # one that is done is dismissed a moment later
 
     def lose(self, rank: int, error: ClusterError) -> None:
         """Complete every open and every later request to ``rank`` with ``error``; the first error stays."""

@@ -33,7 +33,7 @@ import psutil
 from workbench.cluster import processes
 from workbench.errors import ClusterError
 
-_DIE_S = 1.0  # a process needs a moment to die of a signal
+_DIE_S = 5.0  # a process needs a moment to die of a signal
 _PR_SET_PDEATHSIG = 1
 _NVIDIA = Path("/dev/nvidiactl")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when it is imported

@@ -29,11 +29,13 @@ class Collector:
 
     Attributes:
         positions: by rank, the newest answer to "where".
+        heard: the same of the ranks that answered when they were asked last.
         gradient_bytes: by rank, sharded gradients it had when it was last heard of.
     """
 
     def __init__(self) -> None:
         self.positions: dict[int, dict[str, Any]] = {}
+        self.heard: dict[int, dict[str, Any]] = {}
         self.gradient_bytes: dict[int, int] = {}
         self._builder = TraceBuilder()
         self._versions: dict[int, int] = {}
@@ -67,9 +69,11 @@ class Collector:
             # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
             # for the last request comes again
             known = {str(r): [self._next_seq.get(r, 0), self._versions.get(r, 0)] for r in ranks}
-            for rank, reply in door.ask({"op": "drain", "known": known}, ranks, timeout_s=timeout_s).items():
-                if isinstance(reply, Reply):
-                    self._take(rank, reply)
+            replies = door.ask({"op": "drain", "known": known}, ranks, timeout_s=timeout_s).items()
+            answered = {rank: reply for rank, reply in replies if isinstance(reply, Reply)}
+            for rank, reply in answered.items():
+                self._take(rank, reply)
+            self.heard = {rank: self.positions[rank] for rank in answered}
 
     def _take(self, rank: int, reply: Reply) -> None:
         content = reply.content

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from workbench.cluster.pending import Reply
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.replay.alike import label
-from workbench.session.watch import ASK_S, SLICE_S, CountInterrupts, Interruptible
+from workbench.session.watch import ASK_S, PATIENT_S, SLICE_S, CountInterrupts, Interruptible
 
 JobKind = Literal["evaluate", "inspect", "cell"]
 
@@ -27,9 +27,6 @@ GROUP_MAKERS = frozenset(
     }
 )
 """Functions that wait for other ranks without a collective: a rank sees the collectives themselves, not these."""
-
-HELD_S = 5.0
-"""How long a rank that stands in the gate may take to answer, in seconds: it is there, and the machine may be busy."""
 
 _numbers = itertools.count(1)
 
@@ -137,7 +134,7 @@ class Jobs:
         """
         ticket, ranks = str(next(_numbers)), self._company.ranks
         request = {"op": "enqueue", "ticket": ticket, "job": self._company.job(kind, text)}
-        replies = self._cluster.ask(request, ranks, timeout_s=HELD_S)
+        replies = self._cluster.ask(request, ranks, timeout_s=PATIENT_S)
         accepted = [rank for rank in ranks if _content(replies[rank]).get("accepted")]
         try:
             check_held(ranks, accepted)

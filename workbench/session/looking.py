@@ -10,14 +10,16 @@ from workbench.session.places import State, event_words, state_of, unit_names
 from workbench.session.session import Session
 from workbench.session.stop_reports import WhereReport, WhereRow
 from workbench.session.stopping import WHERE_S
+from workbench.session.watch import PATIENT_S
 from workbench.trace.schema import Header
 from workbench.views.theme import format_duration
 
 
 def where(session: Session, *, stacks: bool) -> WhereReport:
     """Return where every rank is; one that does not answer in a moment is named so."""
-    positions = session.ask({"op": "where"}, timeout_s=WHERE_S)
-    threads = session.ask({"op": "stacks"}, timeout_s=WHERE_S) if stacks else {}
+    timeout_s = PATIENT_S if _all_stand(session) else WHERE_S
+    positions = session.ask({"op": "where"}, timeout_s=timeout_s)
+    threads = session.ask({"op": "stacks"}, timeout_s=timeout_s) if stacks else {}
     header, now_ns = session.trace.header, time.monotonic_ns()
     rows = []
     for rank, alive in enumerate(session.cluster.alive()):
@@ -30,6 +32,12 @@ def where(session: Session, *, stacks: bool) -> WhereReport:
         else:
             rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
     return WhereReport(rows=tuple(rows))
+
+
+def _all_stand(session: Session) -> bool:
+    """Whether all ranks stand in a stopped step: they are there, and answer once the machine lets them."""
+    request = session.request
+    return request is not None and request.state == "stopped" and not (request.stop and request.stop.is_late)
 
 
 def row_of(

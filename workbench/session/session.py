@@ -20,7 +20,7 @@ from workbench.session.reports import Report, StepReport
 from workbench.session.request import Mark, Request, Work
 from workbench.session.stop_reports import StopReport
 from workbench.session.until import came
-from workbench.session.watch import ASK_S, Interruptible, Outcome, Tick, Watch
+from workbench.session.watch import ASK_S, PATIENT_S, Interruptible, Outcome, Tick, Watch
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Phase
 
@@ -105,13 +105,13 @@ class Session:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
 
-    def drain(self, *, max_age_s: float = 0.0) -> None:
+    def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> None:
         """Take what the ranks recorded since the last time, unless that is less than ``max_age_s`` seconds ago."""
-        self._collector.drain(self.cluster, self.living(), timeout_s=ASK_S, max_age_s=max_age_s)
+        self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
 
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is, at most a tenth of a second old."""
-        self.drain(max_age_s=PULSE_S)
+        self.drain(timeout_s=ASK_S, max_age_s=PULSE_S)
         return pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
 
     def names(self) -> dict[int, Names]:
@@ -183,12 +183,18 @@ class Session:
         return request
 
     def _take(self, request: Request, tick: Tick) -> dict[int, dict[str, Any]]:
-        """Take what the ranks recorded; what a live view was told a moment ago is new enough while they work."""
+        """Take what the ranks recorded, and return where those that answered are.
+
+        While they work, what a live view was told a moment ago is new enough, and a late answer comes the next time.
+        """
         if self.is_closed:
             raise ClusterError("the ranks were stopped")
-        self.drain(max_age_s=SHARED_S if tick is Tick.IN_TIME else 0.0)
+        if tick is Tick.IN_TIME:
+            self.drain(timeout_s=ASK_S, max_age_s=SHARED_S)
+        else:
+            self.drain()
         request.work.on_tick(request.listener, self.trace)
-        return self._collector.positions
+        return self._collector.heard
 
     def _end(self, request: Request) -> dict[int, dict[str, Any]]:
         """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
@@ -199,7 +205,7 @@ class Session:
             thread = threading.Thread(target=self.drain, name="workbench: drain", daemon=True)
             self._catch_up = thread.join
             thread.start()
-        return self._collector.positions
+        return self._collector.heard
 
     def attend(self, request: Request) -> Report:
         """Wait for ``request`` until it is over or stops; after a failure the ranks are ready again.
@@ -268,7 +274,7 @@ class Session:
 
     def push_breakpoints(self) -> None:
         """Have all ranks take the breakpoints that there are."""
-        self.ask({"op": "breakpoints", "breakpoints": self.breakpoints.to_data()})
+        self.ask({"op": "breakpoints", "breakpoints": self.breakpoints.to_data()}, timeout_s=PATIENT_S)
 
     def close(self) -> None:
         """Free the ranks from what they do, and whoever waits for them; called before the cluster is stopped."""
@@ -327,7 +333,7 @@ class Session:
                 unfinished=content["unfinished"],
                 left_gradients=gradient_bytes.get(rank, 0) > 0 == mark.gradient_bytes.get(rank, 0),
             )
-            for rank, content in self.where().items()
+            for rank, content in self.where(timeout_s=PATIENT_S).items()
         }
 
 

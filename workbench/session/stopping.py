@@ -23,6 +23,9 @@ PAUSE_S = 0.4
 SETTLED_S = 0.25
 """How long ranks must have stood still before those that wait for a held one count as stopped, in seconds."""
 
+STARVED_S = 5.0
+"""The same when no held rank can be what they wait for, in seconds: then they go on once the machine lets them."""
+
 WHERE_S = 0.15
 """How long a rank may take to say where it is, in seconds."""
 
@@ -119,7 +122,10 @@ class Stopper:
         if held == running:
             return True
         others_wait = all(state_of(here.get(rank, {})) == "waiting" for rank in running - held)
-        if others_wait and self._clock() - self._seen_at >= SETTLED_S:
+        places = {rank: place_of(position) for rank, position in here.items()}
+        # whoever is furthest behind has from all others what it needs: it waits for nobody, unless it is held
+        is_held_up = min(places.values()) in {places[rank] for rank in held}
+        if others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S):
             return True
         return self._paused_at is not None and self._clock() - self._paused_at >= PAUSE_S
 

@@ -46,6 +46,9 @@ QUIET_S, HEAR_OUT_S = 0.05, 0.3
 ASK_S = 0.5
 """How long a rank may take to answer at its side door while others wait for it, in seconds."""
 
+PATIENT_S = 5.0
+"""How long when nothing else goes on and its answer matters, in seconds: it is there, and the machine may be busy."""
+
 
 class Interruptible(SideDoor, Protocol):
     """What of a cluster is needed here."""
@@ -274,12 +277,14 @@ class Watch:
     def _shut(self) -> None:
         """Free the aborted ranks that still run from what blocks them."""
         self._shut_at = None
+        self._gather()
         ranks = sorted(self.running & self._outcome.aborted)
         if ranks:
             self._cluster.ask({"op": "shut"}, ranks, timeout_s=ASK_S)
 
     def _signal(self) -> None:
         self._signal_at = None
+        self._gather()
         if self.running:
             self._cluster.interrupt(sorted(self.running))
 

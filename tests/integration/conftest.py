@@ -1,0 +1,12 @@
+"""What tests on real ranks need when the machine is busy with others."""
+
+import pytest
+
+from tests.waiting import PATIENCE_S
+from workbench.session import stopping
+
+
+@pytest.fixture
+def every_rank_comes(monkeypatch):
+    """A pause waits for every rank; it would name one that the machine does not let run for a moment as late."""
+    monkeypatch.setattr(stopping, "PAUSE_S", PATIENCE_S)
