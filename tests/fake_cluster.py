@@ -244,6 +244,7 @@ class FakeCluster:
         self.log: list[tuple[Any, ...]] = []
         self.dead: set[int] = set()
         self.silent: set[int] = set()
+        self.patience: list[tuple[str, float]] = []  # what was asked at the side door, and the seconds it was given
         self.unfinished: dict[int, int] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
         self.commands = dict.fromkeys(range(num_ranks), 0)
@@ -300,6 +301,7 @@ class FakeCluster:
         self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
     ) -> dict[int, Reply | Exception]:
         chosen = self._chosen(ranks)
+        self.patience.append((request["op"], timeout_s))
         if request["op"] == "abort":
             self.log.append(("abort", request["reason"], chosen))
         if request["op"] == "shut":

@@ -12,6 +12,8 @@ from workbench.commands import Abort, Break, Continue, Evaluate, Inspect, Next, 
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.session.breakpoints import EVENTS
 from workbench.session.stop_reports import StopReport
+from workbench.session.stopping import WHERE_S
+from workbench.session.watch import ASK_S, PATIENT_S
 from workbench.workbench import Workbench
 
 
@@ -198,7 +200,9 @@ def test_a_rank_that_comes_late_is_named(wb):
     wb.make_late(3)
     press_ctrl_c_on_drain(wb.fake, 1)
     assert str(wb.step(1)).splitlines()[0].endswith("; rank 3 stops at the next event")
+    assert wb.fake.patience[-1] == ("drain", ASK_S)
     assert [row.state for row in wb.where().rows] == ["held", "held", "held", "running"]
+    assert wb.fake.patience[-1] == ("where", WHERE_S)
     assert "ready again" in wb.abort().headline
 
 
@@ -390,6 +394,15 @@ def test_where_is_a_table(wb):
     assert "rank 0, thread MainThread:\n    cell.py:3 in train_step: f()" in str(report)
     assert "<th" in report._repr_html_()
     assert "<pre>" in report._repr_html_()
+
+
+def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
+    wb.where(stacks=True)
+    assert wb.fake.patience[-2:] == [("where", WHERE_S), ("stacks", WHERE_S)]
+    wb.step(1, until="backward")
+    assert wb.fake.patience[-2:] == [("drain", PATIENT_S), ("breakpoints", PATIENT_S)]
+    wb.where(stacks=True)
+    assert wb.fake.patience[-2:] == [("where", PATIENT_S), ("stacks", PATIENT_S)]
 
 
 def test_eval_and_inspect_inside_a_step(wb):

@@ -485,6 +485,7 @@ def test_a_third_ctrl_c_stops_waiting(trained):
     with pytest.raises(Interrupted, match="ranks 0-3 still run and nobody waits: %fsdp stop"):
         trained.run_cell("x")
     assert trained.asked("recover") == []
+    assert trained.fake.patience[-2:] == [("drain", watch.ASK_S), ("where", watch.ASK_S)]  # they need not answer
 
 
 def test_ctrl_c_because_a_rank_is_gone_still_says_so(trained):

@@ -189,10 +189,11 @@ class Session:
         """
         if self.is_closed:
             raise ClusterError("the ranks were stopped")
-        if tick is Tick.IN_TIME:
-            self.drain(timeout_s=ASK_S, max_age_s=SHARED_S)
-        else:
-            self.drain()
+        may_be_late = tick in {Tick.IN_TIME, Tick.LEFT}
+        self.drain(
+            timeout_s=ASK_S if may_be_late else PATIENT_S,
+            max_age_s=SHARED_S if tick is Tick.IN_TIME else 0.0,
+        )
         request.work.on_tick(request.listener, self.trace)
         return self._collector.heard
 
@@ -304,7 +305,7 @@ class Session:
 
     def _settle(self, outcome: Outcome, mark: Mark, is_command: bool) -> WorkbenchError:
         """Get the ranks ready again and return what to raise."""
-        positions = self._positions(mark)
+        positions = self._positions(mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
         error = _error_of(outcome, positions)
         worked = is_command or self._collector.next_seq != mark.num_rows
         blocked = any(position.unfinished for position in positions.values())
@@ -319,7 +320,7 @@ class Session:
             return ClusterError(f"{error}\n{broken}")
         return error
 
-    def _positions(self, mark: Mark) -> dict[int, Position]:
+    def _positions(self, mark: Mark, *, timeout_s: float) -> dict[int, Position]:
         """Return where the ranks that answer are, with what they did since ``mark``."""
         trace, gradient_bytes = self.trace, self._collector.gradient_bytes
         names = {unit.index: unit.name for unit in trace.header.units}
@@ -333,7 +334,7 @@ class Session:
                 unfinished=content["unfinished"],
                 left_gradients=gradient_bytes.get(rank, 0) > 0 == mark.gradient_bytes.get(rank, 0),
             )
-            for rank, content in self.where(timeout_s=PATIENT_S).items()
+            for rank, content in self.where(timeout_s=timeout_s).items()
         }
 
 

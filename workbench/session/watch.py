@@ -80,6 +80,7 @@ class Tick(Enum):
     """Why it is asked what the ranks recorded."""
 
     IN_TIME = "they work"
+    LEFT = "they are not waited for any more, and some still work"
     STOPPED = "they stand"
     FAILED = "all is over, and not every rank ended well"
     ENDED = "all is over, and every rank ended well"
@@ -184,10 +185,10 @@ class Watch:
             stop = self._look()
             if stop is not None:
                 self._hear_out()
-                self._on_tick(Tick.STOPPED)
+                self._on_tick(Tick.LEFT if stop.is_late else Tick.STOPPED)
                 return stop
-        has_failed = self._outcome.failures or self._outcome.given_up or self._outcome.abandoned
-        self._on_tick(Tick.FAILED if has_failed else Tick.ENDED)
+        has_failed = self._outcome.failures or self._outcome.given_up
+        self._on_tick(Tick.LEFT if self._outcome.abandoned else Tick.FAILED if has_failed else Tick.ENDED)
         return None
 
     def _hear_out(self) -> None:
