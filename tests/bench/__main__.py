@@ -24,7 +24,7 @@ from tests.bench.compare import Effort, compare, compare_recording, compare_shar
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
 PARTS = (*COMPARED, "recording", "live", "trace", "browser")
-FULL = Effort(rounds=3, steps=7, pairs=40, blocks=10, block_s=2.0, starts=3, repeats=100)
+FULL = Effort(rounds=6, steps=7, pairs=40, blocks=10, block_s=2.0, starts=3, repeats=100)
 QUICK = Effort(rounds=1, steps=3, pairs=4)
 
 Tree = dict[str, Any]

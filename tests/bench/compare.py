@@ -2,8 +2,9 @@
 
 Times on a shared machine drift. So every implementation is started anew, in processes of its own, in each of several
 rounds, and the next round begins with another one; what counts are ratios of medians over all rounds. A second run
-holds torch's (and compute alone) only. Its ratio is one of ratios, (ours / alone) : (torch / alone), each from its own
-run, so that a machine that became faster in between does not count for or against anybody.
+holds torch's (and compute alone) only; its rounds alternate with those of the first. Its ratio is one of ratios,
+(ours / alone) : (torch / alone), each from its own run, so that a machine that became faster in between does not count
+for or against anybody.
 """
 
 import statistics
@@ -71,8 +72,7 @@ class Runs:
 def compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:
     """Measure one case; see :mod:`tests.bench.report` for what the result holds."""
     runs = Runs()
-    steps = with_ratios(_steps(case, tuple(IMPLEMENTATIONS), effort, runs, "steps"))
-    torch_only = with_ratios(_steps(case, WITHOUT_OURS, effort, runs, "steps in the second run"))
+    steps, torch_only = _steps(case, effort, runs)
     against_second_run(steps, torch_only)
     return {
         "what": case.describe(),
@@ -87,13 +87,20 @@ def compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:
     }
 
 
-def _steps(case: Case, names: Sequence[str], effort: Effort, runs: Runs, what: str) -> Tree:
-    samples: dict[str, list[list[Sample]]] = {name: [] for name in names}  # per start, per rank, steps
+def _steps(case: Case, effort: Effort, runs: Runs) -> tuple[Tree, Tree]:
+    """Measure steps, round after round; returns the rows of the first run and of the second."""
+    both = {"steps": tuple(IMPLEMENTATIONS), "steps in the second run": WITHOUT_OURS}
+    # per run and implementation: per start, per rank, steps
+    samples: dict[str, dict[str, list[list[Sample]]]] = {what: {n: [] for n in names} for what, names in both.items()}
     for number in range(effort.rounds):
-        for name in rotated(names, number):
-            ranks = runs.on_ranks(f"{what} of {name}", case.num_ranks, measure, case, name, effort.steps)
-            samples[name].append(ranks)
-    return {name: row(starts) for name, starts in samples.items() if all(starts)}
+        for what, names in both.items():
+            for name in rotated(names, number):
+                ranks = runs.on_ranks(f"{what} of {name}", case.num_ranks, measure, case, name, effort.steps)
+                samples[what][name].append(ranks)
+    first, second = (
+        with_ratios({name: row(starts) for name, starts in found.items() if all(starts)}) for found in samples.values()
+    )
+    return first, second
 
 
 def row(starts: Iterable[Sequence[Sequence[Sample]]]) -> Tree:
