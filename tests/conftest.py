@@ -1,6 +1,7 @@
 """Fixtures of all tests: no test leaves anything behind; where the browser is."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,8 +26,9 @@ def no_leaks_in_module():
 
 
 @pytest.fixture(autouse=True)
-def no_leaks_in_test():
-    with leaks.guard():
+def no_leaks_in_test(request):
+    lasts = request.node.get_closest_marker("lasting_browser")
+    with nullcontext() if lasts else leaks.guard():
         yield
 
 

@@ -6,11 +6,17 @@ PATIENCE_S = 60.0
 """How long a test waits for what comes in a moment: machines are shared, and a wait that succeeds ends early."""
 
 
+def eventually(condition, timeout_s=PATIENCE_S):
+    """Poll ``condition`` until it is true or the time is up, and return its last value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return value
+
+
 def wait_until(condition, timeout_s=PATIENCE_S):
     """Poll ``condition`` until it is true and return its value; fail when ``timeout_s`` seconds were not enough."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"still not true after {timeout_s} s: {condition.__qualname__}")
-        time.sleep(0.01)
+    value = eventually(condition, timeout_s)
+    if not value:
+        raise AssertionError(f"still not true after {timeout_s} s: {condition.__qualname__}")
     return value

@@ -7,8 +7,10 @@ system may give one to somebody else.
 from __future__ import annotations
 
 import socket
+import sys
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 _OF_A_KERNEL = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 

@@ -4,8 +4,6 @@ import functools
 import multiprocessing
 import os
 import pickle
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from workbench.engine import groups
+from workbench.ports import LOOPBACK_INTERFACE
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -32,7 +31,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     # gloo would otherwise ask the network for the address of this host, and listen there
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     fn, args = job
     try:
         store = _store(rank, ports)
@@ -91,14 +90,6 @@ def _result(parent: Connection, process: Any, deadline: float) -> tuple[str, Any
     if parent in ready or parent.poll():
         return pickle.loads(parent.recv_bytes())
     return ("died" if ready else "timed out", f"exit code {process.exitcode}")
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30) -> bool:
-    """Look until ``condition`` holds or the time is up; returns whether it holds."""
-    deadline = time.monotonic() + timeout_s
-    while not (holds := condition()) and time.monotonic() < deadline:
-        threading.Event().wait(0.001)
-    return holds
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -9,9 +9,10 @@ from torch import nn
 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, shard_net
-from tests.engine.ranks import eventually, run_ranks
+from tests.engine.ranks import run_ranks
 from tests.engine.recording import Recording, recording
 from tests.engine.sizes import NET
+from tests.waiting import eventually
 from workbench.engine import groups
 from workbench.engine.probe import Category
 

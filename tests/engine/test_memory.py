@@ -10,9 +10,10 @@ from torch import nn
 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import eventually, run_ranks
+from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, numel, slots
+from tests.waiting import eventually
 from workbench.engine import fully_shard, probe, unshard_module
 from workbench.engine.probe import Category
 

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.engine.comparison import train_both
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import eventually, on_one_rank, run_ranks
+from tests.engine.ranks import on_one_rank, run_ranks
+from tests.waiting import eventually
 from workbench.engine import fully_shard
 
 # torch says so at the first random initialisation of a DTensor on CPU

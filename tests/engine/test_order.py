@@ -16,7 +16,8 @@ from torch import nn
 from tests.engine.comparison import train_both
 from tests.engine.models import Block, batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import eventually, run_ranks, simulated_rank, simulating
+from tests.engine.ranks import run_ranks, simulated_rank, simulating
+from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, order
 from workbench.engine._torch import default_store
 from workbench.engine.groups import CommGroup

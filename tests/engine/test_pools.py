@@ -10,9 +10,10 @@ from torch import nn
 from tests.engine.comparison import DIM, Outer, data, shard_each
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import eventually, on_one_rank, run_ranks
+from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, ROOT_SHAPES, numel, slots
+from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, fully_shard, unshard_module
 from workbench.engine.call import states_below, units_of
 from workbench.engine.comm_context import FSDPCommContext

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.ranks import eventually, outcomes, run_ranks
+from tests.engine.ranks import outcomes, run_ranks
+from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, groups, shared_memory
 from workbench.engine.shared_memory import SharedMemory, barrier
 from workbench.engine.waits import PendingWork, cancellation

@@ -16,8 +16,9 @@ from torch import nn
 from tests.engine.comparison import train_both
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import eventually, outcomes, run_ranks
+from tests.engine.ranks import outcomes, run_ranks
 from tests.engine.recording import recording
+from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, waits
 from workbench.engine.order import Call
 from workbench.engine.probe import Category, Edge, Kind

@@ -5,7 +5,7 @@ import pytest
 from tests.integration.model import CELL
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CELLS = [
     "%load_ext workbench",
@@ -27,11 +27,6 @@ CELL_OF = {
 }
 NUMBER_OF_THE_LAST = "() => window.jupyterapp.shell.currentWidget.content.widgets.at(-1).model.executionCount"
 IS_LARGE = "(figure) => { const box = figure.getBoundingClientRect(); return box.width > 500 && box.height > 200; }"
-
-
-@pytest.fixture(autouse=True)
-def no_leaks_in_test():
-    """Nothing: the browser of all tests here starts helpers when it likes; after the module, they are looked for."""
 
 
 @pytest.fixture(scope="module")

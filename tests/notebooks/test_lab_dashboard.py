@@ -5,7 +5,7 @@ import pytest
 from tests.integration.model import CELL
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CELLS = [
     "%load_ext workbench",
@@ -26,11 +26,6 @@ CELLS = [
 EARLY, SHARD, SHOW, CANVAS, STEP, BACK, NEWEST, CLOSE, STOP = 1, 4, 5, 6, 7, 8, 9, 10, 11
 VIEW = "document.querySelectorAll('.fw-dashboard')[1].dashboard"
 TIMELINE = "document.querySelector('.fw-canvas').sight.timeline"
-
-
-@pytest.fixture(autouse=True)
-def no_leaks_in_test():
-    """Nothing: the browser of all tests here starts helpers when it likes; after the module, they are looked for."""
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,11 @@ import itertools
 import multiprocessing
 import threading
 
-from tests.engine.ranks import eventually
 from tests.runtime.job import execute
+from tests.waiting import PATIENCE_S, eventually
 from workbench.runtime import rank as rank_module
 
 _FORK = multiprocessing.get_context("fork")
-PATIENCE_S = 60
 
 
 class Door:
@@ -32,7 +31,7 @@ class Door:
             seen[:] = [self.where()]
             return condition(seen[0])
 
-        assert eventually(holds, PATIENCE_S), seen
+        assert eventually(holds), seen
         return seen[0]
 
     def until_held(self):

@@ -11,8 +11,9 @@ import torch
 
 from tests.engine.models import loss_of
 from tests.runtime.job import drain, execute, prepare, run
-from tests.runtime.stopping import PATIENCE_S, Door, Meeting, beside
+from tests.runtime.stopping import Door, Meeting, beside
 from tests.runtime.test_commands import trace_of
+from tests.waiting import PATIENCE_S
 from workbench.commands import Shard, Step, Verify
 from workbench.engine import StepAborted
 from workbench.runtime import rank as rank_module

@@ -1,7 +1,6 @@
 """What the dashboard's kernel side answers, with a workbench that only pretends."""
 
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -237,13 +236,19 @@ def test_a_closed_dashboard_waits_for_nothing(made):
 
 
 def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made, monkeypatch):
-    has_answered = threading.Event()
+    has_answered, is_waited_for = threading.Event(), threading.Event()
 
     class Lingering(threading.Thread):
+        """Ends when somebody waits for it."""
+
         def run(self):
             super().run()
             has_answered.set()
-            time.sleep(0.1)
+            is_waited_for.wait(30)
+
+        def join(self, timeout=None):
+            is_waited_for.set()
+            super().join(timeout)
 
     monkeypatch.setattr(threading, "Thread", Lingering)
     widget = made(Pretender())

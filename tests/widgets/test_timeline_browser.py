@@ -11,14 +11,9 @@ from workbench.trace.schema import Kind
 from workbench.views import theme
 from workbench.widgets.timeline import Timeline
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
-
-
-@pytest.fixture(autouse=True)
-def no_leaks_in_test():
-    """Nothing: the browser of all tests here starts helpers when it likes; after the module, they are looked for."""
 
 
 @pytest.fixture(scope="module")

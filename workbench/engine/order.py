@@ -36,7 +36,7 @@ from workbench.engine.waits import cancellation
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.01
 ANSWERS_S = 3.0
-"""How long the first to see a difference waits for the others' part of the message: a few wait slices."""
+"""How long the first to see a difference waits for the others' part of the message, in seconds."""
 REMEMBERED = 16
 """Iterations after which a branch of the tree that no one took is forgotten."""
 

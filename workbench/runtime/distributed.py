@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,7 +16,7 @@ from workbench.engine import groups
 from workbench.engine.root import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
-from workbench.ports import LOOPBACK
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.runtime.meshes import make_mesh, rebuild_groups
 from workbench.runtime.sockets import PeerSockets
 
@@ -102,7 +101,7 @@ class ProcessGroups:
         if self._store is None:
             self._store = TCPStore(host, port, is_master=False)
         # gloo would otherwise listen on whatever the host name resolves to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         groups.around_creation = self._sockets.tracked
