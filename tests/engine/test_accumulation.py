@@ -15,7 +15,7 @@ from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, numel
-from workbench.engine import UnshardHandle
+from workbench.engine import MixedPrecisionPolicy, UnshardHandle, fully_shard
 from workbench.engine.probe import Category, Kind
 
 MICRO_BATCHES = 3
@@ -121,6 +121,30 @@ def test_gradients_without_sync_stay_full_and_are_counted_once():
     full = numel(ROOT_SHAPES) + 2 * (2 * 5 + 16 * 6 + 5 * 17)
     assert first == second == {Category.UNSHARDED_GRADS: full * FP32}
     assert set(last) == {Category.SHARDED_GRADS}
+
+
+def most_without_sync() -> int:
+    """Return the most bytes of full parameters and full gradients at once, in a backward without sync."""
+    together = (Category.UNSHARDED_PARAMS, Category.UNSHARDED_GRADS)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with recording() as record:
+        model = fully_shard(nn.Linear(8, 16), mp_policy=policy)
+        model.set_requires_gradient_sync(False)
+        loss = model(torch.ones(2, 8)).sum()
+        most = now = sum(record.live[category] for category in together)
+        record.clear()
+        loss.backward()
+    for category, _, delta in record.deltas:
+        now += delta if category in together else 0
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_parameters_go_before_gradients_are_kept_in_a_wider_dtype(world_size):
+    numel = 8 * 16 + 16
+    in_backward, cast = (2 + 2) * numel, 4 * numel  # parameters and gradients in bfloat16; gradients in float32
+    assert run_ranks(world_size, most_without_sync) == [max(in_backward, cast)] * world_size
 
 
 def policy_changes(recurse: bool) -> list[dict[str, int]]:

@@ -26,7 +26,7 @@ from workbench.engine import (
     reshard_module,
     unshard_module,
 )
-from workbench.engine.comm import GlooReduceScatter
+from workbench.engine.comm import DefaultAllGather, GlooReduceScatter
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.pool import BufferPool
 
@@ -193,15 +193,23 @@ def test_an_offload_policy_of_something_else():
 # ---- communication
 
 
-def allocated_by_gloo() -> None:
+class OwnAllGather(DefaultAllGather):
+    pass
+
+
+def allocates_by_itself(enable: bool) -> None:
     model = fully_shard(Pair())
-    words = ("allocates no memory for collectives", "only NCCL does")
-    refused(lambda: model.set_allocate_memory_from_process_group_for_comm(True), RuntimeError, words, model)
+    own = OwnAllGather()
+    model.set_custom_all_gather(own)
+    words = ("custom OwnAllGather", "allocate by themselves", "set_custom_all_gather")
+    refused(lambda: model.set_allocate_memory_from_process_group_for_comm(enable), ValueError, words, model)
     model(torch.ones(1, 2)).sum().backward()
+    assert model._get_fsdp_state()._fsdp_param_group.comm.gather is own
 
 
-def test_memory_from_a_backend_that_has_none():
-    run_ranks(2, allocated_by_gloo)
+@pytest.mark.parametrize("enable", [True, False])
+def test_memory_of_the_group_for_collectives_of_ones_own(enable):
+    run_ranks(2, allocates_by_itself, enable)
 
 
 @on_one_rank

@@ -27,6 +27,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, slots
 from workbench import engine
+from workbench.engine import order
 from workbench.engine.probe import Edge, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
@@ -200,6 +201,76 @@ def accumulated(run) -> dict[str, dict[str, int]]:
 def test_accumulation_over_micro_batches(run, reduced, replicated):
     for counts in run_ranks(4, accumulated, run):
         assert counts == {"REDUCE_SCATTER": reduced, "ALL_REDUCE": replicated}
+
+
+class Experts(nn.Module):
+    """Experts of which each micro-batch uses one, and an inner unit that a micro-batch may leave out."""
+
+    def __init__(self, *hidden: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(5, h), nn.Linear(h, 5)) for h in hidden)
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, expert: int, *, with_inner: bool) -> torch.Tensor:
+        x = self.experts[expert](x)
+        return self.inner(x) if with_inner else x
+
+
+# per replica: which expert each micro-batch uses; and which micro-batches use the inner unit
+USES = {
+    "one after the other": (((0, 1), (0, 1)), (True, True)),
+    "again": (((0, 1, 1, 0), (0, 1, 1, 0)), (True, True, True, True)),
+    "the last in none before": (((0, 0, 1), (0, 0, 1)), (True, False, True)),
+    "inner only at first": (((0, 1), (0, 1)), (True, False)),
+    "inner only at last": (((1, 0), (1, 0)), (False, True)),
+    "replicas in another order": (((0, 1), (1, 0)), (True, True)),
+}
+
+
+def replicate_at_last(hidden: tuple[int, ...], uses: str) -> None:
+    """Two steps whose micro-batches use different parameters of a unit; only the last one is all-reduced."""
+    experts, inner = USES[uses]
+    torch.manual_seed(0)
+    plain = Experts(*hidden).double()
+    model = copy.deepcopy(plain)
+    mesh = grid()
+    for module in (model.inner, model):
+        engine.fully_shard(module, mesh=mesh)
+    mine = experts[dist.get_rank() // F]
+    for step in range(2):
+        for micro, (expert, with_inner) in enumerate(zip(mine, inner, strict=True)):
+            model.set_requires_all_reduce(micro == len(mine) - 1)
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+            x = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+            for m in (plain, model):
+                m(x, expert, with_inner=with_inner).square().sum().backward()
+        average_grads(plain)
+        assert all(p.grad is not None for p in plain.parameters())
+        assert_same_shards(model, plain, **CLOSE)
+        for m in (plain, model):
+            m.zero_grad()
+
+
+@pytest.mark.parametrize("hidden", [(5, 5), (3, 7)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("uses", USES)
+def test_half_reduced_gradients_belong_to_their_parameters(uses, hidden):
+    run_ranks(4, replicate_at_last, hidden, uses)
+
+
+def replicas_disagree() -> str:
+    """Each replica uses another expert: as many bytes, and other parameters."""
+    torch.manual_seed(0)
+    model = engine.fully_shard(Experts(5, 5), mesh=grid())
+    with pytest.raises(engine.RanksDisagreeError) as refused:
+        model(torch.ones(3, 5), dist.get_rank() // F, with_inner=True).sum().backward()
+    return str(refused.value)
+
+
+def test_replicas_that_use_different_parameters_are_told_which(monkeypatch):
+    monkeypatch.setattr(order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
+    for what in run_ranks(4, replicas_disagree):
+        assert "all-reduce without experts.1.0.weight, experts.1.0.bias, experts.1.1.weight, experts.1.1.bias (" in what
+        assert "all-reduce without experts.0.0.weight" in what
 
 
 def dropped_by_a_reset() -> None:

@@ -232,6 +232,21 @@ def test_collectives_of_ones_own(pair):
         assert comms == {"custom"}
 
 
+def allocate_from_the_group(api: ModuleType, model: nn.Module) -> None:
+    for number, unit in enumerate(units_below(shard_net_with(api, model))):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+        unit.set_allocate_memory_from_process_group_for_comm(number != 1)
+
+
+def with_memory_of_the_group() -> set[str]:
+    record = train_all(double_net, allocate_from_the_group, steps=2)
+    return {unit.comm for unit in record.units.values()} - {""}
+
+
+def test_a_backend_that_allocates_nothing_goes_on_as_before():
+    assert run_ranks(2, with_memory_of_the_group) == [{"gloo"}] * 2
+
+
 # ---- pooled buffers
 
 

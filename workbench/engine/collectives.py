@@ -250,10 +250,13 @@ class ReduceMode:
     @property
     def exception(self) -> str:
         """Return what the order check must also agree on: as many bytes may be of other parameters."""
-        if not self.unused:
-            return ""
-        names = ", ".join(self.unused)
-        return f" without {names} (no gradient; set_reduce_scatter_unused_params(True) counts that as zero)"
+        return _without(self.unused)
+
+
+def _without(unused: Sequence[str]) -> str:
+    if not unused:
+        return ""
+    return f" without {', '.join(unused)} (no gradient; set_reduce_scatter_unused_params(True) counts that as zero)"
 
 
 def foreach_reduce(
@@ -298,9 +301,14 @@ class AllReduceState:
         return self.output
 
 
-def all_reduce(output: torch.Tensor, group: CommGroup, scaling: Scaling, unit: UnitId) -> AllReduceState:
-    """Start summing ``output`` ``[S]`` over the ranks that hold the same shard."""
-    comm, call = _announce(unit, Kind.ALL_REDUCE, group, output.nbytes)
+def all_reduce(
+    output: torch.Tensor, group: CommGroup, scaling: Scaling, unit: UnitId, unused: Sequence[str]
+) -> AllReduceState:
+    """Start summing ``output`` ``[S]`` over the ranks that hold the same shard.
+
+    ``unused`` names the parameters left out, see :class:`ReduceMode`.
+    """
+    comm, call = _announce(unit, Kind.ALL_REDUCE, group, output.nbytes, _without(unused))
     pending = group.start(lambda pg: dist.all_reduce(output, scaling.reduce_op, group=pg, async_op=True), call)
     return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, output.nbytes))
 

@@ -286,16 +286,10 @@ class GroupReduceScatter(FromGroup, DefaultReduceScatter):
     """c10d's reduce-scatter, from memory of the backend."""
 
 
-def group_pair(group: CommGroup, device: torch.device) -> CommPair:
-    """Return the pair that communicates from memory which the backend of ``group`` allocates.
+def group_pair(group: CommGroup, device: torch.device) -> CommPair | None:
+    """Return the pair that communicates from memory which the backend of ``group`` allocates; None: it allocates none.
 
-    Raises:
-        RuntimeError: the backend allocates none.
+    Only NCCL does.
     """
     allocate = group_allocator(group.process_group, device)
-    if allocate is None:
-        raise RuntimeError(
-            f"the process group's backend for {device.type} allocates no memory for collectives; only NCCL does: "
-            "leave set_allocate_memory_from_process_group_for_comm off"
-        )
-    return CommPair(GroupAllGather(allocate), GroupReduceScatter(allocate), OF_GROUP)
+    return None if allocate is None else CommPair(GroupAllGather(allocate), GroupReduceScatter(allocate), OF_GROUP)

@@ -228,10 +228,10 @@ class FSDPModule:
             unit.set_custom(reduce=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the backend allocate what is communicated (zero-copy transfers).
+        """Let the backend allocate what is communicated (zero-copy transfers), if it allocates anything; gloo does not.
 
         Raises:
-            RuntimeError: the backend does not allocate memory; gloo does not.
+            ValueError: the unit has a custom all-gather or reduce-scatter, which allocates by itself.
         """
         for unit in _own_units(self):
             unit.allocate_from_group(_flag(enable, "set_allocate_memory_from_process_group_for_comm"))

@@ -103,6 +103,7 @@ class FSDPParam:
     """A managed parameter.
 
     Attributes:
+        position: its place among the unit's parameters, as they were defined.
         fqn: name relative to the root; relative to the unit's module until the root is known.
         layout: how the full shape is split.
         post_forward: how it is split between forward and backward, if over fewer ranks.
@@ -118,7 +119,10 @@ class FSDPParam:
     _inner: torch.Tensor  # what the unsharded parameter holds: itself, or the local tensor of a DTensor
     _version: int  # of the unsharded parameter while it is unsharded
 
-    def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
+    def __init__(
+        self, position: int, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo
+    ) -> None:
+        self.position = position
         self.info = info
         self.fqn = info.path
         self.mesh_info = mesh

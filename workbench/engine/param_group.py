@@ -239,10 +239,10 @@ class FSDPParamGroup(Unit):
         if self.sync.reduce_grads:
             self._reduce()
         else:
+            self._reshard_after_backward()  # first: what follows may need memory for gradients in another dtype
             for param in self.fsdp_params:
                 param.accumulate_grad(self.reduce_dtype)
             self._account_grads()
-            self._reshard_after_backward()
         self.training_state = TrainingState.IDLE
 
     def _reshard_after_backward(self) -> None:
@@ -250,6 +250,7 @@ class FSDPParamGroup(Unit):
             self.reshard()
 
     def _reduce(self) -> None:
+        self._reshard_after_backward()
         for param in self.fsdp_params:
             if param.accumulated_grad is not None:  # of earlier micro-batches: the last one's comes on top
                 param.accumulate_grad(self.reduce_dtype)
@@ -259,8 +260,7 @@ class FSDPParamGroup(Unit):
         taken = [(p, grad) for p in self.fsdp_params if (grad := p.take_grad()) is not None]
         params, grads = [p for p, _ in taken], [grad for _, grad in taken]
         taken.clear()
-        self._reshard_after_backward()
-        if params:
+        if params or self._reducer.owes_all_reduce:
             try:
                 self._start_reduction(params, grads)
             finally:
@@ -272,8 +272,12 @@ class FSDPParamGroup(Unit):
         ctx = self.comm_ctx
         with ctx.streams.reducing(after_compute=True):
             ctx.reductions.make_room()
-            ctx.comms.reduces(self.mesh_info.shard_group)
-            ctx.reductions.add(self._reducer.start(params, grads, self.pair.reduce, self._unused(params)))
+            if params:
+                ctx.comms.reduces(self.mesh_info.shard_group)
+                reduction = self._reducer.start(params, grads, self.pair.reduce, self._unused(params))
+            else:
+                reduction = self._reducer.start_kept(self._unused([]))
+            ctx.reductions.add(reduction)
         ctx.streams.join()  # what backward allocates next may lie where these gradients were
 
     def _unused(self, reduced: list[FSDPParam]) -> list[str]:
@@ -296,8 +300,9 @@ class FSDPParamGroup(Unit):
 
     @property
     def owes_reduction(self) -> bool:
-        """True if full gradients of earlier micro-batches wait for the reduction that is wanted now."""
-        return self.sync.reduce_grads and any(p.has_full_grad for p in self.fsdp_params)
+        """True if gradients of earlier micro-batches wait for the reduction that is wanted now."""
+        has_full = any(p.has_full_grad for p in self.fsdp_params)
+        return self.sync.reduce_grads and (has_full or self._reducer.owes_all_reduce)
 
     # ---- the rest
 

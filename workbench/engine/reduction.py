@@ -2,7 +2,7 @@
 
 A reduction goes through these, each only where there is something to do::
 
-    copy-in -> reduce-scatter over F -> [+ what was kept] -> all-reduce over R -> hook -> divide -> cast -> .grad
+    copy-in -> reduce-scatter over F -> [+ partial sums] -> all-reduce over R -> hook -> divide -> cast -> .grad
 
 It is started by a unit's post-backward and finished later, when another one needs its room or backward has ended.
 """
@@ -10,8 +10,9 @@ It is started by a unit's post-backward and finished later, when another one nee
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -63,6 +64,25 @@ class GradientSync:
 
 
 @dataclass
+class PartialSum:
+    """Gradients summed over the shard ranks, and not over the replicas yet.
+
+    Attributes:
+        params: the parameters that have one, in the order of their unit.
+        output: ``[S]``, their slots one after another.
+        lease: of its bytes.
+    """
+
+    params: list[FSDPParam]
+    output: torch.Tensor
+    lease: probe.Lease
+
+    def slots(self) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
+        """Yield each parameter with its slot."""
+        return zip(self.params, self.output.split([p.slot_numel for p in self.params]), strict=True)
+
+
+@dataclass
 class Reducer:
     """Reduces the gradients of one unit.
 
@@ -72,7 +92,7 @@ class Reducer:
         orig_dtype: of the shards' gradients.
         offloads: those live on the CPU.
         pins: in pinned memory.
-        kept: reduced shards ``[S]`` that no all-reduce has seen yet, with the parameters they belong to.
+        kept: what earlier micro-batches have left for the next all-reduce.
     """
 
     unit: UnitId
@@ -82,8 +102,7 @@ class Reducer:
     offloads: bool
     pins: bool
     sync: GradientSync = field(default_factory=GradientSync)
-    kept: torch.Tensor | None = None
-    _kept_lease: probe.Lease | None = None
+    kept: PartialSum | None = None
     _to_host: torch.cuda.Event | None = None  # after the last copy that the host has not waited for
 
     @property
@@ -103,18 +122,37 @@ class Reducer:
     ) -> Reduction:
         """Start reducing ``grads``; empties the list. ``unused`` names the trainable parameters that have none."""
         group = self.mesh_info.shard_group
-        moves = self.offloads and grads[0].device != CPU
-        lives_on = not moves and self.dtype == self.orig_dtype
-        category = Category.SHARDED_GRADS if lives_on else Category.REDUCE_SCATTER_BUFFERS
-        reduction = Reduction(self, params)
+        category = self._category(grads[0].device)
+        reduction = self._reduction(params, unused)
         if group is None:
             output = self._whole(params, grads)
-            reduction.lease = probe.Lease(category, self.unit.index, output.nbytes)
-            reduction.reduced(output)
+            reduction.reduced(PartialSum(params, output, probe.Lease(category, self.unit.index, output.nbytes)))
         else:
-            mode = ReduceMode(self.dtype, self.scaling, category, tuple(unused))
+            mode = ReduceMode(self.dtype, self.scaling, category, reduction.unused)
             reduction.scatter = foreach_reduce(params, grads, mode, group, reduce, self.unit)
         return reduction
+
+    def _category(self, device: torch.device) -> Category:
+        """Return what a reduction's output on ``device`` counts as."""
+        moves = self.offloads and device != CPU
+        lives_on = not moves and self.dtype == self.orig_dtype
+        return Category.SHARDED_GRADS if lives_on else Category.REDUCE_SCATTER_BUFFERS
+
+    @property
+    def owes_all_reduce(self) -> bool:
+        """True if partial sums wait for the all-reduce that is wanted now."""
+        return self.kept is not None and self.sync.all_reduce_grads
+
+    def start_kept(self, unused: Sequence[str]) -> Reduction:
+        """Start all-reducing what was kept, for a unit that has no gradients beside."""
+        reduction = self._reduction([], unused)
+        part, reduction.kept = cast("PartialSum", reduction.kept), None
+        reduction.reduced(part)
+        return reduction
+
+    def _reduction(self, params: list[FSDPParam], unused: Sequence[str]) -> Reduction:
+        keeps = not self.sync.all_reduce_grads
+        return Reduction(self, params, tuple(unused), keeps=keeps, kept=None if keeps else self.take_kept())
 
     def _whole(self, params: Sequence[FSDPParam], grads: list[torch.Tensor]) -> torch.Tensor:
         """Return the full gradients of a single shard rank, laid out ``[S]``."""
@@ -124,20 +162,31 @@ class Reducer:
         self.scaling.before(output)
         return output
 
-    def keep(self, output: torch.Tensor, lease: probe.Lease) -> None:
-        """Add a reduced shard to those that wait for an all-reduce."""
-        if self.kept is None:
-            self.kept, self._kept_lease = output, lease
-        else:
-            self.kept += output
+    def keep(self, part: PartialSum) -> None:
+        """Add a partial sum to those that wait for an all-reduce."""
+        self.kept = part if self.kept is None else self.added(self.kept, part)
 
-    def take_kept(self) -> torch.Tensor | None:
+    def take_kept(self) -> PartialSum | None:
         """Return what :meth:`keep` added up, and forget it."""
-        kept, self.kept, self._kept_lease = self.kept, None, None
+        kept, self.kept = self.kept, None
         return kept
 
-    def finish(self, params: Sequence[FSDPParam], output: torch.Tensor, lease: probe.Lease) -> None:
-        """Make ``output`` ``[S]``, fully reduced, the gradient of the shards."""
+    def added(self, part: PartialSum, other: PartialSum) -> PartialSum:
+        """Return the sum of two, of all parameters that are in one of them; changes the first."""
+        if part.params == other.params:
+            part.output += other.output
+            return part
+        params = sorted({*part.params, *other.params}, key=lambda p: p.position)
+        output = part.output.new_zeros(sum(p.slot_numel for p in params))
+        total = PartialSum(params, output, probe.Lease(self._category(output.device), self.unit.index, output.nbytes))
+        slots = dict(total.slots())
+        for param, slot in (*part.slots(), *other.slots()):
+            slots[param] += slot
+        return total
+
+    def finish(self, total: PartialSum) -> None:
+        """Make ``total``, fully reduced, the gradient of the shards."""
+        params, output, lease = total.params, total.output, total.lease
         self._run_hook(output)
         self.scaling.after(output)
         grad = output.to(self.orig_dtype) if output.dtype != self.orig_dtype else output
@@ -185,17 +234,23 @@ class Reduction:
     """One reduction under way.
 
     Attributes:
-        params: the parameters whose gradients are in it, in order.
+        params: the parameters whose gradients are in its reduce-scatter, in order.
+        unused: names of the trainable parameters that have no gradient.
+        keeps: with replicas, what comes out of the reduce-scatter waits for a later all-reduce.
+        kept: partial sums of earlier micro-batches that go with it through the all-reduce.
         scatter: its reduce-scatter in flight.
         all_reduce: its all-reduce in flight.
-        lease: of the bytes of its output.
+        total: what is in that one.
     """
 
     reducer: Reducer
     params: list[FSDPParam]
+    unused: tuple[str, ...]
+    keeps: bool
+    kept: PartialSum | None
     scatter: ReduceScatterState | None = None
     all_reduce: AllReduceState | None = None
-    lease: probe.Lease | None = None
+    total: PartialSum | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -205,44 +260,36 @@ class Reduction:
     def end_scatter(self) -> None:
         """Wait for the reduce-scatter and start what follows it."""
         if self.scatter is not None:
-            output, self.lease = self.scatter.finish(), self.scatter.lease
+            part = PartialSum(self.params, self.scatter.finish(), self.scatter.lease)
             self.scatter = None
-            self.reduced(output)
+            self.reduced(part)
 
-    def reduced(self, output: torch.Tensor) -> None:
-        """Go on with ``output`` ``[S]``, summed over the shard ranks."""
+    def reduced(self, part: PartialSum) -> None:
+        """Go on with what was summed over the shard ranks."""
         reducer, group = self.reducer, self.reducer.mesh_info.replicate_group
         if group is None:
-            self._set(output)
-        elif not reducer.sync.all_reduce_grads:
-            reducer.keep(output, self._lease())
+            reducer.finish(part)
+        elif self.keeps:
+            reducer.keep(part)
         else:
-            kept = reducer.take_kept()
-            if kept is not None:
-                output += kept
-            self.all_reduce = all_reduce(output, group, reducer.scaling, reducer.unit)
+            kept, self.kept = self.kept, None
+            self.total = part if kept is None else reducer.added(part, kept)
+            has_grad = {p.fqn for p in self.total.params}
+            unused = [fqn for fqn in self.unused if fqn not in has_grad]
+            self.all_reduce = all_reduce(self.total.output, group, reducer.scaling, reducer.unit, unused)
 
     def end_all_reduce(self) -> None:
         """Wait for the all-reduce, if there is one, and set the gradients."""
-        if self.all_reduce is not None:
-            output = self.all_reduce.finish()
-            self.all_reduce = None
-            self._set(output)
-
-    def _lease(self) -> probe.Lease:
-        lease, self.lease = self.lease, None
-        if lease is None:
-            raise RuntimeError("a reduction was finished twice")
-        return lease
-
-    def _set(self, output: torch.Tensor) -> None:
-        self.reducer.finish(self.params, output, self._lease())
+        if self.all_reduce is not None and self.total is not None:
+            self.all_reduce.finish()
+            total, self.all_reduce, self.total = self.total, None, None
+            self.reducer.finish(total)
 
     def abandon(self) -> None:
         """The iteration was given up: nobody waits for it any more."""
         if self.scatter is not None:
             self.scatter.abandon()
-        self.scatter = self.all_reduce = self.lease = None
+        self.scatter = self.all_reduce = self.total = self.kept = None
 
 
 class ReductionQueue:

@@ -14,7 +14,16 @@ from torch.distributed.tensor import Shard
 
 from workbench.engine import probe
 from workbench.engine.collectives import UnitId
-from workbench.engine.comm import CUSTOM, SET_BY_USER, AllGather, CommPair, ReduceScatter, default_pair, group_pair
+from workbench.engine.comm import (
+    CUSTOM,
+    OF_GROUP,
+    SET_BY_USER,
+    AllGather,
+    CommPair,
+    ReduceScatter,
+    default_pair,
+    group_pair,
+)
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
@@ -62,7 +71,7 @@ class Unit:
         self.comm: CommPair | None = None
         self.needs_comm = True
         self._retired = False
-        self.fsdp_params = [FSDPParam(p, info, shard, mesh_info) for p, info, shard in params]
+        self.fsdp_params = [FSDPParam(i, *placed, mesh_info) for i, placed in enumerate(params)]
         self.shards = FlatShard(self.index, self.fsdp_params)
         self.set_policy(policy)
         self.shards.fill([p for p, _, _ in params], policy)
@@ -223,13 +232,24 @@ class Unit:
         self.use_comm(CommPair(gather or pair.gather, reduce or pair.reduce, CUSTOM))
 
     def allocate_from_group(self, enable: bool) -> None:
-        """Let the backend allocate what is communicated; see :func:`group_pair`."""
+        """Let the backend allocate what is communicated, if it allocates anything; see :func:`group_pair`.
+
+        Raises:
+            ValueError: it communicates with an object of the user's, which allocates by itself.
+        """
+        if self.comm is not None and self.comm.name == CUSTOM:
+            raise ValueError(
+                f"unit {self.name or '(root)'!r} communicates with a custom {type(self.comm.gather).__name__} and "
+                f"{type(self.comm.reduce).__name__}, which allocate by themselves: "
+                "set_allocate_memory_from_process_group_for_comm does not go with set_custom_all_gather or "
+                "set_custom_reduce_scatter"
+            )
         group = self.mesh_info.shard_group
-        if group is not None:
-            if enable:
-                self.use_comm(group_pair(group, self.device))
-            else:
-                self.comm, self.needs_comm = None, True
+        pair = group_pair(group, self.device) if enable and group is not None else None
+        if pair is not None:
+            self.use_comm(pair)
+        elif self.comm is not None and self.comm.name == OF_GROUP:
+            self.comm, self.needs_comm = None, True
 
     def set_max_reductions(self, n: int) -> None:
         """Allow ``n`` reduce-scatters in flight at once in the whole model."""
