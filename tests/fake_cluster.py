@@ -330,7 +330,8 @@ class FakeCluster:
             case "names":
                 content = {"modules": self.modules[rank], "variables": self.variables[rank]}
             case "stacks":
-                content = {"stacks": [{"thread": "MainThread", "frames": ["cell.py:3 in train_step: f()"]}]}
+                frame = {"text": "cell:3 in train_step: f()", "number": 0, "is_python": False}
+                content = {"stacks": [{"thread": "MainThread", "is_main": True, "frames": [frame]}]}
             case "abort":
                 self.on_abort.pop(rank, lambda reason: None)(request["reason"])
         return Reply(content)

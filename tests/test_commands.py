@@ -144,6 +144,7 @@ def test_dict_round_trip_through_json(command: Command):
         (Inspect(fqn="blocks.2.mlp.0.weight"), "inspect blocks.2.mlp.0.weight"),
         (Evaluate(expr="x['a'] + 1"), "eval x['a'] + 1"),
         (Evaluate(expr="x", ranks=(0, 2)), "eval x -t 0,2"),
+        (Evaluate(expr="x", ranks=(0,), frame=1), "eval --frame 1 x -t 0"),
         (Verify(model="m"), "verify m"),
     ],
 )
@@ -167,6 +168,7 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Step(count="3"), "'3'"),
         (lambda: Step(fn="f()"), "f()"),
         (lambda: Verify(model="a b"), "a b"),
+        (lambda: Evaluate(expr="x", frame=-1), "0 for the innermost, not -1"),
         (lambda: Verify(fn=""), "function"),
         (lambda: Shard(model="m", reshard_after_forward=1), "at least 2, not 1"),
         (lambda: Shard(model="m", reshard_after_forward=True), "auto, true, false, or a number"),

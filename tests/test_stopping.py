@@ -391,7 +391,7 @@ def test_where_is_a_table(wb):
     assert [row.state for row in report.rows] == ["held", "held", "no answer", "held"]
     assert report.headline == "ranks 0-1, 3 held; rank 2 no answer"
     assert "before backward" in str(report)
-    assert "rank 0, thread MainThread:\n    cell.py:3 in train_step: f()" in str(report)
+    assert "\nranks 0-1, 3, MainThread:\n    0  cell:3 in train_step: f()" in str(report)
     assert "<th" in report._repr_html_()
     assert "<pre>" in report._repr_html_()
 

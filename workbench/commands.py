@@ -229,11 +229,20 @@ class Evaluate(Command):
     Attributes:
         expr: the expression.
         ranks: which ranks; empty: all.
+        frame: number of the user's function in which names are looked up first, 0 the innermost that is under way.
+
+    Raises:
+        ValueError: ``frame`` is no such number.
     """
 
     word: ClassVar[str] = "eval"
     expr: str
     ranks: tuple[int, ...] = ()
+    frame: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.frame) is not int or self.frame < 0:
+            raise ValueError(f"a frame is a number, 0 for the innermost, not {self.frame!r}")
 
 
 COMMANDS: dict[str, type[Command]] = {
@@ -285,7 +294,8 @@ def to_text(command: Command) -> str:
     Example: ``Shard(model="model", wrap=("Block",))`` -> ``shard model --wrap Block``.
     """
     if isinstance(command, Evaluate):  # its expression is the raw rest of the line
-        return f"eval {command.expr}" + (f" -t {','.join(map(str, command.ranks))}" if command.ranks else "")
+        frame = f"--frame {command.frame} " if command.frame else ""
+        return f"eval {frame}{command.expr}" + (f" -t {','.join(map(str, command.ranks))}" if command.ranks else "")
     words = ["break add" if isinstance(command, Break) else command.word]
     for f in dataclasses.fields(command):
         value = getattr(command, f.name)

@@ -215,12 +215,15 @@ class Stopping:
             raise error
         return InspectReport(fqn=fqn, by_rank={rank: ended.result or {} for rank, ended in done.items()})
 
-    def evaluate(self, expr: str, ranks: Sequence[int] | None = None) -> EvalReport:
+    def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
         """Return what a Python expression is on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
+
+        Its names are the variables of the functions under way, innermost first, and then those of the cells.
 
         Args:
             expr: the expression.
             ranks: which ranks; None: all that stand in the gate.
+            frame: number of the function at which the search for names begins: 0 the innermost, 1 its caller.
 
         Raises:
             UsageError: nothing is stopped, or the expression waits for ranks that would not evaluate it.
@@ -228,7 +231,7 @@ class Stopping:
         """
         session, request, held = self._stopped("evaluate")
         chosen = self._chosen_held(ranks, held)
-        done = self._jobs(session, chosen, held).run("evaluate", expr)
+        done = self._jobs(session, chosen, held).run("evaluate", expr, frame=frame)
         error = to_error(done, str(request.stop))
         if error is not None:
             raise error

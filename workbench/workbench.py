@@ -213,7 +213,7 @@ class Workbench(Stopping):
             case Inspect():
                 report = self.inspect(command.fqn)
             case Evaluate():
-                report = self.evaluate(command.expr, command.ranks or None)
+                report = self.evaluate(command.expr, command.ranks or None, frame=command.frame)
             case _:
                 report = self._do(command, Listener(on_progress=on_progress, on_output=on_output))
         return report

@@ -122,8 +122,15 @@ def test_looking_around_inside_the_step(ready):
     for refused in (lambda: ready.step(1), lambda: ready.unshard("model")):
         with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):
             refused()
-    stacks = wait_until(lambda: ready.where(stacks=True).rows[0].stacks)
-    assert any("train_step" in frame for frame in stacks[0][1])
+    assert set(ready.evaluate("loss.requires_grad").texts.values()) == {"True"}  # a variable of train_step
+    with pytest.raises(
+        RankError, match=r"ranks 0-1 raised NameError: .* nearest: loss.*; frames: 0 train_step at cell:"
+    ):
+        ready.evaluate("losss")
+    report = wait_until(lambda: (found := ready.where(stacks=True)) and all(row.stacks for row in found.rows) and found)
+    assert len(str(report)) < 3_000
+    assert "\nranks 0-1, MainThread:\n    0  cell:" in str(report)
+    assert " in train_step: loss.backward()\n" in str(report)
     assert ready.resume().steps_done == 1
     assert ready.run_cell("print(inside)").texts == {0: "0\n", 1: "1\n"}
 

@@ -34,6 +34,9 @@ def stoppable(notebook):
         ('eval f"{x}" -t 0,2', Evaluate(expr='f"{x}"', ranks=(0, 2))),
         ("eval -t 1-2  x - 1", Evaluate(expr="x - 1", ranks=(1, 2))),
         ("eval x -t", Evaluate(expr="x -t")),
+        ("eval --frame 2 x.shape -t 0", Evaluate(expr="x.shape", ranks=(0,), frame=2)),
+        ("eval -t 0 --frame=1 x --frame", Evaluate(expr="x --frame", ranks=(0,), frame=1)),
+        ("eval x --targets 0 --frame 1", Evaluate(expr="x", ranks=(0,), frame=1)),
     ],
 )
 def test_lines_become_commands(line, command):
@@ -54,6 +57,7 @@ def test_lines_become_commands(line, command):
         ("eval", "required: EXPR"),
         ("eval -t 1", "required: EXPR"),
         ("eval x -t 1,,2", "such as 1,3 or 0-2"),
+        ("eval --frame 1,2 x", "argument --frame: expected a whole number, 0 for the innermost, got '1,2'"),
         ("back -1", "0 for the newest event, got '-1'"),
         ("back few", "0 for the newest event"),
         ("inspect", "required: FQN"),
@@ -68,8 +72,8 @@ def test_wrong_lines_say_what_is_right(line, says):
 def test_help_of_eval_and_its_names():
     with pytest.raises(HelpAsked, match="the raw rest of the line"):
         parse_line("eval --help")
-    assert parse_line("eval x -t {who}", lambda text: text.replace("{who}", "0,3"))[1] == argparse.Namespace(
-        expr="x", ranks=(0, 3)
+    assert parse_line("eval {who} -t {who}", lambda text: text.replace("{who}", "0,3"))[1] == argparse.Namespace(
+        expr="{who}", ranks=(0, 3), frame=0
     )
 
 

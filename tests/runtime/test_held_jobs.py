@@ -10,6 +10,7 @@ import torch
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from tests.engine.models import loss_of
 from tests.runtime.job import drain, execute, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_commands import trace_of
@@ -63,6 +64,120 @@ def test_expressions_see_the_cells_and_the_stopped_function_in_its_own_thread_an
         assert said["float('nan')"]["number"] == "nan"
         assert said["10 ** 400"]["number"] is None
         assert said["torch.tensor(2.5)"]["number"] == 2.5
+
+
+def step_with_locals(ns, forward):
+    """A step with variables of its own, called by a function with others."""
+
+    def one_step():
+        batch = torch.randint(7, (4, 6), generator=ns["generator"])
+        x = torch.ones(3, 2)  # as the modules call theirs
+        loss = forward(lambda: loss_of(ns["model"], batch))
+        loss.backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item() + 0 * x.sum().item()
+
+    def train_step():
+        accumulated = 0.25
+        return one_step() + 0 * accumulated
+
+    return train_step
+
+
+EVENTS_OF_A_STEP = ("forward:blocks.1", "backward:blocks.1", "reduce_scatter.end:blocks.1", "optimizer")
+SEEN = ("list(batch.shape)", "accumulated", "[accumulated for _ in range(2)]", "rank", "loss_of.__name__")
+
+
+def callers_locals():
+    ns = sharded()
+    ns["train_step"] = step_with_locals(ns, lambda forward: forward())
+    said = {}
+
+    def script(door):
+        for event in EVENTS_OF_A_STEP:
+            kind, _, unit = event.partition(":")
+            door.break_at({"event": kind, "unit": unit or None})
+            door("continue")
+            door.until(lambda where, kind=kind: where["held"] and kind.startswith(where["held"]["kind"]))
+            said[event] = [door.job("evaluate", text)["text"] for text in SEEN], door.job("cell", "accumulated")["text"]
+
+    Door().break_at({"event": "step"})
+    beside(script, Step())
+    return said
+
+
+def test_the_variables_of_callers_are_found_in_forward_in_backward_and_in_the_optimizer():
+    for rank, said in enumerate(run(2, callers_locals)):
+        own = ["[4, 6]", "0.25", "[0.25, 0.25]", str(rank), "'loss_of'"]
+        assert said == dict.fromkeys(EVENTS_OF_A_STEP, (own, "0.25\n"))
+
+
+def frames():
+    ns = sharded()
+    ns["train_step"] = step_with_locals(ns, lambda forward: forward())
+    Door().break_at({"event": "forward", "unit": "blocks.1"})
+
+    def script(door):
+        door.until_held()
+        shapes = [door.job("evaluate", "list(x.shape)", frame=number)["text"] for number in range(7)]
+        return shapes, door.job("evaluate", "batsh"), door.job("evaluate", "x", frame=70), door("stacks")["stacks"][0]
+
+    return beside(script, Step())[1]
+
+
+def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
+    ((shapes, unknown, beyond, stack),) = run(1, frames)
+    users = {f["number"]: f["text"] for f in stack["frames"] if f["number"] is not None}
+    number = next(number for number, text in users.items() if " in one_step" in text)
+    assert shapes[0] == "[4, 5, 16]"
+    assert shapes[number] == "[3, 2]"
+    assert shapes[number + 1] == ""  # not looked for in what was called
+    assert unknown["error"]["ename"] == "NameError"
+    said = unknown["error"]["evalue"]
+    assert said.startswith("name 'batsh' is not defined; nearest: batch")
+    assert "; frames: 0 forward at models.py:" in said
+    assert f", {number} one_step at test_held_jobs.py:" in said
+    assert "train_step at" in said
+    assert "runtime" not in said
+    assert beyond["error"]["evalue"].startswith("there is no frame 70 here; frames: 0 forward at")
+
+
+def in_another_thread():
+    """Autograd runs hooks of a device in a thread of its own, while the main one waits."""
+    ns = sharded()
+
+    def elsewhere(forward):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(forward()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    ns["train_step"] = step_with_locals(ns, elsewhere)
+    Door().break_at({"event": "forward", "unit": "blocks.1"})
+
+    def script(door):
+        door.until_held()
+        return [door.job("evaluate", text)["text"] for text in ("accumulated", "list(x.shape)")]
+
+    return beside(script, Step())[1]
+
+
+def test_a_hook_in_another_thread_sees_the_variables_of_the_main_one():
+    assert run(1, in_another_thread) == [["0.25", "[4, 5, 16]"]]
+
+
+def assigned_in_an_expression():
+    def script(door, ns):
+        door.evaluate("[kept := 5, (lambda: (inner := 1))()]")
+        return ns["kept"], "inner" in ns, door.evaluate("kept")["number"]
+
+    return stopped_at("forward", "blocks.1", script)
+
+
+def test_what_an_expression_assigns_becomes_a_variable_of_the_cells():
+    assert run(1, assigned_in_an_expression) == [(5, False, 5)]
 
 
 def no_grad_there():
@@ -295,5 +410,9 @@ def stacks_while_held():
 def test_stacks_begin_with_the_main_thread_and_show_where_it_stands():
     (found,) = run(1, stacks_while_held)
     assert found[0]["thread"] == "MainThread"
-    assert any("in train_step" in frame for frame in found[0]["frames"])
-    assert "gate.py" in found[0]["frames"][-1]
+    assert found[0]["is_main"]
+    frames = found[0]["frames"]
+    assert " in _next_message: " in next(f["text"] for f in frames if "gate.py" in f["text"])
+    users = [f for f in frames if f["number"] is not None]
+    assert [f["number"] for f in users] == list(range(len(users)))
+    assert " in train_step: loss.backward()" in users[0]["text"]  # what ran forward has returned

@@ -11,8 +11,9 @@ from workbench.magics.parser import HelpAsked, Parser, parse_ranks
 
 BREAK = ("add", "list", "clear")
 
-_LEADING = re.compile(r"(?:-t|--targets)[ =]\s*(?P<ranks>[\d,\-]+|\{\w+\})(?:\s+(?P<expr>.*))?", re.DOTALL)
-_TRAILING = re.compile(r"(?P<expr>.*\S)\s+(?:-t|--targets)[ =]\s*(?P<ranks>[\d,\-]+|\{\w+\})", re.DOTALL)
+_FLAG = r"(?P<flag>-t|--targets|--frame)[ =]\s*(?P<value>[\d,\-]+|\{\w+\})"
+_LEADING = re.compile(rf"{_FLAG}(?:\s+(?P<rest>.*))?", re.DOTALL)
+_TRAILING = re.compile(rf"(?P<rest>.*\S)\s+{_FLAG}", re.DOTALL)
 
 
 def _rank(text: str) -> int:
@@ -86,27 +87,37 @@ def add_eval(parser: Parser) -> None:
     """Add the arguments of ``eval``, for its help: :func:`parse_eval` reads them."""
     parser.positional("expr", metavar="EXPR", help="a Python expression: the raw rest of the line")
     parser.flag("-t", "--targets", metavar="RANKS", help="ranks that evaluate it, such as 1,3 or 0-2 (default: all)")
+    parser.flag(
+        "--frame",
+        metavar="N",
+        help="look names up from the N-th function under way outwards; 0: the innermost (default 0)",
+    )
 
 
 def parse_eval(rest: str, parser: Parser) -> argparse.Namespace:
-    """Read the raw rest of an ``eval`` line: ``"x.shape -t 0,1"`` -> ``expr="x.shape", ranks=(0, 1)``.
+    """Read the raw rest of an ``eval`` line: ``"--frame 1 x.shape -t 0,1"`` -> ``x.shape``, ranks 0 and 1, frame 1.
+
+    Flags stand before the expression or after it.
 
     Raises:
-        UsageError: there is no expression, or no such list of ranks.
+        UsageError: there is no expression, or no such list of ranks, or number of a frame.
         HelpAsked: it is ``-h``.
     """
-    rest = rest.strip()
-    if rest in {"-h", "--help"}:
+    expr, given = rest.strip(), {"--frame": "0", "-t": ""}
+    if expr in {"-h", "--help"}:
         raise HelpAsked(parser.format_help())
-    found = _LEADING.fullmatch(rest) or _TRAILING.fullmatch(rest)
-    expr, ranks = ((found["expr"] or "").strip(), found["ranks"]) if found else (rest, "")
+    while found := _LEADING.fullmatch(expr) or _TRAILING.fullmatch(expr):
+        given["-t" if found["flag"] == "--targets" else found["flag"]] = parser.expand(found["value"])
+        expr = (found["rest"] or "").strip()
     if not expr:
         parser.error("the following arguments are required: EXPR")
     try:
-        chosen = parse_ranks(parser.expand(ranks)) if ranks else ()
+        ranks = parse_ranks(given["-t"]) if given["-t"] else ()
     except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
-    return argparse.Namespace(expr=expr, ranks=chosen)
+        parser.error(f"argument -t/--targets: {error}")
+    if not given["--frame"].isdecimal():
+        parser.error(f"argument --frame: expected a whole number, 0 for the innermost, got {given['--frame']!r}")
+    return argparse.Namespace(expr=expr, ranks=ranks, frame=int(given["--frame"]))
 
 
 def add_back(parser: Parser) -> None:

@@ -1,18 +1,27 @@
 """What a held rank runs between two events of its step: expressions, cells and inspections.
 
-An expression and a cell see the variables of the cells and, before them, those of the innermost user's function that is
-under way. What a cell assigns becomes a variable of the cells.
+An expression and a cell see, in this order: the variables of the user's functions that are under way, innermost first;
+those of the cells; and the globals of the modules that these functions are from. What they assign becomes a variable of
+the cells.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import difflib
 import io
 import linecache
-import sys
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from types import FrameType
 from typing import Any
 
@@ -28,16 +37,16 @@ from workbench.errors import UsageError
 from workbench.runtime.inspection import inspect, plain_number
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import Recorder
+from workbench.runtime.stacks import frames_of_the_step, place_of
 
 KINDS = ("evaluate", "inspect", "cell")
 MAX_TEXT = 50_000
 """Characters of output or of a repr that are kept."""
 
 _CELL = "<cell while stopped>"
-_NOT_THE_USERS = ("torch", "workbench.engine", "workbench.runtime", "contextlib", "functools")
+_EXPRESSION = "<expression>"
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # wait for what was issued, or only make a tensor of it
-_ABOVE_THE_STEP = ("workbench.runtime.training", "workbench.runtime.rank")
 
 Answer = dict[str, Any]
 """``{"ok", "result", "text", "error"}``: JSON data."""
@@ -49,7 +58,7 @@ def run(job: dict[str, Any], recorder: Recorder) -> Answer:
     Args:
         job: its ``kind``, one of :data:`KINDS`, and its ``text``; ``alone`` if other ranks do not run it as well, so
             that a collective with them would wait for ever: who runs it, and what to do, in words. ``ranks``: the same
-            as numbers.
+            as numbers. ``frame``: number of the user's frame in which names are looked up first, 0 the innermost.
         recorder: what the rank recorded.
 
     Returns:
@@ -59,7 +68,7 @@ def run(job: dict[str, Any], recorder: Recorder) -> Answer:
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output), _company(job):
-            result, text = _run(job["kind"], job["text"], recorder)
+            result, text = _run(job, recorder)
     except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer: the stop stays
         return {"ok": False, "result": None, "text": _cut(output.getvalue()), "error": _error(error, job["kind"])}
     return {"ok": True, "result": result, "text": _cut(output.getvalue() + text), "error": None}
@@ -83,34 +92,100 @@ def refusal(why: str) -> Answer:
     return {"ok": False, "result": None, "text": "", "error": error}
 
 
-def _run(kind: str, text: str, recorder: Recorder) -> tuple[dict[str, Any] | None, str]:
+def _run(job: dict[str, Any], recorder: Recorder) -> tuple[dict[str, Any] | None, str]:
+    kind, text = job["kind"], job["text"]
     if kind == "inspect":
         return inspect(text, recorder), ""
-    frame = users_frame(sys._getframe())
-    variables = {} if frame is None else dict(frame.f_locals)
-    del frame  # it would keep itself alive
-    with _WholeNumbers():
-        return _evaluate(text, variables) if kind == "evaluate" else (None, _run_cell(text, variables))
+    scope = _Scope.here(int(job.get("frame", 0)))
+    with _WholeNumbers(), scope.explained():
+        return _evaluate(text, scope) if kind == "evaluate" else (None, _run_cell(text, scope))
 
 
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's code from ``frame`` outwards, None if the step has none here."""
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module in _ABOVE_THE_STEP:
-            return None
-        if not any(module == name or module.startswith(f"{name}.") for name in _NOT_THE_USERS):
-            return frame
-        frame = frame.f_back
-    return None
+# ---- what names mean
+
+
+class _Scope(MutableMapping[str, Any]):
+    """What names mean where the step is stopped; see the module docstring.
+
+    Args:
+        frames: of the user's functions that are under way, innermost first.
+        first: number of the frame that is looked at first, and those around it.
+    """
+
+    def __init__(self, frames: Sequence[FrameType], first: int) -> None:
+        self._places = [place_of(frame) for frame in frames]
+        if first and first >= len(frames):
+            raise UsageError(f"there is no frame {first} here; {self._frames()}")
+        self._cells = user_namespace()
+        self._variables: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}
+        for frame in reversed(frames[first:]):
+            self._modules |= frame.f_globals
+            if frame.f_locals is not self._cells:
+                self._variables |= frame.f_locals
+
+    @classmethod
+    def here(cls, first: int) -> _Scope:
+        """Return what names mean in the calling thread."""
+        return cls(frames_of_the_step(), first)
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a variable
+        for known in (self._variables, self._cells, self._modules):
+            if name in known:
+                return known[name]
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401 - a variable
+        self._variables.pop(name, None)
+        self._cells[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._variables.pop(name, None)
+        del self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+    def whole(self) -> dict[str, Any]:
+        """Return all names and what they mean."""
+        return self._modules | self._cells | self._variables
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of a name that the body itself uses, and that there is not, which ones come near and where they are."""
+        try:
+            yield
+        except NameError as error:
+            if error.name is None or traceback.extract_tb(error.__traceback__)[-1].filename not in {_CELL, _EXPRESSION}:
+                raise
+            near = _nearest(error.name, self.whole()) or _nearest(error.name, dir(builtins))
+            hint = [f"nearest: {', '.join(near)}"] if near else []
+            named = NameError("; ".join([str(error), *hint, self._frames()]), name=error.name)
+            raise named.with_traceback(error.__traceback__) from None
+
+    def _frames(self) -> str:
+        if not self._places:
+            return "no function of yours is under way here"
+        return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=5, cutoff=0.5)
 
 
 # ---- expressions
 
 
-def _evaluate(text: str, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    code = compile(text.strip(), "<expression>", "eval", dont_inherit=True)
-    value = eval(code, user_namespace() | variables)
+def _evaluate(text: str, scope: _Scope) -> tuple[dict[str, Any], str]:
+    tree = ast.parse(text.strip(), _EXPRESSION, "eval")
+    names = scope.whole()  # one dictionary: a function within the expression sees nothing else
+    value = eval(compile(tree, _EXPRESSION, "eval", dont_inherit=True), names)
+    for name in {node.target.id for node in ast.walk(tree) if isinstance(node, ast.NamedExpr)} & names.keys():
+        if names[name] is not scope.get(name):
+            scope[name] = names[name]
     said = _cut(described(value))
     return {"repr": said, "number": number_of(value), "type": type(value).__name__}, said
 
@@ -207,37 +282,11 @@ def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
 # ---- cells
 
 
-class _CellVariables(MutableMapping[str, Any]):
-    """What a cell's names mean: the held function's variables until the cell assigns them, then the cells' own."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        self._variables = variables
-        self._cells = user_namespace()
-
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a variable
-        return self._variables[name] if name in self._variables else self._cells[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401 - a variable
-        self._variables.pop(name, None)
-        self._cells[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        self._variables.pop(name, None)
-        del self._cells[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells | self._variables)
-
-    def __len__(self) -> int:
-        return len(self._cells | self._variables)
-
-
-def _run_cell(text: str, variables: dict[str, Any]) -> str:
+def _run_cell(text: str, scope: _Scope) -> str:
     """Run a cell; returns the repr of its last line if that is an expression with a value."""
     linecache.cache[_CELL] = (len(text), None, text.splitlines(keepends=True), _CELL)
     tree = ast.parse(text, _CELL)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    scope = _CellVariables(variables)
     exec(compile(tree, _CELL, "exec", dont_inherit=True), user_namespace(), scope)
     if not isinstance(last, ast.Expr):
         return ""
@@ -268,7 +317,7 @@ def _place(error: BaseException) -> str:
     """Say where it was raised, if that is not the expression itself."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
-    if last is None or last.filename in {"<expression>", __file__}:
+    if last is None or last.filename in {_EXPRESSION, __file__}:
         return ""
     return f"{last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: "
 

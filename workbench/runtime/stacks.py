@@ -1,33 +1,123 @@
-"""What every Python thread of this rank is doing."""
+"""Whose code a rank's Python threads are running: the user's frames, and those of libraries around them."""
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
+import sysconfig
 import threading
-import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from workbench.runtime.namespace import user_namespace
+
+_LIBRARIES = frozenset(
+    {
+        "torch",
+        *("IPython", "ipykernel", "ipyparallel", "jupyter_client", "tornado", "traitlets", "zmq"),
+        *sys.stdlib_module_names,
+    }
+)
+_OWN = ("workbench.engine", "workbench.runtime", "workbench.cluster")
+_CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
+_ROOTS = [f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib")]
+_ROOTS.append(f"{Path(__file__).parents[2]}/")
+_ABOVE_THE_STEP = "workbench.runtime.rank"
+
+
+def users_frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of the user's code from ``frame`` outwards, innermost first, up to what began the step.
+
+    A model's own package, such as transformers, is the user's; torch, the workbench, Jupyter and Python's own are not.
+    """
+    found = []
+    while frame is not None and _module_of(frame) != _ABOVE_THE_STEP:
+        if not _is_of_a_library(frame):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def frames_of_the_step() -> list[FrameType]:
+    """Return the user's frames of the step that the calling thread runs, innermost first.
+
+    A thread that autograd has made for a device has none above its hooks: those of the main thread, which waits for
+    it, follow. Frames that have returned, such as a module's forward in its backward, are no more.
+    """
+    found = users_frames(sys._getframe())
+    if threading.current_thread() is not threading.main_thread():
+        found += users_frames(sys._current_frames().get(threading.main_thread().ident or -1))
+    return found
+
+
+def place_of(frame: FrameType) -> str:
+    """Return where a frame is, such as ``forward at model.py:12``."""
+    return f"{frame.f_code.co_name} at {_path_of(frame).rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def stacks() -> list[dict[str, Any]]:
     """Return the stacks of all Python threads but the one that asks, the main thread's first.
 
     Returns:
-        per thread its ``thread`` name and its ``frames``, outermost first, each such as
-        ``model.py:12 in forward: x = f(x)``.
+        per thread its ``thread`` name, whether it ``is_main``, and its ``frames``, innermost first: each a ``text``
+        such as ``model.py:12 in forward: x = f(x)``, a ``number``, its place among the user's frames, which
+        ``%fsdp eval --frame`` takes (None: a library's), and whether it ``is_python``'s own.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, asking = threading.main_thread().ident, threading.get_ident()
     current = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     return [
-        {
-            "thread": names.get(ident, f"thread {ident}"),
-            "frames": [_line(frame) for frame in traceback.extract_stack(stack)],
-        }
-        for ident, stack in current
+        {"thread": names.get(ident, f"thread {ident}"), "is_main": ident == main, "frames": _described(frame)}
+        for ident, frame in current
         if ident != asking or ident == main
     ]
 
 
-def _line(frame: traceback.FrameSummary) -> str:
-    path = frame.filename.rpartition("site-packages/")[2]
-    return f"{path}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
+def _described(frame: FrameType) -> list[dict[str, Any]]:
+    numbers = {id(users): number for number, users in enumerate(users_frames(frame))}
+    return [
+        {
+            "text": _line(each),
+            "number": numbers.get(id(each)),
+            "is_python": _top_module_of(each) in sys.stdlib_module_names,
+        }
+        for each in _outwards(frame)
+    ]
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _top_module_of(frame: FrameType) -> str:
+    return _module_of(frame).partition(".")[0]
+
+
+def _is_of_a_library(frame: FrameType) -> bool:
+    module = _module_of(frame)
+    if module == "__main__":  # that of a process which became a rank is not the cells'
+        return frame.f_globals is not user_namespace()
+    return _top_module_of(frame) in _LIBRARIES or any(f"{module}.".startswith(f"{own}.") for own in _OWN)
+
+
+def _path_of(frame: FrameType) -> str:
+    """Return the file of a frame from its package on; ``cell`` for one that IPython has made for a cell."""
+    path = frame.f_code.co_filename
+    if _CELL.search(path):
+        return "cell"
+    above = next((each for each in _ROOTS if path.startswith(each)), "")
+    return path.removeprefix(above)
+
+
+def _line(frame: FrameType) -> str:
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return f"{_path_of(frame)}:{frame.f_lineno} in {frame.f_code.co_name}" + (f": {source}" if source else "")

@@ -87,8 +87,13 @@ class Company:
             return f"{label(self.ranks)} would call it: leave -t out, {part}"
         return f"{label(self.held)} of {self.num_ranks} can call it here: stop where all ranks stop, {part}"
 
-    def job(self, kind: JobKind, text: str) -> dict[str, Any]:
+    def job(self, kind: JobKind, text: str, frame: int = 0) -> dict[str, Any]:
         """Return a job as ranks read it.
+
+        Args:
+            kind: what is to be done.
+            text: with what: an expression, a cell, the name of a parameter.
+            frame: number of the user's frame in which names are looked up first.
 
         Raises:
             UsageError: it makes a process group, which waits for ranks that do not run it.
@@ -97,7 +102,7 @@ class Company:
         maker = group_maker_in(text) if alone else ""
         if maker:
             raise UsageError(f"{maker}() waits for other ranks, and only {alone}")
-        return {"kind": kind, "text": text, "alone": alone, "ranks": list(self.ranks)}
+        return {"kind": kind, "text": text, "frame": frame, "alone": alone, "ranks": list(self.ranks)}
 
 
 def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
@@ -124,8 +129,8 @@ class Jobs:
     def __init__(self, cluster: Interruptible, company: Company) -> None:
         self._cluster, self._company = cluster, company
 
-    def run(self, kind: JobKind, text: str) -> dict[int, Done]:
-        """Run one job and return how it ended on each rank.
+    def run(self, kind: JobKind, text: str, *, frame: int = 0) -> dict[int, Done]:
+        """Run one job, as :meth:`Company.job` has it, and return how it ended on each rank.
 
         Raises:
             UsageError: a rank does not stand in the gate, or the job makes a process group on some ranks only.
@@ -133,7 +138,7 @@ class Jobs:
             Interrupted: a second Ctrl-C; the first one is sent to the ranks.
         """
         ticket, ranks = str(next(_numbers)), self._company.ranks
-        request = {"op": "enqueue", "ticket": ticket, "job": self._company.job(kind, text)}
+        request = {"op": "enqueue", "ticket": ticket, "job": self._company.job(kind, text, frame)}
         replies = self._cluster.ask(request, ranks, timeout_s=PATIENT_S)
         accepted = [rank for rank in ranks if _content(replies[rank]).get("accepted")]
         try:

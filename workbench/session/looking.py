@@ -10,6 +10,7 @@ from workbench.session.places import State, event_words, state_of, unit_names
 from workbench.session.session import Session
 from workbench.session.stop_reports import WhereReport, WhereRow
 from workbench.session.stopping import WHERE_S
+from workbench.session.threads import Thread, threads_of
 from workbench.session.watch import PATIENT_S
 from workbench.trace.schema import Header
 from workbench.views.theme import format_duration
@@ -23,10 +24,7 @@ def where(session: Session, *, stacks: bool) -> WhereReport:
     header, now_ns = session.trace.header, time.monotonic_ns()
     rows = []
     for rank, alive in enumerate(session.cluster.alive()):
-        found = tuple(
-            (str(thread["thread"]), tuple(map(str, thread["frames"])))
-            for thread in threads.get(rank, {}).get("stacks", ())
-        )
+        found = threads_of(threads.get(rank, {}))
         if rank in positions:
             rows.append(row_of(rank, positions[rank], header, now_ns, found, session.state(rank, positions[rank])))
         else:
@@ -45,7 +43,7 @@ def row_of(
     position: Mapping[str, Any],
     header: Header,
     now_ns: int,
-    stacks: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    stacks: tuple[Thread, ...] = (),
     state: State | None = None,
 ) -> WhereRow:
     """Return one line of the table.

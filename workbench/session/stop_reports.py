@@ -12,6 +12,7 @@ from workbench.session.breakpoints import Breakpoint
 from workbench.session.inspected import facts_of
 from workbench.session.places import Stop
 from workbench.session.reports import Report
+from workbench.session.threads import Thread, lines_of
 from workbench.views.theme import plural
 
 
@@ -90,7 +91,7 @@ class WhereRow:
         unit: name.
         event: the newest, or the one it is held before.
         since: how long it has been there.
-        stacks: its Python threads, main first, each a name and its frames, outermost first.
+        stacks: its Python threads, the main one first; none if nobody asked.
     """
 
     rank: int
@@ -100,7 +101,7 @@ class WhereRow:
     unit: str = ""
     event: str = ""
     since: str = ""
-    stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stacks: tuple[Thread, ...] = ()
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
@@ -134,12 +135,7 @@ class WhereReport(Report):
         return "\n".join([self.headline, *(f"  {line}" for line in table), *self._stack_lines()])
 
     def _stack_lines(self) -> list[str]:
-        return [
-            line
-            for row in self.rows
-            for name, frames in row.stacks
-            for line in (f"rank {row.rank}, thread {name}:", *(f"    {frame}" for frame in frames))
-        ]
+        return lines_of({row.rank: row.stacks for row in self.rows})
 
     def _repr_html_(self) -> str:
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in WHERE_COLUMNS)

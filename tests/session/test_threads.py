@@ -1,0 +1,63 @@
+from workbench.session.stop_reports import WhereReport, WhereRow
+from workbench.session.threads import Frame, Thread, lines_of, threads_of
+
+WAIT = Frame(text="threading.py:331 in wait: acquire()", is_python=True)
+SLICE = Frame(text="workbench/engine/waits.py:196 in block: wait()")
+GATE = Frame(text="workbench/runtime/gate.py:240 in _next_message: get()")
+FORWARD = Frame(text="cell:21 in forward: x = block(x)", number=0)
+STEP = Frame(text="cell:30 in train_step: loss = model(x)", number=1)
+CALL = Frame(text="torch/nn/modules/module.py:1832 in inner: call()")
+SELECT = Frame(text="selectors.py:468 in select: poll()", is_python=True)
+READ = Frame(text="ipykernel/iostream.py:478 in _watch_pipe_fd: read()")
+
+
+def main(*frames):
+    return Thread(name="MainThread", is_main=True, frames=frames)
+
+
+def other(name, *frames):
+    return Thread(name=name, is_main=False, frames=frames)
+
+
+IDLE = (other("Thread-2", READ, WAIT), other("Thread-3", READ, WAIT), other("IOPub", SELECT, READ))
+WAITING = (main(WAIT, SLICE, CALL, FORWARD, CALL, STEP), *IDLE)
+HELD = (main(GATE, CALL, FORWARD, CALL, STEP), *IDLE)
+
+
+def test_equal_stacks_are_said_once_the_user_s_frames_first_and_where_each_rank_is():
+    assert lines_of({0: WAITING, 1: HELD, 2: WAITING}) == [
+        "ranks 0-2, MainThread:",
+        "    0  cell:21 in forward: x = block(x)",
+        "    1  cell:30 in train_step: loss = model(x)",
+        "       and 4 frames of libraries, now in workbench/engine/waits.py:196 in block (ranks 0, 2); "
+        "workbench/runtime/gate.py:240 in _next_message (rank 1)",
+        "ranks 0-2, Thread-2, Thread-3, IOPub: 2 frames of libraries, "
+        "now in ipykernel/iostream.py:478 in _watch_pipe_fd",
+    ]
+
+
+def test_ranks_whose_own_code_differs_stand_apart_main_threads_first():
+    loads = other("loader", WAIT, Frame(text="data.py:3 in load", number=0))
+    lines = lines_of({0: (main(STEP), loads), 1: HELD})
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "rank 0, MainThread:",
+        "rank 1, MainThread:",
+        "rank 0, loader:",
+        "rank 1, Thread-2, Thread-3, IOPub: 2 frames of libraries, now in ipykernel/iostream.py:478 in _watch_pipe_fd",
+    ]
+    assert lines[1:3] == ["    1  cell:30 in train_step: loss = model(x)", "rank 1, MainThread:"]
+
+
+def test_nobody_asked_or_nobody_answered():
+    assert lines_of({}) == lines_of({0: (), 1: ()}) == []
+    assert threads_of({}) == ()
+    assert "Thread" not in str(WhereReport(rows=(WhereRow(rank=0, state="idle"),)))
+
+
+def test_the_answer_of_a_rank():
+    frames = [{"text": "a.py:1 in f", "number": 0, "is_python": False}, {**vars(WAIT)}]
+    (thread,) = threads_of({"stacks": [{"thread": "<b>", "is_main": True, "frames": frames}]})
+    assert thread == Thread(name="<b>", is_main=True, frames=(Frame(text="a.py:1 in f", number=0), WAIT))
+    report = WhereReport(rows=(WhereRow(rank=0, state="held", stacks=(thread,)),))
+    assert "&lt;b&gt;" in report._repr_html_()
+    assert "<b>" in str(report)
