@@ -125,18 +125,18 @@ def durations_ns(rows: Rows, begin_ns: Ints, end_ns: Ints) -> Ints:
     """
     gates = spans(rows, (Kind.GATE,))
     gate_end_ns = np.where(gates.end_ns >= 0, gates.end_ns, last_ns(rows))
-    held = _held_before(gates.begin_ns, gate_end_ns, end_ns) - _held_before(gates.begin_ns, gate_end_ns, begin_ns)
+    held = within_ns(gates.begin_ns, gate_end_ns, end_ns) - within_ns(gates.begin_ns, gate_end_ns, begin_ns)
     return end_ns - begin_ns - held
 
 
-def _held_before(gate_begin_ns: Ints, gate_end_ns: Ints, t_ns: Ints) -> Ints:
-    """Nanoseconds the rank was held before each ``t_ns``; gates are in order and do not overlap."""
-    if not len(gate_begin_ns):
+def within_ns(begin_ns: Ints, end_ns: Ints, t_ns: Ints) -> Ints:
+    """Return how much of some intervals lies before each ``t_ns``, ``[N]``; they are in order and do not overlap."""
+    if not len(begin_ns):
         return np.zeros_like(t_ns)
-    held = np.concatenate([[0], np.cumsum(gate_end_ns - gate_begin_ns)])
-    begun = np.searchsorted(gate_begin_ns, t_ns, side="right")  # gates that began by then
-    rest = np.where(begun > 0, np.maximum(gate_end_ns[begun - 1] - t_ns, 0), 0)
-    return held[begun] - rest
+    whole = np.concatenate([[0], np.cumsum(end_ns - begin_ns)])
+    begun = np.searchsorted(begin_ns, t_ns, side="right")  # intervals that began by then
+    rest = np.where(begun > 0, np.maximum(end_ns[begun - 1] - t_ns, 0), 0)
+    return whole[begun] - rest
 
 
 def owners(begin: Ints, end: Ints, num_slots: int) -> Ints:

@@ -83,7 +83,7 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
 
 def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...]]:
     """Return the last of these steps that the closed form speaks of, as one still running it does not; or the last."""
-    part = Trace(trace.header, tuple(chosen.stateless(rank) for rank in trace.ranks))
+    part, _ = chosen.shown(trace)
     found = {step: compare(part, step) for step in range(chosen.first, chosen.last + 1)}
     ended = [step for step, rows in found.items() if any(row.expected for row in rows)]
     shown = ended[-1] if ended else chosen.last

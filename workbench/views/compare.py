@@ -15,6 +15,7 @@ from workbench.errors import UsageError
 from workbench.replay.alignment import Alignment, Side
 from workbench.replay.alike import join_names, label, pattern, ranges
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
+from workbench.replay.holds import without_holds
 from workbench.replay.spans import Ints
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Category, Edge, Kind, Phase
@@ -50,7 +51,7 @@ def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int |
         known = [r.rank for r in trace.ranks]
         if rank is not None and rank not in known:
             raise UsageError(f"the trace has no rank {rank}; its ranks are: {ranges(known) or 'none yet'}")
-    found = differences(a, b, rank)
+    found = differences(without_holds(a)[0], without_holds(b)[0], rank)
     names = tuple(theme.shorten(name) for name in names)  # type: ignore[assignment]
     if found is None or not len(found.aligned.in_a):
         return theme.empty(f"Nothing to compare: {names[0]} and {names[1]} have no events of the same rank.")

@@ -17,12 +17,14 @@ from plotly.subplots import make_subplots
 
 from workbench.replay import memory as live
 from workbench.replay.alike import label
+from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Category, Edge, Header, Kind
 from workbench.views import theme
+from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.process import HEIGHT, add_process, process_words
 from workbench.views.window import Window, one_rank, window
@@ -81,8 +83,9 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
-    parts = [shown.cut(rank_trace) for rank_trace in (trace.ranks if rank is None else (one_rank(trace, rank),))]
-    groups = _groups([part for part in parts if len(part.rows)])
+    only = None if rank is None else one_rank(trace, rank).rank
+    parts, cuts = shown.shown(trace, exact=True)
+    groups = _groups([part for part in parts.ranks if only in (None, part.rank)])
     panels = [_panel(group) for group in groups[:MAX_PANELS]]
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
@@ -91,7 +94,7 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     header = _with_short_names(trace.header)
     fig = theme.figure(
         _title(header, shown, panels),
-        _subtitle(trace.header, panels, len(groups) - len(panels), unsharded),
+        _subtitle(trace.header, panels, len(groups) - len(panels), unsharded, cuts),
         height=130 + (_PANEL_HEIGHT + (HEIGHT if is_sampled else 0)) * len(panels),
         hovermode="x unified",
         legend={"traceorder": "reversed"},
@@ -99,7 +102,7 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     heights = [_PANEL_HEIGHT, HEIGHT] * len(panels) if is_sampled else [_PANEL_HEIGHT] * len(panels)
     spacing = (0.13 if is_sampled else 0.2) / len(panels)
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
-    _draw(fig, header, panels, unsharded)
+    _draw(fig, header, panels, unsharded, cuts)
     return fig
 
 
@@ -145,7 +148,7 @@ def _with_short_names(header: Header) -> Header:
     return replace(header, units=tuple(replace(unit, name=theme.shorten(unit.name)) for unit in header.units))
 
 
-def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unsharded: int) -> str:
+def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unsharded: int, cuts: Cuts) -> str:
     measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
     reserved = max(live.most_reserved(panel.shown) for panel in panels)
     alike = _who(panels[0]) if len(panels) == 1 else ""
@@ -156,6 +159,7 @@ def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unshar
         f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
         f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
         f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
+        hold_words(cuts),
         process_words(header, [panel.shown for panel in panels]),
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
@@ -175,7 +179,7 @@ def _has(shown: RankTrace, category: Category) -> bool:
 # -- the picture
 
 
-def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int) -> None:
+def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int, cuts: Cuts) -> None:
     top = max(panel.peak.num_bytes for panel in panels)
     is_near = unsharded <= _FAR * top
     held = max(panel.peak.num_bytes + live.most_reserved(panel.shown) for panel in panels)
@@ -193,6 +197,7 @@ def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: in
         _add_peak(fig, header, panel, scale, row)
         add_phases(fig, panel.shown.rows, scale.ns, row=row, col=1)
         _add_steps(fig, panel, scale, row)
+        _add_holds(fig, header, panel, cuts, scale, high, row)
         if unsharded and is_near:
             _add_unsharded(fig, panel, unsharded, scale, row)
         if len(panels) > 1:
@@ -295,6 +300,15 @@ def _add_unsharded(fig: go.Figure, panel: Panel, unsharded: int, scale: Scale, r
         row=row,
         col=1,
     )
+
+
+def _add_holds(fig: go.Figure, header: Header, panel: Panel, cuts: Cuts, scale: Scale, high: float, row: int) -> None:
+    own = cuts.on_clock(clock_offset_ns(header, panel.shown.rank))
+
+    def place(t_ns: Ints) -> NDArray[np.float64]:
+        return np.asarray((t_ns - _origin_ns(panel)) / scale.ns)
+
+    add_holds(fig, own, place, (0.0, high / scale.num_bytes), legendgroup="held", showlegend=row == 1, row=row, col=1)
 
 
 def _add_steps(fig: go.Figure, panel: Panel, scale: Scale, row: int) -> None:

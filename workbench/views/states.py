@@ -6,17 +6,20 @@ A sharded unit is a thin line, for it holds little; what takes memory beside the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
 
 from workbench.replay.alike import groups, label
+from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.spans import last_ns, of_kind
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Kind, UnitState
 from workbench.views import theme
+from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
 from workbench.views.window import Window, one_rank, window
@@ -41,30 +44,28 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
-    alike = _alike(trace, shown)
+    parts, cuts = shown.shown(trace)
+    alike = groups(parts, _changes)
     if rank is None and not alike:
         return theme.empty(_NOTHING)
-    drawn = shown.cut(one_rank(trace, alike[0][0] if rank is None else rank))
+    cut = shown.cut(one_rank(trace, alike[0][0] if rank is None else rank))
+    cuts = cuts.on_clock(clock_offset_ns(trace.header, cut.rank))
+    drawn = replace(cut, rows=cuts.rows(cut.rows))
     units = _units(trace.header, drawn)
     if not units or not len(drawn.rows):
         return theme.empty(_NOTHING)
     found = spans(drawn, units)
     fig = theme.figure(
         _title(shown, found, len(units)),
-        _subtitle(drawn.rank, alike, len(units) - MAX_UNITS),
+        _subtitle(drawn.rank, alike, len(units) - MAX_UNITS, cuts),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
         legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
         margin_b=theme.LEGEND_MARGIN,
     )
-    _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
+    axis = _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
+    add_holds(fig, cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
     return fig
-
-
-def _alike(trace: Trace, shown: Window) -> list[tuple[int, ...]]:
-    """Return the ranks that changed states in the window in the same order, the largest group first."""
-    parts = tuple(shown.stateless(rank_trace) for rank_trace in trace.ranks)
-    return groups(Trace(trace.header, tuple(part for part in parts if len(part.rows))), _changes)
 
 
 def _changes(rank_trace: RankTrace) -> bytes:
@@ -103,13 +104,14 @@ def _most_at_once(found: StateSpans) -> int:
     return int(np.cumsum(moves[np.argsort(times, kind="stable")]).max(initial=0))
 
 
-def _subtitle(rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int) -> str:
+def _subtitle(rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts) -> str:
     group = next((ranks for ranks in alike if rank in ranks), (rank,))
     others = [label(ranks) for ranks in alike if ranks is not group]
     sentences = [
         f"{label(group).capitalize()}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
         f"differently did {'; '.join(others[:4])}{' and others' if len(others) > 4 else ''}" if others else "",
         "a thin line: each rank holds its shard only",
+        hold_words(cuts),
         f"{theme.plural(num_left_out, 'more unit')} not drawn" if num_left_out > 0 else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
@@ -120,7 +122,7 @@ def _row_height(units: Sequence[int]) -> int:
     return min(max(_HEIGHT // len(units), low), high)
 
 
-def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int], found: StateSpans) -> None:
+def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int], found: StateSpans) -> TimeAxis:
     begin_ns, end_ns = int(drawn.rows["t_ns"][0]), last_ns(drawn.rows)
     axis = time_axis(begin_ns, end_ns)
     bars = for_screen(_bars(found, units))
@@ -140,6 +142,7 @@ def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int]
         ticklabelstandoff=4,
         showgrid=False,
     )
+    return axis
 
 
 def _bars(found: StateSpans, units: Sequence[int]) -> Rectangles:

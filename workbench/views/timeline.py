@@ -14,11 +14,13 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.replay.alike import groups, label
+from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, durations_ns, last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import COLLECTIVES, Header, Kind
 from workbench.views import theme
+from workbench.views.holds import add_holds, hold_words
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
 from workbench.views.tracks import LANES, TRACKS, WAIT_TRACK, Tracks, tracks
 from workbench.views.window import Window, one_rank, window
@@ -78,8 +80,9 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
         UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
-    ranks = trace.ranks if rank is None else (one_rank(trace, rank),)
-    parts = [part for part in (shown.stateless(rank_trace) for rank_trace in ranks) if len(part.rows)]
+    only = None if rank is None else one_rank(trace, rank).rank
+    drawn, cuts = shown.shown(trace)
+    parts = [part for part in drawn.ranks if only in (None, part.rank)]
     names, folded = _chosen(trace.header, parts)
     blocks = _blocks(trace.header, shown, [part for part in parts if part.rank in names], names)
     bars = _bars(blocks)
@@ -89,13 +92,13 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
         _title(shown, parts, blocks),
-        _subtitle(trace.header, folded, has_collectives=len(grid.tracks) > 1),
+        _subtitle(trace.header, folded, cuts, has_collectives=len(grid.tracks) > 1),
         height=round(170 + grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high)),
         barmode="overlay",
         legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
         margin_b=theme.LEGEND_MARGIN,
     )
-    _draw(fig, trace.header, blocks, grid, bars)
+    _draw(fig, trace.header, blocks, grid, bars, cuts)
     return fig
 
 
@@ -158,12 +161,13 @@ def _title(shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -
     return f"{begun}, compute waits {waits}"
 
 
-def _subtitle(header: Header, folded: str, *, has_collectives: bool) -> str:
+def _subtitle(header: Header, folded: str, cuts: Cuts, *, has_collectives: bool) -> str:
     error_ns = max((info.clock_error_ns for info in header.ranks), default=0)
     sentences = [
         folded,
         "a collective reaches from its issue to its last byte, its arrow to the wait for it" if has_collectives else "",
         "compute is each unit's own, without the units inside it",
+        hold_words(cuts),
         f"between hosts, differences below {theme.format_duration(error_ns)} mean nothing" if error_ns else "",
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
@@ -219,7 +223,7 @@ def _tracks_used(bars: Rectangles) -> tuple[int, ...]:
     return tuple(np.unique(bars.lane // LANES % len(TRACKS)).tolist())
 
 
-def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, bars: Rectangles) -> None:
+def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, bars: Rectangles, cuts: Cuts) -> None:
     begin_ns = min(block.tracks.begin_ns for block in blocks)
     end_ns = int(bars.end_ns.max())
     axis = time_axis(begin_ns, end_ns)
@@ -228,6 +232,7 @@ def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, b
     hovers = _hovers(bars, header, blocks, axis)
     add_bars(fig, bars, looks, grid.middle(bars.lane), _BAR_HEIGHTS[bars.lane % LANES], hovers, axis)
     _add_arrows(fig, blocks, grid, axis)
+    add_holds(fig, cuts, axis, (-0.5, grid.num_rows - _GAP - 0.5))
     for block in range(grid.num_blocks):
         top = block * (len(grid.tracks) + _GAP) - 0.5
         span = {"y0": top, "y1": top + len(grid.tracks), "x0": 0, "x1": 1, "xref": "paper", "layer": "below"}

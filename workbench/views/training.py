@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
+from workbench.replay.holds import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Kind
@@ -26,7 +27,7 @@ _PANEL_HEIGHT = 250  # pixels
 
 def training(trace: Trace) -> go.Figure:
     """Return the training figure."""
-    result = summary(trace)
+    result = summary(without_holds(trace)[0])
     panels = _panels(result)
     if not panels:
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")

@@ -8,6 +8,7 @@ import numpy as np
 
 from workbench.errors import UsageError
 from workbench.replay.alike import ranges
+from workbench.replay.holds import Cuts, without_holds
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import COLLECTIVES, Edge, KeyFrame, Kind, Rows
@@ -50,6 +51,16 @@ class Window:
         begin, end = self.places(rank_trace)
         return rank_trace.cut(rank_trace.start.seq + begin, rank_trace.start.seq + end)
 
+    def shown(self, trace: Trace, *, exact: bool = False) -> tuple[Trace, Cuts]:
+        """Return the ranks that have rows in the window with the times at which they are shown, and what is cut out.
+
+        Args:
+            trace: what happened.
+            exact: with the state before those rows.
+        """
+        parts = (self.cut(rank_trace) if exact else self.stateless(rank_trace) for rank_trace in trace.ranks)
+        return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))))
+
     def has_ended(self, rows: Rows) -> bool:
         """Whether a rank's ``rows`` in the window hold the end of the last step."""
         ends = (rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == self.last)
@@ -76,7 +87,7 @@ def window(trace: Trace, step: int | None, count: int) -> Window:
 
 
 def one_rank(trace: Trace, rank: int) -> RankTrace:
-    """Return the rank asked for.
+    """Return the rank asked for, as it was recorded.
 
     Raises:
         UsageError: the trace has no such rank.

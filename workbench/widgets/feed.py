@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.replay import memory, states
+from workbench.replay.holds import clock_offset_ns
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Category, KeyFrame
@@ -160,7 +161,7 @@ class Part:
 
 def offset_ns(trace: Trace, rank: int) -> int:
     """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
-    return next((info.clock_offset_ns for info in trace.header.ranks if info.rank == rank), 0)
+    return clock_offset_ns(trace.header, rank)
 
 
 def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:

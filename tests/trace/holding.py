@@ -1,0 +1,57 @@
+"""Stops put into a trace as the runtime records them: every rank held before the same event, for as long as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Edge, Kind
+
+HOLD_NS = 17_900_000_000
+
+
+def stopped(trace: Trace, places: Mapping[int, int], hold_ns: int = HOLD_NS) -> Trace:
+    """Return the trace of ranks that were held before some rows and let go together.
+
+    Args:
+        trace: of ranks that nobody stopped.
+        places: by rank, the position of the row it was held before.
+        hold_ns: from the last arrival on.
+    """
+    arrivals_ns = {rank: _arrival_ns(trace.rank(rank), place) for rank, place in places.items()}
+    go_ns = max(arrivals_ns.values()) + hold_ns
+    ranks = (_held(r, places[r.rank], arrivals_ns[r.rank], go_ns) if r.rank in places else r for r in trace.ranks)
+    return Trace(trace.header, tuple(ranks))
+
+
+def stopped_before(
+    trace: Trace, kind: Kind, edge: Edge = Edge.BEGIN, *, number: int = 0, hold_ns: int = HOLD_NS
+) -> Trace:
+    """Return the trace of ranks that were all held before the ``number``-th such event, counted from 0."""
+    places = {r.rank: _place(r, kind, edge, number) for r in trace.ranks}
+    return stopped(trace, places, hold_ns)
+
+
+def _place(rank_trace: RankTrace, kind: Kind, edge: Edge, number: int) -> int:
+    rows = rank_trace.rows
+    return int(np.flatnonzero((rows["kind"] == kind) & (rows["edge"] == edge))[number])
+
+
+def _arrival_ns(rank_trace: RankTrace, place: int) -> int:
+    return int(rank_trace.rows["t_ns"][: place + 1].max())
+
+
+def _held(rank_trace: RankTrace, place: int, arrival_ns: int, go_ns: int) -> RankTrace:
+    rows = rank_trace.rows
+    gate = np.repeat(rows[place : place + 1], 2)
+    gate["kind"], gate["edge"], gate["num_bytes"] = Kind.GATE, (Edge.BEGIN, Edge.END), 0
+    gate["comm_seq"] = gate["comm_group"] = -1
+    gate["t_ns"] = arrival_ns, go_ns
+    later = rows[place:].copy()
+    later["t_ns"] += go_ns - arrival_ns
+    together = np.concatenate([rows[:place], gate, later])
+    together["seq"] = rank_trace.start.seq + np.arange(len(together))
+    return replace(rank_trace, rows=together)

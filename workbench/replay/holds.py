@@ -1,0 +1,226 @@
+"""Time in which a job stands still because somebody stopped it, and the time axis without it.
+
+A rank that is held at a gate waits for a person, and those that wait for it wait for that person too: on an axis that
+showed it, minutes of nothing would stand beside milliseconds of work. It is cut out where at least one rank is held
+and none works: each of the others is held as well, waits for communication, or is between steps. One mapping serves
+all ranks, so the order of events across ranks stays as it was.
+
+Example: rank 0 is held from 10 to 50; rank 1 works until 14, is held from then on to 52. From 14 to 50 nobody works
+and that is cut out: 14 and 50 are the same place, 52 lies 2 after it. Rank 0 is still drawn as held from 10 to 14.
+
+Arrays: ``C`` cuts, ``N`` times. Times are nanoseconds; of several ranks, of rank 0's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.replay.spans import Ints, of_kind, within_ns
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Edge, Header, Kind, Phase, Rows
+
+_TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.RESET)
+
+
+def _no_times() -> Ints:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cuts:
+    """What is cut out of a time axis, in order and without overlaps; arrays are ``[C]``.
+
+    Attributes:
+        begin_ns: where each begins.
+        end_ns: where it ends, later.
+    """
+
+    begin_ns: Ints = field(default_factory=_no_times)
+    end_ns: Ints = field(default_factory=_no_times)
+
+    def __len__(self) -> int:
+        return len(self.begin_ns)
+
+    @property
+    def lengths_ns(self) -> Ints:
+        """How long each is, ``[C]``."""
+        return self.end_ns - self.begin_ns
+
+    def shown(self, t_ns: Ints) -> Ints:
+        """Return where times ``[N]`` are on the axis: earlier by all that is cut out before them."""
+        return t_ns - within_ns(self.begin_ns, self.end_ns, t_ns)
+
+    def shown_at(self, t_ns: int) -> int:
+        """Return where one time is on the axis."""
+        return int(self.shown(np.array([t_ns], np.int64))[0])
+
+    def true_at(self, shown_ns: int) -> int:
+        """Return the latest time that is shown at ``shown_ns``."""
+        past = int(np.searchsorted(self.shown(self.begin_ns), shown_ns, side="right"))
+        return shown_ns + int(self.lengths_ns[:past].sum())
+
+    def rows(self, rows: Rows) -> Rows:
+        """Return rows, whose clock is that of the cuts, with the times at which they are shown."""
+        if not len(self):
+            return rows
+        moved = rows.copy()
+        moved["t_ns"] = self.shown(rows["t_ns"])
+        return moved
+
+    def on_clock(self, offset_ns: int) -> Cuts:
+        """Return them on a clock that is ahead of rank 0's."""
+        return Cuts(begin_ns=self.begin_ns + offset_ns, end_ns=self.end_ns + offset_ns) if offset_ns else self
+
+    def joined(self) -> Cuts:
+        """Return them with those that follow each other without a gap as one."""
+        apart = self.begin_ns[1:] > self.end_ns[:-1]
+        first, last = np.append(True, apart)[: len(self)], np.append(apart, True)[: len(self)]
+        return Cuts(begin_ns=self.begin_ns[first], end_ns=self.end_ns[last])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stance:
+    """What a rank is at after some rows."""
+
+    is_held: bool = False
+    is_waiting: bool = False
+    works: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Changes:
+    """When a rank may have changed its stance, on rank 0's clock, ascending, and what it is from then on."""
+
+    t_ns: Ints
+    is_held: NDArray[np.bool_]
+    works: NDArray[np.bool_]
+
+
+def without_holds(trace: Trace) -> tuple[Trace, Cuts]:
+    """Return the trace with the times at which it is shown, and what was cut out; the trace itself if nothing is."""
+    found = cuts(trace)
+    if not len(found):
+        return trace, found
+    offsets = _offsets(trace)
+    ranks = (replace(r, rows=found.on_clock(offsets.get(r.rank, 0)).rows(r.rows)) for r in trace.ranks)
+    return Trace(trace.header, tuple(ranks)), found
+
+
+def cuts(trace: Trace) -> Cuts:
+    """Return what is to be cut out of a trace's time axis."""
+    if not any((r.rows["kind"] == Kind.GATE).any() for r in trace.ranks):
+        return Cuts()
+    offsets = _offsets(trace)
+    changes = [_changes(r.rows, _Stance(), offsets.get(r.rank, 0))[0] for r in trace.ranks]
+    return _cuts(changes, _last_ns(trace, offsets)).joined()
+
+
+class GrowingCuts:
+    """The cuts of a growing trace. What was shown once stays where it is: later cuts lie behind it."""
+
+    def __init__(self) -> None:
+        self.cuts = Cuts()
+        self._stances: dict[int, _Stance] = {}
+        self._pending: dict[int, _Changes] = {}  # since a time at which nobody was held
+        self._seen: dict[int, int] = {}
+        self._until_ns = np.iinfo(np.int64).min
+
+    def update(self, trace: Trace) -> Cuts:
+        """Return the cuts of ``trace``, a later state of the same one."""
+        offsets = _offsets(trace)
+        for rank_trace in trace.ranks:
+            self._read(rank_trace, offsets.get(rank_trace.rank, 0))
+        last_ns = _last_ns(trace, offsets)
+        if any(changes.is_held.any() for changes in self._pending.values()):
+            self._add(_cuts(list(self._pending.values()), last_ns))
+        self._until_ns = max(self._until_ns, last_ns)
+        if not any(stance.is_held for stance in self._stances.values()):
+            self._pending = {rank: _tail(changes) for rank, changes in self._pending.items()}
+        return self.cuts
+
+    def _read(self, rank_trace: RankTrace, offset_ns: int) -> None:
+        rank = rank_trace.rank
+        rows = rank_trace.rows[max(self._seen.get(rank, 0) - rank_trace.start.seq, 0) :]
+        found, self._stances[rank] = _changes(rows, self._stances.get(rank, _Stance()), offset_ns)
+        before = self._pending.get(rank)
+        self._pending[rank] = found if before is None else _together(before, found)
+        self._seen[rank] = rank_trace.end_seq
+
+    def _add(self, found: Cuts) -> None:
+        begin_ns = np.maximum(found.begin_ns, self._until_ns)
+        fresh = found.end_ns > begin_ns
+        self.cuts = Cuts(
+            begin_ns=np.concatenate([self.cuts.begin_ns, begin_ns[fresh]]),
+            end_ns=np.concatenate([self.cuts.end_ns, found.end_ns[fresh]]),
+        )
+
+
+def clock_offset_ns(header: Header, rank: int) -> int:
+    """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
+    return next((info.clock_offset_ns for info in header.ranks if info.rank == rank), 0)
+
+
+def _offsets(trace: Trace) -> dict[int, int]:
+    return {info.rank: info.clock_offset_ns for info in trace.header.ranks}
+
+
+def _last_ns(trace: Trace, offsets: dict[int, int]) -> int:
+    tails = ((r.rows["t_ns"][-1], offsets.get(r.rank, 0)) for r in trace.ranks if len(r.rows))
+    return max((int(t_ns) - offset_ns for t_ns, offset_ns in tails), default=0)
+
+
+def _changes(rows: Rows, before: _Stance, offset_ns: int) -> tuple[_Changes, _Stance]:
+    """Return what a rank is at from each telling row on, and after all of them."""
+    rows = rows[of_kind(rows, _TELLING)]
+    kind, begins = rows["kind"], rows["edge"] == Edge.BEGIN
+    new_step = kind == Kind.STEP  # whatever was open before it has been given up
+    is_held = _latest(new_step | (kind == Kind.GATE), begins & (kind == Kind.GATE), before=before.is_held)
+    is_waiting = _latest(new_step | (kind == Kind.WAIT), begins & (kind == Kind.WAIT), before=before.is_waiting)
+    ends_step = new_step & ~begins
+    is_at_it = ((rows["step"] >= 0) | (rows["phase"] != Phase.IDLE)) & ~ends_step
+    works = is_at_it & ~is_held & ~is_waiting
+    t_ns = np.maximum.accumulate(rows["t_ns"] - offset_ns) if len(rows) else rows["t_ns"]
+    after = (
+        _Stance(is_held=bool(is_held[-1]), is_waiting=bool(is_waiting[-1]), works=bool(works[-1]))
+        if len(rows)
+        else before
+    )
+    return _Changes(t_ns=t_ns, is_held=is_held, works=works), after
+
+
+def _latest(tells: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool) -> NDArray[np.bool_]:
+    """Return for each row the ``value`` of the last row up to it that ``tells``; ``before`` where there is none."""
+    place = np.maximum.accumulate(np.where(tells, np.arange(len(tells)), -1)) if len(tells) else np.empty(0, np.int64)
+    found: NDArray[np.bool_] = np.where(place >= 0, value[place], before) if len(tells) else value
+    return found
+
+
+def _together(first: _Changes, second: _Changes) -> _Changes:
+    return _Changes(
+        t_ns=np.concatenate([first.t_ns, second.t_ns]),
+        is_held=np.concatenate([first.is_held, second.is_held]),
+        works=np.concatenate([first.works, second.works]),
+    )
+
+
+def _tail(changes: _Changes) -> _Changes:
+    return _Changes(t_ns=changes.t_ns[-1:], is_held=changes.is_held[-1:], works=changes.works[-1:])
+
+
+def _cuts(ranks: Sequence[_Changes], last_ns: int) -> Cuts:
+    """Return the times up to ``last_ns`` in which a rank is held and none works; neighbours not joined."""
+    t_ns = np.concatenate([*(changes.t_ns for changes in ranks), [last_ns]])
+    order = np.argsort(t_ns, kind="stable")
+    t_ns = t_ns[order]
+    held, working = (_count([getattr(c, name) for c in ranks])[order] for name in ("is_held", "works"))
+    stands = (np.cumsum(held)[:-1] > 0) & (np.cumsum(working)[:-1] == 0) & (t_ns[1:] > t_ns[:-1])
+    return Cuts(begin_ns=t_ns[:-1][stands], end_ns=t_ns[1:][stands])
+
+
+def _count(flags: Sequence[NDArray[np.bool_]]) -> Ints:
+    """By how many the ranks of which it is true change, entry by entry of each rank; 0 for the end of all."""
+    return np.concatenate([*(np.diff(flag.astype(np.int64), prepend=0) for flag in flags), [0]]).astype(np.int64)
