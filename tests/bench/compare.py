@@ -160,7 +160,6 @@ def _bytes(case: Case, runs: Runs) -> Tree:
     if TORCH in found:
         for each in found.values():
             each["to_torch"] = each["peak"] / found[TORCH]["peak"]
-            each["reserved_to_torch"] = each["classes_peak"] / found[TORCH]["peak"]
     return found
 
 

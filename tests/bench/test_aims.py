@@ -2,10 +2,12 @@
 
 import pytest
 
+from tests.bench import compare
 from tests.bench.aims import AIMS, ENGINE, LIVE, Aim, Verdict, verdicts
-from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, num_params
+from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
+from tests.bench.memory import Bytes
 
-STEP, RESERVED = "step / torch's", "reserved bytes / torch's"
+STEP, PEAK = "step / torch's", "peak of the process / torch's"
 
 
 def result(cases=(), **sharding):
@@ -114,9 +116,16 @@ def test_what_failed_is_not_measured():
     assert "%%fsdp pass / %%px pass" in {v.aim.what for v in verdicts(found)}
 
 
-def test_reserved_bytes_and_sharding_are_judged():
-    found = result({"3.3M": {"bytes": {OURS: {"reserved_to_torch": 0.9}}}}, to_torch=0.5)
-    assert (measured(found, RESERVED), measured(found, "sharding time")) == (0.9, 0.5)
+def test_sharding_is_judged():
+    assert measured(result(to_torch=0.5), "sharding time") == 0.5
+
+
+def test_a_process_that_needs_more_bytes_than_torchs_misses_the_aim(monkeypatch):
+    needs = {TORCH: 100, OURS: 130, OURS_GLOO: 90}
+    monkeypatch.setattr(compare, "on_ranks", lambda num_ranks, _, case, name: [Bytes(needs[name], 0, {}, 50, [])])
+    found = result({"3.3M": {"bytes": compare._bytes(CASES["3.3M"], compare.Runs())}})
+    words = {v.aim.what: v.word for v in verdicts(found) if PEAK in v.aim.what}
+    assert words == {f"{OURS}, 3.3M: {PEAK}": "MISSED", f"{OURS_GLOO}, 3.3M: {PEAK}": "met"}
 
 
 def test_only_chosen_parts_are_judged():
