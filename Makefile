@@ -1,4 +1,4 @@
-# make demo | test | coverage | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
+# make demo | test | test-torch | coverage | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
@@ -11,7 +11,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 2
 BENCH_FLAGS ?=
-TORCH := torch==2.13.0
+TORCH := 2.13.0
+OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
+OTHER_TESTS := tests/engine tests/runtime# what depends on torch's version: the engine, the recorder, the ranks
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,12 +21,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage lab bench bench-check clean
+.PHONY: help demo test test-torch coverage lab bench bench-check clean
+.PRECIOUS: .venv-torch-%/installed
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
+	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab"
 	@echo "make bench        measure steps, recording, views and the dashboard; write build/bench.json"
@@ -49,11 +53,16 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile
 
+test-torch: $(OTHER_TORCH:%=test-torch-%)
+
+test-torch-%: .venv-torch-%/installed
+	.venv-torch-$*/bin/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile $(OTHER_TESTS)
+
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report=term
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/made:
@@ -66,8 +75,8 @@ $(VENV)/made:
 
 # torch first, pinned: resolved together with the rest, pip would take the newest one and other GPU libraries
 $(VENV)/torch: $(VENV)/made
-	@echo "Installing $(TORCH) ..."
-	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@echo "Installing torch $(TORCH) ..."
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
@@ -78,4 +87,15 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what the tests need ..."
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# torch alone; all the rest is lent by the main environment, whose packages are looked for after those in here
+.venv-torch-%/installed: $(VENV)/installed-dev
+	@echo "Installing torch $* ..."
+	@$(BIN)/python -m venv .venv-torch-$*
+	@.venv-torch-$*/bin/python -m pip --disable-pip-version-check --quiet install \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$*
+	@lent=`$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`; \
+	  own=`.venv-torch-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`; \
+	  echo "import site; site.addsitedir('$$lent')" > "$$own/lent.pth"
 	@touch $@

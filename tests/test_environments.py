@@ -8,12 +8,17 @@ import tomllib
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from tests import readme
 from tests.source import REPO, imports, sources
+from workbench.engine._torch import NEWEST, OLDEST
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NEEDED = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
-TORCH = re.search(r"^TORCH := torch==(\S+)$", (REPO / "Makefile").read_text(), re.MULTILINE).group(1)
+MAKEFILE = (REPO / "Makefile").read_text()
+TORCH = re.search(r"^TORCH := (\S+)$", MAKEFILE, re.MULTILINE).group(1)
+OTHER_TORCH = re.search(r"^OTHER_TORCH := ([\d. ]+)#", MAKEFILE, re.MULTILINE).group(1).split()
 
 
 def test_what_is_imported_is_what_is_required():
@@ -28,8 +33,32 @@ def test_what_is_imported_is_what_is_required():
     assert NEEDED.keys() - third_party - by_name_only == set()
 
 
-def test_the_pinned_torch_is_one_that_is_allowed():
-    assert NEEDED["torch"].specifier.contains(TORCH)
+def test_tests_run_with_the_oldest_and_the_newest_torch_that_are_allowed_and_with_one_between():
+    oldest, newest = OTHER_TORCH
+    assert [(major, minor) for major, minor, _ in map(numbers, OTHER_TORCH)] == [OLDEST, NEWEST]
+    assert NEEDED["torch"].specifier == SpecifierSet(f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}")
+    assert numbers(oldest) < numbers(TORCH) < numbers(newest)
+
+
+def numbers(version):
+    return tuple(int(part) for part in version.split("."))
+
+
+def test_ci_runs_them():
+    assert (REPO / ".ci" / "run").read_text().endswith("exec make test test-torch\n")
+
+
+def test_the_readme_names_the_versions_that_tests_run_with():
+    lines = " ".join(readme.text().split())
+    assert f"with torch {TORCH}, those of the engine and of the ranks with {' and '.join(OTHER_TORCH)} as well" in lines
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    assert f"takes the torch that is there, from {oldest} to {newest}" in lines
+
+
+def test_the_pythons_are_those_that_the_readme_names():
+    named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if c.startswith("Programming Language :: Python ::")]
+    assert f"with Python {named[0]} to {named[-1]} and make" in readme.text()
+    assert PROJECT["requires-python"] == f">={named[0]}"
 
 
 def test_binder_installs_the_same_torch():
@@ -82,3 +111,14 @@ def test_make_takes_torch_from_the_index_that_is_named(tmp_path):
     lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
     installs = [line.partition(" install ")[2].strip() for line in lines if " install " in line]
     assert installs == [f"--index-url https://example.org/whl/cpu torch=={TORCH}", "--editable ."]
+
+
+def test_make_lends_another_torch_all_the_rest(tmp_path):
+    (tmp_path / "pyproject.toml").touch()
+    command = ["make", "-n", "-f", REPO / "Makefile", "test-torch"]
+    lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    for version in OTHER_TORCH:
+        assert re.search(rf"\.venv-torch-{version}/bin/python -m pip .*install \\\n *torch=={version}\n", lines)
+        assert re.search(rf"\.venv-torch-{version}/bin/python -m pytest .*tests/engine tests/runtime\n", lines)
+    assert "rm " not in lines
+    assert {".venv/", ".venv-torch-*/"} <= set((REPO / ".gitignore").read_text().splitlines())

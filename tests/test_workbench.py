@@ -73,6 +73,17 @@ def test_start_and_stop_reach_the_cluster_once():
     assert not bench.running
 
 
+def test_what_ranks_have_to_say_at_the_start_is_said_once():
+    class Talks(FakeCluster):
+        @property
+        def rank_info(self):
+            return [info | {"notice": "torch <9> was not tried"} for info in super().rank_info]
+
+    report = Workbench(2, cluster_factory=Talks).start()
+    assert str(report).count("torch <9> was not tried") == 1
+    assert "torch &lt;9&gt; was not tried" in report._repr_html_()
+
+
 def test_a_cluster_that_does_not_start_leaves_nothing():
     class Broken(FakeCluster):
         def start(self):

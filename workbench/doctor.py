@@ -112,8 +112,12 @@ def package(requirement: Requirement) -> Finding:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(requirement.name, Verdict.BAD, "not installed", advice)
-    if requirement.specifier.contains(version, prereleases=True):
+    missed = [each for each in requirement.specifier if not each.contains(version, prereleases=True)]
+    if not missed:
         return Finding(requirement.name, Verdict.GOOD, version)
+    if all(each.operator == "<" for each in missed):
+        found = f"{version}, newer than what was tried, {requirement.specifier}"
+        return Finding(requirement.name, Verdict.NOTE, found, f"if something does not work: {advice}")
     return Finding(requirement.name, Verdict.BAD, f"{version}, needed is {requirement.specifier}", advice)
 
 
@@ -135,7 +139,9 @@ def devices() -> Iterator[Finding]:
         import torch  # noqa: PLC0415 - its absence is a finding
         import torch.distributed as dist  # noqa: PLC0415
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
-        yield Finding("devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install torch==2.13.0")
+        yield Finding(
+            "devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install --force-reinstall torch"
+        )
         return
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Finding("devices", Verdict.GOOD, f"cpu, {', '.join(gpus)}" if gpus else "cpu (no CUDA GPU)")

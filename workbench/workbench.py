@@ -118,7 +118,8 @@ class Workbench(Stopping):
         cluster.start()
         self._session = Session(cluster)
         devices = tuple(info["device"] for info in cluster.rank_info)
-        return StartReport(num_ranks=self.num_ranks, devices=devices, seconds=time.monotonic() - begin)
+        notice = cluster.rank_info[0].get("notice", "")
+        return StartReport(num_ranks=self.num_ranks, devices=devices, seconds=time.monotonic() - begin, notice=notice)
 
     def stop(self) -> None:
         """Stop the ranks; nothing happens when none run. The trace stays."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.engine.both import (
     APIS,
     CLOSE,
+    NEWER_APIS,
     double_net,
     one_batch,
     shard_net_with,
@@ -103,7 +104,7 @@ def with_buffers(num_buffers: int) -> tuple[int, list[torch.Tensor]]:
     def shard(api: ModuleType, model: nn.Module) -> None:
         shard_net_with(api, model).set_reduce_scatter_max_input_buffers(num_buffers)
 
-    record = train_all(lambda: double_net(num_blocks=5), shard)
+    record = train_all(lambda: double_net(num_blocks=5), shard, apis=NEWER_APIS)
     model = shard_net_with(engine, make_net(num_blocks=5))
     model.set_reduce_scatter_max_input_buffers(num_buffers)
     one_batch(model, 0)

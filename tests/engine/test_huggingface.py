@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.engine.both import newer_torch
 from tests.engine.huggingface import batch, blocks, loss_of, make, shard, transformers
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
@@ -191,6 +192,7 @@ def experts_of_their_own() -> list[list[bool]]:
     return used
 
 
+@newer_torch
 @pytest.mark.filterwarnings(VIEWS)
 def test_experts_used_on_some_ranks_count_as_zero_on_the_others():
     used = run_ranks(2, experts_of_their_own)

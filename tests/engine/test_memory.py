@@ -231,7 +231,7 @@ def bytes_by_profiler() -> tuple[int, int]:
     gc.disable()
     totals = []
     for shard in (False, True):
-        with torch.profiler.profile(profile_memory=True) as profiler:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
             model = nn.Linear(64, 129)
             if shard:
                 fully_shard(model)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import APIS, SAME, shard_net_with
+from tests.engine.both import APIS, NEWER_APIS, SAME, shard_net_with
 from tests.engine.comparison import DIM, data
 from tests.engine.models import Block, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards
@@ -317,7 +317,7 @@ def grouped(api: ModuleType, output: torch.dtype | None) -> list[object]:
     return [model.a.seen, model.b.seen, out.dtype]
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", NEWER_APIS)
 @pytest.mark.parametrize("output", [None, F32])
 def test_modules_of_a_list_are_cast_one_by_one(api, output):
     expected = [[BF16, [], {}], [BF16, [], {"extra": [BF16]}], output or BF16]

@@ -13,11 +13,12 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.engine.both import APIS, train_all
+from tests.engine.both import APIS, NEWER_APIS, train_all
 from tests.engine.comparison import DIM, blocks, compare, data, shard_each, squares
 from tests.engine.ranks import on_one_rank, run_ranks, simulating
 from workbench import engine
 from workbench.engine import fully_shard
+from workbench.engine._torch import all_gather_single
 from workbench.engine.probe import Kind
 from workbench.ports import LOOPBACK, reserved_port
 
@@ -295,7 +296,7 @@ def one_step(model: nn.Module, step: int) -> None:
 
 
 def quantised() -> dict[str, object]:
-    record = train_all(make_quantised, shard_with, one_step)
+    record = train_all(make_quantised, shard_with, one_step, apis=NEWER_APIS)
     return {
         "gathers": record.count(Kind.ALL_GATHER),
         "reductions": record.count(Kind.REDUCE_SCATTER),
@@ -345,7 +346,7 @@ def own_comm(api: ModuleType) -> list[str]:
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False) -> object:
             seen.add(str(output_tensor.dtype))
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group, async_op)
 
     model = make_quantised()
     api.fully_shard(model)

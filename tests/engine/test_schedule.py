@@ -24,6 +24,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
 from workbench import engine
+from workbench.engine._torch import reduce_scatter_single
 from workbench.engine.probe import Category, Edge, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
@@ -191,7 +192,7 @@ class OwnAllGather(Allocates):
 class OwnReduceScatter(Allocates):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.called.append((output_tensor.numel(), input_tensor.numel()))
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class SyncAllGather(OwnAllGather):

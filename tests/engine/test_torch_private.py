@@ -2,8 +2,9 @@
 
 import ast
 import copy
-import re
-import tomllib
+import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
-    TESTED_TORCH,
+    all_gather_single,
     base_of,
     call_post_accumulate_hooks,
     default_store,
@@ -31,6 +32,7 @@ from workbench.engine._torch import (
     parameter_of,
     premultiplied_sum,
     queue_backward_final_callback,
+    reduce_scatter_single,
     set_local,
     set_parameter,
     set_versions,
@@ -38,24 +40,62 @@ from workbench.engine._torch import (
     share_post_accumulate_hooks,
     spec_of,
     strided_shard,
+    untried,
     waited,
     with_dtype,
 )
 
-REPOSITORY = Path(__file__).parents[2]
+
+def test_the_installed_torch_is_one_that_was_tried():
+    assert untried() == ""
 
 
-def test_the_installed_torch_is_one_that_was_tested():
-    assert torch.__version__.startswith(TESTED_TORCH)
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cpu"])
+def test_of_a_torch_that_was_tried_nothing_is_said(version):
+    assert untried(version) == ""
 
 
-def test_the_package_asks_for_a_torch_that_was_tested():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    (wanted,) = (d for d in project["dependencies"] if d.startswith("torch"))
-    lowest = re.search(r">=(\d+\.\d+)", wanted).group(1)
-    major, minor = lowest.split(".")
-    assert lowest in TESTED_TORCH
-    assert wanted.endswith(f"<{major}.{int(minor) + 1}") or len(TESTED_TORCH) > 1
+@pytest.mark.parametrize("version", ["2.10.2", "2.15.0.dev20270101+cu130", "3.0"])
+def test_a_torch_that_was_not_tried_is_named_in_a_sentence(version):
+    tried = "the workbench was tried with torch 2.11 to 2.14"
+    assert untried(version) == f"{tried}, not with {version}: something may not work"
+
+
+def test_the_engine_warns_of_an_untried_torch_and_works_on():
+    code = """
+import warnings, torch
+torch.__version__ = "9.9.0a0+later"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from workbench.engine import fully_shard
+print([str(w.message) for w in caught if "workbench" in str(w.message)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout) == [untried("9.9.0a0+later")]
+
+
+SINGLE = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_collectives_of_single_tensors_have_two_names(is_older, monkeypatch):
+    called = []
+
+    def note(name, *args, **more):
+        called.append((name, args, more))
+
+    for name in (*SINGLE, *SINGLE.values()):
+        monkeypatch.setattr(dist, name, functools.partial(note, name), raising=False)
+    if is_older:
+        for name in SINGLE:
+            monkeypatch.delattr(dist, name)
+    all_gather_single("out", "in", "group", True)
+    reduce_scatter_single("out", "in", "sum", "group", False)
+    gather, reduce = SINGLE.values() if is_older else SINGLE
+    assert called == [
+        (gather, ("out", "in"), {"group": "group", "async_op": True}),
+        (reduce, ("out", "in"), {"op": "sum", "group": "group", "async_op": False}),
+    ]
 
 
 def test_every_private_piece_has_a_test_here():

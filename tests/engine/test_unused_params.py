@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.engine.both import NEWER_APIS
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
@@ -66,21 +66,21 @@ def average_with_zeros(model: nn.Module) -> None:
 
 def counted_as_zero(accumulate: bool) -> None:
     plain = make()
-    ours, theirs = (wrap(copy.deepcopy(plain)) for wrap in (fully_shard, torch_fully_shard))
+    both = [api.fully_shard(copy.deepcopy(plain)) for api in NEWER_APIS]
     experts = [0, dist.get_rank()] if accumulate else [dist.get_rank()]
-    for sharded in (ours, theirs):
+    for sharded in both:
         sharded.set_reduce_scatter_unused_params(True)
     for _ in range(2):
-        for model in (plain, ours, theirs):
+        for model in (plain, *both):
             for number, expert in enumerate(experts, start=1):
                 if model is not plain:
                     model.set_requires_gradient_sync(number == len(experts))
                 backward(model, expert)
         average_with_zeros(plain)
-        assert_same_shards(ours, plain)
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(a.grad.to_local(), b.grad.to_local())
-        for model in (plain, ours, theirs):
+        assert_same_shards(both[0], plain)
+        for ours, *theirs in zip(*(sharded.parameters() for sharded in both), strict=True):
+            assert all(torch.equal(ours.grad.to_local(), b.grad.to_local()) for b in theirs)
+        for model in (plain, *both):
             model.zero_grad()
 
 

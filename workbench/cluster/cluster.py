@@ -178,7 +178,7 @@ class Cluster:
 
     @property
     def rank_info(self) -> tuple[dict[str, Any], ...]:
-        """What each rank said of itself when it joined: ``rank, host, device, pid``."""
+        """What each rank said of itself when it joined: ``rank, host, device, pid, notice``."""
         self._reach()
         return self._rank_info
 

@@ -5,6 +5,7 @@ Each function here has a test in ``tests/engine/test_torch_private.py`` that not
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,9 +19,39 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-TESTED_TORCH = ("2.13",)
+OLDEST, NEWEST = (2, 11), (2, 14)
+"""Versions of torch, major and minor, between which the tests run."""
 
 Spec = DTensorSpec
+
+
+def untried(version: str = torch.__version__) -> str:
+    """Return a sentence about a version of torch that the tests do not run on; empty for the others."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if OLDEST <= (major, minor) <= NEWEST:
+        return ""
+    oldest, newest = (".".join(map(str, tried)) for tried in (OLDEST, NEWEST))
+    return f"the workbench was tried with torch {oldest} to {newest}, not with {version}: something may not work"
+
+
+if untried():
+    warnings.warn(untried(), stacklevel=2)
+
+
+def all_gather_single(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Gather into one tensor; before torch 2.13 it has another name."""
+    newer: Callable[..., dist.Work | None] | None = getattr(dist, "all_gather_single", None)
+    return (newer or dist.all_gather_into_tensor)(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: object, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Reduce one tensor and scatter it; before torch 2.13 it has another name."""
+    newer: Callable[..., dist.Work | None] | None = getattr(dist, "reduce_scatter_single", None)
+    return (newer or dist.reduce_scatter_tensor)(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine._torch import group_allocator
+from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
 from workbench.engine.groups import CommGroup
 from workbench.engine.pool import BufferPool
 from workbench.engine.waits import Work
@@ -109,7 +109,7 @@ class DefaultAllGather(Allocator):
         async_op: bool = False,
     ) -> Work | None:
         """See :class:`AllGather`."""
-        return cast("Work | None", dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op))
+        return cast("Work | None", all_gather_single(output_tensor, input_tensor, group, async_op))
 
 
 class DefaultReduceScatter(Allocator):
@@ -124,8 +124,7 @@ class DefaultReduceScatter(Allocator):
         async_op: bool = False,
     ) -> Work | None:
         """See :class:`ReduceScatter`."""
-        work = dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return cast("Work | None", work)
+        return cast("Work | None", reduce_scatter_single(output_tensor, input_tensor, op, group, async_op))
 
 
 class GlooAllGather(Allocator):

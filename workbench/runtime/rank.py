@@ -17,6 +17,7 @@ import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks
 
 from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, from_dict
 from workbench.engine import groups
+from workbench.engine._torch import untried
 from workbench.errors import ClusterError
 from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
@@ -199,7 +200,7 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
     """Join the process group and give cells their names; collective.
 
     Returns:
-        this rank's RankInfo fields.
+        this rank's RankInfo fields, and as ``notice`` a sentence for the user, empty if there is nothing to say.
     """
     runtime = _this_rank()
     runtime.groups.join(*address)
@@ -218,7 +219,7 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
         mesh=runtime.groups.mesh,
         log_metric=runtime.recorder.metric,
     )
-    return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid}
+    return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid, "notice": untried()}
 
 
 def _sample_memory(runtime: RankRuntime) -> int:

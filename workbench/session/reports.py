@@ -327,17 +327,23 @@ class StartReport(Report):
         num_ranks: how many.
         devices: of each rank.
         seconds: how long it took.
+        notice: a sentence that the ranks have for the user; empty if they have none.
     """
 
     num_ranks: int
     devices: tuple[str, ...]
     seconds: float
+    notice: str = ""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
         devices = _by_rank(list(self.devices))
         return f"{plural(self.num_ranks, 'rank')} started in {self.seconds:.1f} s: {devices}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the notice."""
+        return [("notice", self.notice)] if self.notice else []
 
 
 def unit_name(name: str) -> str:

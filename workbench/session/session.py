@@ -49,7 +49,7 @@ class ClusterLike(Interruptible, Protocol):
 
     @property
     def rank_info(self) -> Sequence[dict[str, Any]]:
-        """Per rank: ``rank, host, device, pid``."""
+        """Per rank: ``rank, host, device, pid, notice``."""
 
     def start(self) -> None:
         """Start all ranks."""
