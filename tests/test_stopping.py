@@ -502,7 +502,7 @@ def test_back_moves_what_views_show(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     wb.step(3)
     live = wb.training().to_json()
-    assert "rank 0 after" in str(wb.back(40))
+    assert "ranks 0-3 after" in str(wb.back(40))
     assert wb.shown_trace.num_rows < wb.trace.num_rows
     assert wb.training().to_json() != live
     assert wb.back(0).headline == "at the newest event"

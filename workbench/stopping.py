@@ -41,13 +41,13 @@ class Stopping:
 
     Attributes:
         num_ranks: number of ranks.
-        cursor: time up to which views show what was recorded, in nanoseconds of the ranks' clock; None: all of it.
+        cursor: up to where views show what was recorded; None: all of it.
     """
 
     num_ranks: int
 
     def __init__(self) -> None:
-        self.cursor: int | None = None
+        self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._last_trace = Trace.empty()
         self._news: list[str] = []
@@ -334,7 +334,7 @@ class Stopping:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
         found = Pulse(trace=self._last_trace) if session is None else session.pulse()
-        return replace(found, cursor_ns=self.cursor)
+        return replace(found, cursor=self.cursor)
 
     @property
     def shown_trace(self) -> Trace:

@@ -131,6 +131,46 @@ def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, cap
         assert drained.key_frame == advance(KeyFrame(), whole[:at])
 
 
+def tell(recorder, events):
+    for what, a, b in events:
+        if what == "memory":
+            recorder.memory(a, 0, b)
+        elif what == "unshard":
+            emit(recorder, probe.Kind.UNSHARD, b, unit=a)
+        elif what == "reshard":
+            emit(recorder, probe.Kind.RESHARD, unit=a)
+
+
+@given(EVENTS, EVENTS, EVENTS)
+def test_what_is_off_the_record_leaves_only_what_it_changed(before, between, after):
+    recorder, everything = Recorder(Header()), Recorder(Header())
+    tell(everything, before + between + after)
+    tell(recorder, before)
+    frame = recorder.drain().key_frame
+    with recorder.unrecorded():
+        tell(recorder, between)
+        recorder.metric("never", 1.0)
+        emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.BEGIN, unit=-1, comm=COMM)
+    told = rows_of(recorder.drain(frame.seq))
+    tell(recorder, after)
+    emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.END, unit=-1, comm=COMM)
+    assert set(told["kind"]) <= {Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD}
+    assert len(told) <= len(probe.Category) + 2 * 4
+    expected = everything.drain().key_frame
+    assert recorder.drain().key_frame.bytes_by_category == expected.bytes_by_category
+    assert recorder.drain().key_frame.unit_states == expected.unit_states
+    assert not np.isin(rows_of(recorder.drain())["kind"], (Kind.ALL_GATHER, Kind.METRIC)).any()
+    assert recorder.ordinal == len([what for what, *_ in before + after if what in ("unshard", "reshard")]) + 1
+
+
+def test_off_the_record_what_began_on_it_ends_on_it():
+    recorder = Recorder(Header())
+    emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.BEGIN, comm=COMM)
+    with recorder.unrecorded():
+        emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.END, comm=COMM)
+    assert rows_of(recorder.drain())["edge"].tolist() == [Edge.BEGIN, Edge.END]
+
+
 def test_what_the_garbage_collector_announces_within_an_append_is_kept():
     recorder = Recorder(Header())
 

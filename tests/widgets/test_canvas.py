@@ -15,6 +15,7 @@ from tests.waiting import wait_until
 from tests.widgets.test_timeline import Page, shares
 from workbench.errors import UsageError
 from workbench.magics.shell import register, unregister
+from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.canvas import Canvas, canvas
@@ -29,10 +30,10 @@ class Pretender:
     """A workbench whose trace is what a test says."""
 
     def __init__(self, trace):
-        self.trace, self.running, self.cursor_ns = trace, True, None
+        self.trace, self.running, self.cursor = trace, True, None
 
     def pulse(self):
-        return Pulse(trace=self.trace, running=self.running, cursor_ns=self.cursor_ns)
+        return Pulse(trace=self.trace, running=self.running, cursor=self.cursor)
 
 
 @pytest.fixture
@@ -154,13 +155,13 @@ def test_it_follows_the_cursor_of_the_word(made):
     widget = made(workbench)
     ask(widget, page)
     row = trace.rank(0).rows["t_ns"][200]
-    workbench.cursor_ns = int(row)
+    workbench.cursor = Cursor(t_ns=int(row), ends={})
     ask(widget, page)
     assert widget.cursor_us == (row - min(r.rows["t_ns"].min() for r in trace.ranks)) / 1e3
     widget.cursor_us = 5.0  # the person's
     ask(widget, page)
     assert widget.cursor_us == 5.0
-    workbench.cursor_ns = None
+    workbench.cursor = None
     ask(widget, page)
     assert widget.cursor_us is None
 

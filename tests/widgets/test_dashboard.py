@@ -35,12 +35,12 @@ class Pretender:
         self.positions = dict.fromkeys(range(4), RUNNING) if positions is None else positions
         self.alive = alive or [True] * 4
         self.pressed = []
-        self.cursor_ns = None
+        self.cursor = None
         self.on_pulse = lambda: None
 
     def pulse(self):
         self.on_pulse()
-        return replace(pulse(self.trace, self.alive, self.positions), cursor_ns=self.cursor_ns)
+        return replace(pulse(self.trace, self.alive, self.positions), cursor=self.cursor)
 
     def pause(self):
         self.pressed.append("pause")
@@ -153,17 +153,17 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     now = ask(widget)[0]
     assert "cursor" not in now
     origin_ns = min(int(r.rows["t_ns"][0]) for r in workbench.trace.ranks)
-    workbench.cursor_ns, _ = back(workbench.trace, None, 12)
+    workbench.cursor, _ = back(workbench.trace, None, 12)
     told = ask(widget)[0]["cursor"]
-    assert told["t_us"] == (workbench.cursor_ns - origin_ns) / 1e3 < now["now"]["t_us"]
-    shown = Moments().at(cut(workbench.trace, workbench.cursor_ns), 1 << 62)  # what all other views show
-    assert told["moment"]["event"] == shown["event"]
+    assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
+    shown = Moments().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # what all other views show
     assert told["moment"]["ranks"] == shown["ranks"]
+    assert told["moment"]["rank"] == 0
     assert "cursor" not in ask(widget)[0]
     assert ask(widget, view="b")[0]["cursor"] == told  # opened later
     asked, _ = ask(widget, "at", t_us=told["t_us"])
     assert asked["moment"] == told["moment"]
-    workbench.cursor_ns = None
+    workbench.cursor = None
     assert ask(widget)[0]["cursor"] is None
     assert "cursor" not in ask(widget)[0]
 
@@ -171,7 +171,7 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
 def test_another_job_is_told_where_the_cursor_is(made):
     workbench = Pretender()
     widget = made(workbench)
-    workbench.cursor_ns = int(workbench.trace.rank(0).rows["t_ns"][300])
+    workbench.cursor, _ = back(workbench.trace, None, 100)
     ask(widget)
     workbench.trace = Trace(replace(workbench.trace.header, ranks=()), workbench.trace.ranks)
     again = ask(widget)[0]
@@ -181,12 +181,12 @@ def test_another_job_is_told_where_the_cursor_is(made):
 
 def test_the_back_of_the_workbench_reaches_the_pulse():
     workbench = Workbench(2, cluster_factory=FakeCluster)
-    assert workbench.pulse().cursor_ns is None
+    assert workbench.pulse().cursor is None
     workbench._last_trace = example_trace()
     workbench.back(3)
-    assert workbench.pulse().cursor_ns == workbench.cursor is not None
+    assert workbench.pulse().cursor == workbench.cursor is not None
     workbench.back(0)
-    assert workbench.pulse().cursor_ns is None
+    assert workbench.pulse().cursor is None
 
 
 def test_a_view_that_waits_is_answered_when_there_is_something_new(made):

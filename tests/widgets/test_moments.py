@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
 from workbench.replay import states
-from workbench.session.cursor import NO_EVENTS
+from workbench.replay.alignment import NOT_LOGICAL
 from workbench.trace import advance
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Kind
@@ -57,7 +57,7 @@ def test_ranks_alike_are_told_once():
 def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
     trace, found = example_trace(num_ranks=2), Moments()
     rows = trace.rank(0).rows
-    events = rows["seq"][~np.isin(rows["kind"], NO_EVENTS)].tolist()
+    events = rows["seq"][~np.isin(rows["kind"], NOT_LOGICAL)].tolist()
     seen, seq = [events[0]], events[0]
     for _ in range(10):
         seq = found.beside(trace, 0, seq, 1)["seq"]

@@ -17,7 +17,7 @@ from workbench.replay.memory import MOVES, in_use
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Category, Header, Kind, Rows
+from workbench.trace.schema import Category, Edge, Header, Kind, Rows
 
 NOT_LOGICAL = (*MOVES, Kind.METRIC, Kind.LOG, Kind.GATE, Kind.RESIDENT)
 """Kinds whose rows are no logical events."""
@@ -103,13 +103,38 @@ def align(first: tuple[Header, RankTrace], second: tuple[Header, RankTrace]) -> 
     """
     names = tuple(dict.fromkeys(unit_name(header, u.index) for header, _ in (first, second) for u in header.units))
     a, b = (_side(header, rank, names) for header, rank in (first, second))
-    id_a, id_b = _identities(a, b)
+    id_a, id_b = _identities(_key(a), _key(b))
     _, in_a, in_b = np.intersect1d(id_a, id_b, assume_unique=True, return_indices=True)
     order = np.argsort(in_a)
     in_a, in_b = in_a[order], in_b[order]
     kept = _longest_rising(in_b)
     axis_a, axis_b = _merged(in_a[kept], in_b[kept], len(id_a), len(id_b))
     return Alignment(names=names, a=a, b=b, in_a=axis_a, in_b=axis_b, num_moved=len(in_a) - len(kept))
+
+
+def same_events(first: RankTrace, second: RankTrace) -> tuple[Ints, Ints]:
+    """Return which events of two ranks of one job are the same: their positions in the rows of each, ``[M]`` both.
+
+    Those of ``first`` ascend. Events outside of steps count within what follows a step up to the next one. What remains
+    of a step that a trace no longer has the begin of is left out: nobody can count its occurrences.
+    """
+    (place_a, key_a), (place_b, key_b) = _countable(first), _countable(second)
+    id_a, id_b = _identities(key_a, key_b)
+    _, in_a, in_b = np.intersect1d(id_a, id_b, assume_unique=True, return_indices=True)
+    order = np.argsort(in_a)
+    return place_a[in_a[order]], place_b[in_b[order]]
+
+
+def _countable(rank: RankTrace) -> tuple[Ints, Ints]:
+    """Positions of a rank's events, and their keys; both ``[E]``."""
+    rows = rank.rows
+    begins = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN))
+    first = 0 if rank.start.seq == 0 else int(begins[0]) if len(begins) else len(rows)
+    place = np.flatnonzero(~of_kind(rows[first:], NOT_LOGICAL)) + first
+    step = rows["step"][place].astype(np.int64)
+    latest = np.maximum.accumulate(step) if len(step) else step
+    kind, edge, unit = (rows[name][place].astype(np.int64) for name in ("kind", "edge", "unit"))
+    return place, (latest + 1 << 30) + ((step < 0) << 29) + (kind << 21) + (edge << 17) + unit + 1
 
 
 def _side(header: Header, rank: RankTrace, names: tuple[str, ...]) -> Side:
@@ -145,9 +170,12 @@ def highest(values: Ints, place: Ints) -> Ints:
     return found
 
 
-def _identities(a: Side, b: Side) -> tuple[Ints, Ints]:
-    """Return one number per event, equal for the same logical event of both sides and unique within one."""
-    keys = [_key(side) for side in (a, b)]
+def _identities(*keys: Ints) -> tuple[Ints, Ints]:
+    """Return one number per event, equal for the same logical event of both sides and unique within one.
+
+    Args:
+        keys: of each of the two sides, all of a logical event but which occurrence it is.
+    """
     _, group = np.unique(np.concatenate(keys), return_inverse=True)
     groups = np.split(group.astype(np.int64), [len(keys[0])])
     occurrences = [_occurrence(part) for part in groups]

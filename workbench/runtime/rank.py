@@ -92,12 +92,11 @@ class RankRuntime:
                 self.trainer.account(value, changed=True)
 
     def _verify(self, command: Verify) -> dict[str, Any]:
-        self.trainer.counts_steps = False  # what verify does is recorded, but is no training step
         steps_before = self.trainer.optimizer_steps
         try:
-            return verify(command)
+            with self.recorder.unrecorded():
+                return verify(command)
         finally:
-            self.trainer.counts_steps = True
             self.trainer.optimizer_steps = steps_before
             self._account_optimizers()
 

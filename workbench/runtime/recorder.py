@@ -13,6 +13,7 @@ import itertools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ import numpy as np
 
 from workbench.engine import probe
 from workbench.trace import advance
+from workbench.trace.keyframe import STATE_AFTER
 from workbench.trace.schema import (
+    COLLECTIVES,
     NO_CATEGORY,
     ROW,
     ROW_DTYPE,
@@ -37,6 +40,7 @@ from workbench.trace.schema import (
     RankInfo,
     Rows,
     Unit,
+    UnitState,
 )
 
 CAPACITY = 2**18
@@ -86,6 +90,36 @@ class Drained:
     key_frame: KeyFrame
 
 
+class _Unrecorded:
+    """What happens off the record, as far as it may last longer.
+
+    Args:
+        begun: is filled with the collectives that begin, as (comm_seq, comm_group).
+
+    Attributes:
+        deltas: signed bytes by category and unit.
+        states: by unit, where its parameters were last said to be.
+    """
+
+    def __init__(self, begun: set[tuple[int, int]]) -> None:
+        self.deltas: Counter[tuple[int, int]] = Counter()
+        self.states: dict[int, UnitState] = {}
+        self._begun = begun
+
+    def takes(self, kind: int, edge: int, unit: int, num_bytes: int, category: int, comm: tuple[int, int]) -> bool:
+        """Take note of a row; False if it ends a collective whose begin is on the record, and so belongs there."""
+        if category != NO_CATEGORY:
+            self.deltas[category, unit] += num_bytes
+        state = STATE_AFTER.get((Kind(kind), Edge(edge)))
+        if state is not None and unit >= 0:
+            self.states[unit] = state
+        if kind in COLLECTIVES and edge == Edge.END and comm not in self._begun:
+            return False
+        if kind in COLLECTIVES:
+            (self._begun.add if edge == Edge.BEGIN else self._begun.discard)(comm)
+        return True
+
+
 class Recorder:
     """See the module docstring; implements :class:`workbench.engine.probe.Probe`.
 
@@ -96,7 +130,7 @@ class Recorder:
         next_step: number that the next one will have.
         ordinal: events announced since that step began: the number of the next one; equal on ranks at the same event.
         held_ns: how long this rank was held by a gate, all holds together.
-        is_aside: what runs now is no part of the step; see :meth:`aside`.
+        is_aside: what runs now is no part of the step; see :meth:`aside` and :meth:`unrecorded`.
         on_forward: called when a forward begins outside of any step.
         on_phase: called when a step has begun and when the phase is about to change.
         before_own: called before an event that the engine does not see: edges of steps and optimizers.
@@ -122,6 +156,8 @@ class Recorder:
         self._phase = int(Phase.IDLE)
         self._strings: dict[str, int] = {}
         self._groups: dict[int, int] = {}
+        self._unrecorded: _Unrecorded | None = None
+        self._begun_unrecorded: set[tuple[int, int]] = set()  # collectives, as (comm_seq, comm_group)
 
     # ---- Probe
 
@@ -140,6 +176,9 @@ class Recorder:
             self._append(_KIND[kind], _EDGE[edge], unit, num_bytes)
         else:
             pair = (comm.seq, self._groups.get(comm.group, -1))
+            if self.is_recording and pair in self._begun_unrecorded and kind != probe.Kind.WAIT:
+                self._begun_unrecorded.discard(pair)  # given up off the record; this is its end
+                return
             self._append(_KIND[kind], _EDGE[edge], unit, num_bytes, comm=pair, t_ns=t_ns)
 
     def memory(self, category: probe.Category, unit: int, delta_bytes: int) -> None:
@@ -175,6 +214,8 @@ class Recorder:
 
     def metric(self, name: str, value: float) -> None:
         """Record a number under ``name``."""
+        if self._unrecorded is not None:
+            return
         self._append(int(Kind.METRIC), int(Edge.INSTANT), -1, 0, module=self._intern(name), value=value)
 
     def resident(self, num_bytes: int) -> None:
@@ -243,6 +284,45 @@ class Recorder:
             self.is_aside = False
             self._phase, self.ordinal = before
 
+    @property
+    def is_recording(self) -> bool:
+        """False while :meth:`unrecorded` has its body run."""
+        return self._unrecorded is None
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Run the body, between two steps, off the record: it is not the run, and no view may show it.
+
+        What it leaves changed is recorded at its end: bytes by class and unit, and where each unit's parameters are.
+        """
+        before, on_phase = (self._phase, self.ordinal), self.on_phase
+        with self._lock:
+            self._fold()
+            self._unrecorded = _Unrecorded(self._begun_unrecorded)
+        self.is_aside, self.on_phase = True, lambda: None
+        try:
+            yield
+        finally:
+            self.is_aside, self.on_phase = False, on_phase
+            self._phase, self.ordinal = before
+            with self._lock:
+                left, self._unrecorded = self._unrecorded, None
+                self._settle(left)
+
+    def _settle(self, left: _Unrecorded) -> None:
+        """Record what was left changed off the record."""
+        for (category, unit), delta_bytes in left.deltas.items():
+            if delta_bytes:
+                self.memory_of(category, unit, delta_bytes)
+        for unit, state in left.states.items():
+            if state == self._key_frame.unit_states.get(unit, UnitState.SHARDED):
+                continue
+            if state == UnitState.SHARDED:
+                self._append(int(Kind.RESHARD), int(Edge.INSTANT), unit, 0)
+            elif state == UnitState.UNSHARDED:  # one in flight was given up, and is reset
+                self._append(int(Kind.UNSHARD), int(Edge.BEGIN), unit, 0)
+                self._append(int(Kind.UNSHARD), int(Edge.END), unit, 0)
+
     def _append(  # noqa: PLR0913 - the columns of a row
         self,
         kind: int,
@@ -257,6 +337,8 @@ class Recorder:
         value: float = _NAN,
     ) -> None:
         with self._lock:
+            if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
+                return
             seq = next(self._seq)
             ROW.pack_into(
                 self._ring,

@@ -61,7 +61,6 @@ class Trainer:
 
     Attributes:
         optimizer_steps: how often an optimizer stepped on this rank.
-        counts_steps: whether a forward and an optimizer outside of :meth:`run` make a step.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -69,7 +68,6 @@ class Trainer:
         self._running = False
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = 0
-        self.counts_steps = True
 
     def install(self) -> list[RemovableHandle]:
         """Watch every forward and every optimizer of the process; returns the handles that end the latter."""
@@ -132,7 +130,7 @@ class Trainer:
 
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
-        if self.counts_steps and not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
+        if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
             self._recorder.begin_step()
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
@@ -141,8 +139,9 @@ class Trainer:
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
         self.optimizer_steps += 1  # first: a rank that is held there and gives up has taken the step
         self._recorder.optimizer_edge(Edge.END)
-        self.account(optimizer)
-        if self.counts_steps and not self._running and not self._recorder.is_aside:
+        if self._recorder.is_recording:
+            self.account(optimizer)
+        if not self._running and not self._recorder.is_aside:
             self._recorder.end_step()
 
     def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from workbench.commands import Verify
 from workbench.engine import FSDPModule
 from workbench.engine._torch import local_of
+from workbench.engine.call import units_of
+from workbench.engine.state import states_below
 from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.runtime.describe import unit_infos
@@ -42,6 +44,8 @@ def verify(command: Verify) -> dict[str, Any]:
     model = _find_sharded(command.model)
     step = find_step_function(command.fn)
     optimizers = optimizers_of(model)
+    for unit in units_of(states_below(model)):
+        unit.reshard()  # else the model would hold full parameters here, and what is put back were those
     with _restored(model, optimizers):
         reference, replaced = _unsharded_copies(model, optimizers)
         after = dict(reference.named_parameters())
@@ -164,7 +168,7 @@ def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
     tensors += [p.data for p in model.parameters() if not isinstance(p, DTensor)] + list(model.buffers())
     values = [t.clone() for t in tensors]
     grads = [p.grad for p in model.parameters()]
-    grad_values = [None if g is None else g.detach().clone() for g in grads]
+    kept = [(g, g.detach().clone()) for g in grads if g is not None]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     try:
         yield
@@ -172,8 +176,10 @@ def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        for param, grad in zip(model.parameters(), grad_values, strict=True):
-            param.grad = grad
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.grad = grad
+            for grad, value in kept:
+                grad.copy_(value)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 

@@ -1,61 +1,98 @@
-"""A cursor over what was recorded: the trace as it was at a moment. Nothing that was computed is undone. Pure."""
+"""A cursor over what was recorded: the trace as it was at a moment. Nothing that was computed is undone. Pure.
+
+A moment is a logical event, the same on all ranks (:mod:`workbench.replay.alignment`), and not a time: of ranks that
+stopped at the same event one had recorded it a little later than the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
-from workbench.replay.spans import of_kind
+from workbench.replay.alignment import NOT_LOGICAL, same_events
+from workbench.replay.alike import label
+from workbench.replay.spans import Ints, of_kind
 from workbench.session.places import event_words, unit_names
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Edge, Kind, Phase
 
-NO_EVENTS = (Kind.ALLOC, Kind.FREE, Kind.GATE, Kind.METRIC, Kind.LOG, Kind.RESIDENT)
-"""Kinds of rows that are no events of their own."""
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """Up to where each rank's record is shown.
+
+    Attributes:
+        t_ns: when that was on the lowest rank, in nanoseconds of its clock: where a line over time is drawn.
+        ends: by rank, ``seq`` of its first row that is not shown.
+    """
+
+    t_ns: int
+    ends: Mapping[int, int]
 
 
-def cut(trace: Trace, t_ns: int) -> Trace:
-    """Return what was recorded up to ``t_ns``, a time of the ranks' clock in nanoseconds, that time included."""
-    return Trace(trace.header, tuple(_cut(rank_trace, t_ns) for rank_trace in trace.ranks))
+def cut(trace: Trace, cursor: Cursor) -> Trace:
+    """Return what was recorded up to ``cursor``; of a rank that it does not know, nothing."""
+    ranks = (r.cut(r.start.seq, cursor.ends.get(r.rank, r.start.seq)) for r in trace.ranks)
+    return Trace(trace.header, tuple(ranks))
 
 
-def _cut(rank_trace: RankTrace, t_ns: int) -> RankTrace:
-    count = int(np.searchsorted(_times(rank_trace), t_ns, side="right"))
-    return rank_trace.cut(rank_trace.start.seq, rank_trace.start.seq + count)
-
-
-def _times(rank_trace: RankTrace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """When each row was known, ``[N]`` ns, ascending: an END may bear an earlier time than the row before it."""
-    times: np.ndarray[tuple[int], np.dtype[np.int64]] = np.maximum.accumulate(rank_trace.rows["t_ns"])
-    return times
-
-
-def back(trace: Trace, cursor: int | None, count: int) -> tuple[int | None, str]:
+def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None, str]:
     """Return the cursor ``count`` events of the lowest rank earlier, and a sentence that says where that is.
+
+    All ranks are cut just after that event. One that has no such event is cut by time, between the nearest events that
+    it has in common with the lowest rank.
 
     Args:
         trace: what happened.
-        cursor: where it is, in nanoseconds of the ranks' clock; None: at the newest event.
+        cursor: where it is; None: at the newest event.
         count: at least 1; the first event is not passed.
     """
-    rank_trace = next((r for r in trace.ranks if (~of_kind(r.rows, NO_EVENTS)).any()), None)
-    if rank_trace is None:
+    lead = next((r for r in trace.ranks if (~of_kind(r.rows, NOT_LOGICAL)).any()), None)
+    if lead is None:
         return None, "nothing is recorded yet, so there is nothing to go back to"
-    times = _times(rank_trace)[~of_kind(rank_trace.rows, NO_EVENTS)]
-    distinct = np.unique(times)
-    here = len(distinct) if cursor is None else int(np.searchsorted(distinct, cursor, side="right"))
-    place = max(here - 1 - count, 0)
-    t_ns = int(distinct[place])
-    left = len(distinct) - 1 - place
-    return t_ns, f"{_where(trace, rank_trace, t_ns)}: {left:,} events before the newest; %fsdp back 0 goes there"
+    events = np.flatnonzero(~of_kind(lead.rows, NOT_LOGICAL))
+    shown = len(lead.rows) if cursor is None else cursor.ends.get(lead.rank, lead.end_seq) - lead.start.seq
+    here = int(np.searchsorted(events, shown))
+    number = max(here - 1 - count, 0)
+    place = int(events[number])
+    ends = {r.rank: _end(lead, place, r) for r in trace.ranks}
+    found = Cursor(
+        t_ns=int(_times(lead)[place]), ends={rank: trace.rank(rank).start.seq + end for rank, (end, _) in ends.items()}
+    )
+    there = [rank for rank, (_, is_same) in ends.items() if is_same]
+    others = "".join(f"; {label([rank])} has no such event" for rank in ends if rank not in there)
+    left = len(events) - 1 - number
+    where = f"{label(there)} after {_said(trace, lead.rows[place])}{others}"
+    return found, f"{where}: {left:,} events before the newest; %fsdp back 0 goes there"
 
 
-def _where(trace: Trace, rank_trace: RankTrace, t_ns: int) -> str:
-    rows = _cut(rank_trace, t_ns).rows
-    row = rows[~of_kind(rows, NO_EVENTS)][-1]
+def _end(lead: RankTrace, place: int, other: RankTrace) -> tuple[int, bool]:
+    """How many rows of ``other`` there are up to the event at ``place`` of ``lead``, and whether it has that event."""
+    if other is lead:
+        return place + 1, True
+    mine, theirs = same_events(lead, other)
+    passed = int(np.searchsorted(mine, place, side="right"))
+    low = int(theirs[passed - 1]) + 1 if passed else 0
+    if passed and mine[passed - 1] == place:
+        return low, True
+    high = int(theirs[passed]) if passed < len(theirs) else len(other.rows)
+    by_time = int(np.searchsorted(_times(other), _times(lead)[place], side="right"))
+    return min(max(by_time, low), max(low, high)), False
+
+
+def _times(rank_trace: RankTrace) -> Ints:
+    """When each row was known, ``[N]`` ns, ascending: an END may bear an earlier time than the row before it."""
+    times: Ints = np.maximum.accumulate(rank_trace.rows["t_ns"])
+    return times
+
+
+def _said(trace: Trace, row: np.void) -> str:
     kind, edge = Kind(row["kind"]).name.lower(), Edge(row["edge"]).name.lower()
     what = event_words(kind, edge, unit_names(trace.header).get(int(row["unit"])))
     begins = "the begin of " if edge == "begin" else ""
     step = f", step {row['step']}" if row["step"] >= 0 else ""
     phase = Phase(row["phase"])
     during = f", {phase.name.lower().replace('_', '-')}" if phase != Phase.IDLE else ""
-    return f"rank {rank_trace.rank} after {begins}{what}{step}{during}"
+    return f"{begins}{what}{step}{during}"

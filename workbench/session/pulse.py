@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from workbench.session.cursor import Cursor
 from workbench.session.places import Position, State, state_of
 from workbench.trace.columns import Trace
 
@@ -18,14 +19,14 @@ class Pulse:
         running: whether there are ranks.
         states: of each rank, by number; none without ranks.
         positions: where each rank was when it was last heard of.
-        cursor_ns: up to when the views show what was recorded, on the ranks' clock; None: all of it.
+        cursor: up to where the views show what was recorded; None: all of it.
     """
 
     trace: Trace
     running: bool = False
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
-    cursor_ns: int | None = None
+    cursor: Cursor | None = None
 
 
 def pulse(

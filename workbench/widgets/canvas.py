@@ -13,6 +13,7 @@ from typing import Any
 
 import traitlets
 
+from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.widgets.feed import continues, job
 from workbench.widgets.pace import BYTES_PER_S
@@ -38,7 +39,7 @@ class Canvas(Timeline):
         self._told_headers: dict[str, dict[str, Any]] = {}
         self._ends: dict[int, int] = {}
         self._run = 0  # counts the jobs that were shown
-        self._cursor_ns: int | None = None
+        self._cursor: Cursor | None = None
         self._taken_s = clock()
         self._job: tuple[object, ...] = ()
         pulse = workbench.pulse()
@@ -94,14 +95,14 @@ class Canvas(Timeline):
         if self._ends and not continues(trace, self._job, self._ends):
             self._readers, self._told, self._origin_ns = {}, [], None
             self._run += 1
-            self._cursor_ns = None
+            self._cursor = None
             self._take(trace)
         elif any(self._ends.get(rank_trace.rank) != rank_trace.end_seq for rank_trace in trace.ranks):
             self._take(trace, int(BYTES_PER_S * (now_s - self._taken_s)) // _SPAN_SIZE if self._ends else None)
         self._ends, self._job, self._taken_s = {r.rank: r.end_seq for r in trace.ranks}, job(trace), now_s
-        if pulse.cursor_ns != self._cursor_ns:
-            self._cursor_ns = pulse.cursor_ns
-            self.cursor_us = None if self._cursor_ns is None else (self._cursor_ns - (self._origin_ns or 0)) / 1e3
+        if pulse.cursor != self._cursor:
+            self._cursor = pulse.cursor
+            self.cursor_us = None if self._cursor is None else (self._cursor.t_ns - (self._origin_ns or 0)) / 1e3
 
 
 def canvas(workbench: Watched) -> Canvas:

@@ -28,6 +28,7 @@ import traitlets
 
 from workbench.errors import WorkbenchError
 from workbench.replay.units import unit_name
+from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import COLLECTIVES, Category, Header, Kind, Unit, UnitState
@@ -161,7 +162,7 @@ class _View:
         self._feed, self._moments, self._peaks = Feed(), Moments(), Peaks()
         self._origin_ns = 0
         self._units: Sequence[object] = ()
-        self._cursor_ns: int | None = None
+        self._cursor: Cursor | None = None
         self._asked_at: float | None = None
 
     def answer(
@@ -174,7 +175,7 @@ class _View:
         if content["ask"] == "window":
             return self._window(trace, content)
         if content["ask"] == "at":
-            moment = self._moments.at(trace, round(float(content["t_us"]) * 1e3) + self._origin_ns)
+            moment = self._at(trace, round(float(content["t_us"]) * 1e3) + self._origin_ns)
         else:
             rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
             moment = self._moments.beside(trace, rank, seq, by)
@@ -194,7 +195,7 @@ class _View:
         trace = pulse.trace
         new = self._feed.take(trace, FIRST_BYTES if ago is None else int(BYTES_PER_S * ago))
         if new.restart:
-            self._origin_ns, self._units, self._cursor_ns = _origin_ns(trace), (), None
+            self._origin_ns, self._units, self._cursor = _origin_ns(trace), (), None
             self._moments, self._peaks = Moments(), Peaks()
         about, buffer = pack(new, self._origin_ns)
         answer = {"kind": "feed", **about, "health": health(pulse), "said": said(pulse)}
@@ -205,15 +206,22 @@ class _View:
         if new.restart or any(about["counts"].values()):
             answer["now"] = self._shown(self._moments.at(trace, _ALL_NS))
             answer["peaks"] = [self._shown(self._peaks.of(trace, group[0])) for group in new.groups]
-        if pulse.cursor_ns != self._cursor_ns:
-            answer["cursor"] = self._cursor(trace, pulse.cursor_ns)
-            self._cursor_ns = pulse.cursor_ns
+        if pulse.cursor != self._cursor:
+            self._cursor = pulse.cursor
+            answer["cursor"] = self._moved(trace, pulse.cursor)
         return answer, [buffer]
 
-    def _cursor(self, trace: Trace, t_ns: int | None) -> dict[str, Any] | None:
-        if t_ns is None:
+    def _moved(self, trace: Trace, cursor: Cursor | None) -> dict[str, Any] | None:
+        if cursor is None:
             return None
-        return {"t_us": (t_ns - self._origin_ns) / 1e3, "moment": self._shown(self._moments.at(trace, t_ns))}
+        moment = self._moments.at_cursor(trace, cursor)
+        return {"t_us": (cursor.t_ns - self._origin_ns) / 1e3, "moment": self._shown(moment)}
+
+    def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
+        """All ranks at a time; at that of the cursor, where the cursor cuts each of them."""
+        if self._cursor is not None and t_ns == self._cursor.t_ns:
+            return self._moments.at_cursor(trace, self._cursor)
+        return self._moments.at(trace, t_ns)
 
     def _shown(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
         if found is None:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from workbench.replay import memory, states
+from workbench.replay.alignment import NOT_LOGICAL
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
-from workbench.session.cursor import NO_EVENTS
+from workbench.session.cursor import Cursor
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Edge, Header, KeyFrame, Kind, Phase, Rows
@@ -48,6 +49,12 @@ class Moments:
         known_ns = {rank: self._known_ns(trace, rank, place) for rank, place in places.items()}
         newest = max(places, key=lambda rank: (known_ns[rank] <= t_ns, known_ns[rank]))  # some may begin later
         return self._told(trace, newest, places[newest], places)
+
+    def at_cursor(self, trace: Trace, cursor: Cursor) -> dict[str, Any] | None:
+        """Return all ranks where ``cursor`` cuts them, each just after its last row that is shown; None of no rows."""
+        ends = {r.rank: cursor.ends.get(r.rank, r.start.seq) - r.start.seq for r in trace.ranks if len(r.rows)}
+        places = {rank: min(max(end, 1), len(trace.rank(rank).rows)) - 1 for rank, end in ends.items()}
+        return self._told(trace, min(places), places[min(places)], places) if places else None
 
     def at_row(self, trace: Trace, rank: int, seq: int) -> dict[str, Any] | None:
         """Return all ranks when row ``seq`` of ``rank`` was known; None if the trace does not have it."""
@@ -214,13 +221,13 @@ def describe(header: Header, row: np.void) -> str:
 def _event_at(rows: Rows, place: int) -> int:
     """Position of the last event up to ``place``; ``place`` itself if there is none near."""
     first = max(place - _NEAR, 0)
-    events = np.flatnonzero(~of_kind(rows[first : place + 1], NO_EVENTS))
+    events = np.flatnonzero(~of_kind(rows[first : place + 1], NOT_LOGICAL))
     return first + int(events[-1]) if len(events) else place
 
 
 def _event_beside(rows: Rows, place: int, by: int) -> int:
     """Position of the event ``by`` events after the one at ``place``; the last or first one if there are fewer."""
-    events = np.flatnonzero(~of_kind(rows, NO_EVENTS))
+    events = np.flatnonzero(~of_kind(rows, NOT_LOGICAL))
     if not len(events):
         return place
     here = int(np.searchsorted(events, place, side="right")) - 1

@@ -106,7 +106,7 @@ class Waiting:
 def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    return pulse.running, ends, health(pulse), pulse.cursor_ns
+    return pulse.running, ends, health(pulse), pulse.cursor
 
 
 def health(pulse: Pulse) -> list[dict[str, Any]]:

@@ -1,0 +1,146 @@
+"""What ``verify`` does is not the run: no view, no count and no curve shows it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.job import drain, execute, namespace, prepare, run
+from workbench.commands import Shard, Step, Verify
+from workbench.replay import memory, training
+from workbench.runtime import rank as rank_module
+from workbench.trace import header_from_dict, key_frame_from_dict
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.rules import check
+from workbench.trace.schema import ROW_DTYPE, Category, Kind, UnitState
+from workbench.views import VIEWS, draw
+
+LEAVES = (Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD)
+"""Kinds of rows that say what verify left changed."""
+
+
+def recorded():
+    """What this rank recorded so far, as plain data, and the state after it."""
+    content, (rows,) = drain()
+    return content["header"], rows, key_frame_from_dict(content["key_frame"])
+
+
+def joined(results):
+    """Put what ``recorded`` returned on each rank into one trace."""
+    parts = [RankTrace(rank, np.frombuffer(rows, ROW_DTYPE)) for rank, (_, rows, _) in enumerate(results)]
+    return Trace(header_from_dict(results[0][0]), tuple(parts))
+
+
+def with_and_without_verify(reshard, warm):
+    """Steps, a verify, steps; returns the record before verify, after it, and at the end."""
+    prepare()
+    execute(Shard(model="model", wrap=("Block",), reshard_after_forward=reshard))
+    if warm:
+        execute(Step(count=3))
+    before = recorded()
+    assert execute(Verify())["ok"]
+    after = recorded()
+    execute(Step(count=3))
+    return before, after, recorded()
+
+
+def without_verify(reshard, warm):
+    prepare()
+    execute(Shard(model="model", wrap=("Block",), reshard_after_forward=reshard))
+    execute(Step(count=6 if warm else 3))
+    return recorded()
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize("warm", [True, False])
+def test_nothing_that_is_shown_changes_by_verify(reshard, warm):
+    results = run(2, with_and_without_verify, reshard, warm)
+    before, after, end = (joined([result[place] for result in results]) for place in range(3))
+    results_without = run(2, without_verify, reshard, warm)
+    plain = joined(results_without)
+    assert check(end) == []
+    for old, new in zip(before.ranks, after.ranks, strict=True):
+        told = new.rows[len(old.rows) :]
+        assert np.isin(told["kind"], LEAVES).all()
+        assert (told["step"] == -1).all()
+    if warm:
+        assert [len(r.rows) for r in after.ranks] == [len(r.rows) for r in before.ranks], "a second step leaves nothing"
+        for name in VIEWS:
+            assert draw(name, after).to_json() == draw(name, before).to_json()
+    for with_it, without in zip(end.ranks, plain.ranks, strict=True):
+        assert memory.peak(with_it).num_bytes == memory.peak(without).num_bytes
+        assert sorted(_events(with_it)) == sorted(_events(without))  # the engine gathers ahead from its second step on
+    assert _losses(end) == _losses(plain)
+    for (*_, (*_, frame)), (*_, expected) in zip(results, results_without, strict=True):
+        assert frame.bytes_by_category == expected.bytes_by_category
+        assert frame.unit_states == expected.unit_states
+
+
+def _losses(trace):
+    return training.summary(trace).losses.tolist()
+
+
+def _events(rank_trace):
+    """What a rank did in its steps, without times and numbers of collectives."""
+    rows = rank_trace.rows
+    rows = rows[(rows["step"] >= 0) & ~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE, Kind.RESIDENT))]
+    return rows[["kind", "edge", "unit", "num_bytes", "step", "phase"]].tolist()
+
+
+def verify_of_unsharded_units():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), reshard_after_forward="false"))
+    step = ns["train_step"]
+    execute(Step(count=1))
+    ns["opt"].zero_grad = lambda: None  # gradients stay
+    execute(Step(count=1))
+    ns["model"].unshard()
+    params = ns["opt"].param_groups[0]["params"]
+    grads = [p.grad for p in params]
+    values = [(p.to_local().clone(), p.grad.to_local().clone()) for p in params]
+    before = recorded()[2]
+    assert execute(Verify())["ok"]
+    after = recorded()[2]
+    same = all(
+        p.grad is g and torch.equal(p.to_local(), value) and torch.equal(g.to_local(), grad_value)
+        for p, g, (value, grad_value) in zip(params, grads, values, strict=True)
+    )
+    assert namespace()["train_step"] is step
+    return before, after, same
+
+
+def test_parameters_and_gradients_stay_and_where_they_are_is_told():
+    for before, after, same in run(2, verify_of_unsharded_units):
+        assert same
+        assert before.bytes_by_category[Category.SHARDED_GRADS] > 0
+        assert after.bytes_by_category[Category.SHARDED_GRADS] == before.bytes_by_category[Category.SHARDED_GRADS]
+        assert UnitState.UNSHARDED in before.unit_states.values()
+        assert after.unit_states == {}
+
+
+def a_verify_that_raises():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    execute(Step(count=2))
+    calls = []
+
+    def breaks():
+        loss = ns["train_step"]()
+        calls.append(1)
+        if len(calls) == 2:
+            ns["log_metric"]("never", 1.0)
+            raise ArithmeticError("in the sharded step")
+        return loss
+
+    ns["breaks"] = breaks
+    with pytest.raises(ArithmeticError):
+        execute(Verify(fn="breaks"))
+    rank_module.recover(1)
+    execute(Step(count=1))
+    return recorded()
+
+
+def test_a_verify_that_raised_leaves_a_valid_record():
+    trace = joined(run(2, a_verify_that_raises))
+    assert check(trace) == []
+    assert trace.header.strings == ("loss",)
+    assert training.summary(trace).step_times.steps.tolist() == [0, 1, 2]
