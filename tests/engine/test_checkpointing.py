@@ -1,73 +1,246 @@
 """Activation checkpointing: a forward that is run again within backward."""
 
 import functools
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tests.engine.comparison import DIM, compare, squares
+from tests.engine.comparison import DIM, compare, data, squares
 from tests.engine.models import Block
 from tests.engine.ranks import run_ranks
-from workbench.engine import fully_shard
-from workbench.engine.probe import Kind
+from tests.engine.recording import ROOT, Recording, recording
+from workbench import engine
+from workbench.engine.probe import Category, Kind
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
+COUNT = 4
+UNITS = (ROOT, *(f"blocks.{i}" for i in range(COUNT)))
+STEPS = 3
+
+Again = Callable[..., torch.Tensor]
 
 
 class Checkpointed(nn.Module):
-    """Blocks whose ``where`` is recomputed: inside of the unit, the unit itself, or more than the unit."""
+    """Blocks in regions that are run again together; ``again(function, x)`` runs a region."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, again: Again, region: int) -> None:
         super().__init__()
-        self.where = where
+        self.again, self.region = again, region
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(DIM) for _ in range(COUNT))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for start in range(0, COUNT, self.region):
+            x = self.again(functools.partial(self._run, start), x)
+        return x
+
+    def _run(self, start: int, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[start : start + self.region]:
+            x = block(x)
+        return x
+
+
+class InnerCheckpoint(nn.Module):
+    """A block that runs its own middle again."""
+
+    def __init__(self, again: Again) -> None:
+        super().__init__()
+        self.again, self.block = again, Block(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.again(self.block.mlp, self.block.norm(x))
+
+
+def directly(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x)
+
+
+def shard_blocks(api: ModuleType, model: Checkpointed) -> None:
+    for block in model.blocks:
+        api.fully_shard(block)
+    api.fully_shard(model)
+
+
+def inside(reentrant: bool) -> nn.Module:
+    model = Checkpointed(directly, 1)
+    again = functools.partial(checkpoint, use_reentrant=reentrant)
+    model.blocks = nn.ModuleList(InnerCheckpoint(again) for _ in range(COUNT))
+    return model
+
+
+def regions(size: int, reentrant: bool) -> nn.Module:
+    return Checkpointed(functools.partial(checkpoint, use_reentrant=reentrant), size)
+
+
+def plain(_reentrant: bool) -> nn.Module:
+    return Checkpointed(directly, 1)
+
+
+def wrap(model: Checkpointed, reentrant: bool) -> None:
+    implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=implementation)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: m in set(model.blocks))
+
+
+def wrapped_outside(api: ModuleType, model: Checkpointed, reentrant: bool) -> None:
+    """The wrapper runs the unit again."""
+    for block in model.blocks:
+        api.fully_shard(block)
+    wrap(model, reentrant)
+    api.fully_shard(model)
+
+
+def wrapped_inside(api: ModuleType, model: Checkpointed, reentrant: bool) -> None:
+    """The unit is the wrapper."""
+    wrap(model, reentrant)
+    shard_blocks(api, model)
+
+
+def as_it_is(api: ModuleType, model: Checkpointed, _reentrant: bool) -> None:
+    shard_blocks(api, model)
+
+
+KINDS = {
+    "inside of units": (inside, as_it_is),
+    "one unit": (functools.partial(regions, 1), as_it_is),
+    "two units": (functools.partial(regions, 2), as_it_is),
+    "three units and one": (functools.partial(regions, 3), as_it_is),
+    "all units": (functools.partial(regions, COUNT), as_it_is),
+    "wrapper outside": (plain, wrapped_outside),
+    "wrapper inside": (plain, wrapped_inside),
+}
+
+
+def beside_torchs(kind: str, reentrant: bool, patch: pytest.MonkeyPatch) -> Recording:
+    """Train ours and torch's alike: the same bits, and collectives; returns our last step's record."""
+    patch.setenv("WORKBENCH_COMM", "default")  # the calls of c10d that torch's makes
+    make, shard = KINDS[kind]
+    steps: list[list[tuple[Counter[object], list[torch.Tensor]]]] = []
+    with recording() as record:
+        for api in (fsdp, engine):
+            torch.manual_seed(0)
+            model = make(reentrant)
+            shard(api, model, reentrant)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            steps.append([])
+            for step in range(STEPS):
+                record.clear()
+                with CommDebugMode() as comms:
+                    loss = squares(model, step)
+                    loss.backward()
+                grads = [p.grad.to_local().clone() for p in model.parameters()]
+                steps[-1].append((Counter(comms.get_comm_counts()), [loss.detach(), *grads]))
+                optimizer.step()
+                optimizer.zero_grad()
+    for step, (theirs, ours) in enumerate(zip(*steps, strict=True)):
+        if step > 0:  # before the first forward ranks tell each other of their units
+            assert ours[0] == theirs[0]
+        assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+    return record
+
+
+def by_block(counts: Counter[str]) -> dict[str, int]:
+    """The same by the names that units have without wrappers."""
+    return {name.removesuffix("._checkpoint_wrapped_module"): count for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_run_again_is_gathered_as_often_as_by_torch(kind, reentrant, monkeypatch):
+    for record in run_ranks(2, beside_torchs, kind, reentrant, monkeypatch):
+        assert by_block(record.count(Kind.ALL_GATHER)) == dict.fromkeys(UNITS, 2) | {ROOT: 1}
+        assert by_block(record.count(Kind.REDUCE_SCATTER)) == dict.fromkeys(UNITS, 1)
+        assert set(record.alive) == {Category.SHARDED_PARAMS}  # zero_grad came last
+
+
+def order_of_gathers(reentrant: bool) -> list[str]:
+    """Return the all-gathers and the beginnings of backwards in the third step's backward."""
+    with recording() as record:
+        model = regions(1, reentrant)
+        shard_blocks(engine, model)
+        for step in range(3):
+            loss = squares(model, step)
+            record.clear()
+            loss.backward()
+    return [event for event in record.events if event.startswith(("ALL_GATHER BEGIN", "BACKWARD BEGIN"))]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_the_block_before_is_gathered_ahead_of_it(reentrant):
+    events = run_ranks(2, order_of_gathers, reentrant)[0]
+    events.remove("BACKWARD BEGIN root")
+    expected = [f"ALL_GATHER BEGIN blocks.{COUNT - 1}"]  # while the root's own backward runs
+    for i in reversed(range(1, COUNT)):
+        expected += [f"ALL_GATHER BEGIN blocks.{i - 1}", f"BACKWARD BEGIN blocks.{i}"]
+    assert events == [*expected, "BACKWARD BEGIN blocks.0"]
+
+
+class ByUnits(nn.Module):
+    """As in training: with a loss of its own around a region that is more than a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.blocks = nn.ModuleList(Block(DIM) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = self._run(block, x)
+            x = checkpoint(lambda t, block=block: torch.sin(block(torch.sin(t))), x, use_reentrant=False)
         return x
-
-    def _run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        again = functools.partial(checkpoint, use_reentrant=False)
-        if self.where == "unit":
-            return again(block, x)
-        return again(lambda t: torch.sin(block(torch.sin(t))), x)
-
-
-class InnerCheckpoint(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + checkpoint(self.mlp, self.norm(x), use_reentrant=False)
-
-
-def inside() -> nn.Module:
-    return nn.Sequential(InnerCheckpoint(DIM), InnerCheckpoint(DIM))
-
-
-def shard_blocks(model: nn.Module) -> None:
-    for block in getattr(model, "blocks", model):
-        fully_shard(block)
-    fully_shard(model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("where", ["inside", "unit", "more"])
-def test_recomputed_forwards(world_size, where):
-    make = inside if where == "inside" else functools.partial(Checkpointed, where)
-    record = run_ranks(world_size, compare, make, shard_blocks, squares, 3)[0]
+def test_a_region_that_is_more_than_a_unit(world_size):
+    record = run_ranks(world_size, compare, ByUnits, functools.partial(shard_blocks, engine), squares, 3)[0]
     if world_size > 1:
+        assert record.count(Kind.ALL_GATHER).total() == 4
         assert record.count(Kind.REDUCE_SCATTER).total() == 2
-        if where != "more":
-            # the unit is unsharded for its backward before anything is recomputed
-            assert record.count(Kind.ALL_GATHER).total() == 4
-            assert record.count(Kind.FORWARD).total() == 2
+
+
+def whole_model_again() -> Counter[str]:
+    """Nothing but the model itself is in the graph: its first hook runs in the backward within the backward."""
+    with recording() as record:
+        torch.manual_seed(0)
+        model = plain(True)
+        reference = plain(True)
+        reference.load_state_dict(model.state_dict())
+        shard_blocks(engine, model)
+        for step in range(3):
+            x = data(step).requires_grad_()
+            record.clear()
+            checkpoint(model, x, use_reentrant=True).square().mean().backward()
+        model.zero_grad()
+        checkpoint(model, x, use_reentrant=True).square().mean().backward()
+        reference(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(theirs.grad)
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad / dist.get_world_size())
+    return record.count(Kind.REDUCE_SCATTER)
+
+
+def test_a_model_that_is_run_again_as_a_whole():
+    assert run_ranks(2, whole_model_again) == [dict.fromkeys(UNITS, 2)] * 2
 
 
 def whole_recomputation() -> dict[str, int]:
     with set_checkpoint_early_stop(False):  # the recomputed forward runs to its end
-        record = compare(functools.partial(Checkpointed, "unit"), shard_blocks, squares)
+        record = compare(functools.partial(regions, 1, False), functools.partial(shard_blocks, engine), squares)
     return dict(record.count(Kind.FORWARD))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_forward_recomputed_to_its_end_is_no_forward_of_its_own(world_size):
-    assert run_ranks(world_size, whole_recomputation)[0] == {"blocks.0": 1, "blocks.1": 1}
+    assert run_ranks(world_size, whole_recomputation)[0] == dict.fromkeys(UNITS, 1)

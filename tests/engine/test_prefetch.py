@@ -1,12 +1,14 @@
 """Which all-gathers start ahead of time: by the order of the last iteration, or by the user's lists."""
 
 import functools
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -188,9 +190,90 @@ def test_lists_say_how_far_ahead_and_may_change_between_iterations(counts):
     assert run_ranks(2, by_lists, counts) == [[(expected(k), expected(k)) for k in counts]] * 2
 
 
-def test_empty_lists_leave_it_to_the_engine():
+def test_with_empty_lists_nothing_is_gathered_ahead_in_forward():
     *_, last = run_ranks(2, by_lists, (2, 0))[0]
-    assert last == (expected(1), expected(1))
+    assert last == ([0] * len(FORWARD), expected(1))
+
+
+def lists_given_up() -> tuple[list[int], list[int]]:
+    with recording() as record:
+        model = shard_net_with(engine, make_net(num_blocks=COUNT))
+        for ahead_of_all in ([], [], None):
+            for unit in (model, *model.blocks):
+                unit.set_modules_to_forward_prefetch(ahead_of_all)
+            record.clear()
+            one_batch(model, 0)
+        return ahead(record)
+
+
+def test_without_lists_it_is_left_to_the_engine_again():
+    assert run_ranks(2, lists_given_up) == [(expected(1), expected(1))] * 2
+
+
+class Noted:
+    """A collective that writes down whose it is before it is issued."""
+
+    def __init__(self, plain: object, said: str, sequence: list[str]) -> None:
+        self.plain, self.said, self.sequence = plain, said, sequence
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *args, **kwargs):
+        self.sequence.append(self.said)
+        return self.plain(*args, **kwargs)
+
+
+def sequence_of(api: ModuleType, k: int | None, reshard: bool | None, micro_batches: int) -> list[str]:
+    """Train three steps; returns every all-gather and reduce-scatter. ``k`` None: torch's own order."""
+    model, sequence = double_net(num_blocks=COUNT), []
+    shard_net_with(api, model, reshard_after_forward=reshard)
+    for name, unit in zip(FORWARD, (model, *model.blocks), strict=True):
+        unit.set_custom_all_gather(Noted(engine.DefaultAllGather(), f"gather {name}", sequence))
+        unit.set_custom_reduce_scatter(Noted(engine.DefaultReduceScatter(), f"reduce {name}", sequence))
+        if k is None:
+            unit.set_modules_to_forward_prefetch([])
+    if k is not None:
+        set_ahead(model, k)
+    for step in range(3):
+        for micro in range(micro_batches):
+            model.set_requires_gradient_sync(micro == micro_batches - 1)
+            one_batch(model, step)
+    return sequence
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("k", [None, 1, 2])
+def test_all_gathers_and_reduce_scatters_come_in_torchs_order(k, reshard, micro_batches):
+    theirs, *others = (
+        sequence for api in (fsdp, engine) for sequence in run_ranks(2, sequence_of, api, k, reshard, micro_batches)
+    )
+    assert theirs
+    assert others == [theirs] * 3
+
+
+def gathers_of_two_backwards(api: ModuleType) -> list[list[str]]:
+    """Two backwards of one forward; returns what began in each."""
+    model = shard_net_with(api, make_net(num_blocks=COUNT))
+    begun = []
+    with recording() as record:
+        loss = loss_of(model, batch(dist.get_rank(), 0))
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            record.clear()
+            loss.backward(retain_graph=not last)
+            begun.append([e for e in record.events if e.startswith(("ALL_GATHER BEGIN", "BACKWARD BEGIN"))])
+    return begun
+
+
+def test_the_second_backward_of_a_forward_gathers_ahead_as_the_first():
+    for first, second in run_ranks(2, gathers_of_two_backwards, engine):
+        begun = [f"ALL_GATHER BEGIN {BACKWARD[1]}", f"BACKWARD BEGIN {ROOT}"]
+        for unit, ahead_of_it in pairwise(BACKWARD[1:]):
+            begun += [f"ALL_GATHER BEGIN {ahead_of_it}", f"BACKWARD BEGIN {unit}"]
+        assert first == [*begun, f"BACKWARD BEGIN {BACKWARD[-1]}"]
+        assert second == [f"ALL_GATHER BEGIN {ROOT}", *first]  # the first has given the root up
 
 
 def far_ahead(model: nn.Module, step: int) -> None:

@@ -24,6 +24,7 @@ from workbench.engine._torch import (
     dtensor_of,
     group_allocator,
     has_post_accumulate_hooks,
+    is_in_backward,
     is_transforming,
     joined_mesh,
     local_of,
@@ -284,6 +285,27 @@ def test_transforms_are_noticed_only_within_them():
     )
     assert seen == [True]
     assert not is_transforming()
+
+
+@on_one_rank
+def test_a_backward_is_noticed_only_within_it_and_in_those_that_it_runs():
+    seen = []
+
+    def nested(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(is_in_backward())
+        with torch.enable_grad():
+            inner = torch.ones(1, requires_grad=True) * 2
+        inner.register_hook(lambda g: seen.append(is_in_backward()))
+        inner.backward()
+        seen.append(is_in_backward())
+        return grad
+
+    out = torch.ones(1, requires_grad=True) * 2
+    out.register_hook(nested)
+    assert not is_in_backward()
+    out.backward()
+    assert seen == [True] * 3
+    assert not is_in_backward()
 
 
 def test_a_module_with_a_setattr_of_its_own_is_asked_to_exchange_a_parameter():

@@ -4,7 +4,10 @@ Other than in torch's: a user's mistake is a ValueError, TypeError, NotImplement
 AssertionError, and flags must be bools; policies are the classes here; not there are ``dp_mesh_dims``, tensors that
 bring ``fsdp_pre_all_gather``, transforms of ``torch.func`` around a sharded module, deprecated names, and
 ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``; a full parameter that is kept beyond its reshard
-reads as NaN; writing to a view that a module returned is allowed, and so is inference mode between training steps.
+reads as NaN; writing to a view that a module returned is allowed, and so is inference mode between training steps; a
+list of modules can be the root; and from the second iteration on, a unit's forward starts the all-gather of the unit
+that ran next in the last one. ``set_modules_to_forward_prefetch([])`` on every unit leaves that out: all-gathers and
+reduce-scatters come in torch's order then, so that a record can be compared with one of torch's.
 
 Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.py`` (a unit) -> ``collectives.py``
 (layouts) -> ``comm.py`` (the wire).

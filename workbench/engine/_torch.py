@@ -63,6 +63,11 @@ def queue_backward_final_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
 
 
+def is_in_backward() -> bool:
+    """Return True within a backward pass of this thread: a module that runs there is run again, for a checkpoint."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> Spec:
     """Describe a DTensor of ``like``'s global shape, stride and dtype."""
     return DTensorSpec(mesh, tuple(placements), TensorMeta(like.shape, like.stride(), like.dtype))

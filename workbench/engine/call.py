@@ -45,6 +45,9 @@ class ShardedCall:
         self._not_yet_run: set[int] = set()
         self._backward_follows = False
         self._recorded: RecordedForward | None = None  # the present forward, if autograd records it
+        self._recomputes = False  # the present forward runs within a backward, for activation checkpointing
+        self._is_recomputed = False  # that was seen: a backward follows also where autograd does not record the forward
+        self._unrecorded_before: list[ShardedCall | None] = []  # what came before such forwards
         self._training_state = TrainingState.IDLE
 
     @property
@@ -72,12 +75,31 @@ class ShardedCall:
         # a root is kept for the backward that follows; without autograd none does, and no one would free it
         free = self.auto_reshard and not torch.is_grad_enabled()
         for unit in self._fsdp_param_groups:
-            unit.post_forward(free=free, backward_follows=self._backward_follows)
-        if self._backward_follows and self._fsdp_param_groups:
-            self._comm_ctx.post_forward_order.append(self)
+            unit.post_forward(free=free, backward_follows=self._backward_follows, recomputed=self._recomputes)
+        if self._fsdp_param_groups:
+            self._note_order()
         self._not_yet_run.clear()
         self._recorded = None  # from here on the graph alone keeps it alive
         self._training_state = TrainingState.IDLE
+
+    def _note_order(self) -> None:
+        """Note which forward came before; a forward that is run again takes the place of the one it repeats."""
+        if self._recomputes:
+            self._is_recomputed = True
+            if self._recorded is not None and self._unrecorded_before:
+                self._recorded.before = self._unrecorded_before.pop()
+        elif self._recorded is not None or self._is_recomputed:
+            order = self._comm_ctx.post_forward_order
+            before = order[-1] if order else None
+            if self._recorded is not None:
+                self._recorded.before = before
+            else:
+                self._unrecorded_before.append(before)
+            order.append(self)
+
+    def forget_order(self) -> None:
+        """The iteration is over."""
+        self._unrecorded_before.clear()
 
     def reset(self) -> None:
         """Forget this call's part of an iteration that raised."""
@@ -86,6 +108,7 @@ class ShardedCall:
         self._recorded = None
         self._training_state = TrainingState.IDLE
         self._not_yet_run.clear()
+        self.forget_order()
 
     def reset_iter_state(self) -> None:
         """Make the next iteration clean after an exception in forward or backward.

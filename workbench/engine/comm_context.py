@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +18,14 @@ CPU = torch.device("cpu")
 
 
 class RecordedForward:
-    """A forward that autograd has recorded; its graph keeps it alive."""
+    """A forward that autograd has recorded; its graph keeps it alive.
+
+    Attributes:
+        before: the call whose forward ended just before, and whose backward comes next; None: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.before: Any = None  # FSDPState
 
 
 class FSDPCommContext:
@@ -29,7 +37,7 @@ class FSDPCommContext:
         overlaps: which units were unsharded together.
         reductions: reductions in flight.
         streams: CUDA streams.
-        post_forward_order: calls (FSDPState) whose forward ended and whose backward did not run, in that order.
+        post_forward_order: calls (FSDPState) of this iteration whose backward comes, in the order their forwards ended.
         recorded: forwards whose backward can still come, after the iteration's end too (pipeline order).
     """
 
@@ -40,7 +48,7 @@ class FSDPCommContext:
         self.overlaps = OverlapRecord()
         self.reductions = ReductionQueue()
         self.streams = Streams(device)
-        self.post_forward_order: list[object] = []
+        self.post_forward_order: list[Any] = []
         self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
 
     @unrecorded

@@ -193,7 +193,8 @@ class Exchange:
         for call, state in zip(self._calls, new, strict=True):
             _carry_unit_settings(call.origin, state)
             if call.origin.modules == state.modules:
-                state.forward_prefetch = self._followers(call.origin.forward_prefetch)
+                ahead = call.origin.forward_prefetch
+                state.forward_prefetch = None if ahead is None else self._followers(ahead)
                 state.backward_prefetch = self._followers(call.origin.backward_prefetch)
         inner = {m for state in new for top in state.modules for m in top.modules() if m not in state.modules}
         for call, state in zip(self._calls, new, strict=True):

@@ -104,13 +104,17 @@ class FSDPModule:
         for unit in units_of(_states(self, recurse=recurse)):
             unit.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` ahead, in this order, while this module's forward runs; empty: the one that ran next.
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
+        """Gather ``modules`` ahead, in this order, while this module's forward runs.
+
+        Empty: none, which is what torch's engine does by itself. None, as at first: the one that ran next in the last
+        iteration.
 
         Raises:
             TypeError: one of them is no FSDP module.
         """
-        self._get_fsdp_state().forward_prefetch = _states_of(modules, "set_modules_to_forward_prefetch")
+        ahead = None if modules is None else _states_of(modules, "set_modules_to_forward_prefetch")
+        self._get_fsdp_state().forward_prefetch = ahead
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead, in this order, while this module's backward runs; empty: the one that ran before.

@@ -122,10 +122,16 @@ class RootContext:
         for unit in units_of(self.states):
             unit.wait_for_host()
         if self.is_last_backward:
-            ctx.post_forward_order.clear()
+            self.forget_order(ctx)
             ctx.overlaps.is_complete = True
             groups.end_iteration()
         probe.phase(Phase.IDLE)
+
+    def forget_order(self, ctx: FSDPCommContext) -> None:
+        """The iteration is over: what follows has no forward before it."""
+        ctx.post_forward_order.clear()
+        for state in self.states:
+            state.forget_order()
 
     def reset(self, states: Sequence[ShardedCall], ctx: FSDPCommContext) -> None:
         """Drop what an iteration that raised has left, without waiting for anything."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from workbench.engine import call, groups, probe
-from workbench.engine._torch import base_of, is_transforming, queue_backward_final_callback
+from workbench.engine._torch import base_of, is_in_backward, is_transforming, queue_backward_final_callback
 from workbench.engine.call import ShardedCall, units_of
 from workbench.engine.comm_context import RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
@@ -33,7 +33,8 @@ class FSDPState(ShardedCall):
     """State behind the modules of one ``fully_shard`` call.
 
     Attributes:
-        forward_prefetch, backward_prefetch: calls whose units are gathered ahead, set by the user; empty: the next one.
+        forward_prefetch: calls whose units are gathered ahead, set by the user; None: the one that ran next before.
+        backward_prefetch: the same for backward; empty: the one that ran before in forward.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class FSDPState(ShardedCall):
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
         super().__init__(modules, param_groups, auto_reshard=auto_reshard, mp_policy=mp_policy)
-        self.forward_prefetch: tuple[ShardedCall, ...] = ()
+        self.forward_prefetch: tuple[ShardedCall, ...] | None = None
         self.backward_prefetch: tuple[ShardedCall, ...] = ()
         self._root = RootContext()
         self._handles = self._register_hooks()
@@ -125,12 +126,15 @@ class FSDPState(ShardedCall):
 
     def _begin_forward(self) -> None:
         probe.phase(Phase.FORWARD)
-        if self._is_root:
-            self._root.begin_forward(self._comm_ctx)
-        elif not self._root.is_running:
-            self._root.shards_changed(self._comm_ctx)
-        expected = self._root.expected_after(self)
-        self._unshard(self.forward_prefetch or expected)
+        self._recomputes = is_in_backward()
+        expected: tuple[ShardedCall, ...] = ()
+        if not self._recomputes:
+            if self._is_root:
+                self._root.begin_forward(self._comm_ctx)
+            elif not self._root.is_running:
+                self._root.shards_changed(self._comm_ctx)
+            expected = self._root.expected_after(self)
+        self._unshard(expected if self.forward_prefetch is None else self.forward_prefetch)
         for unit in self._fsdp_param_groups:
             unit.pre_forward()
         self._training_state = TrainingState.FORWARD
@@ -192,7 +196,9 @@ class FSDPState(ShardedCall):
             if self._is_root:
                 self._root.end_partial_forwards()
             self._end_forward()
-            if self._is_outermost:
+            if self._recomputes:
+                probe.phase(Phase.BACKWARD)
+            elif self._is_outermost:
                 self._end_outermost_forward()
         return cast_floats(output, self.mp_policy.output_dtype)
 
@@ -201,6 +207,7 @@ class FSDPState(ShardedCall):
             for unit in units_of(self._states):
                 if unit.is_unsharding:
                     unit.reshard()  # gathered ahead for nothing; by the next forward the shards may have changed
+            self._root.forget_order(self._comm_ctx)
             self._comm_ctx.comms.order_reads()
             groups.end_iteration()
         probe.phase(Phase.IDLE)
@@ -232,19 +239,11 @@ class FSDPState(ShardedCall):
         for unit in units:
             unit.pre_backward()  # once for several outputs of the same forward
         if units:
-            _prefetch(self.backward_prefetch or self._forward_before(), backward=True)
+            before = () if forward.before is None else (forward.before,)
+            _prefetch(self.backward_prefetch or before, backward=True)
         for unit in units:
             unit.begin_backward()
         return grad
-
-    def _forward_before(self) -> tuple[ShardedCall, ...]:
-        """Return the call whose forward ended just before this one's; its backward comes next."""
-        order = self._comm_ctx.post_forward_order
-        for index in range(len(order) - 1, -1, -1):
-            if order[index] is self:
-                order[index:] = ()
-                return cast("tuple[ShardedCall, ...]", tuple(order[-1:]))
-        return ()
 
     def _post_backward(self) -> None:
         for unit in reversed(self._fsdp_param_groups):

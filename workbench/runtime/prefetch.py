@@ -18,7 +18,7 @@ def set_prefetch(model: nn.Module, ahead: int) -> None:
         ahead: length of the lists; 0 empties them, and the engine goes by its own order again.
     """
     for unit, following in _with_following(forward_order(model), ahead):
-        unit.set_modules_to_forward_prefetch(following)
+        unit.set_modules_to_forward_prefetch(following if ahead else None)
     for unit, following in _with_following(backward_order(model), ahead):
         unit.set_modules_to_backward_prefetch(following)
 
