@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.trace.strategies import example_trace
 from workbench.cluster.pending import Answer, Output, Pending, Reply, settle
-from workbench.errors import ClusterError, RankDied, RankError
+from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame, Kind
@@ -33,9 +33,11 @@ def rank_error(rank: int, ename: str, evalue: str, line: int | None = None, trac
     )
 
 
+KILLED = "died: the process was killed by SIGKILL"
+
+
 def dies(cluster: FakeCluster, rank: int, answer: Answer) -> None:
-    cluster.dead.add(rank)
-    settle(answer.future, RankDied(f"rank {rank} died: its process was killed by SIGKILL", ranks=(rank,)))
+    cluster.lose(rank)
 
 
 def blocks(cluster: FakeCluster, rank: int, answer: Answer) -> None:
@@ -243,6 +245,7 @@ class FakeCluster:
         self.script: dict[str, Act | list[Act]] = {"recover": gives({}), "cell": gives(None)}
         self.log: list[tuple[Any, ...]] = []
         self.dead: set[int] = set()
+        self.open: dict[int, list[Answer]] = {rank: [] for rank in range(num_ranks)}
         self.silent: set[int] = set()
         self.patience: list[tuple[str, float]] = []  # what was asked at the side door, and the seconds it was given
         self.unfinished: dict[int, int] = {}
@@ -259,48 +262,84 @@ class FakeCluster:
 
     @property
     def rank_info(self) -> list[dict[str, Any]]:
+        self._check_started()
         return [{"rank": r, "host": "<here>", "device": "cpu", "pid": 100 + r} for r in range(self.num_ranks)]
 
     def start(self) -> None:
+        if self.started:
+            raise UsageError("the ranks are started already")
         self.started = True
         self.log.append(("start",))
 
     def stop(self) -> None:
         self.started = False
+        self.dead.clear()
         self.log.append(("stop",))
+        for rank, answers in self.open.items():
+            for answer in answers:
+                settle(answer.future, ClusterError(f"rank {rank} was stopped"))
+
+    def lose(self, rank: int) -> None:
+        """Have a rank die."""
+        self.dead.add(rank)
+        for answer in self.open[rank]:
+            settle(answer.future, self._loss(rank))
+
+    def losses(self) -> dict[int, str]:
+        return dict.fromkeys(sorted(self.dead), KILLED)
 
     def alive(self) -> tuple[bool, ...]:
-        return tuple(rank not in self.dead for rank in range(self.num_ranks))
+        return tuple(self.started and rank not in self.dead for rank in range(self.num_ranks))
+
+    @staticmethod
+    def _loss(rank: int) -> RankDied:
+        return RankDied(f"rank {rank} {KILLED}", ranks=(rank,))
 
     # ---- front door
 
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:
+        chosen = self._chosen(ranks)
         function = name.partition(":")[2]
         self.log.append((function, *args))
         if function == "recover":
             self.unfinished.clear()
-        return self._perform(args[0]["word"] if function == "execute" else function, self._chosen(ranks))
+        return self._perform(args[0]["word"] if function == "execute" else function, chosen)
 
     def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
-        self.log.append(("cell", code, self._chosen(ranks)))
-        return self._perform("cell", self._chosen(ranks))
+        chosen = self._chosen(ranks)
+        self.log.append(("cell", code, chosen))
+        return self._perform("cell", chosen)
 
     def _perform(self, what: str, ranks: tuple[int, ...]) -> Pending:
         acts = self.script[what]
         answers = {rank: Answer() for rank in ranks}
         for rank, answer in answers.items():
-            (acts[rank] if isinstance(acts, list) else acts)(self, rank, answer)
+            self.open[rank].append(answer)
+            if rank in self.dead:
+                settle(answer.future, self._loss(rank))
+            else:
+                (acts[rank] if isinstance(acts, list) else acts)(self, rank, answer)
         return Pending(answers)
 
-    def _chosen(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
-        return tuple(range(self.num_ranks)) if ranks is None else tuple(ranks)
+    def _check_started(self) -> None:
+        if not self.started:
+            raise UsageError("the ranks are not started: start them first (%fsdp start)")
+
+    def _chosen(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
+        self._check_started()
+        chosen = tuple(sorted(set(range(self.num_ranks) if ranks is None else ranks)))
+        unknown = [rank for rank in chosen if rank not in range(self.num_ranks)]
+        if unknown or not (chosen or may_be_none):
+            what = f"there is no rank {unknown}" if unknown else "no rank was named"
+            raise UsageError(f"{what}: the ranks are 0 to {self.num_ranks - 1}")
+        return chosen
 
     # ---- side door
 
     def ask(
         self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
     ) -> dict[int, Reply | Exception]:
-        chosen = self._chosen(ranks)
+        chosen = self._chosen(ranks, may_be_none=True)
         self.patience.append((request["op"], timeout_s))
         if request["op"] == "abort":
             self.log.append(("abort", request["reason"], chosen))
@@ -314,7 +353,7 @@ class FakeCluster:
 
     def _answer(self, rank: int, request: dict[str, Any]) -> Reply | Exception:
         if rank in self.dead:
-            return RankDied(f"rank {rank} died", ranks=(rank,))
+            return self._loss(rank)
         if rank in self.silent:
             return ClusterError(f"rank {rank} has not answered")
         if request["op"] in GATE_OPERATIONS:
@@ -345,8 +384,9 @@ class FakeCluster:
         } | self.gates[rank].position()
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        self.log.append(("interrupt", self._chosen(ranks)))
-        for rank in self._chosen(ranks):
+        chosen = self._chosen(ranks, may_be_none=True)
+        self.log.append(("interrupt", chosen))
+        for rank in chosen:
             self.on_interrupt.pop(rank, lambda: None)()
 
     # ---- scripts that take a while

@@ -5,7 +5,7 @@
     WorkbenchError
     |-- UsageError          the request itself is wrong: flag, name, order of commands
     |-- ClusterError        ranks could not be started, reached or stopped
-    |   `-- RankDied        a rank's process is gone
+    |   `-- RankDied        a rank's process is gone, or cannot be reached any more
     |-- RankError           code on a rank raised
     |-- Interrupted         Ctrl-C; also a KeyboardInterrupt
     `-- TraceError          a trace file is not one, is newer, or breaks a rule
@@ -31,7 +31,7 @@ class ClusterError(WorkbenchError):
 
 
 class RankDied(ClusterError):
-    """The process of a rank is gone.
+    """The process of a rank is gone, or cannot be reached any more.
 
     Attributes:
         ranks: the dead ranks.

@@ -52,6 +52,11 @@ class Stopping:
         self._last_trace = Trace.empty()
         self._news: list[str] = []
 
+    def _begin(self, session: Session) -> None:
+        """Take ranks that were just started; nothing of earlier ones is left."""
+        self._session, self._last_trace = session, Trace.empty()
+        self.cursor, self._news = None, []
+
     # ---- stop and go on
 
     def pause(self) -> Report:

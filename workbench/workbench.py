@@ -7,8 +7,9 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import plotly.graph_objects as go
 
@@ -32,6 +33,7 @@ from workbench.commands import (
 from workbench.errors import UsageError
 from workbench.export import export
 from workbench.session.breakpoints import parse_event
+from workbench.session.failures import losses_in_words
 from workbench.session.follow import Follower
 from workbench.session.names import Names, check_function, check_model, shard_first
 from workbench.session.options import ReshardOptions, ShardOptions, check_fits, made, plain
@@ -57,6 +59,14 @@ from workbench.stopping import Stopping
 from workbench.trace.columns import Trace
 from workbench.views import draw
 from workbench.views.compare import draw as draw_compared
+
+
+class RankSettings(TypedDict, total=False):
+    """How ranks are started: their number, ``cpu``, ``cuda`` or ``auto``, and an IPython profile."""
+
+    num_ranks: int
+    device: str
+    profile: str | None
 
 
 class Workbench(Stopping):
@@ -104,19 +114,34 @@ class Workbench(Stopping):
         """Whether ranks are started."""
         return self._session is not None
 
-    def start(self) -> StartReport:
-        """Start the ranks and forget what earlier ones recorded.
+    @property
+    def losses(self) -> dict[int, str]:
+        """Of each rank that was lost, how: ``died: the process was killed by SIGKILL ...``; none when none run."""
+        return {} if self._session is None else self._session.cluster.losses()
+
+    @property
+    def settings(self) -> RankSettings:
+        """How ranks are started."""
+        return {"num_ranks": self.num_ranks, "device": self.device, "profile": self.profile}
+
+    def start(self, **settings: Unpack[RankSettings]) -> StartReport:
+        """Start the ranks and forget what earlier ones recorded; those that are all lost are stopped first.
+
+        Args:
+            settings: ``num_ranks``, ``device`` and ``profile``, if they are to be others than before.
 
         Raises:
-            UsageError: they run already, or cannot be had as asked.
+            UsageError: some run already, or they cannot be had as asked.
             ClusterError: they did not come up.
         """
-        if self._session is not None:
-            raise UsageError(f"{self.num_ranks} ranks run already: stop them first (%fsdp stop)")
+        self._check_startable()
+        self.stop()
         begin = time.monotonic()
-        cluster = self._factory(self.num_ranks, device=self.device, profile=self.profile)
+        wanted: RankSettings = {**self.settings, **settings}
+        cluster = self._factory(wanted["num_ranks"], device=wanted["device"], profile=wanted["profile"])
         cluster.start()
-        self._session = Session(cluster)
+        self.num_ranks, self.device, self.profile = wanted["num_ranks"], wanted["device"], wanted["profile"]
+        self._begin(Session(cluster))
         devices = tuple(info["device"] for info in cluster.rank_info)
         notice = cluster.rank_info[0].get("notice", "")
         return StartReport(num_ranks=self.num_ranks, devices=devices, seconds=time.monotonic() - begin, notice=notice)
@@ -126,12 +151,23 @@ class Workbench(Stopping):
         session, self._session = self._session, None
         if session is None:
             return
-        try:
-            session.close()
-            session.drain(timeout_s=ASK_S)
-        finally:
-            self._last_trace = session.trace
-            session.cluster.stop()
+        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+            last.callback(session.cluster.stop)
+            last.callback(self._keep_trace, session)
+            last.callback(session.drain, timeout_s=ASK_S)
+            last.callback(session.close)
+
+    def _keep_trace(self, session: Session) -> None:
+        self._last_trace = session.trace
+
+    def _check_startable(self) -> None:
+        """Raise unless there are no ranks, or none that lives."""
+        if self._session is None or not self._session.living():
+            return
+        losses = losses_in_words(self.losses)
+        if losses:
+            raise UsageError(f"{losses}; the others run on: %fsdp stop first, then %fsdp start")
+        raise UsageError(f"{self.num_ranks} ranks run already: %fsdp stop first, then %fsdp start")
 
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""
@@ -145,12 +181,12 @@ class Workbench(Stopping):
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions = session.where()
+        positions, losses = session.where(), session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
             position = positions.get(info["rank"])
             doing = "" if position is None else position["doing"] or "idle"
             place = {key: info[key] for key in ("rank", "host", "device", "pid")}
-            yield RankStatus(**place, alive=alive, doing=doing)
+            yield RankStatus(**place, alive=alive, doing=doing, loss=losses.get(info["rank"], ""))
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold, by rank; nothing when none run."""

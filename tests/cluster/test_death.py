@@ -25,7 +25,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
     pending = cluster.apply(f"{RUNTIME}:hold")
     wait_until_held(cluster)
     os.kill(cluster.rank_info[1]["pid"], signal.SIGKILL)
-    with pytest.raises(RankDied, match="rank 1 died: its process was killed by SIGKILL") as caught:
+    with pytest.raises(RankDied, match="rank 1 died: the process was killed by SIGKILL") as caught:
         pending.result(1, timeout_s=PATIENCE_S)
     assert caught.value.ranks == (1,)
     assert not pending.done(0)
@@ -58,7 +58,7 @@ def test_a_rank_that_ends_itself_leaves_its_last_words(make_cluster):
     pending = cluster.run_cell("import os\nos.write(2, b'out of shared memory')\nos._exit(3)", ranks=[0])
     assert pending.wait(PATIENCE_S)
     message = str(pending.error(0))
-    assert "its process ended with exit code 3" in message
+    assert "the process ended with exit code 3" in message
     assert "out of shared memory" in message
 
 

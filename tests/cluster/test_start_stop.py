@@ -235,7 +235,7 @@ def test_a_forked_child_does_not_stop_its_parents_ranks(make_cluster):
 
 
 def test_the_private_files_are_gone_even_when_a_log_is_asked_for_later(make_cluster, private):
-    started = launch.Launch(1, None, 60, lambda rank, code: None)
+    started = launch.Launch(1, None, 60, lambda rank: None)
     assert Path(started.wait_for_controller()).exists()
     started.end()
     wait_until(lambda: started.exit_code(0) is not None)

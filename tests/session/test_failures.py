@@ -13,6 +13,7 @@ from workbench.session.failures import (
     death_sentence,
     first_cause,
     left_behind,
+    losses_in_words,
     place_of,
     shorten_traceback,
     to_error,
@@ -21,7 +22,7 @@ from workbench.session.failures import (
 DIVISION = Failure(rank=2, ename="ZeroDivisionError", evalue="division by zero")
 ABORTED = [Failure(rank=r, ename="StepAborted", evalue="rank 2 raised ZeroDivisionError") for r in (0, 1, 3)]
 CLOSED = Failure(rank=1, ename="RuntimeError", evalue="[/x/gloo/transport/tcp/pair.cc:538] Connection closed by peer")
-DEAD = Failure(rank=1, evalue="rank 1 died: its process was killed by SIGKILL", died=True)
+DEAD = Failure(rank=1, evalue="rank 1 died: the process was killed by SIGKILL", died=True)
 NEXT = "Correct the code."
 
 CELL_TRACEBACK = """\
@@ -81,7 +82,7 @@ def test_a_dead_rank_names_the_survivors():
     assert isinstance(error, RankDied)
     assert error.ranks == (1,)
     assert str(error).splitlines() == [
-        "rank 1 died: its process was killed by SIGKILL",
+        "rank 1 died: the process was killed by SIGKILL",
         "without rank 1 no step is possible: %fsdp stop, then %fsdp start; "
         "ranks 0, 2 can still run cells with %%fsdp -t 0,2",
     ]
@@ -171,8 +172,16 @@ def test_ipython_still_renders_a_cells_frame_like_this():
 
 
 def test_death_sentence_without_survivors():
-    assert death_sentence([0, 1], []) == "without ranks 0-1 no step is possible: %fsdp stop, then %fsdp start"
+    assert death_sentence([0, 1], []) == (
+        "without ranks 0-1 no step is possible: %fsdp stop, then %fsdp start; "
+        "views and %fsdp export still show what was recorded"
+    )
     assert str(Failure(rank=0, died=True)) == "its process is gone"
+
+
+def test_losses_that_are_alike_are_one():
+    assert losses_in_words({0: "died: a", 1: "died: b", 2: "died: a"}) == "ranks 0, 2 died: a; rank 1 died: b"
+    assert losses_in_words({}) == ""
 
 
 def test_position_in_words():

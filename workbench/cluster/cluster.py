@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,6 +62,7 @@ class Cluster:
         self._doors: Doors | None = None
         self._rank_info: tuple[dict[str, Any], ...] = ()
         self._engine_ids: tuple[int, ...] = ()
+        self._losses: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -103,9 +105,8 @@ class Cluster:
         self._doors = Doors(wire, launch.engines)
         self._engine_ids = launch.wait_for_engines(wire.engines)
         for rank in range(self.num_ranks):  # one may have ended before there were doors to tell
-            code = launch.exit_code(rank)
-            if code is not None:
-                self._on_exit(rank, code)
+            if launch.exit_code(rank) is not None:
+                self._on_exit(rank)
 
     def _boot(self, launch: Launch) -> tuple[dict[str, Any], ...]:
         """Build the process group and open the side doors; return what each rank says of itself."""
@@ -136,14 +137,19 @@ class Cluster:
 
         Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later.
         """
-        if self._doors is not None:
-            self._shut_down(self._doors)
-            self._doors.close()
-        if self._launch is not None:
-            self._launch.end()
+        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+            last.callback(self._forget)
+            if self._launch is not None:
+                last.callback(self._launch.end)
+            if self._doors is not None:
+                last.callback(self._doors.close)
+                last.callback(self._shut_down, self._doors)
+
+    def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
         self._launch = self._doors = None
         self._rank_info = self._engine_ids = ()
+        self._losses = {}
 
     def _shut_down(self, doors: Doors) -> None:
         if self._rank_info:
@@ -154,20 +160,15 @@ class Cluster:
         if os.getpid() == pid:  # not in a forked child, whose ranks they are not
             self.stop()
 
-    def _on_exit(self, rank: int | None, code: int) -> None:
-        """Note the end of a process; called in a thread of its own."""
+    def _on_exit(self, rank: int | None) -> None:
+        """Note the end of a process (None: the controller's); called in a thread of its own."""
         launch, doors = self._launch, self._doors
         if launch is None or doors is None:
             return
-        if rank is not None:
-            reason = f"rank {rank} died: its process {_ending(code)}{launch.log_tail(rank)}"
-            doors.lose(rank, RankDied(reason, ranks=(rank,)))
-            return
-        for unreachable in range(self.num_ranks):
-            reason = (
-                f"rank {unreachable} cannot be reached: the cluster's controller {_ending(code)}; stop and start again"
-            )
-            doors.lose(unreachable, ClusterError(reason))
+        how = f"{'cannot be reached' if rank is None else 'died'}: {launch.ending(rank)}"
+        for lost in range(self.num_ranks) if rank is None else (rank,):
+            self._losses.setdefault(lost, how)
+            doors.lose(lost, RankDied(f"rank {lost} {how}{launch.log_tail(rank)}", ranks=(lost,)))
 
     # ------------------------------------------------------------------ what there is
 
@@ -194,6 +195,10 @@ class Cluster:
         if launch is None or doors is None:
             return (False,) * self.num_ranks
         return tuple(launch.is_running(rank) and not doors.is_lost(rank) for rank in range(self.num_ranks))
+
+    def losses(self) -> dict[int, str]:
+        """Say how ranks were lost, of each that was: ``died: the process was killed by SIGKILL (...)``."""
+        return dict(sorted(self._losses.items()))
 
     # ------------------------------------------------------------------ the doors
 
@@ -226,27 +231,26 @@ class Cluster:
 
         Args:
             request: plain data for the ``side_door`` function of the rank side.
-            ranks: the ranks to ask.
+            ranks: the ranks to ask; may be none, as when all have died.
             timeout_s: time in seconds after which no answer is waited for.
 
         Returns:
             Per rank its reply, or the exception: :class:`RankError` when ``side_door`` raised, :class:`RankDied` when
-            the process is gone, :class:`ClusterError` when it did not answer in time.
+            the rank is lost, :class:`ClusterError` when it did not answer in time. In the order of the ranks.
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        doors = self._reach()
-        return doors.ask(request, self._select(ranks), timeout_s)
+        return self._reach().ask(request, self._select(ranks, may_be_none=True), timeout_s)
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        """Send SIGINT to ``ranks`` (default: all); a rank that runs nothing ignores it.
+        """Send SIGINT to ``ranks`` (default: all; may be none); a rank that runs nothing ignores it.
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
         doors = self._reach()
-        for rank in self._select(ranks):
+        for rank in self._select(ranks, may_be_none=True):
             if self._launch is not None:
                 self._launch.signal(rank, signal.SIGINT)
                 doors.wake(rank)
@@ -256,19 +260,11 @@ class Cluster:
             raise UsageError("the ranks are not started: start them first (%fsdp start)")
         return self._doors
 
-    def _select(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
+    def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         """Return the ranks meant, ascending, each once."""
         chosen = tuple(sorted(set(range(self.num_ranks) if ranks is None else ranks)))
         unknown = [rank for rank in chosen if rank not in range(self.num_ranks)]
-        if unknown or not chosen:
+        if unknown or not (chosen or may_be_none):
             what = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank was named"
             raise UsageError(f"{what}: the ranks are 0 to {self.num_ranks - 1}")
         return chosen
-
-
-def _ending(code: int) -> str:
-    """Say how a process ended. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
-    return f"was killed by {name}" + (" (as when memory runs out)" if name == "SIGKILL" else "")

@@ -16,11 +16,13 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from workbench.cluster import processes
@@ -127,8 +129,7 @@ class Launch:
         timeout_s: time in seconds the start may take.
         device: ``cpu``, ``cuda`` or ``auto``; ranks that compute on the CPU are forked from one process (zygote.py).
         preload: module that every rank will need.
-        on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller) and the
-            exit code.
+        on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller).
 
     Attributes:
         engines: session id of the engine of each rank.
@@ -144,7 +145,7 @@ class Launch:
         num_ranks: int,
         profile: str | None,
         timeout_s: float,
-        on_exit: Callable[[int | None, int], None],
+        on_exit: Callable[[int | None], None],
         *,
         device: str = "auto",
         preload: str = "",
@@ -179,7 +180,7 @@ class Launch:
                 env=self._environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the kernel alone
             )
-        self._watched[rank] = watched = Watched(popen, lambda code: self._on_exit(rank, code))
+        self._watched[rank] = watched = Watched(popen, lambda _code: self._on_exit(rank))
         self._reaper.adopt(watched.process)
 
     def _fork(self, arguments: list[list[str]], preload: list[str]) -> None:
@@ -189,7 +190,7 @@ class Launch:
             preload,
             environment=self._environment,
             on_born=self._reaper.adopt,
-            on_exit=self._on_exit,
+            on_exit=lambda rank, _code: self._on_exit(rank),
         )
         self._watched |= dict(enumerate(self._zygote.ranks))
         self._reaper.adopt(self._zygote.process)
@@ -232,6 +233,19 @@ class Launch:
         """Return the exit code of a rank's process (None: of the controller's), None while it runs."""
         return self._watched[rank].returncode
 
+    def ending(self, rank: int | None) -> str:
+        """Say how the process of a rank (None: the controller) ended; ``""`` while it runs.
+
+        Example: ``the process was killed by SIGKILL (as when memory runs out)``.
+        """
+        watched = self._watched[rank]
+        if watched.returncode is None:
+            return ""
+        who = "the process" if rank is not None else "the cluster's controller"
+        if isinstance(watched, Forked) and watched.died_with_zygote:
+            who = "the process that ranks are forked from"
+        return f"{who} {_ending(watched.returncode)}"
+
     def is_running(self, rank: int) -> bool:
         """Tell whether the process of ``rank`` runs."""
         process = self._watched[rank].process
@@ -261,11 +275,20 @@ class Launch:
         if self._zygote is not None:
             adopted.append(self._zygote.process)
             watchers.append(self._zygote)
-        processes.end(self._id, adopted, grace_s=STOP_GRACE_S)
-        for watcher in watchers:
-            watcher.join(STOP_GRACE_S)
-        self._reaper.close(STOP_GRACE_S)
-        shutil.rmtree(self._root, ignore_errors=True)
+        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+            last.callback(shutil.rmtree, self._root, ignore_errors=True)
+            last.callback(self._reaper.close, STOP_GRACE_S)
+            for watcher in watchers:
+                last.callback(watcher.join, STOP_GRACE_S)
+            last.callback(processes.end, self._id, adopted, grace_s=STOP_GRACE_S)
+
+
+def _ending(code: int) -> str:
+    """Say how a process ended. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
+    return f"was killed by {name}" + (" (as when memory runs out)" if name == "SIGKILL" else "")
 
 
 def _name(rank: int | None) -> str:

@@ -53,11 +53,14 @@ class Forked:
 
     Attributes:
         process: None before it was born.
-        returncode: exit code (negative: the signal that ended it), None while it runs or was not born yet.
+        returncode: exit code (negative: the signal that ended it), None while it runs or was not born yet; of a rank
+            that died with the zygote the zygote's.
+        died_with_zygote: whether it was the zygote's end that ended it.
     """
 
     process: psutil.Process | None = None
     returncode: int | None = None
+    died_with_zygote: bool = False
 
 
 class Zygote:
@@ -119,7 +122,8 @@ class Zygote:
         processes.wait_for_end([f.process for f in self.ranks if f.returncode is None and f.process], _DIE_S)
         for rank, forked in enumerate(self.ranks):  # those that lived died with it
             if forked.returncode is None:
-                self._ended(rank, code if forked.process is None else -signal.SIGKILL)
+                forked.died_with_zygote = True
+                self._ended(rank, code)
 
     def _read(self, lines: IO[bytes]) -> None:
         for line in lines:

@@ -33,7 +33,7 @@ from workbench.session.reports import CellReport, Report
 from workbench.session.stop_reports import StopReport
 from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay
-from workbench.workbench import Workbench
+from workbench.workbench import RankSettings, Workbench
 
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -54,6 +54,7 @@ class FsdpMagics(Magics):
         super().__init__(shell)
         self._shell = shell
         self.workbench: Workbench | None = None
+        self._only: Workbench | None = None
         self._make = make
         self._matcher = matcher_for(self._lookup)
         self._completer.custom_matchers.append(self._matcher)
@@ -153,28 +154,31 @@ class FsdpMagics(Magics):
     # ---- words that ask the ranks nothing
 
     def _start(self, args: Namespace) -> Report:
-        wanted = {"num_ranks": args.num_ranks, "device": args.device, "profile": args.profile}
-        if self.workbench is not None and self.workbench.running:
-            if {key: getattr(self.workbench, key) for key in wanted} != wanted:
-                running = f"{self.workbench.num_ranks} ranks run already"
-                raise UsageError(f"{running}: %fsdp stop first, then %fsdp start with other settings")
+        wanted: RankSettings = {"num_ranks": args.num_ranks, "device": args.device, "profile": args.profile}
+        workbench = self._shown()
+        if workbench.running and workbench.settings == wanted and not workbench.losses:
             say("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
-            return self.workbench.status()
-        workbench = self._make(**wanted, in_notebook=self._in_notebook)
-        report = workbench.start()
+            return workbench.status()
+        report = workbench.start(**wanted)
         self.workbench = workbench
         return report
+
+    def _shown(self) -> Workbench:
+        """Return the workbench, also before there are ranks: what is opened now shows those that are started later."""
+        if self._only is None:
+            self._only = self._make(in_notebook=self._in_notebook)
+        return self._only
 
     def _status(self, _: Namespace) -> Report:
         return self._running().status()
 
     def _dashboard(self, _: Namespace) -> Any:  # noqa: ANN401 - a widget
-        return (self.workbench or self._make(in_notebook=self._in_notebook)).dashboard()
+        return self._shown().dashboard()
 
     def _canvas(self, args: Namespace) -> Any:  # noqa: ANN401 - a widget
         if vars(args):
             raise UsageError("%fsdp timeline --canvas shows all of the run: no other flag goes with it")
-        return (self.workbench or self._make(in_notebook=self._in_notebook)).canvas()
+        return self._shown().canvas()
 
     def _stop(self, _: Namespace) -> None:
         was_running = self.workbench is not None and self.workbench.running
@@ -188,7 +192,7 @@ class FsdpMagics(Magics):
         return self._running().back(args.n)
 
     def _compare(self, args: Namespace) -> Any:  # noqa: ANN401 - a figure
-        return (self.workbench or self._make(in_notebook=self._in_notebook)).compare(args.a, args.b, rank=args.rank)
+        return self._shown().compare(args.a, args.b, rank=args.rank)
 
     def _help(self, args: Namespace) -> None:
         if args.topic in WORDS:

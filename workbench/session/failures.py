@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.replay.alike import label
 
+RESTART = "%fsdp stop, then %fsdp start"
+
 _CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
 _CLOSED = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Socket closed", re.I)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -127,10 +129,25 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Position], *, 
     )
 
 
+def losses_in_words(losses: Mapping[int, str]) -> str:
+    """Return how ranks were lost, alike ones together: ``rank 1 died: the process was killed by SIGKILL ...``.
+
+    Args:
+        losses: by rank, as :meth:`workbench.cluster.Cluster.losses` says it.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, how in losses.items():
+        ranks.setdefault(how, []).append(rank)
+    return "; ".join(f"{label(own)} {how}" for how, own in ranks.items())
+
+
 def death_sentence(dead: Sequence[int], living: Sequence[int]) -> str:
     """Return what can be done when the processes of ``dead`` ranks are gone."""
-    survivors = f"; {label(living)} can still run cells with %%fsdp -t {','.join(map(str, living))}" if living else ""
-    return f"without {label(dead)} no step is possible: %fsdp stop, then %fsdp start{survivors}"
+    if living:
+        left = f"{label(living)} can still run cells with %%fsdp -t {','.join(map(str, living))}"
+    else:
+        left = "views and %fsdp export still show what was recorded"
+    return f"without {label(dead)} no step is possible: {RESTART}; {left}"
 
 
 def shorten_traceback(text: str) -> str:

@@ -19,6 +19,7 @@ class Pulse:
         running: whether there are ranks.
         states: of each rank, by number; none without ranks.
         positions: where each rank was when it was last heard of.
+        losses: of each rank that was lost, how.
         cursor: up to where the views show what was recorded; None: all of it.
     """
 
@@ -26,6 +27,7 @@ class Pulse:
     running: bool = False
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
+    losses: Mapping[int, str] = field(default_factory=dict)
     cursor: Cursor | None = None
 
 

@@ -59,6 +59,7 @@ class RankStatus:
         device: e.g. ``cpu`` or ``cuda:0``.
         pid: of its process.
         doing: what it is busy with, in words; ``""`` if it did not answer.
+        loss: how it was lost, in words; ``""`` if it was not, or nobody knows.
     """
 
     rank: int
@@ -67,10 +68,11 @@ class RankStatus:
     device: str
     pid: int
     doing: str = ""
+    loss: str = ""
 
     def __str__(self) -> str:
         place = f"{self.device} on {self.host}, pid {self.pid}"
-        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; gone"
+        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,15 @@ from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, Wo
 from workbench.replay.alike import label
 from workbench.session.breakpoints import UNTIL, Breakpoints
 from workbench.session.collect import Collector
-from workbench.session.failures import Position, death_sentence, first_cause, left_behind, to_error
+from workbench.session.failures import (
+    RESTART,
+    Position,
+    death_sentence,
+    first_cause,
+    left_behind,
+    losses_in_words,
+    to_error,
+)
 from workbench.session.names import Names
 from workbench.session.places import State, Stop, state_of, unit_names
 from workbench.session.pulse import Pulse, pulse
@@ -39,8 +47,6 @@ RECOVER_S = 30.0
 CLOSE_S = 1.0
 """How long ranks may take to leave what they do before they are stopped, in seconds."""
 
-RESTART = "%fsdp stop, then %fsdp start"
-
 
 class ClusterLike(Interruptible, Protocol):
     """What a workbench needs of a cluster: see :class:`workbench.cluster.Cluster`."""
@@ -59,6 +65,9 @@ class ClusterLike(Interruptible, Protocol):
 
     def alive(self) -> tuple[bool, ...]:
         """Tell for each rank whether it can be reached."""
+
+    def losses(self) -> dict[int, str]:
+        """Say of each rank that was lost how: ``died: ...`` or ``cannot be reached: ...``."""
 
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:  # noqa: ANN401
         """Call ``"module:function"`` in the main thread of ranks."""
@@ -112,7 +121,8 @@ class Session:
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is, at most a tenth of a second old."""
         self.drain(timeout_s=ASK_S, max_age_s=PULSE_S)
-        return pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
+        found = pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
+        return dataclasses.replace(found, losses=self.cluster.losses())
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
@@ -138,7 +148,7 @@ class Session:
 
     def ask(self, request: dict[str, Any], *, timeout_s: float = ASK_S) -> dict[int, dict[str, Any]]:
         """Return what the ranks answer to a request at their side doors; one that does not in time is left out."""
-        replies = self.cluster.ask(request, self.living(), timeout_s=timeout_s) if self.living() else {}
+        replies = self.cluster.ask(request, self.living(), timeout_s=timeout_s)
         return {rank: reply.content for rank, reply in replies.items() if isinstance(reply, Reply)}
 
     # ---- doing
@@ -156,7 +166,8 @@ class Session:
         living = self.living()
         dead = tuple(rank for rank in ranks if rank not in living)
         if dead:
-            raise RankDied(f"{label(dead)} died earlier\n{death_sentence(dead, living)}", ranks=dead)
+            how = losses_in_words(self.cluster.losses()) or "its process is gone"
+            raise RankDied(f"{label(dead)} died earlier: {how}\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery and len(living) == self.cluster.num_ranks:
             self.recover()
         self._catch_up()

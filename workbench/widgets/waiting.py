@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from workbench.errors import WorkbenchError
 from workbench.replay.alike import label
+from workbench.session.failures import RESTART, losses_in_words
 from workbench.session.places import describe, unit_names
 from workbench.session.pulse import Pulse
 from workbench.widgets.pace import LOOK_S, Pace
@@ -106,7 +107,7 @@ class Waiting:
 def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    return pulse.running, ends, health(pulse), pulse.cursor
+    return pulse.running, ends, health(pulse), pulse.losses, pulse.cursor
 
 
 def health(pulse: Pulse) -> list[dict[str, Any]]:
@@ -124,6 +125,8 @@ def health(pulse: Pulse) -> list[dict[str, Any]]:
 
 def said(pulse: Pulse) -> str:
     """Return a sentence about what there is to see; empty while ranks train."""
+    if pulse.losses:
+        return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
     if pulse.trace.num_rows:
         return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
     if not pulse.running:

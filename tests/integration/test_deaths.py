@@ -1,0 +1,90 @@
+"""Ranks of which none is left: killed one by one, or with the process that all of them need."""
+
+import os
+import signal
+
+import pytest
+
+from tests.integration.model import CELL
+from tests.waiting import PATIENCE_S, wait_until
+from workbench import Workbench
+from workbench.errors import RankDied, UsageError
+from workbench.session.failures import RESTART
+from workbench.views import VIEWS
+
+pytestmark = pytest.mark.cluster
+
+KILLED = "was killed by SIGKILL (as when memory runs out)"
+
+
+def victims_of(bench, who):
+    """Process ids, and how the loss of each rank reads."""
+    launch = bench._session.cluster._launch
+    ranks = [status.pid for status in bench.status().ranks]
+    return {
+        "every rank": (ranks, f"died: the process {KILLED}"),
+        "the controller": (
+            [launch._watched[None].process.pid],
+            f"cannot be reached: the cluster's controller {KILLED}",
+        ),
+        "the zygote": ([launch._zygote.process.pid], f"died: the process that ranks are forked from {KILLED}"),
+    }[who]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "who"), [(1, "every rank"), (2, "every rank"), (2, "the controller"), (2, "the zygote")]
+)
+def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(num_ranks, who, tmp_path):
+    with Workbench(num_ranks, device="cpu") as bench:
+        bench.run_cell(CELL)
+        bench.shard("model", wrap=["Block"])
+        pids, how = victims_of(bench, who)
+
+        def kill(progress):
+            if progress.done:
+                while pids:
+                    os.kill(pids.pop(), signal.SIGKILL)
+
+        with pytest.raises(RankDied) as caught:
+            bench.step(100_000, on_progress=kill)
+        wait_until(lambda: set(bench.losses) == set(range(num_ranks)), PATIENCE_S)
+        assert bench.losses == dict.fromkeys(range(num_ranks), how)
+        assert how in str(caught.value)
+        assert RESTART in str(caught.value)
+
+        assert how in str(bench.status())
+        assert "gone: %fsdp stop, then %fsdp start" in bench.status().headline
+        assert bench.status().num_rows > 0
+        for view in VIEWS:
+            bench.view(view)
+        assert bench.memory().data
+        assert bench.export(tmp_path / "run.trace").num_bytes > 0
+        assert {row.state for row in bench.where().rows} == {"gone"}
+        assert set(bench.pulse().losses.values()) == {how}
+        assert bench.names() == {}
+        for ask in (bench.step, lambda: bench.run_cell("1")):
+            with pytest.raises(RankDied, match="died earlier") as later:
+                ask()
+            assert how in str(later.value)
+        with pytest.raises(UsageError, match="nothing is stopped and nothing runs"):
+            bench.pause()
+
+        recorded = bench.trace.num_rows
+        if num_ranks == 1:
+            bench.stop()
+            assert bench.trace.num_rows == recorded
+        else:
+            bench.start()  # instead of the dead
+            assert bench.run_cell("print('well')").texts == dict.fromkeys(range(num_ranks), "well\n")
+            assert bench.trace.num_rows == 0
+
+
+def test_while_a_rank_lives_a_start_says_who_died_and_what_to_do():
+    with Workbench(2, device="cpu") as bench:
+        os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
+        wait_until(lambda: 1 in bench.losses)
+        with pytest.raises(UsageError, match=r"rank 1 died: the process was killed by SIGKILL .*: %fsdp stop first"):
+            bench.start()
+        bench.stop()
+        bench.start(num_ranks=1)
+        assert bench.run_cell("print(world_size)").texts == {0: "1\n"}
