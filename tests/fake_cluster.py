@@ -249,6 +249,7 @@ class FakeCluster:
         self.silent: set[int] = set()
         self.patience: list[tuple[str, float]] = []  # what was asked at the side door, and the seconds it was given
         self.unfinished: dict[int, int] = {}
+        self.lines: dict[int, dict[str, Any]] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
         self.commands = dict.fromkeys(range(num_ranks), 0)
         self.on_abort: dict[int, Callable[[str], None]] = {}
@@ -366,6 +367,8 @@ class FakeCluster:
                 return reply
             case "where":
                 content = self.position(rank)
+            case "line":
+                content = self.lines.get(rank, {})
             case "names":
                 content = {"modules": self.modules[rank], "variables": self.variables[rank]}
             case "stacks":

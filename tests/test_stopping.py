@@ -1,12 +1,13 @@
 """Stopping inside a step, from the notebook's side: ranks are gates of a fake cluster."""
 
 import signal
+import sys
 import threading
 
 import pytest
 
-from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, raises, said, step_result
-from tests.waiting import wait_until
+from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, prints, raises, said, step_result
+from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.pending import Output
 from workbench.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
@@ -324,6 +325,62 @@ def test_its_end_and_its_failure_are_told_once(wb):
     assert wb.step(1).steps_done == 1
 
 
+def test_what_is_no_error_of_the_workbench_is_told_as_well(wb):
+    def on_progress(progress):
+        raise KeyError("mine")
+
+    wb.step(1, background=True, on_progress=on_progress)
+    wait_until(lambda: wb._news)
+    assert wb.news() == ("in the background, %fsdp step --background: KeyError: 'mine'",)
+
+
+def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
+    wb.step(1, background=True)
+    wait_until(lambda: wb._news)
+    stall(wb)
+    is_asked = threading.Event()
+
+    def on_progress(progress):
+        assert is_asked.wait(PATIENCE_S)
+        raise ValueError  # the ending is an empty text
+
+    wb.step(500, background=True, on_progress=on_progress)
+    watch = wb._session.request.watch
+    monkeypatch.setattr(watch, "ask_abort", is_asked.set)
+    wb.abort()
+    (told,) = wb.news()
+    assert "1 step, loss 4.5" in told
+
+
+def test_no_news_is_lost_while_others_are_told(wb):
+    count, told, before = 5000, [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=lambda: [wb._news.append((None, number)) for number in range(count)])
+        thread.start()
+        while thread.is_alive():
+            told += wb.news()
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert told + list(wb.news()) == list(range(count))
+
+
+def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb):
+    wb.step(1, until="backward", background=True)
+    wait_until(lambda: wb._news)
+    wb.next()  # this is waited for
+    wb.fake.gates[0].late = True
+    assert "runs in the background" in wb.do(Continue()).headline
+    wb.fake.gates[0].late = False
+    wait_until(lambda: wb._session.request is None)
+    wait_until(lambda: len(wb._news) == 2)
+    assert "1 step" in wb.news()[1]
+    wb.step(1, until="backward", background=True)
+    wait_until(lambda: wb._news)
+    assert "1 step" in wb.do(Continue(foreground=True)).headline
+
+
 @pytest.mark.parametrize("how", ["stopped", "background"])
 def test_stopping_the_ranks_meanwhile_ends_everything(how):
     bench = Bench()
@@ -510,4 +567,13 @@ def test_back_moves_what_views_show(wb):
     wb.back(3)
     wb.fake.script["step"] = inside
     wb.step(1)
+    assert wb.cursor is None
+    wb.back(3)
+    wb.fake.script["cell"] = prints("trained in a loop of my own")
+    wb.run_cell("x")
+    assert wb.cursor is None
+    wb.back(3)
+    wb.stop()
+    assert wb.cursor is not None
+    wb.start()
     assert wb.cursor is None

@@ -17,13 +17,14 @@ from tests.fake_cluster import (
     gives,
     prints,
     raises,
+    returns,
     step_result,
     writes,
 )
-from workbench.cluster.pending import Output
+from workbench.cluster.pending import Output, settle
 from workbench.commands import Reshard, Step, from_dict
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.session import watch
+from workbench.session import standing, watch
 from workbench.trace.columns import Trace
 from workbench.trace.file import load
 from workbench.workbench import Workbench
@@ -84,16 +85,62 @@ def test_what_ranks_have_to_say_at_the_start_is_said_once():
     assert "torch &lt;9&gt; was not tried" in report._repr_html_()
 
 
-def test_a_cluster_that_does_not_start_leaves_nothing():
-    class Broken(FakeCluster):
-        def start(self):
-            raise ClusterError("no")
+class Broken(FakeCluster):
+    def start(self):
+        raise ClusterError("no")
 
+
+def test_a_cluster_that_does_not_start_leaves_nothing():
     bench = Workbench(2, cluster_factory=Broken)
     with pytest.raises(ClusterError):
         bench.start()
     assert not bench.running
     assert bench.trace == Trace.empty()
+
+
+def test_ranks_are_stopped_whatever_goes_wrong_before(wb, monkeypatch):
+    def refuse(**_):
+        raise ClusterError("no")
+
+    monkeypatch.setattr(wb._session, "close", refuse)
+    monkeypatch.setattr(wb._session, "drain", refuse)
+    with pytest.raises(ClusterError, match="no"):
+        wb.stop()
+    assert wb.fake.log[-1] == ("stop",)
+    assert not wb.running
+
+
+def test_ranks_that_are_all_lost_are_replaced(trained):
+    trained.step(3)
+    first, recorded = trained.fake, trained.trace.num_rows
+    for rank in range(4):
+        first.lose(rank)
+    assert "ranks 0-3 of 4 gone: %fsdp stop, then %fsdp start" in str(trained.status())
+    assert "died: the process was killed by SIGKILL" in str(trained.status())
+    assert trained.status().num_rows == recorded
+    assert trained.memory().data
+    with pytest.raises(RankDied, match="ranks 0-3 died earlier: ranks 0-3 died: the process was killed by SIGKILL"):
+        trained.step()
+    trained.start(num_ranks=2)
+    assert first.log[-1] == ("stop",)
+    assert (trained.num_ranks, trained.fake.num_ranks, trained.losses) == (2, 2, {})
+
+
+def test_while_some_live_a_start_says_who_died(wb):
+    wb.fake.lose(1)
+    with pytest.raises(UsageError, match=r"rank 1 died: the process was killed by SIGKILL; .* %fsdp stop first"):
+        wb.start()
+    assert wb.running
+
+
+def test_a_start_that_fails_changes_nothing(trained):
+    trained.step(3)
+    trained.stop()
+    recorded = trained.trace.num_rows
+    trained._factory = Broken
+    with pytest.raises(ClusterError):
+        trained.start(num_ranks=2)
+    assert (trained.num_ranks, trained.trace.num_rows) == (4, recorded)
 
 
 def test_what_was_recorded_outlives_the_ranks(trained):
@@ -435,6 +482,21 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
 
 
 # ---- Ctrl-C
+
+
+def test_who_hangs_and_where_is_said(wb, monkeypatch):
+    monkeypatch.setattr(standing, "QUIET_S", 0.0)
+    hanging, told = [], []
+    wb.fake.script["cell"] = [returns, lambda cluster, rank, answer: hanging.append(answer), returns, returns]
+    wb.fake.lines[1] = {"line": 2, "function": "<module>", "text": "dist.barrier()"}
+
+    def on_standing(sentence):
+        told.append(sentence)
+        settle(hanging[0].future, None)
+
+    wb.run_cell("x", on_standing=on_standing)
+    assert told[0].startswith("rank 1 has run for 0 s, in dist.barrier() at line 2 of the cell")
+    assert told[0].endswith("; ranks 0, 2-3 have ended")
 
 
 def press_ctrl_c_on_drain(fake, times):

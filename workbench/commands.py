@@ -160,9 +160,14 @@ class Pause(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Continue(Command):
-    """Let stopped ranks go on."""
+    """Let stopped ranks go on; a step that was begun in the background goes on there.
+
+    Attributes:
+        foreground: wait for it all the same.
+    """
 
     word: ClassVar[str] = "continue"
+    foreground: bool = False
 
 
 NEXT = ("event", "collective", "unit", "phase")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from workbench.cluster.pending import Output
@@ -18,6 +20,7 @@ from workbench.session.pulse import Pulse
 from workbench.session.reports import CellReport, Report
 from workbench.session.request import Listener, OnOutput, OnProgress, Request, no_output, no_progress
 from workbench.session.session import RECOVER_S, Session, busy_sentence
+from workbench.session.standing import OnStanding, no_standing
 from workbench.session.stop_reports import (
     BackgroundReport,
     BackReport,
@@ -50,12 +53,13 @@ class Stopping:
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._last_trace = Trace.empty()
-        self._news: list[str] = []
+        self._news: deque[tuple[Request, str]] = deque()  # added to by the threads that wait in the background
 
     def _begin(self, session: Session) -> None:
         """Take ranks that were just started; nothing of earlier ones is left."""
         self._session, self._last_trace = session, Trace.empty()
-        self.cursor, self._news = None, []
+        self.cursor = None
+        self._news.clear()
 
     # ---- stop and go on
 
@@ -76,19 +80,32 @@ class Stopping:
         return EndReport(sentence=f"{request.work.words} {ended}")
 
     def resume(
-        self, *, background: bool = False, on_progress: OnProgress = no_progress, on_output: OnOutput = no_output
+        self,
+        *,
+        background: bool | None = None,
+        on_progress: OnProgress = no_progress,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
     ) -> Report:
         """Let stopped ranks go on (``%fsdp continue``), and return how it ended or where it stopped again.
 
         Args:
-            background: return at once.
+            background: return at once; None: if it was begun so.
             on_progress: as for ``step``.
             on_output: as for ``run_cell``; if it is not given, the one of before goes on.
+            on_standing: as for ``run_cell``.
 
         Raises:
             UsageError: nothing is stopped.
         """
-        return self._go(None, background, Listener(on_progress=on_progress, on_output=on_output))
+        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        return self._go(None, listener, background)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether what is under way was begun in the background, and goes on there."""
+        request = self._session.request if self._session is not None else None
+        return request is not None and request.is_background
 
     def next(
         self,
@@ -97,9 +114,11 @@ class Stopping:
         background: bool = False,
         on_progress: OnProgress = no_progress,
         on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
     ) -> Report:
         """Let stopped ranks go on to the next ``event``, ``collective``, ``unit`` or ``phase``; else as ``resume``."""
-        return self._go(what, background, Listener(on_progress=on_progress, on_output=on_output))
+        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        return self._go(what, listener, background)
 
     def abort(self) -> Report:
         """Give up what the ranks do; they are ready again afterwards.
@@ -135,23 +154,26 @@ class Stopping:
         request = self._session.request if self._session is not None else None
         if request is not None and request.state == "stopped":
             request.work.on_slice(request.listener)
-        news, self._news = tuple(self._news), []
-        return news
+        news = []
+        with suppress(IndexError):  # one at a time: another may be added meanwhile, and none is to be lost
+            while True:
+                news.append(self._news.popleft()[1])
+        return tuple(news)
 
-    def _go(self, what: str | None, background: bool, listener: Listener) -> Report:
+    def _go(self, what: str | None, listener: Listener, background: bool | None) -> Report:
         session, request = self._under_way("continue" if what is None else "next")
         with session.changed:
             if request.state != "stopped":
                 raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
             request.watch.stopper.release(set(request.watch.running), session.where(timeout_s=PATIENT_S), what)
             request.state = "running"
-        self.cursor = None
         if listener.on_output is no_output:  # such as a button's: what is printed stays with the one who was told of it
             listener = replace(listener, on_output=request.listener.on_output)
-        return self._run(session, request, listener, background)
+        return self._run(session, request, listener, request.is_background if background is None else background)
 
     def _run(self, session: Session, request: Request, listener: Listener, background: bool) -> Report:
         """Wait for a request here, or have a thread wait for it."""
+        self.cursor = None  # what they do now is what there is to see
         request.listener, request.thread = listener, None
         if not background:
             return session.attend(request)
@@ -165,14 +187,18 @@ class Stopping:
             said = session.attend(request).headline
         except WorkbenchError as error:
             said = str(error)
+        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+            said = f"{type(error).__name__}: {error}"
         if not session.is_closed:
-            self._news.append(f"in the background, {request.work.words}: {said}")
+            self._news.append((request, f"in the background, {request.work.words}: {said}"))
 
     def _take_news(self, request: Request) -> None:
         """Leave out what the caller is told anyway."""
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(STOP_S)
-        self._news = [said for said in self._news if request.ending not in said]
+        for entry in tuple(self._news):
+            if entry[0] is request:
+                self._news.remove(entry)
 
     @staticmethod
     def _wait(session: Session, request: Request, state: str, timeout_s: float = STOP_S) -> None:

@@ -53,6 +53,7 @@ from workbench.session.reports import (
 from workbench.session.request import CellWork, CommandWork, Listener, OnOutput, OnProgress, no_output, no_progress
 from workbench.session.session import RUNTIME, ClusterLike, Session
 from workbench.session.sides import side
+from workbench.session.standing import OnStanding, no_standing
 from workbench.session.stop_reports import BackgroundReport, StopReport
 from workbench.session.watch import ASK_S
 from workbench.stopping import Stopping
@@ -195,7 +196,11 @@ class Workbench(Stopping):
     # ---- work
 
     def run_cell(
-        self, code: str, ranks: Sequence[int] | None = None, on_output: OnOutput = no_output
+        self,
+        code: str,
+        ranks: Sequence[int] | None = None,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
     ) -> CellReport | StopReport:
         """Run a cell in the main thread of ranks, or inside the step in which they are stopped.
 
@@ -204,6 +209,8 @@ class Workbench(Stopping):
             ranks: the ranks that run it; None: all.
             on_output: called with what the first of them writes and shows, as it arrives, and at the end with how the
                 others' output differs.
+            on_standing: called with a sentence that says which ranks still work, for how long and in which line, once
+                nothing else was heard for 3 s; it replaces the last one. ``""``: nothing to say any more.
 
         Raises:
             UsageError: no such rank, or none run.
@@ -219,15 +226,23 @@ class Workbench(Stopping):
             mark = session.ready(chosen)
             pending = session.cluster.run_cell(code, ranks=chosen)
             request = session.open(CellWork(pending), pending, mark)
-        return cast(CellReport | StopReport, self._run(session, request, Listener(on_output=on_output), False))
+        listener = Listener(on_output=on_output, on_standing=on_standing)
+        return cast(CellReport | StopReport, self._run(session, request, listener, False))
 
-    def do(self, command: Command, on_progress: OnProgress = no_progress, on_output: OnOutput = no_output) -> Report:
+    def do(
+        self,
+        command: Command,
+        on_progress: OnProgress = no_progress,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
+    ) -> Report:
         """Carry out ``command`` and return its report, or where the ranks stopped inside it.
 
         Args:
             command: what to do.
             on_progress: called while steps are done, and once at their end.
             on_output: as for :meth:`run_cell`, of what the user's functions write.
+            on_standing: as for :meth:`run_cell`.
 
         Raises:
             UsageError: it cannot be done as asked; the message says what to run first or write instead.
@@ -236,13 +251,14 @@ class Workbench(Stopping):
             Interrupted: it was given up.
         """
         report: Report
+        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         match command:
             case Pause():
                 report = self.pause()
             case Continue():
-                report = self.resume(on_progress=on_progress, on_output=on_output)
+                report = self.resume(background=False if command.foreground else None, **vars(listener))
             case Next():
-                report = self.next(command.what, on_progress=on_progress, on_output=on_output)
+                report = self.next(command.what, **vars(listener))
             case Abort():
                 report = self.abort()
             case Break():
@@ -252,12 +268,11 @@ class Workbench(Stopping):
             case Evaluate():
                 report = self.evaluate(command.expr, command.ranks or None, frame=command.frame)
             case _:
-                report = self._do(command, Listener(on_progress=on_progress, on_output=on_output))
+                report = self._do(command, listener)
         return report
 
     def _do(self, command: Command, listener: Listener) -> Report:
         session = self._started()
-        is_step = isinstance(command, Step)
         with session.changed:
             mark = session.ready(range(self.num_ranks))
             self._check(command, session)
@@ -271,10 +286,8 @@ class Workbench(Stopping):
             )
             pending = session.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
             request = session.open(CommandWork(command, follower, pending), pending, mark)
-        if is_step:
-            self.cursor = None
-        background = isinstance(command, Step) and command.background
-        return self._run(session, request, listener, background)
+        request.is_background = isinstance(command, Step) and command.background
+        return self._run(session, request, listener, request.is_background)
 
     def shard(self, model: str, **policy: Unpack[ShardOptions]) -> ShardReport:
         """Shard the module that ranks call ``model``; errors as :meth:`do`.

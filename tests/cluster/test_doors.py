@@ -1,5 +1,7 @@
 """Which requests are open at a rank's doors; no rank needed."""
 
+import pytest
+
 from workbench.cluster.doors import Doors
 from workbench.cluster.pending import settle
 
@@ -23,3 +25,45 @@ def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet
     settle(wire.answer.future, None)
     assert pending.done(0)
     assert not doors.is_busy(0)
+
+
+class Numbering:
+    """A wire on which two must not send at the same time: a session numbers its messages without a lock."""
+
+    doors = None
+
+    def exchange(self, rank, answer):
+        return answer
+
+    def forget(self, message_id):
+        pass
+
+    def call(self, engine, name, args, exchange):
+        assert self.doors._sending.locked()
+        settle(exchange.future, None)
+
+    def cell(self, engine, code, exchange):
+        self.call(engine, code, (), exchange)
+
+    def ask(self, engine, rank, request, future):
+        assert self.doors._sending.locked()
+        settle(future, None)
+
+    def wake(self, engine):
+        assert self.doors._sending.locked()
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda doors: doors.call("a:b", {0: ()}),
+        lambda doors: doors.cell("pass", [0]),
+        lambda doors: doors.ask({}, [0], 1.0),
+        lambda doors: doors.wake(0),
+    ],
+    ids=["call", "cell", "ask", "wake"],
+)
+def test_one_at_a_time_sends(send):
+    wire = Numbering()
+    wire.doors = Doors(wire, ["engine"])
+    send(wire.doors)

@@ -109,11 +109,11 @@ def test_what_is_no_output_is_left_out(kind):
     assert as_output(kind, {}) is None
 
 
-def test_a_controller_that_does_not_answer_is_said_so(tmp_path):
+def test_a_controller_that_does_not_answer_is_not_waited_for_forever(tmp_path):
     ports = ("control", "task", "mux", "iopub", "notification", "registration", "broadcast")
     file = tmp_path / "client.json"
     info = {"interface": "tcp://127.0.0.1", "location": "127.0.0.1", "ssh": "", "task_scheme": "leastload", "key": "k"}
     coding = {"pack": "json", "unpack": "json", "signature_scheme": "hmac-sha256"}
     file.write_text(json.dumps({**info, **coding, **dict.fromkeys(ports, 1)}))
-    with pytest.raises(ClusterError, match="the controller has not answered within 0 s"):
+    with pytest.raises(TimeoutError):
         Wire(file, 0.01)

@@ -1,6 +1,7 @@
 """Starting, stopping, and what is left afterwards; requests that cannot be."""
 
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -14,8 +15,10 @@ from tests.cluster.conftest import FOREVER_S, RUNTIME, texts
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import ports
 from workbench.cluster import Cluster, launch
+from workbench.cluster.doors import Doors
 from workbench.cluster.pending import Pending
-from workbench.cluster.processes import is_running
+from workbench.cluster.processes import Watched, is_running
+from workbench.cluster.reaper import Reaper
 from workbench.errors import ClusterError, UsageError
 
 pytestmark = pytest.mark.cluster
@@ -47,6 +50,29 @@ def test_a_stop_leaves_nothing(make_cluster, private):
     assert not cluster.is_started
     assert cluster.alive() == (False, False)
     cluster.stop()  # once more does nothing
+
+
+@pytest.mark.parametrize("what", [(Doors, "call"), (Doors, "close"), (Watched, "join"), (Reaper, "close")])
+def test_an_error_on_the_way_leaves_nothing_either(make_cluster, private, monkeypatch, what):
+    processes = processes_now()
+    cluster = make_cluster()
+    cluster.start()
+    started = processes_now() - processes
+    owner, name = what
+    real = getattr(owner, name)
+
+    def fail(self, *args):
+        if name != "call":
+            real(self, *args)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        cluster.stop()
+    monkeypatch.undo()
+    wait_until(lambda: not any(map(is_running, started)))
+    assert list(private.iterdir()) == []
+    assert not cluster.is_started
 
 
 def test_idle_ranks_leave_their_groups_before_they_end(make_cluster, monkeypatch, tmp_path):
@@ -187,6 +213,26 @@ def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypat
     monkeypatch.setattr(launch, "controller_command", lambda root: [sys.executable, "-c", "raise SystemExit(1)"])
     with pytest.raises(ClusterError, match=r"the controller ended while it started \(its log is empty\)"):
         make_cluster().start()
+
+
+def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monkeypatch, private):
+    def write_and_be_silent(_, timeout_s):
+        next(private.rglob("controller.log")).write_text("it is too hot here\n")
+        raise TimeoutError
+
+    monkeypatch.setattr("workbench.cluster.cluster.Wire", write_and_be_silent)
+    with pytest.raises(ClusterError) as caught:
+        make_cluster(start_timeout_s=60).start()
+    late, log, facts, advice = str(caught.value).splitlines()
+    assert late == "the controller has not answered within 60 s; the end of its log:"
+    assert log == "it is too hot here"
+    assert re.fullmatch(
+        r"look at memory, of which [\d.]+ of [\d.]+ GiB are free; load, [\d.]+ on \d+ cores; "
+        r"ports on 127.0.0.1, of which the controller listens on 1\d of 15",
+        facts,
+    )
+    assert "%fsdp start again, with fewer ranks (-n)" in advice
+    assert list(private.iterdir()) == []
 
 
 def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):

@@ -1,6 +1,7 @@
 """Ctrl-C, dead ranks and dead kernels, on real ranks."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.integration.model import CELL
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, UsageError
+from workbench.session import standing
 
 pytestmark = pytest.mark.cluster
 
@@ -39,6 +41,25 @@ def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(bench):
         with pytest.raises(Interrupted):
             bench.run_cell(TOGETHER + code, on_output=Pressing())
     assert bench.run_cell("print('well')").texts[1].strip() == "well"
+
+
+def test_a_cell_that_hangs_says_who_waits_and_where(bench, monkeypatch):
+    monkeypatch.setattr(standing, "QUIET_S", 0.1)
+    monkeypatch.setattr(standing, "AGAIN_S", 0.1)
+    told = []
+
+    def give_up_once_it_is_said(sentence):
+        told.append(sentence)
+        if "dist.barrier()" in sentence and "has ended" in sentence:
+            bench.abort()
+
+    code = "import torch.distributed as dist\nif rank == 1:\n    dist.barrier()"
+    with pytest.raises(Interrupted, match="ready again"):
+        bench.run_cell(code, on_standing=give_up_once_it_is_said)
+    assert re.fullmatch(
+        r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended", told[-1]
+    )
+    assert bench.step(1).steps_done == 1
 
 
 def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):

@@ -1,6 +1,7 @@
 """Real ranks, from cell to picture: what is trained, what is recorded, and that the two say the same."""
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.integration.model import CELL
@@ -27,6 +28,20 @@ def trained():
 def test_every_rank_has_its_names(trained):
     report = trained.run_cell("print(rank, world_size, device, mesh.size(), callable(log_metric))")
     assert [text.strip() for text in report.texts.values()] == ["0 2 cpu 2 True", "1 2 cpu 2 True"]
+
+
+def test_all_that_listens_does_so_on_this_machine_alone(trained):
+    """The store and gloo ask nobody who connects for a key: README says so."""
+    processes = trained._session.cluster._launch._zygote.process, *psutil.Process().children(recursive=True)
+    addresses = {
+        (process.pid, connection.laddr.ip)
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {ip for _, ip in addresses} == {"127.0.0.1"}
+    ranks = {status.pid for status in trained.status().ranks}
+    assert ranks <= {pid for pid, _ in addresses}  # gloo listens on each
 
 
 def test_what_was_recorded_obeys_every_rule(trained):

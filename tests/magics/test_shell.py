@@ -76,6 +76,24 @@ def test_start_and_stop(bare):
     assert [fake.num_ranks for fake in bare.fakes] == [4, 2]
 
 
+def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare):
+    bare.ok("%fsdp start -n 2")
+    bare.fake.lose(1)
+    assert "rank 1 died: the process was killed by SIGKILL" in bare.run("%fsdp start -n 2").out
+    bare.fake.lose(0)
+    assert "ranks 0-1 of 2 gone" in bare.ok("%fsdp status").shown[0]["text/plain"]
+    assert "2 ranks started" in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
+
+
+def test_what_is_opened_before_the_start_shows_the_ranks_that_come(bare):
+    bare.ok("early = %fsdp dashboard\n%fsdp start -n 2")
+    early = bare.shell.user_ns["early"]
+    assert early._workbench.running
+    bare.ok("%fsdp stop\n%fsdp start -n 3")
+    assert early._workbench.pulse().states.keys() == {0, 1, 2}
+    early.close()
+
+
 def test_names_in_braces_are_expanded_in_n_and_t_only(bare):
     bare.ok("n = 3\nwho = [0, 2]\n%fsdp start -n {n}")
     assert bare.fake.num_ranks == 3

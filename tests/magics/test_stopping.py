@@ -164,3 +164,16 @@ def test_back(stoppable):
     stoppable.ok("%fsdp step 3")
     assert "before the newest" in stoppable.ok("%fsdp back 5").shown[0]["text/plain"]
     assert "at the newest event" in stoppable.ok("%fsdp back 0").shown[0]["text/plain"]
+
+
+def test_what_was_begun_in_the_background_goes_on_there(stoppable):
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
+    stoppable.ok("%fsdp step --until backward --background")
+    wait_until(lambda: workbench._news)
+    cell = stoppable.ok("%fsdp continue")
+    assert "runs in the background" in cell.shown[-1]["text/plain"]
+    wait_until(lambda: workbench._news)
+    assert "1 step" in stoppable.ok("%fsdp status").out
+    stoppable.ok("%fsdp step --until backward --background")
+    wait_until(lambda: workbench._news)
+    assert "1 step" in stoppable.ok("%fsdp continue --foreground").shown[-1]["text/plain"]

@@ -127,6 +127,16 @@ def test_ranks_without_a_loss_do_not_count():
     assert (report.losses, report.seconds) == ((3.0,), (0.4,))
 
 
+def test_losses_belong_to_their_steps():
+    from workbench.commands import Step
+
+    done = {"steps_done": 3, "seconds": [0.2] * 3, "optimizer_steps": 3}
+    results = {0: {**done, "losses": [None, 2.0, None]}, 1: {**done, "losses": [1.0, 4.0, None]}}
+    report = to_report(Step(count=3), results)
+    assert report.losses == (1.0, 3.0, None)
+    assert "3 steps, loss 1 -> 3, " in report.headline
+
+
 def test_a_command_without_a_report():
     with pytest.raises(ValueError, match="no report"):
         to_report(Command(), {})

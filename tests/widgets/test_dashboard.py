@@ -35,12 +35,13 @@ class Pretender:
         self.positions = dict.fromkeys(range(4), RUNNING) if positions is None else positions
         self.alive = alive or [True] * 4
         self.pressed = []
-        self.cursor = None
+        self.cursor, self.losses, self.running = None, {}, True
         self.on_pulse = lambda: None
 
     def pulse(self):
         self.on_pulse()
-        return replace(pulse(self.trace, self.alive, self.positions), cursor=self.cursor)
+        found = replace(pulse(self.trace, self.alive, self.positions), cursor=self.cursor, losses=self.losses)
+        return found if self.running else replace(found, running=False, states={})
 
     def pause(self):
         self.pressed.append("pause")
@@ -85,6 +86,38 @@ def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
     assert "now" not in again
     assert "units" not in again
     assert buffers == [b""]
+
+
+def test_other_ranks_are_told_apart_from_a_new_grouping_of_the_same(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    ask(widget)
+    workbench.trace = Trace(
+        workbench.trace.header,
+        tuple(RankTrace(r.rank, r.rows[: len(r.rows) - (r.rank == 1)], r.start) for r in workbench.trace.ranks),
+    )
+    workbench.trace = of_others(workbench.trace)
+    answer, _ = ask(widget)
+    assert (answer["restart"], answer["another"]) == (True, True)
+    assert not ask(widget)[0]["another"]
+
+
+def test_ranks_that_died_are_told_with_the_cause(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    assert ask(widget)[0]["said"] == ""
+    workbench.alive, workbench.losses = [False] * 4, dict.fromkeys(range(4), "died: the process was killed")
+    answer, _ = ask(widget)
+    assert answer["said"] == (
+        "ranks 0-3 died: the process was killed. No step is possible any more: %fsdp stop, then %fsdp start."
+    )
+    assert [group["state"] for group in answer["health"]] == ["gone"]
+
+
+def of_others(trace):
+    """The same, recorded by other processes."""
+    ranks = tuple(replace(info, pid=info.pid + 1000) for info in trace.header.ranks)
+    return Trace(replace(trace.header, ranks=ranks), trace.ranks)
 
 
 def test_each_view_is_told_everything_once(made):

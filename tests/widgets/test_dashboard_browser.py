@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.browser import open_offline
-from tests.widgets.test_dashboard import Pretender, ask
+from tests.widgets.test_dashboard import Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
 from workbench.widgets.dashboard import Dashboard, script
 
@@ -75,3 +75,57 @@ def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(
     page.wait_for_function("!view.isWaiting && !view.wanted && view.frame === 0 && !view.closeup.wanted")
     assert {question["ask"] for question in page.evaluate("model.asked")} <= {"feed"}
     assert page.evaluate("view.moment.t_us") <= page.evaluate("view.cursor")
+
+
+LOOKS = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done({
+    said: view.sentence.textContent,
+    live: view.live.textContent,
+    isPressed: view.live.getAttribute("aria-pressed"),
+    loss: view.lines[0].number.textContent,
+    isEmpty: view.body.style.display === "none",
+    ranks: view.ranks.innerText,
+}))))"""
+
+
+def look(page, widget):
+    """Tell the page what is new, and what it then shows."""
+    news = as_sent(ask(widget, "feed", page.evaluate("view.id")))
+    page.evaluate("(message) => model.receive(message)", news)
+    return page.evaluate(LOOKS)
+
+
+def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):
+    page, widget = shown
+    workbench = widget._workbench
+    working = look(page, widget)
+    assert (working["live"], working["isPressed"], working["said"]) == ("\u25cf live", "true", "")
+    assert working["loss"] != "\u2013"
+
+    workbench.alive[1], workbench.losses = False, {1: "died: the process was killed by SIGKILL"}
+    over = look(page, widget)
+    assert (over["live"], over["isPressed"]) == ("\u25cb over", "false")
+    assert over["said"].startswith(
+        "rank 1 died: the process was killed by SIGKILL. No step is possible any more: %fsdp"
+    )
+    assert "gone" in over["ranks"]
+    assert over["loss"] == working["loss"]
+
+    workbench.running, workbench.losses = False, {}
+    stopped = look(page, widget)
+    assert (stopped["live"], stopped["ranks"]) == ("\u25cb over", "")
+    assert stopped["said"].startswith("No ranks are running")
+
+    trained = of_others(workbench.trace)
+    workbench.running, workbench.alive, workbench.trace = True, [True] * 4, prefix(trained, 0)
+    begun = look(page, widget)
+    assert (begun["live"], begun["isPressed"], begun["loss"], begun["isEmpty"]) == (
+        "\u25cf live",
+        "true",
+        "\u2013",
+        True,
+    )
+    assert begun["said"].startswith("Nothing is recorded yet")
+
+    workbench.trace = trained
+    again = look(page, widget)
+    assert (again["loss"], again["isEmpty"], again["said"]) == (working["loss"], False, "")

@@ -124,4 +124,4 @@ def test_a_pipe_gets_the_last_line_only():
 
 def test_without_ipython_it_is_a_script(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython")
-    assert not module._in_notebook()
+    assert not module.in_notebook()

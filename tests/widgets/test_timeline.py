@@ -17,6 +17,7 @@ from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Edge, Kind
 from workbench.views.tracks import COMPUTE, tracks
+from workbench.widgets import timeline as module
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS
 from workbench.widgets.timeline import COLUMNS, MAX_RANKS, Timeline, not_ended, pack, script
@@ -131,6 +132,30 @@ def test_nothing_is_sent_twice(messages):
     assert 0 < counts[1] < 0.2 * counts[0]
     assert counts[2] == 0
     assert [message["header"] is not None for message, _ in messages] == [True, False, False]
+
+
+def test_of_too_many_spans_the_later_ones_are_kept_and_the_others_counted(messages, monkeypatch):
+    trace = example_trace(num_ranks=2)
+    whole = Timeline(trace)
+    total = sum(whole._counts())
+    monkeypatch.setattr(module, "MAX_SPANS", total // 2)
+    timeline = Timeline(shares(trace, 0.3))
+    for share in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        timeline.append(shares(trace, share))
+        assert sum(len(part) for parts in timeline._told for part in parts) <= total // 2
+    assert timeline._counts() == whole._counts()
+    messages.clear()
+    for each in (whole, timeline):
+        ask(each)
+    (all_of, buffers), (rest_of, rest) = messages
+    assert rest_of["forgotten"] == [chunk["first"] for chunk in rest_of["chunks"]]
+    assert all(count > 0 for count in rest_of["forgotten"])
+    for known, chunk, all_columns, columns in zip(all_of["chunks"], rest_of["chunks"], buffers, rest, strict=False):
+        assert chunk["first"] + chunk["count"] == known["count"]
+        every, kept = unpack(all_columns, known["count"]), unpack(columns, chunk["count"])
+        np.testing.assert_array_equal(kept["start"], every["start"][chunk["first"] :])
+    ask(timeline, rest_of["forgotten"])
+    assert messages[-1][0]["chunks"] == rest_of["chunks"]
 
 
 def test_a_page_that_lost_something_gets_just_that(messages):

@@ -9,6 +9,7 @@ from tests.widgets.timeline_page import as_sent, open_page, recorded
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Kind
 from workbench.views import theme
+from workbench.widgets import timeline as module
 from workbench.widgets.timeline import Timeline
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
@@ -267,6 +268,22 @@ def test_a_pixel_has_the_mean_colour_of_what_happened_in_it(page, seed):
     assert page.evaluate(_COMPARE, seed) <= 1.01
 
 
+def test_of_too_many_the_later_ones_are_kept_and_the_others_counted(page):
+    page.evaluate("timeline.destroy(); document.querySelector('canvas').remove(); given.options.maxItems = 1000")
+    page.evaluate("draw(...made(400, 3)).then(() => 0)")  # 12 tracks of 400
+    now = stats(page)
+    assert now["counts"] == [400] * 12
+    assert 0 < now["rectangles"] <= 1000
+    assert now["forgotten"] == 4800 - now["rectangles"]
+    assert now["range"][0] > 10_000
+    page.evaluate("timeline.fit()")
+    start, end = page.evaluate("(([tracks, data]) => [data[11].start[399], data[11].end[399]])(made(400, 3))")
+    page.mouse.move(*point(page, "wait", (start + end) / 2, rank=2))
+    assert stats(page)["hovered"]["start"] == start
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    (SHOTS / "timeline_forgotten.png").write_bytes(page.screenshot())
+
+
 def test_dark_pages_get_light_ink(page):
     assert not stats(page)["isDark"]
     page.emulate_media(color_scheme="dark")
@@ -370,6 +387,24 @@ def test_views_that_open_later_show_the_same_and_close_alone(widget, messages):
     page.evaluate("ends[0](); document.querySelector('canvas').remove(); 0")
     page.locator("canvas").click(position={"x": 600, "y": 60})
     assert page.evaluate("model.state.cursor_us") > 0
+
+
+def test_what_the_kernel_has_no_more_is_counted_and_not_asked_for(widget, messages, monkeypatch):
+    page, timeline, trace = widget
+    monkeypatch.setattr(module, "MAX_SPANS", 1)
+    timeline.append(trace)
+    messages.pop()  # lost
+    timeline.append(trace)
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    timeline._handle_custom_msg(page.evaluate("model.sent.at(-1)"), [])
+    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
+    assert page.evaluate("model.sent.length") == 2
+    page.evaluate("show(); frame().then(frame).then(() => 0)")
+    counts = timeline._counts()
+    for number in (0, 1):
+        known = page.evaluate(f"document.querySelectorAll('.fw-canvas')[{number}].sight.timeline.stats()")
+        assert known["counts"] == counts
+        assert known["forgotten"] == sum(counts) - known["rectangles"] > 0
 
 
 def test_a_page_that_missed_something_asks_for_it(widget, messages):

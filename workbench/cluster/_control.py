@@ -174,15 +174,13 @@ class Wire:
         timeout_s: how long in seconds the controller may take to answer.
 
     Raises:
-        ClusterError: it did not answer.
+        TimeoutError: it did not answer.
+        ClusterError: another version of ipyparallel is installed.
     """
 
     def __init__(self, connection_file: Path, timeout_s: float) -> None:
         check_version()
-        try:
-            self._client = ipyparallel.Client(str(connection_file), timeout=timeout_s)
-        except TimeoutError as error:
-            raise ClusterError(f"the controller has not answered within {timeout_s:.0f} s") from error
+        self._client = ipyparallel.Client(str(connection_file), timeout=timeout_s)
 
     def engines(self) -> dict[str, int]:
         """Return the ipyparallel engine id of every engine that has registered, by session id."""

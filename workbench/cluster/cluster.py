@@ -101,7 +101,12 @@ class Cluster:
                 self.stop()
 
     def _connect(self, launch: Launch) -> None:
-        wire = Wire(launch.wait_for_controller(), self._start_timeout_s)
+        connection_file = launch.wait_for_controller()
+        try:
+            wire = Wire(connection_file, self._start_timeout_s)
+        except TimeoutError as error:
+            late = f"the controller has not answered within {self._start_timeout_s:.0f} s"
+            raise ClusterError(f"{late}{launch.advice(None)}") from error
         self._doors = Doors(wire, launch.engines)
         self._engine_ids = launch.wait_for_engines(wire.engines)
         for rank in range(self.num_ranks):  # one may have ended before there were doors to tell
@@ -129,7 +134,7 @@ class Cluster:
         if not is_done:
             late = [rank for rank in pending.ranks if not pending.done(rank)]
             names = ", ".join(map(str, late))
-            raise ClusterError(f"rank {names} did not finish {name} in time{launch.log_tail(late[0])}")
+            raise ClusterError(f"rank {names} did not finish {name} in time{launch.advice(late[0])}")
         return pending.results()
 
     def stop(self) -> None:

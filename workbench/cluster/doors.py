@@ -63,7 +63,8 @@ class Doors:
     def wake(self, rank: int) -> None:
         """Wake the main thread of ``rank``, which was sent a signal."""
         if not self.is_lost(rank):
-            self._wire.wake(self._engines[rank])
+            with self._sending:
+                self._wire.wake(self._engines[rank])
 
     def _admit(self, rank: int, future: Future[Any]) -> bool:
         """Note that ``future`` is open; False (and it is complete) when its rank is lost."""

@@ -1,9 +1,11 @@
 """The processes of one cluster, from its reaper to its last engine, and its private files.
 
 One process routes messages (ipyparallel's controller, with its queues in threads, and a heartbeat process below it),
-one process is each rank (an ipyparallel engine). All sockets are on the loopback interface, encrypted and
-authenticated by keys that lie in files only this user can read. Engines start while the controller does: each waits
-for a connection file that appears, complete, once the controller has written its own.
+one process is each rank (an ipyparallel engine). Their sockets are on the loopback interface, encrypted and
+authenticated by keys that lie in files only this user can read. What ranks open among themselves, c10d's store and
+gloo's connections (runtime/distributed.py), is on the loopback interface as well, but neither encrypted nor
+authenticated. Engines start while the controller does: each waits for a connection file that appears, complete, once
+the controller has written its own.
 
 We wait for the end of every process ourselves (they are our children), which tells at once and with a reason; so
 ipyparallel's own means for that are off: one watching process per engine, and giving up on an engine that was too busy
@@ -24,6 +26,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+
+import psutil
 
 from workbench.cluster import processes
 from workbench.cluster.processes import Watched
@@ -226,7 +230,7 @@ class Launch:
         if ended:
             raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")
         if time.monotonic() > self.deadline:
-            raise ClusterError(f"{complaint} in time{self.log_tail(awaited[0])}")
+            raise ClusterError(f"{complaint} in time{self.advice(awaited[0])}")
         time.sleep(_POLL_S)
 
     def exit_code(self, rank: int | None) -> int | None:
@@ -264,6 +268,33 @@ class Launch:
         except OSError:
             lines = []
         return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else " (its log is empty)"
+
+    def advice(self, rank: int | None) -> str:
+        """Return what there is to look at, and to do, when a process (None: the controller) is too slow.
+
+        It is the end of a message: the end of the process's log, then a line each of facts and of what to do.
+        """
+        memory = psutil.virtual_memory()
+        free, total = (f"{num_bytes / 2**30:.1f}" for num_bytes in (memory.available, memory.total))
+        facts = (
+            f"memory, of which {free} of {total} GiB are free; load, {os.getloadavg()[0]:.1f} on "
+            f"{processes.usable_cores()} cores; ports on {LOOPBACK}, of which the controller listens on "
+            f"{self._num_listening()} of {_PORTS}"
+        )
+        return (
+            f"{self.log_tail(rank)}\nlook at {facts}\nthen end what takes memory or cores, or let traffic on "
+            f"{LOOPBACK} through (firewall, VPN), and %fsdp start again, with fewer ranks (-n) if need be; in a "
+            "terminal, workbench doctor tries two ranks by itself"
+        )
+
+    def _num_listening(self) -> int:
+        """On how many ports the controller listens."""
+        controller = self._watched[None].process
+        try:
+            sockets = controller.net_connections("tcp") if controller is not None else []
+        except psutil.Error:  # it has ended
+            return 0
+        return sum(socket.status == psutil.CONN_LISTEN for socket in sockets)
 
     def _log_file(self, rank: int | None) -> Path:
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")

@@ -113,7 +113,7 @@ def belonging(cluster_id: str, adopted: Iterable[psutil.Process]) -> set[psutil.
     for process in tuple(found):
         try:
             found.update(process.children(recursive=True))
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # just gone, or not ours to read
             continue
     found.discard(psutil.Process())
     return {process for process in found if is_running(process)}
@@ -155,7 +155,7 @@ def _signal(processes: Iterable[psutil.Process], send: Callable[[psutil.Process]
     for process in processes:
         try:
             send(process)
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # just gone, or not ours to end
             continue
 
 

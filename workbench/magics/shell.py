@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 from IPython.core.completer import IPCompleter
@@ -33,6 +34,7 @@ from workbench.session.reports import CellReport, Report
 from workbench.session.stop_reports import StopReport
 from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay
+from workbench.widgets.standing import StandingLine
 from workbench.workbench import RankSettings, Workbench
 
 _NAME = re.compile(r"\{(\w+)\}")
@@ -114,13 +116,17 @@ class FsdpMagics(Magics):
             raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
         ranks = parse(CELL, args, self._expand).targets
         self._tell_news()
-        report = self._running().run_cell(cell, ranks=ranks, on_output=emit)
+        with closing(StandingLine()) as below:
+            report = self._running().run_cell(cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update)
         if isinstance(report, StopReport):
             show(report)
 
     def _do(self, workbench: Workbench, command: Command) -> Report:
-        if not isinstance(command, (Step, Continue, Next)) or (isinstance(command, Step) and command.background):
+        if _is_behind(workbench, command):
             return workbench.do(command, on_output=emit)
+        if not isinstance(command, (Step, Continue, Next)):
+            with closing(StandingLine()) as below:
+                return workbench.do(command, on_output=below.before(emit), on_standing=below.update)
         bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:
             report = self._go_on(workbench, command, bar)
@@ -136,10 +142,10 @@ class FsdpMagics(Magics):
     @staticmethod
     def _go_on(workbench: Workbench, command: Command, bar: ProgressDisplay) -> Report:
         if isinstance(command, Continue):
-            return workbench.resume(on_progress=bar.update, on_output=emit)
+            return workbench.resume(background=False, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
         if isinstance(command, Next):
-            return workbench.next(command.what, on_progress=bar.update, on_output=emit)
-        return workbench.do(command, on_progress=bar.update, on_output=emit)
+            return workbench.next(command.what, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
+        return workbench.do(command, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
 
     def _tell_news(self) -> None:
         """Say what ended in the background since the last word."""
@@ -235,6 +241,13 @@ class FsdpMagics(Magics):
             units = self.workbench.trace.header.units
             names += [f"{names[0]}.{unit.name}" for unit in units if unit.name and not unit.retired]
         return names
+
+
+def _is_behind(workbench: Workbench, command: Command) -> bool:
+    """Whether the notebook goes on while the ranks do ``command``."""
+    if isinstance(command, Continue):
+        return workbench.is_background and not command.foreground
+    return isinstance(command, Step) and command.background
 
 
 _OWN_WORDS: dict[str, Callable[[FsdpMagics, Namespace], Any]] = {

@@ -35,6 +35,11 @@ def add_step(parser: Parser) -> None:
     parser.switch("background", default=False, about="go on with the notebook at once (default: no)")
 
 
+def add_continue(parser: Parser) -> None:
+    """Add the arguments of ``continue``."""
+    parser.switch("foreground", default=False, about="wait for what was begun with --background, too (default: no)")
+
+
 def add_next(parser: Parser) -> None:
     """Add the arguments of ``next``."""
     parser.positional(

@@ -182,7 +182,7 @@ WORDS: dict[str, Word] = {
         example="%fsdp next collective",
         add=stop_flags.add_next,
     ),
-    "continue": Word(summary="let stopped ranks go on", example="%fsdp continue"),
+    "continue": Word(summary="let stopped ranks go on", example="%fsdp continue", add=stop_flags.add_continue),
     "abort": Word(summary="give up what the ranks do; they are ready again", example="%fsdp abort"),
     "where": Word(summary="where every rank is, and since when", example="%fsdp where", add=stop_flags.add_where),
     "break": Word(

@@ -16,6 +16,11 @@ def user_namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
+def variables() -> dict[str, Any]:
+    """Return the variables as they are at this moment, also while a cell in the main thread makes new ones."""
+    return user_namespace().copy()  # in one go: to iterate over the namespace itself would fail
+
+
 def lookup(name: str) -> Any:  # noqa: ANN401 - whatever the user bound
     """Return the object a dotted name stands for.
 
@@ -48,11 +53,11 @@ def find_module(name: str) -> nn.Module:
 
 def module_names() -> list[str]:
     """Return the variables that hold a module, in alphabetical order."""
-    return sorted(k for k, v in user_namespace().items() if isinstance(v, nn.Module) and not k.startswith("_"))
+    return sorted(k for k, v in variables().items() if isinstance(v, nn.Module) and not k.startswith("_"))
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizers among the variables that hold a parameter of ``model``."""
     ids = {id(p) for p in model.parameters()}
-    found = {id(v): v for v in user_namespace().values() if isinstance(v, torch.optim.Optimizer)}
+    found = {id(v): v for v in variables().values() if isinstance(v, torch.optim.Optimizer)}
     return [o for o in found.values() if any(id(p) in ids for g in o.param_groups for p in g["params"])]

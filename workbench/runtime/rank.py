@@ -22,12 +22,13 @@ from workbench.errors import ClusterError
 from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
 from workbench.runtime.gate import OPERATIONS, Gate
-from workbench.runtime.namespace import module_names, user_namespace
+from workbench.runtime.namespace import module_names, user_namespace, variables
 from workbench.runtime.quiet import Quiet
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.resident import Resident
 from workbench.runtime.stacks import stacks
 from workbench.runtime.training import Trainer
+from workbench.runtime.user_line import user_line
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.schema import Edge, Header, Kind, Phase, RankInfo
@@ -87,7 +88,7 @@ class RankRuntime:
 
     def _account_optimizers(self) -> None:
         """Record what optimizer state has become after a command exchanged it."""
-        for value in list(user_namespace().values()):
+        for value in variables().values():
             if isinstance(value, torch.optim.Optimizer):
                 self.trainer.account(value, changed=True)
 
@@ -143,8 +144,10 @@ class RankRuntime:
                 return self.position()
             case "stacks":
                 return {"stacks": stacks()}
+            case "line":
+                return user_line()
             case "names":
-                return {"modules": module_names(), "variables": sorted(user_namespace())}
+                return {"modules": module_names(), "variables": sorted(variables())}
             case "abort":
                 self.groups.abort(str(request.get("reason", "aborted")))
                 self.gate.wake()
@@ -153,7 +156,7 @@ class RankRuntime:
             case op if op in OPERATIONS:
                 return self.gate.request(request)
             case other:
-                known = ("drain", "where", "stacks", "names", "abort", "shut", *OPERATIONS)
+                known = ("drain", "where", "stacks", "line", "names", "abort", "shut", *OPERATIONS)
                 raise ValueError(f"the side door knows {', '.join(known)}, not {other!r}")
         return {}
 
@@ -263,7 +266,7 @@ def shutdown() -> None:
 
 
 def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """Answer a request of the control thread: drain, where, stacks, names, abort, shut, and what the gate does.
+    """Answer a request of the control thread: drain, where, stacks, line, names, abort, shut, and what the gate does.
 
     Raises:
         ValueError: unknown operation.

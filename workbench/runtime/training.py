@@ -100,10 +100,11 @@ class Trainer:
         finally:
             self._running = False
             self._recorder.give_up_step()
-        known = [loss for loss in losses if loss is not None]
         return {
             "steps_done": len(losses),
-            "losses": known or None,
+            "losses": losses
+            if any(loss is not None for loss in losses)
+            else None,  # of each step, None where it has none
             "seconds": seconds,
             "optimizer_steps": self.optimizer_steps,
         }

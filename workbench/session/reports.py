@@ -196,7 +196,7 @@ class StepReport(Report):
 
     Attributes:
         steps_done: steps of this command.
-        losses: mean over ranks per step; None if the step function returned no number.
+        losses: per step, the mean over the ranks where the step function returned a number; None where it did on none.
         seconds: time of each step on its slowest rank.
         optimizer_steps: optimizer steps since the ranks started.
         missed: the event before which they were to stop and which did not come; empty: none.
@@ -204,7 +204,7 @@ class StepReport(Report):
     """
 
     steps_done: int
-    losses: tuple[float, ...] | None
+    losses: tuple[float | None, ...] | None
     seconds: tuple[float, ...]
     optimizer_steps: int
     missed: str = ""
@@ -219,9 +219,10 @@ class StepReport(Report):
     def headline(self) -> str:
         """The result in one sentence."""
         parts = [plural(self.steps_done, "step")]
-        if self.losses:
-            first, last = self.losses[0], self.losses[-1]
-            parts.append(f"loss {first:.4g}" if len(self.losses) == 1 else f"loss {first:.4g} -> {last:.4g}")
+        losses = [loss for loss in self.losses or () if loss is not None]
+        if losses:
+            first, last = losses[0], losses[-1]
+            parts.append(f"loss {first:.4g}" if len(losses) == 1 else f"loss {first:.4g} -> {last:.4g}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
         missed = f"; {self.missed} did not come" if self.missed else ""

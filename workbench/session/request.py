@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -15,6 +16,7 @@ from workbench.session.outputs import Stream, text_of
 from workbench.session.places import Stop
 from workbench.session.reports import CellReport, Report
 from workbench.session.results import to_report
+from workbench.session.standing import OnStanding, Standing, no_standing
 from workbench.session.stop_reports import StopReport
 from workbench.session.watch import Watch
 from workbench.trace.columns import Trace
@@ -38,10 +40,12 @@ class Listener:
     Attributes:
         on_progress: called while steps are done, and once at their end.
         on_output: called with what a cell writes and shows, as it arrives.
+        on_standing: called with who still works and where, once nothing else is heard for a while.
     """
 
     on_progress: OnProgress = no_progress
     on_output: OnOutput = no_output
+    on_standing: OnStanding = no_standing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,8 @@ class Request:
         ending: how it ended, or where it stopped last, in words.
         watcher: the thread that waits for it.
         thread: the same, if it is one of the background.
+        standing: when that is said.
+        is_background: whether it was begun in the background, where it goes on after a stop.
     """
 
     def __init__(self, work: Work, pending: Pending, mark: Mark) -> None:
@@ -190,6 +196,8 @@ class Request:
         self.ending = ""
         self.watcher: threading.Thread | None = None
         self.thread: threading.Thread | None = None
+        self.standing = Standing(time.monotonic)
+        self.is_background = False
 
     @property
     def dead(self) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -51,13 +52,18 @@ def _shard(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _step(by_rank: list[dict[str, Any]]) -> StepReport:
-    logged = [result["losses"] for result in by_rank if result["losses"]]
     return StepReport(
         steps_done=min(result["steps_done"] for result in by_rank),
-        losses=tuple(map(fmean, zip(*logged, strict=False))) if logged else None,
+        losses=_losses([result["losses"] or () for result in by_rank]),
         seconds=tuple(map(max, zip(*(result["seconds"] for result in by_rank), strict=False))),
         optimizer_steps=min(result["optimizer_steps"] for result in by_rank),
     )
+
+
+def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:
+    """Return the mean of each step over the ranks that have a loss of it; None if no rank has one of any step."""
+    steps = [[loss for loss in step if loss is not None] for step in zip_longest(*by_rank)]
+    return tuple(fmean(step) if step else None for step in steps) if any(steps) else None
 
 
 def _verify(by_rank: list[dict[str, Any]]) -> VerifyReport:

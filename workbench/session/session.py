@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from workbench.session.places import State, Stop, state_of, unit_names
 from workbench.session.pulse import Pulse, pulse
 from workbench.session.reports import Report, StepReport
 from workbench.session.request import Mark, Request, Work
+from workbench.session.standing import Standing, who_works
 from workbench.session.stop_reports import StopReport
 from workbench.session.until import came
 from workbench.session.watch import ASK_S, PATIENT_S, Interruptible, Outcome, Tick, Watch
@@ -206,7 +208,21 @@ class Session:
             max_age_s=SHARED_S if tick is Tick.IN_TIME else 0.0,
         )
         request.work.on_tick(request.listener, self.trace)
+        if tick is Tick.IN_TIME:
+            self._tell_who_works(request)
         return self._collector.heard
+
+    def _tell_who_works(self, request: Request) -> None:
+        """Say who works and where if nothing else was heard of ``request`` for a while."""
+        running = tuple(request.watch.running)
+        heard = (request.work.num_outputs(), running, self._collector.next_seq)
+        ended = sorted(set(request.pending.ranks) - set(running))
+
+        def sentence(seconds: float) -> str:
+            lines = self.ask({"op": "line"})
+            return who_works(seconds, {rank: lines.get(rank) for rank in running}, ended)
+
+        request.standing.look(heard, sentence, request.listener.on_standing)
 
     def _end(self, request: Request) -> dict[int, dict[str, Any]]:
         """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
@@ -229,6 +245,7 @@ class Session:
             Interrupted: it was given up.
         """
         request.watcher = threading.current_thread()
+        request.standing = Standing(time.monotonic)
         report: Report | None = None
         try:
             outcome = self._watch(request)

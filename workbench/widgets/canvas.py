@@ -93,7 +93,7 @@ class Canvas(Timeline):
         """Read what is new, and put the cursor where ``%fsdp back`` has moved it."""
         trace, now_s = pulse.trace, self._clock()
         if self._ends and not continues(trace, self._job, self._ends):
-            self._readers, self._told, self._origin_ns = {}, [], None
+            self._readers, self._told, self._forgotten, self._origin_ns = {}, [], [], None
             self._run += 1
             self._cursor = None
             self._take(trace)

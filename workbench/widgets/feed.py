@@ -47,7 +47,8 @@ class Increment:
     """What is new; arrays are ``[N]``.
 
     Attributes:
-        restart: forget what was sent before.
+        restart: forget what was sent before, but for the steps.
+        is_another: these are other ranks than before: forget the steps as well.
         groups: ranks, alike ones together; ``group`` in the arrays is a position in it.
         ranks: those with tracks; track ``len(TRACKS) * i + j`` is track ``j`` of ``ranks[i]``.
         spans: of :data:`~workbench.widgets.spans.SPAN_DTYPE`; each track's in the order they began.
@@ -59,6 +60,7 @@ class Increment:
     """
 
     restart: bool
+    is_another: bool
     groups: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
     spans: NDArray[np.void]
@@ -91,13 +93,13 @@ class Feed:
             trace: what happened so far.
             max_bytes: about how many bytes the increment may have on the wire, its steps not counted.
         """
-        restart = not continues(trace, self._job, self._ends)
-        if restart:
+        is_another = not continues(trace, self._job, self._ends)
+        if is_another:
             self._forget()
             self._job = job(trace)
         steps = self._steps.take(trace)
-        if self._alike.update(trace):
-            restart = True
+        is_regrouped = self._alike.update(trace)
+        if is_regrouped:
             self._forget_drawn()
         groups = self._alike.groups
         ranks = _drawn(groups)
@@ -106,7 +108,8 @@ class Feed:
         limit = int(max_bytes * _SHARES["states"]) // STATE_SIZE
         told_states, all_states = states_of(fresh, len(trace.header.units), limit)
         found = Increment(
-            restart=restart,
+            restart=is_another or is_regrouped,
+            is_another=is_another,
             groups=groups,
             ranks=ranks,
             spans=thinned(self._take_spans(trace, ranks), int(max_bytes * _SHARES["spans"]) // SPAN_SIZE),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from workbench.widgets.feed import offset_ns
 EVERY = 16_384
 """Rows between two key frames."""
 
+_T = TypeVar("_T")
 _NEAR = 512  # rows within which an event is looked for
 _EDGES = {Edge.BEGIN: "begins", Edge.END: "ends", Edge.INSTANT: ""}
 
@@ -122,7 +123,7 @@ class Moments:
     def _blocks(self, rank_trace: RankTrace) -> Iterator[tuple[int, Ints, int]]:
         """The times of a rank's rows, EVERY at once: position of the first one, times, and the latest of them."""
         times, first, begin = rank_trace.rows["t_ns"], rank_trace.start.seq, 0
-        tops_ns = self._tops_ns.setdefault(rank_trace.rank, {})
+        tops_ns = self._tops_ns[rank_trace.rank] = _kept(self._tops_ns.get(rank_trace.rank, {}), first)
         while begin < len(times):
             seq = first + begin
             there = times[begin : begin + EVERY - seq % EVERY]
@@ -161,7 +162,7 @@ class Moments:
     def _frame(self, rank_trace: RankTrace, seq: int) -> KeyFrame:
         """Return the state just after row ``seq``."""
         first = rank_trace.start.seq
-        known = self._frames.setdefault(rank_trace.rank, {})
+        known = self._frames[rank_trace.rank] = _kept(self._frames.get(rank_trace.rank, {}), first)
         wanted = (seq + 1) // EVERY * EVERY
         usable = [at for at in known if first <= at <= wanted]
         frame = known[max(usable)] if usable else rank_trace.start
@@ -185,6 +186,11 @@ class _Entry:
         return (self.doing, self.units) == (other.doing, other.units) and all(
             abs(a - b) <= near for a, b in zip(self.num_bytes, other.num_bytes, strict=True)
         )
+
+
+def _kept(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
+    """What is known of rows that the trace still has."""
+    return found if min(found, default=first_seq) >= first_seq else {k: v for k, v in found.items() if k >= first_seq}
 
 
 def _folded(entries: Iterable[_Entry]) -> list[list[_Entry]]:

@@ -50,6 +50,7 @@ def pack(increment: Increment, origin_ns: int) -> tuple[dict[str, Any], bytes]:
     ]
     about = {
         "restart": increment.restart,
+        "another": increment.is_another,
         "exact": increment.is_exact,
         "groups": increment.groups,
         "tracks": increment.ranks,

@@ -68,19 +68,24 @@ class ProgressDisplay:
         self._latest = Progress(done=0, total=total)
         self._stream = stream or sys.stdout
         self._handle: Any = None
-        self._shown = ""
+        self._shown = self._note = ""
 
     def update(self, progress: Progress) -> None:
         """Show ``progress``; nothing is sent when it reads as what is shown already."""
         self._latest = progress
-        self._show("running", "")
+        self._show("running", self._note)
+
+    def remark(self, note: str) -> None:
+        """Show ``note`` beside the bar while it runs, until the next one; ``""``: none."""
+        self._note = note
+        self._show("running", note)
 
     def pause(self, note: str) -> None:
         """Show that it stands still, and where; :meth:`update` goes on."""
         if not self._shown:
             return
         self._show("running", note)
-        if not _in_notebook():
+        if not in_notebook():
             self._stream.write("\n")
             self._stream.flush()
 
@@ -91,18 +96,18 @@ class ProgressDisplay:
         note = error.strip().partition("\n")[0]
         state: State = "failed" if error else "done"
         self._show(state, note)
-        if not _in_notebook():
+        if not in_notebook():
             line_end = "\n" if self._stream.isatty() else f"{to_text(self._latest, state, note)}\n"
             self._stream.write(line_end)
             self._stream.flush()
 
     def _show(self, state: State, note: str) -> None:
-        in_notebook, text = _in_notebook(), to_text(self._latest, state, note)
-        page = to_html(self._latest, state, note) if in_notebook else text
+        is_rich, text = in_notebook(), to_text(self._latest, state, note)
+        page = to_html(self._latest, state, note) if is_rich else text
         if page == self._shown:
             return
         self._shown = page
-        if in_notebook:
+        if is_rich:
             self._publish({"text/html": page, "text/plain": text})
         elif self._stream.isatty():
             self._stream.write(f"\r{text}\x1b[K")
@@ -117,7 +122,7 @@ class ProgressDisplay:
             self._handle.update(bundle, raw=True)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether outputs can be rewritten: an IPython shell inside a kernel, as in a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

@@ -28,6 +28,9 @@ from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 MAX_RANKS = 8
 """Ranks drawn; of more, first one of each group that did the same."""
 
+MAX_SPANS = 2_000_000
+"""Spans kept of all tracks together (49 bytes each); beyond that the older half is forgotten, which the page says."""
+
 COLUMNS = (
     ("start", "<f8"),
     ("end", "<f8"),
@@ -129,6 +132,7 @@ class Timeline(anywidget.AnyWidget):
         self._only = None if ranks is None else frozenset(ranks)
         self._readers: dict[int, RankSpans] = {}  # by rank, in the order they are drawn
         self._told: list[list[NDArray[np.void]]] = []  # by track: spans, in the order they are sent
+        self._forgotten: list[int] = []  # by track: how many of its first spans are not kept any more
         self._header: dict[str, Any] = {}
         self._open: list[NDArray[np.void]] = []
         self._origin_ns: int | None = None
@@ -155,6 +159,7 @@ class Timeline(anywidget.AnyWidget):
         for rank in self._new_ranks(trace):
             self._readers[rank] = RankSpans()
             self._told += [[] for _ in TRACKS]
+            self._forgotten += [0] * len(TRACKS)
         if self._origin_ns is None:
             starts = (int(r.rows["t_ns"].min()) - offsets.get(r.rank, 0) for r in trace.ranks if len(r.rows))
             self._origin_ns = min(starts, default=None)
@@ -171,7 +176,19 @@ class Timeline(anywidget.AnyWidget):
         for track, part in enumerate(_by_track(new if max_spans is None else thinned(new, max_spans), len(self._told))):
             if len(part):
                 self._told[track].append(part)
+        if sum(len(part) for parts in self._told for part in parts) > MAX_SPANS:
+            self._forget_half()
         self._header = self._describe(trace)
+
+    def _forget_half(self) -> None:
+        """Keep what began in the later half of time, by number of spans."""
+        tracks = [np.concatenate([np.empty(0, SPAN_DTYPE), *parts]) for parts in self._told]
+        cut_ns = np.median(np.concatenate([found["begin_ns"] for found in tracks]))
+        for track, found in enumerate(tracks):
+            late = found["begin_ns"] >= cut_ns
+            first = int(np.argmax(late)) if late.any() else len(found)
+            self._told[track] = [found[first:].copy()]
+            self._forgotten[track] += first
 
     def _new_ranks(self, trace: Trace) -> list[int]:
         """Ranks to draw from now on: of those that did the same one each, then the others."""
@@ -197,7 +214,7 @@ class Timeline(anywidget.AnyWidget):
     # -- the browser
 
     def _counts(self) -> list[int]:
-        return [sum(map(len, parts)) for parts in self._told]
+        return [gone + sum(map(len, parts)) for gone, parts in zip(self._forgotten, self._told, strict=True)]
 
     def _answer(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
         """Tell one page what it does not have."""
@@ -215,14 +232,15 @@ class Timeline(anywidget.AnyWidget):
     def _more(self, counts: Sequence[int]) -> tuple[dict[str, Any], list[bytes]]:
         have = [*counts, *[0] * (len(self._told) - len(counts))]
         chunks, buffers = [], []
-        for track, (first, parts) in enumerate(zip(have, self._told, strict=False)):
-            found = _after(parts, first)
+        for track, (count, gone, parts) in enumerate(zip(have, self._forgotten, self._told, strict=False)):
+            first = max(count, gone)
+            found = _after(parts, first - gone)
             if len(found):
                 chunks.append({"track": track, "first": first, "count": len(found)})
                 buffers.append(pack(found, self._origin_ns or 0))
         more = [{"track": track, "count": len(part)} for track, part in enumerate(self._open)]
         buffers += [pack(part, self._origin_ns or 0) for part in self._open]
-        return {"type": "more", "chunks": chunks, "open": more}, buffers
+        return {"type": "more", "chunks": chunks, "forgotten": list(self._forgotten), "open": more}, buffers
 
 
 def _by_track(found: NDArray[np.void], num_tracks: int) -> list[NDArray[np.void]]:

@@ -47,6 +47,7 @@ def window(trace: Trace, moments: Moments, groups: Sequence[tuple[int, ...]], be
     is_exact = len(told) == len(groups) and all_memory and all_states
     return Increment(
         restart=False,
+        is_another=False,
         groups=tuple(groups),
         ranks=(),
         spans=np.empty(0, SPAN_DTYPE),

@@ -8,6 +8,7 @@ const ASK_AGAIN_MS = 6000;
 const STEPS_IN_VIEW = 2.4; // that a running view shows
 const MOST_WITH_GATES = 4; // times that, where ranks were held in between
 const MAX_UNITS = 200;
+const MOST_GATES = 10000; // that are kept
 const GATE = 16; // the kind of what happens to a held rank
 
 const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
@@ -242,6 +243,7 @@ class DashboardView {
   takeNews(news, data) {
     Object.assign(this, { isAsking: false, hasBegun: true });
     this.tick(); // first: the kernel can already look for what comes next
+    if (news.another) Object.assign(this, { steps: null, now: null, peaks: [], sayUntil: 0 });
     if (news.restart) {
       this.begin();
       if (!this.isLive) this.follow();
@@ -266,6 +268,7 @@ class DashboardView {
     if (!news.exact) this.simplifiedTo = this.end;
     this.takeOpen(news.open);
     if (news.cursor !== undefined) this.takeCursor(news.cursor);
+    this.gates = this.gates.slice(-MOST_GATES);
     if (this.isLive) this.showLatest();
   }
 
@@ -510,9 +513,10 @@ class DashboardView {
     this.when.textContent = [step, when].filter(Boolean).join(" \u00b7 ");
     this.event.textContent = at?.event ?? "";
     this.event.title = at?.event ?? "";
-    this.live.setAttribute("aria-pressed", String(this.isLive));
-    this.live.textContent = this.isLive ? "\u25cf live" : "\u25cb live";
     const states = new Set(this.health.map(({ state }) => state));
+    const isOver = !this.health.length || states.has("gone"); // nothing is to come: the ranks were stopped, or some died
+    this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
+    this.live.textContent = isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live";
     const works = states.has("running") || states.has("waiting"), isHeld = states.has("held");
     const can = { pause: works && !isHeld, next: isHeld, continue: isHeld, abort: works || isHeld };
     for (const [word, button] of Object.entries(this.buttons)) button.disabled = !can[word];

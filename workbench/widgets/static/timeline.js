@@ -11,6 +11,7 @@
 // items in view are drawn as rectangles, with the names of their units inside and arrows from issue to wait.
 
 const BLOCK = 8;
+const MAX_ITEMS = 2e6; // of all tracks; of more those of the earlier half are forgotten
 const MAX_STRADDLING = 64; // items of one track that may lie over one instant
 const MAX_RECTANGLES = 4000; // drawn one by one in a frame, all tracks together
 const MAX_ARROWS = 48; // in a frame
@@ -96,6 +97,7 @@ class Track {
     this.rank = rank;
     this.label = label ?? `rank ${rank}`;
     this.length = 0;
+    this.forgotten = 0; // items before the first one
     this.capacity = 0;
     this.summed = 0; // blocks of `coarse` that are right
     this.coarse = new Float64Array(0); // per block red, green, blue and time before it
@@ -113,6 +115,14 @@ class Track {
     this.length += count;
     this.derive(from);
     this.summed = Math.min(this.summed, Math.floor(from / BLOCK));
+  }
+
+  /** Forget the first `count` items. */
+  forget(count) {
+    for (const column of Object.keys({ ...COLUMNS, ...DERIVED })) this[column].copyWithin(0, count, this.length);
+    this.length -= count;
+    this.forgotten += count;
+    this.summed = 0;
   }
 
   /** A place near the end from which on to look for `start`: what is added is usually the latest. */
@@ -310,7 +320,7 @@ function isDark() {
  * Draw a timeline on `canvas`, which may be any size: it takes the width of its parent, and the height it needs.
  *
  * `options`: `names` {kind: word}, `exposedKind` (whose colour means exposed), `collectives` [kind],
- * `onFollow(isFollowing)`.
+ * `onFollow(isFollowing)`, `maxItems` that are kept.
  */
 export function createTimeline(canvas, options = {}) {
   return new Timeline(canvas, options).face();
@@ -338,6 +348,7 @@ class Timeline {
     return {
       setTracks: (tracks) => this.setTracks(tracks),
       append: (track, items) => this.append(track, items),
+      skip: (track, count) => this.skip(track, count),
       setOpen: (track, items) => this.setOpen(track, items),
       setPalette: (palette) => this.setPalette(palette),
       setUnits: (units) => this.changed(() => (this.units = units.map(String))),
@@ -357,7 +368,8 @@ class Timeline {
     const rectangles = this.tracks.reduce((sum, track) => sum + track.length, 0);
     return { rectangles, rows: this.rows.length, frames, drawMs, firstPaintMs, view: [t0, t1], cursor, isFollowing,
       isDark: isDarkNow, hovered: hovered && this.describe(hovered), range: [this.low, this.high],
-      plot: { left: this.left, top: AXIS, width: this.width - this.left }, counts: this.tracks.map((t) => t.length),
+      plot: { left: this.left, top: AXIS, width: this.width - this.left }, counts: this.tracks.map((t) => t.forgotten + t.length),
+      forgotten: this.forgotten(),
       places: this.rows.map(({ track, y, height }) => ({ name: track.name, label: track.label, y, height })) };
   }
 
@@ -376,7 +388,36 @@ class Timeline {
     this.reach(items);
     this.expose(track, items);
     if (wasEmpty && items.start.length) this.layOut();
+    if (this.tracks.reduce((sum, { length }) => sum + length, 0) > (this.options.maxItems ?? MAX_ITEMS)) this.forget();
     this.draw();
+  }
+
+  /** Keep what began in the later half, by number of items. */
+  forget() {
+    const before = (t) => this.tracks.map(({ start, length }) => gallop(start, length, 0, t));
+    const sum = (counts) => counts.reduce((a, b) => a + b, 0);
+    const half = sum(this.tracks.map(({ length }) => length)) / 2;
+    let [low, high] = [this.low, this.high];
+    for (let k = 0; k < 60 && high > low; k++) {
+      const middle = (low + high) / 2;
+      if (sum(before(middle)) < half) low = middle;
+      else high = middle;
+    }
+    before(high).forEach((count, k) => this.tracks[k].forget(count));
+    this.low = Math.min(...this.tracks.filter(({ length }) => length).map(({ start }) => start[0]));
+    this.hovered = null;
+    this.layOut();
+  }
+
+  /** Count items that nobody has any more. */
+  skip(index, count) {
+    this.tracks[index].forgotten += count;
+    this.layOut();
+    this.draw();
+  }
+
+  forgotten() {
+    return this.tracks.reduce((sum, track) => sum + track.forgotten, 0);
   }
 
   /** Kinds get their entries in the legend. */
@@ -830,6 +871,11 @@ class Timeline {
       const text = kind === this.exposedKind ? `${word} (exposed)` : word;
       return [kind, text, 18 + ctx.measureText(text).width + 14];
     });
+    const forgotten = this.forgotten();
+    if (forgotten) {
+      const text = `${forgotten.toLocaleString("en")} earlier ones are left out`;
+      entries.push([null, text, ctx.measureText(text).width + 14]);
+    }
     const whole = entries.reduce((sum, [, , width]) => sum + width, 0);
     const left = Math.max(Math.min(this.left, this.width - whole), 4); // further left if all then stand in one line
     let x = left, y = this.bottom + 12;
@@ -859,7 +905,7 @@ class Timeline {
 
   picture() {
     const { canvas, ctx } = this, ratio = window.devicePixelRatio || 1;
-    if (this.legend.length !== this.kinds.size) this.layOut();
+    if (this.legend.filter(({ kind }) => kind !== null).length !== this.kinds.size) this.layOut();
     if (this.saidHigh !== this.high) this.sayCursor();
     const [width, height] = [Math.round(this.width * ratio), Math.round(this.height * ratio)];
     if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
@@ -1109,12 +1155,14 @@ class Timeline {
     ctx.font = `12px ${FONT}`;
     Object.assign(ctx, { textAlign: "left", textBaseline: "middle" });
     for (const { kind, text, x, y } of this.legend) {
-      ctx.fillStyle = this.look.colour(kind);
-      ctx.beginPath();
-      ctx.roundRect(x, y + 1, 12, 12, 2);
-      ctx.fill();
+      if (kind !== null) {
+        ctx.fillStyle = this.look.colour(kind);
+        ctx.beginPath();
+        ctx.roundRect(x, y + 1, 12, 12, 2);
+        ctx.fill();
+      }
       ctx.fillStyle = this.skin.soft;
-      ctx.fillText(text, x + 18, y + 7.5);
+      ctx.fillText(text, kind === null ? x : x + 18, y + 7.5);
     }
   }
 }

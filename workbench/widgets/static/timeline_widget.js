@@ -5,6 +5,7 @@
 const WIDTHS = { start: 8, end: 8, bytes: 8, arrowFrom: 8, unit: 2, kind: 1, exposed: 1 }; // bytes on the wire
 const LOST_MS = 6000; // a question without an answer for so long is put again
 const LOOK_MS = 1000;
+const MOST_KEPT = 2e6; // items kept for views that open later; of more the older half is forgotten
 
 /** The columns of `count` items, one after the other. */
 function unpack(view, count) {
@@ -71,13 +72,13 @@ class Sight {
 
 export default () => {
   const page = Math.random().toString(36).slice(2);
-  const known = { run: 0, header: null, chunks: [], counts: [], open: [], said: "" };
+  const known = { run: 0, header: null, chunks: [], counts: [], skipped: [], kept: 0, open: [], said: "" };
   const sights = new Set();
   let askedAt = -Infinity, timer = 0;
 
   /** Forget all: another job is shown. */
   function begin(run) {
-    Object.assign(known, { run, header: null, chunks: [], counts: [], open: [] });
+    Object.assign(known, { run, header: null, chunks: [], counts: [], skipped: [], kept: 0, open: [] });
     sights.forEach((sight) => sight.begin());
   }
 
@@ -85,12 +86,37 @@ export default () => {
     sights.forEach((sight) => sight.say(known.said, !known.header?.tracks.length));
   }
 
+  /** Count what no view will ever have. */
+  function skip(track, count) {
+    known.counts[track] = (known.counts[track] ?? 0) + count;
+    known.skipped[track] = (known.skipped[track] ?? 0) + count;
+    sights.forEach(({ timeline }) => timeline.skip(track, count));
+  }
+
+  /** Keep items for views that open later; the oldest are left out where they are too many. */
+  function keep(track, items) {
+    known.chunks.push([track, items]);
+    known.kept += items.start.length;
+    if (known.kept <= MOST_KEPT) return;
+    let count = 0;
+    while (known.kept > MOST_KEPT / 2) {
+      const [old, { start }] = known.chunks[count++];
+      known.skipped[old] = (known.skipped[old] ?? 0) + start.length;
+      known.kept -= start.length;
+    }
+    known.chunks.splice(0, count);
+  }
+
   /** Take what comes next; false if something before it is missing. */
-  function take({ run, header, chunks, open, said }, buffers) {
+  function take({ run, header, chunks, forgotten, open, said }, buffers) {
     if ((run ?? 0) !== known.run) begin(run ?? 0);
     if (header) {
       known.header = header;
       sights.forEach((sight) => sight.describe(header));
+    }
+    for (const [track, count] of forgotten.entries()) { // the kernel has these no more
+      const missing = count - (known.counts[track] ?? 0);
+      if (missing > 0) skip(track, missing);
     }
     for (const [place, { track, first, count }] of chunks.entries()) {
       const have = known.counts[track] ?? 0;
@@ -99,7 +125,7 @@ export default () => {
       const items = unpack(buffers[place], count);
       if (first < have) Object.keys(items).forEach((name) => (items[name] = items[name].slice(have - first)));
       known.counts[track] = first + count;
-      known.chunks.push([track, items]);
+      keep(track, items);
       sights.forEach(({ timeline }) => timeline.append(track, items));
     }
     known.open = open.map(({ track, count }, k) => [track, count ? unpack(buffers[chunks.length + k], count) : null]);
@@ -135,6 +161,7 @@ export default () => {
       const sight = new Sight(model, el, () => wait(model));
       sights.add(sight);
       if (known.header) sight.describe(known.header);
+      known.skipped.forEach((count, track) => sight.timeline.skip(track, count));
       known.chunks.forEach(([track, items]) => sight.timeline.append(track, items));
       known.open.forEach(([track, items]) => sight.timeline.setOpen(track, items));
       say();

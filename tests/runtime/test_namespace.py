@@ -1,0 +1,50 @@
+"""Variables of a rank, looked at while a cell makes new ones."""
+
+import linecache
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from workbench.runtime import namespace, rank, user_line
+
+
+class Making:
+    """Whoever asks what it is has a new variable made, as a cell in another thread may."""
+
+    def __init__(self, variables):
+        self._variables = variables
+
+    @property
+    def __class__(self):
+        self._variables[f"new_{len(self._variables)}"] = self
+        return Making
+
+
+def test_names_can_be_asked_for_while_a_cell_makes_new_ones(monkeypatch):
+    variables = {"model": torch.nn.Linear(1, 1)}
+    variables |= {"a": Making(variables), "b": Making(variables)}
+    monkeypatch.setattr(namespace, "user_namespace", lambda: variables)
+    assert namespace.module_names() == ["model"]
+    assert len(variables) > 3
+    monkeypatch.setattr(rank, "user_namespace", lambda: variables, raising=False)
+    assert namespace.optimizers_of(variables["model"]) == []
+
+
+CELL = """def f():
+    return ask()
+here, there = ask(), f()
+"""
+
+
+def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(monkeypatch):
+    def ask():
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(user_line.user_line).result()
+
+    cell = {"ask": ask}
+    monkeypatch.setattr(user_line, "user_namespace", lambda: cell)
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(CELL), None, CELL.splitlines(keepends=True), "<cell>"))
+    exec(compile(CELL, "<cell>", "exec"), cell)
+    assert cell["here"] == {"line": 3, "function": "<module>", "text": "here, there = ask(), f()"}
+    assert cell["there"] == {"line": 2, "function": "f", "text": "return ask()"}
+    assert ask() == {}

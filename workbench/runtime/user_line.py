@@ -1,0 +1,29 @@
+"""Which line of a cell the main thread of this rank is at."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from typing import Any
+
+from workbench.runtime.namespace import user_namespace
+
+
+def user_line() -> dict[str, Any]:
+    """Return where the main thread is in the innermost function that a cell has defined, or in the cell itself.
+
+    Called in another thread, while the main one runs.
+
+    Returns:
+        ``line`` (in its cell), ``function`` (``<module>``: the cell itself) and ``text`` of the line; nothing if no
+        code of a cell runs.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    cells = user_namespace()
+    while frame is not None and frame.f_globals is not cells:
+        frame = frame.f_back
+    if frame is None:
+        return {}
+    code, line = frame.f_code, frame.f_lineno
+    return {"line": line, "function": code.co_name, "text": linecache.getline(code.co_filename, line).strip()}

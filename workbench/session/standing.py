@@ -1,0 +1,91 @@
+"""Who still works on a request of which nothing is heard, and where they stand: a line that is renewed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from workbench.replay.alike import label
+
+QUIET_S = 3.0
+"""How long nothing must be heard of a request until it is said who works on it, in seconds."""
+
+AGAIN_S = 1.0
+"""How often that is said anew at most, in seconds."""
+
+MAX_TEXT = 60
+"""Letters shown of a line of code."""
+
+OnStanding = Callable[[str], None]
+"""Takes the sentence that replaces the last one; ``""``: something was heard, and there is nothing to say."""
+
+
+def no_standing(sentence: str) -> None:
+    """Take a sentence that nobody looks at."""
+
+
+class Standing:
+    """Tells from time to time who works on a request, as long as nothing else is heard of it.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._heard: object = None
+        self._next = self._began + QUIET_S
+        self._is_said = False
+
+    def look(self, heard: object, sentence: Callable[[float], str], tell: OnStanding) -> None:
+        """Tell if it is time.
+
+        Args:
+            heard: what was heard so far, in any form: if it is another than the last time, something was.
+            sentence: says who works, given for how many seconds they have.
+            tell: is told.
+        """
+        now = self._clock()
+        if heard != self._heard:
+            self._heard, self._next = heard, now + QUIET_S
+            if self._is_said:
+                self._is_said = False
+                tell("")
+        elif now >= self._next:
+            self._is_said = True
+            tell(sentence(now - self._began))
+            self._next = now + max(AGAIN_S, (now - self._began) / 20)  # of what lasts long, less often
+
+
+def who_works(seconds: float, lines: Mapping[int, Mapping[str, Any] | None], ended: Iterable[int]) -> str:
+    """Return who works and where, alike ranks together.
+
+    Example: ``rank 1 has run for 3 s, in dist.barrier() at line 2 of the cell; ranks 0, 2-3 have ended``.
+
+    Args:
+        seconds: since when.
+        lines: by rank that works, its answer to "line"; None: it did not answer.
+        ended: the other ranks that were asked.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, line in sorted(lines.items()):
+        groups.setdefault(_place(line), []).append(rank)
+    words = [f"{label(ranks)} {_have(ranks)} run for {seconds:.0f} s{place}" for place, ranks in groups.items()]
+    over = tuple(ended)
+    return "; ".join([*words, *([f"{label(over)} {_have(over)} ended"] if over else [])])
+
+
+def _place(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return " without an answer"
+    if not line:
+        return ""
+    text = str(line["text"])
+    text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+    where = "of the cell" if line["function"] == "<module>" else f"of {line['function']}"
+    return f", in {text} at line {line['line']} {where}" if text else f", at line {line['line']} {where}"
+
+
+def _have(ranks: Iterable[int]) -> str:
+    return "have" if len(tuple(ranks)) > 1 else "has"
