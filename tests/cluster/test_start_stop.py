@@ -228,7 +228,7 @@ def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monke
     assert log == "it is too hot here"
     assert re.fullmatch(
         r"look at memory, of which [\d.]+ of [\d.]+ GiB are free; load, [\d.]+ on \d+ cores; "
-        r"ports on 127.0.0.1, of which the controller listens on 1\d of 15",
+        r"ports on 127.0.0.1, of which the controller listens on \d+ of 15",
         facts,
     )
     assert "%fsdp start again, with fewer ranks (-n)" in advice

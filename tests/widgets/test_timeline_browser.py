@@ -398,7 +398,7 @@ def test_what_the_kernel_has_no_more_is_counted_and_not_asked_for(widget, messag
     page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
     timeline._handle_custom_msg(page.evaluate("model.sent.at(-1)"), [])
     page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    assert page.evaluate("model.sent.length") == 2
+    assert page.evaluate("model.sent.length") == 1
     page.evaluate("show(); frame().then(frame).then(() => 0)")
     counts = timeline._counts()
     for number in (0, 1):
