@@ -9,11 +9,11 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from workbench.cluster.pending import Output
 from workbench.widgets.progress import in_notebook
 
+_T = TypeVar("_T")
 _STYLE = "color:var(--jp-ui-font-color2, #757575);font-family:var(--jp-ui-font-family, sans-serif);font-size:13px"
 
 
@@ -45,10 +45,10 @@ class StandingLine:
             self._stream.write(f"{sentence}\n")
             self._stream.flush()
 
-    def before(self, emit: Callable[[Output], None]) -> Callable[[Output], None]:
+    def before(self, emit: Callable[[_T], None]) -> Callable[[_T], None]:
         """Return ``emit`` for outputs of the cell, which the line gives way to where it stands in their place."""
 
-        def give_way(output: Output) -> None:
+        def give_way(output: _T) -> None:
             if self._shown and not in_notebook():
                 self.update("")
             emit(output)
