@@ -51,27 +51,35 @@ def test_how_a_call_reads():
 
 
 class Memory:
-    """A store in this process that counts how often it is asked."""
+    """A store in this process that counts what is done with it."""
 
     def __init__(self) -> None:
-        self.texts = {}
-        self.num_asked = 0
-
-    def has_extended_api(self) -> bool:
-        return True
+        self.values = {}
+        self.num_done = 0
+        self.num_votes = 0
+        self._lock = threading.Lock()
 
     def set(self, key, text):
-        self.texts[key] = text
+        with self._lock:
+            self.num_done += 1
+            self.values[key] = text
 
-    def check(self, keys):
-        return all(key in self.texts for key in keys)
+    def get(self, key):
+        with self._lock:
+            self.num_done += 1
+            return self.values[key].encode()
 
-    def multi_get(self, keys):
-        self.num_asked += 1
-        return [self.texts[key] for key in keys]
+    def add(self, key, number):
+        with self._lock:
+            self.num_done += 1
+            self.num_votes += "tally" in key and number != 0
+            self.values[key] = self.values.get(key, 0) + number
+            return self.values[key]
 
     def delete_key(self, key):
-        del self.texts[key]
+        with self._lock:
+            self.num_done += 1
+            self.values.pop(key, None)
 
 
 class Rank:
@@ -135,17 +143,17 @@ def both(program: list[Call], store=None) -> list[str]:
 
 
 def asked(*iterations: list[Call]) -> list[int]:
-    """How often a rank without peers asks the store in each iteration."""
+    """How often a rank without peers asks in each iteration."""
     store = Memory()
     counts = []
     lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
     lone._board.meet()
     for calls in iterations:
-        before = store.num_asked
+        before = store.num_votes
         for call in calls:
             lone.before(call)
         lone.end_iteration()
-        counts.append(store.num_asked - before)
+        counts.append(store.num_votes - before)
     return counts
 
 
@@ -177,11 +185,11 @@ def test_what_recurs_not_is_asked_about_and_not_remembered():
     lone.ask(D)
     lone.before(A)
     lone.end_iteration()
-    before = store.num_asked
+    before = store.num_done
     lone.before(A)
-    assert store.num_asked == before
+    assert store.num_done == before
     lone.ask(D)
-    assert store.num_asked > before
+    assert store.num_done > before
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
@@ -259,9 +267,123 @@ def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, secon
     assert ranks[0].said.startswith("ranks are about to do different things")
 
 
+# ---- what it costs
+
+
+class Crowd:
+    """Ranks that are threads, of which none looks again before all the others have done what they can."""
+
+    def __init__(self, size: int) -> None:
+        self.store = Memory()
+        self._size = size
+        self._running = size
+        self._waiting = self._round = 0
+        self._changed = threading.Condition()
+
+    def pause(self, _delay_s: float) -> float:
+        with self._changed:
+            self._waiting += 1
+            self._wake_if_all_wait()
+            now = self._round
+            self._changed.wait_for(lambda: self._round != now or not self._waiting)
+        return 0.0
+
+    def _wake_if_all_wait(self) -> None:
+        if self._waiting == self._running:
+            self._waiting = 0
+            self._round += 1
+            self._changed.notify_all()
+
+    def run(self, do) -> list:
+        results = [None] * self._size
+
+        def main(rank: int) -> None:
+            try:
+                mine = Order(Board(self.store, rank, self._size), tuple(range(self._size)), rank, is_part=False)
+                mine._board.meet()
+                results[rank] = do(mine)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._wake_if_all_wait()
+
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(self._size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+SIZES = [2, 4, 8, 16, 32]
+EACH = 13  # a vote; where it is, a deletion; and at most three looks of three reads while the others come
+
+
+def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
+    crowd = Crowd(size)
+    monkeypatch.setattr(order, "_pause", crowd.pause)
+    crowd.run(lambda mine: mine.ask(D))
+    before = crowd.store.num_done
+    assert before <= (EACH + 10) * size  # with what they need to meet
+    again = Crowd(size)
+    monkeypatch.setattr(order, "_pause", again.pause)
+    results = again.run(lambda mine: (mine.ask(D), do(mine))[1])
+    return (again.store.num_done - before) / size, results
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeypatch, size):
+    """A first iteration, in which all calls are asked about, and a second, in which none is."""
+
+    def iterate(mine: Order) -> bool:
+        for _ in range(2):
+            for call in (A, B, C, D):
+                mine.before(call)
+            mine.end_iteration()
+            mine.look()
+        return True
+
+    each, results = done_by_each(monkeypatch, size, iterate)
+    assert results == [True] * size
+    assert each <= 5 * EACH + 6  # and two looks, and a note
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nor_does_what_a_comparison_costs_as_long_as_all_say_the_same(monkeypatch, size):
+    each, results = done_by_each(monkeypatch, size, lambda mine: (mine.tell(A, f"{mine._rank}"), mine.compare(B, "x")))
+    assert results == [("0", ["x"] * size)] * size
+    assert each <= 2 * EACH + 5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_compare_what_differs_get_every_text(monkeypatch, size):
+    crowd = Crowd(size)
+    monkeypatch.setattr(order, "_pause", crowd.pause)
+    texts = [["x", str(rank // (size // 2))] for rank in range(size)]
+    results = crowd.run(lambda mine: [mine.compare(A, text) for text in texts[mine._rank]])
+    assert results == [[[t[0] for t in texts], [t[1] for t in texts]]] * size
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
+    crowd = Crowd(size)
+    monkeypatch.setattr(order, "_pause", crowd.pause)
+
+    def differ(mine: Order) -> str:
+        mine.before(A)
+        with pytest.raises(RanksDisagreeError) as refused:
+            mine.before(C if mine._rank == 2 else B)
+        return str(refused.value)
+
+    messages = set(crowd.run(differ))
+    assert len(messages) == 1
+    others = ", ".join(str(rank) for rank in range(size) if rank != 2)
+    assert f"ranks {others} {B.sized()}; rank 2 {C.sized()}." in messages.pop()
+
+
 def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     store = Memory()
-    store.texts = {"order/1": "[]"}
+    store.values = {"note/1": "[]", "met": 1}
     lone = Order(Board(store, 0, 2), (0, 1), 0, is_part=False)
     lone._board.meet()
     waiting = cancellation._cancelled._cond._waiters
@@ -273,7 +395,11 @@ def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     cancellation.reset()
     # it says B, and a third rank never says anything
     monkeypatch.setattr(order, "ANSWERS_S", 0.0)
-    store.texts |= {"order/1": order.Note(0, (0, 0), B).text(), "order/2": "[]"}
+    store = Memory()
+    store.values = {"note/2": "[]", "left": 0}
+    said_by_one = order.Note(0, (0, 0), B)
+    Board(store, 1, 3).ask(said_by_one)
+    Board(store, 1, 3).pin(said_by_one.text())
     three = Order(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
     with pytest.raises(RanksDisagreeError) as refused:
         three.before(A)
@@ -286,10 +412,10 @@ def test_a_store_that_has_gone_is_a_failure():
         def set(self, *_):
             raise dist.DistNetworkError("Broken pipe\n frames")
 
-        check = multi_get = delete_key = set
+        get = add = delete_key = set
 
     board = Board(Gone(), 0, 1)
-    for use in (lambda: board.pin("[]"), board.meet, board.read):
+    for use in (lambda: board.pin("[]"), board.meet, board.question, lambda: board.tally(0)):
         with pytest.raises(CollectiveFailed, match=r"^the ranks' store cannot be reached: Broken pipe; the process"):
             use()
     board.take_down()  # what it held has gone with it
@@ -413,26 +539,31 @@ def iterations(num: int) -> int:
 
 
 def test_the_store_does_not_grow_and_ranks_that_do_alike_are_never_told_off():
-    assert run_ranks(2, iterations, 3) == run_ranks(2, iterations, 30)
+    short, long = run_ranks(2, iterations, 3), run_ranks(2, iterations, 30)
+    assert max(long) <= max(short) + 1  # who looks for a question makes its tally
 
 
-def notes_left() -> list[list[str]]:
+def notes_left() -> list[dict[str, set[str]]]:
+    """The names of keys by incarnation of the group, after each of three."""
     model = shard_net(make_net(num_blocks=1))
     left = []
     for _ in range(3):
         step(model)
         dist.barrier()
-        left.append(sorted(key for key in default_store().list_keys() if "order/" in key))
+        names = [key.rsplit("workbench/0-1/")[1] for key in default_store().list_keys() if "0-1/" in key]
+        keys = [name.partition("/") for name in names if "/cpu/" not in name]  # without gloo's addresses
+        left.append({number: {name for n, _, name in keys if n == number} for number, _, _ in keys})
         dist.barrier()
         groups.rebuild_all()
     return left
 
 
-def test_a_rebuild_leaves_no_note_of_before():
+def test_a_rebuild_leaves_nothing_of_before_in_the_store():
     left = run_ranks(2, notes_left)
     assert left[0] == left[1]
-    assert [len(keys) for keys in left[0]] == [2, 2, 2]
-    assert len({key for keys in left[0] for key in keys}) == 6  # every incarnation has its own
+    for number, keys in enumerate(left[0]):
+        assert {"met", "left", "question", "note/0", "note/1"} <= keys.pop(str(number))
+        assert keys == {}
 
 
 def gather(group: CommGroup, unit: str) -> list[float]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -100,15 +100,12 @@ class CommGroup:
         self._seq += 1
         return comm
 
-    def start(
-        self, issue: Callable[[dist.ProcessGroup], Work | None], call: Call, *, recurs: bool = True
-    ) -> PendingWork:
+    def start(self, issue: Callable[[dist.ProcessGroup], Work | None], call: Call) -> PendingWork:
         """Issue a collective once all ranks of the group are known to issue the same.
 
         Args:
             issue: calls c10d, async.
             call: what it is.
-            recurs: it is a part of every such iteration, whose order is remembered.
 
         Raises:
             StepAborted: this rank was told to give up; the group may be half closed already.
@@ -118,13 +115,45 @@ class CommGroup:
         process_group = self._usable(call)
         try:
             cancellation.check()
-            self._check_order(call, recurs=recurs)
+            self._check_order(call)
         except BaseException as error:  # an interrupt as well: others may have issued it
             self.give_up(error)
             raise
         pending = PendingWork.of(issue(process_group), call, self, on_device=self._on_device)
         self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset drops some unwaited
         return pending
+
+    def tell(self, call: Call, text: str) -> str:
+        """Return what the first rank of the group tells, through the store; all of its ranks call this together.
+
+        Args:
+            call: the occasion, for errors.
+            text: what this rank would tell.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError, RuntimeError: as :meth:`start`.
+        """
+        self._usable(call)
+        with self._giving_up():
+            return text if self._order is None else self._order.tell(call, text)
+
+    def compare(self, call: Call, text: str) -> list[str]:
+        """Return every rank's text, in group order, through the store; all of its ranks call this together.
+
+        As long as all have the same text, nobody reads the others'. Arguments and errors as of :meth:`tell`.
+        """
+        self._usable(call)
+        with self._giving_up():
+            return [text] * self.size if self._order is None else self._order.compare(call, text)
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Give up if the body raises, an interrupt as well: others may have gone on."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def _usable(self, call: Call) -> dist.ProcessGroup:
         if self.process_group is not None and not self._given_up:
@@ -137,16 +166,13 @@ class CommGroup:
             "any more; call workbench.engine.rebuild_groups() on all ranks, and reset_iter_state() on the root"
         )
 
-    def _check_order(self, call: Call, *, recurs: bool) -> None:
+    def _check_order(self, call: Call) -> None:
         if self._order is None:
             return
         if self._on_device and time.monotonic() > self._next_look_s:  # it never waits, where others look
             self._next_look_s = time.monotonic() + SLICE_S
             self._order.look()
-        if recurs:
-            self._order.before(call)
-        else:
-            self._order.ask(call)
+        self._order.before(call)
 
     def look(self) -> None:
         """Raise RanksDisagreeError if another rank does something else than this one did; asked in wait slices."""
@@ -167,11 +193,8 @@ class CommGroup:
         """See the function of that name."""
         if self._order is None or self._given_up:
             return
-        try:
+        with self._giving_up():
             self._order.end_iteration()
-        except BaseException as error:
-            self.give_up(error)
-            raise
 
     def finished(self, pending: PendingWork) -> None:
         """Forget a collective that was waited for."""

@@ -7,21 +7,27 @@ known to have gone through, and asks the others only where that order does not s
 Words: a *call* is one collective, or the end of an iteration. A *place* is (iteration, number of calls before it in
 this iteration). Iterations seen form a *tree*: those that begin alike share their first calls. A call is *known* where
 it is the only one that was ever agreed on in its place: then it is issued after one comparison. Where the tree branches
-(training or evaluation, with or without reduction), ends or says otherwise, the rank pins its call to the *board*, one
-note per rank in the store, and issues it only when all ranks have pinned the same::
+(training or evaluation, with or without reduction), ends or says otherwise, the rank *asks*: it adds its call to the
+question's tally, one number in the store, and issues it only when all ranks have added the same::
 
     first iteration    A? B? C? END?     every call is agreed on (?)
     the same again     A  B  C  END      one comparison each
     another end        A  B  D? END?     agreed on by all: the tree now branches behind B
     from then on       A  B  C? END      one question each iteration, until D was not seen for REMEMBERED iterations
 
-Ranks that follow the tree do not look at the board. One that waits for a collective does so in its wait slices: a note
-for a place that it has passed without being asked is a difference, because trees are equal on all ranks. It pins what
-it did there, so that the other learns of it too. Whoever sees a difference tells all of its groups, and raises.
+A question costs each rank one addition and, while it waits, three reads a look, however many ranks there are.
+
+Ranks that follow the tree do not look at the board. One that waits for a collective does so in its wait slices: a
+question about a place that it has passed without being asked is a difference, because trees are equal on all ranks. It
+adds what it did there, so that those who ask learn of it. Only then do all ranks pin notes, each with its own call, and
+read all of them for the message. Whoever sees a difference tells all of its groups, and raises. A rank that ends an
+iteration unasked may never look again: it pins that at once, and who asks looks at the others' notes in turn.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import time
 from collections import OrderedDict, deque
@@ -182,67 +188,160 @@ class Note:
         return Note(serial, (iteration, position), Call(kind, unit, num_bytes))
 
 
+_ONE = 1 << 48  # above the sum of digests of 32 bits: room for 2 ** 15 ranks
+
+
+def _vote(text: str) -> int:
+    """Return what a rank that says ``text`` adds to a tally."""
+    return _ONE + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many ranks have said something, and whether they said the same: the sum of their votes, one number.
+
+    Texts that differ pass for the same once in 2 ** 32 times.
+    """
+
+    total: int
+
+    @property
+    def count(self) -> int:
+        """Number of votes."""
+        return self.total // _ONE
+
+    def all_say(self, text: str) -> bool:
+        """True if every vote so far was for ``text``."""
+        return self.total == self.count * _vote(text)
+
+
 class Board:
-    """One note per rank of a group, in a ``store`` that is the group's own; a rank's new note replaces its last.
+    """What the ranks of a group tell each other, in a ``store`` that is the group's own.
+
+    Each rank has one *note*; a new one replaces its last. A *tally* belongs to a question, numbered by its serial. What
+    belongs to a question is deleted two questions later: then everyone has asked the next one, and reads it no more.
 
     Raises:
-        CollectiveFailed: from every method that reads, if the store cannot be reached.
+        CollectiveFailed: from every method, if the store cannot be reached.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
-        self._keys = [f"order/{r}" for r in range(size)]
-        self._own = self._keys[rank]
-        self._reads_many = bool(store.has_extended_api())  # type: ignore[attr-defined]
+        self._rank, self._size = rank, size
+        self._next_reader = itertools.cycle([*range(rank + 1, size), *range(rank)])
+        self._own: deque[tuple[int, str]] = deque()  # (serial, key) that this rank has made and will delete
 
     def meet(self) -> None:
         """Wait until every rank of the group has a board: from then on no read can block."""
         self.pin("[]")
+        if self._rank == 0:
+            self._set("question", "[]")
+            self._add("left", 0)
+        met = self._add("met", 1)
         delay_s = FIRST_POLL_S
-        while not self._is_complete():
+        while met < self._size:
             delay_s = _pause(delay_s)
+            met = self._add("met", 0)
 
-    def _is_complete(self) -> bool:
+    def _set(self, key: str, text: str) -> None:
         try:
-            return bool(self._store.check(self._keys))
+            self._store.set(key, text)
         except RuntimeError as error:
             raise _lost(error) from error
+
+    def _get(self, key: str) -> str:
+        try:
+            return bytes(self._store.get(key)).decode()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _add(self, key: str, number: int) -> int:
+        """Add to a number and return the sum; 0 only reads it, or makes it."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    # ---- what belongs to a question
+
+    def vote(self, serial: int, text: str, about: str = "tally") -> Tally:
+        """Add a vote to a tally of question ``serial``, and return it."""
+        key = f"{about}/{serial}"
+        tally = Tally(self._add(key, _vote(text)))
+        if tally.count == 1:
+            self._own.append((serial, key))
+        return tally
+
+    def tally(self, serial: int, about: str = "tally") -> Tally:
+        """Return a tally of question ``serial``."""
+        return Tally(self._add(f"{about}/{serial}", 0))
+
+    def put(self, serial: int, key: str, text: str) -> None:
+        """Write ``text`` for those who will have agreed on question ``serial``."""
+        self._set(f"{key}/{serial}", text)
+        self._own.append((serial, f"{key}/{serial}"))
+
+    def text(self, serial: int, key: str) -> str:
+        """Return what was put."""
+        return self._get(f"{key}/{serial}")
+
+    def ask(self, note: Note) -> Tally:
+        """Vote for ``note``; the first to do so also says where the question is."""
+        while self._own and self._own[0][0] <= note.serial - 2:
+            self._delete(self._own.popleft()[1])
+        tally = self.vote(note.serial, note.text())
+        if tally.count == 1:
+            self._set("question", note.text())
+        return tally
+
+    def question(self) -> Note | None:
+        """Return the note of the first to ask the newest question, None if there never was one."""
+        return _note_of(self._get("question"))
+
+    # ---- notes
 
     def pin(self, text: str) -> None:
         """Replace this rank's note by ``text``."""
-        try:
-            self._store.set(self._own, text)
-        except RuntimeError as error:
-            raise _lost(error) from error
+        self._set(f"note/{self._rank}", text)
+
+    def note_of_next(self) -> Note | None:
+        """Return the note of another rank, another one at every call."""
+        return _note_of(self._get(f"note/{next(self._next_reader)}")) if self._size > 1 else None
+
+    def notes(self) -> dict[int, Note]:
+        """Return the notes of the others that pinned one, by their position in the group."""
+        found = {r: _note_of(self._get(f"note/{r}")) for r in range(self._size) if r != self._rank}
+        return {rank: note for rank, note in found.items() if note is not None}
+
+    # ---- the end
 
     def leave(self, message: str) -> None:
         """Tell who looks at the board that this rank has left, and why."""
-        self.pin(json.dumps([message]))
+        self._set("why", message)
+        self._add("left", 1)
 
-    def read(self) -> dict[int, Note]:
-        """Return the notes of those who pinned one, by their position in the group, one's own included.
-
-        Raises:
-            RanksDisagreeError: a rank has left.
-        """
-        try:
-            texts = (
-                self._store.multi_get(self._keys) if self._reads_many else [self._store.get(key) for key in self._keys]
-            )
-        except RuntimeError as error:
-            raise _lost(error) from error
-        fields = [json.loads(text) for text in texts]
-        left = next((f[0] for f in fields if len(f) == 1), None)
-        if left is not None:
-            raise RanksDisagreeError(left)
-        return {rank: Note.of(f) for rank, f in enumerate(fields) if f}
+    def check_left(self) -> None:
+        """Raise RanksDisagreeError if a rank has left."""
+        if self._add("left", 0):
+            raise RanksDisagreeError(self._get("why"))
 
     def take_down(self) -> None:
-        """Delete this rank's note; nobody may look for it any more."""
+        """Delete what this rank has put up; nobody may look for it any more."""
+        common = ("question", "left", "why", "met") if self._rank == 0 else ()
+        for key in (f"note/{self._rank}", *(key for _, key in self._own), *common):
+            self._delete(key)
+        self._own.clear()
+
+    def _delete(self, key: str) -> None:
         try:
-            self._store.delete_key(self._own)
+            self._store.delete_key(key)
         except RuntimeError:
-            return  # the store died with its host, and the note with it
+            return  # the store died with its host, and the key with it
+
+
+def _note_of(text: str) -> Note | None:
+    fields = json.loads(text)
+    return Note.of(fields) if fields else None
 
 
 def _lost(error: RuntimeError) -> CollectiveFailed:
@@ -296,19 +395,44 @@ class Order:
     def ask(self, call: Call) -> None:
         """Agree with all ranks on a call that is no part of the order, as it does not recur; raises as ``before``."""
         own = Note(self._serial, self._tree.place, call)
-        self._board.pin(own.text())
+        tally = self._board.ask(own)
+        self._check_same(tally, own)
         delay_s = FIRST_POLL_S
-        while not self._is_agreed(own):
+        while tally.count < len(self._ranks):
             delay_s = _pause(delay_s)
+            self._board.check_left()
+            if self._disputed([self._board.note_of_next()], own) is not None:
+                self._raise_difference(own, own.place)
+            tally = self._board.tally(own.serial)
+            self._check_same(tally, own)
         self._serial += 1
 
-    def _is_agreed(self, own: Note) -> bool:
-        others = self._others()
-        if self._disputed(others, own) is not None:
-            self._raise_difference(own)
-        # a rank with a higher serial has seen all ranks agree, this one included
-        agreeing = [n for n in others.values() if n.serial > own.serial or n == own]
-        return len(agreeing) == len(self._ranks) - 1
+    def _check_same(self, tally: Tally, own: Note) -> None:
+        if not tally.all_say(own.text()):
+            self._raise_difference(own, own.place)
+
+    def tell(self, call: Call, text: str) -> str:
+        """Return what the first rank of the group tells; ``call`` names the occasion. Raises as :meth:`before`."""
+        serial = self._serial
+        if self._rank == 0:
+            self._board.put(serial, "told", text)
+        self.ask(call)
+        return self._board.text(serial, "told")
+
+    def compare(self, call: Call, text: str) -> list[str]:
+        """Return every rank's text, in group order; others' are read only if not all are the same.
+
+        ``call`` names the occasion. Raises as :meth:`before`.
+        """
+        serial = self._serial
+        self._board.vote(serial, text, about="same")
+        self.ask(call)
+        if self._board.tally(serial, about="same").all_say(text):
+            return [text] * len(self._ranks)
+        serial = self._serial
+        self._board.put(serial, f"text/{self._rank}", text)
+        self.ask(call)
+        return [self._board.text(serial, f"text/{rank}") for rank in range(len(self._ranks))]
 
     def end_iteration(self) -> None:
         """All calls of this iteration were made; nothing if there was none. Raises as :meth:`before`."""
@@ -323,17 +447,22 @@ class Order:
 
     def look(self) -> None:
         """Look whether a rank has asked about a place that this one has passed; raises as :meth:`before`."""
-        if self._disputed(self._others(), None) is not None:
-            self._raise_difference(None)
+        self._board.check_left()
+        tally = self._board.tally(self._serial)
+        question = self._board.question() if tally.count else None
+        if question is None or question.serial != self._serial:
+            return  # not asked, or not written yet
+        place = self._disputed([question], None)
+        if place is None and not tally.all_say(question.text()):
+            place = self._disputed(self._board.notes().values(), None)
+        if place is not None:
+            self._raise_difference(None, place)
 
-    def _others(self) -> dict[int, Note]:
-        return {rank: note for rank, note in self._board.read().items() if rank != self._rank}
-
-    def _disputed(self, others: dict[int, Note], own: Note | None) -> tuple[int, int] | None:
+    def _disputed(self, others: Iterable[Note | None], own: Note | None) -> tuple[int, int] | None:
         """Return the first place at which another rank's note differs from what this one did, or asks in ``own``."""
         places = []
-        for note in others.values():
-            if note.serial != self._serial:
+        for note in others:
+            if note is None or note.serial != self._serial:
                 continue  # settled
             if note.place < self._tree.place:
                 places += [note.place] if note.call != self._tree.call_at(note.place) else []
@@ -341,23 +470,31 @@ class Order:
                 places.append(own.place)  # it does something else here, or has passed without being asked
         return min(places, default=None)
 
-    def _raise_difference(self, own: Note | None) -> None:
-        """Answer what this rank did at the first place in dispute, wait for the others' answers, and raise."""
+    def _raise_difference(self, own: Note | None, place: tuple[int, int]) -> None:
+        """Answer what this rank did at the first place in dispute, wait for the others' answers, and raise.
+
+        Args:
+            own: what this rank asks; None if it was not asked.
+            place: a place in dispute; the others' notes may tell of one before it.
+        """
         deadline_s = time.monotonic() + ANSWERS_S
         delay_s = FIRST_POLL_S
-        answer = own
-        place = (-1, -1)
+        answer: Note | None = None
         while True:
-            others = self._others()
-            place = self._disputed(others, own) or place
+            others = self._board.notes()
+            place = min(place, self._disputed(others.values(), own) or place)
             if answer is None or answer.place != place:
                 done = own.call if own and own.place == place else self._tree.call_at(place)
+                is_first = answer is None
                 answer = Note(self._serial, place, done or Call("something forgotten", None, 0))
                 self._board.pin(answer.text())
+                if own is None and is_first:
+                    self._board.vote(self._serial, answer.text())  # those who ask look at the tally
             notes = sorted({**others, self._rank: answer}.items())
             calls = {self._ranks[r]: n.call for r, n in notes if (n.serial, n.place) == (self._serial, place)}
             if len(calls) == len(self._ranks) or time.monotonic() > deadline_s:
                 raise RanksDisagreeError(self._difference(place, calls))
+            self._board.check_left()
             delay_s = _pause(delay_s)
 
     def _difference(self, place: tuple[int, int], calls: dict[int, Call]) -> str:

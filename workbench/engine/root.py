@@ -241,11 +241,11 @@ def _check_no_meta(units: Iterable[FSDPParamGroup]) -> None:
 
 
 def _check_ranks_agree(units: Iterable[FSDPParamGroup]) -> None:
-    """Compare units across every group that communicates for them; collective."""
+    """Compare units across every group that communicates for them; all ranks together."""
     by_group: dict[groups.CommGroup, list[FSDPParamGroup]] = {}
     for unit in units:
         for group in (unit.mesh_info.shard_group, unit.mesh_info.replicate_group):
             if group is not None:
                 by_group.setdefault(group, []).append(unit)
     for group, members in by_group.items():
-        check_same_units([u.describe() for u in members], group, members[0].device)
+        check_same_units([u.describe() for u in members], group)

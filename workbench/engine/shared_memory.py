@@ -23,7 +23,7 @@ from workbench.engine.groups import CommGroup
 from workbench.engine.order import Call
 from workbench.engine.waits import PendingWork, Work
 
-_MESSAGE_BYTES = 256
+_SET_UP = Call("set-up of shared memory", None, 0)
 _MAPPED = "mapped"
 _CPU = torch.device("cpu")
 _ON_CPU = dist.BarrierOptions()
@@ -38,22 +38,6 @@ def barrier(process_group: dist.ProcessGroup) -> Work:
     The cheapest of gloo's collectives: log2(F) messages in a row, an all-reduce or all-gather of one byte takes more.
     """
     return cast("Work", process_group.barrier(_ON_CPU))
-
-
-def _exchange(text: str, group: CommGroup) -> list[str]:
-    """Gather a short text from every rank, in rank order; interruptible."""
-    data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    texts = [torch.zeros_like(own) for _ in group.ranks]
-    pending = group.start(
-        lambda pg: cast("Work", dist.all_gather(texts, own, group=pg, async_op=True)),
-        Call("set-up of shared memory", None, _MESSAGE_BYTES * group.size),
-        recurs=False,
-    )
-    pending.block()
-    group.finished(pending)
-    pending.finish()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
 
 
 def _attempt(action: Callable[..., T], *args: Any) -> tuple[T | None, str]:  # noqa: ANN401 - action's own
@@ -138,10 +122,10 @@ class SharedMemory:
         with ExitStack() as until_mapped:
             if self.group.rank == 0:
                 address, problem = _attempt(_create, num_bytes, until_mapped)
-            address = _exchange(address or "", self.group)[0]
+            address = self.group.tell(_SET_UP, address or "")
             if address:
                 memory, problem = _attempt(_map, address, num_bytes)
-            answers = _exchange(problem or _MAPPED, self.group)
+            answers = self.group.compare(_SET_UP, problem or _MAPPED)
         problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != _MAPPED]
         if problems or memory is None:
             memory = None  # else the exception would keep it

@@ -1,20 +1,16 @@
 """Do all ranks hold the same units? Asked once, when the root of a model is first run.
 
 Ranks that built different models would hang, return each other's bytes or kill a process in their first collective.
-Comparing a digest of every unit's names, shapes, dtypes and policy costs one 96-byte all-gather; only if digests
-differ is the text itself exchanged, to name the first difference.
+Every unit's names, shapes, dtypes and policy are compared through the store, by a digest; only if digests differ do
+ranks read each other's text, to name the first difference.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
 
-import torch
-
-from workbench.engine.comm import GlooAllGather
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.groups import CommGroup
 from workbench.engine.order import Call
@@ -29,18 +25,6 @@ def _lines(units: Sequence[UnitInfo]) -> list[str]:
         for unit in units
         for p in unit.params
     ]
-
-
-def _gather_bytes(data: bytes, size: int, group: CommGroup, device: torch.device) -> list[bytes]:
-    """Gather ``data``, padded to ``size`` bytes, from every rank of ``group``; interruptible."""
-    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
-    output = torch.empty(size * group.size, dtype=torch.uint8, device=device)
-    call = Call("comparison of the ranks' models", None, output.nbytes)
-    pending = group.start(lambda pg: GlooAllGather()(output, own, pg), call, recurs=False)
-    pending.block()
-    group.finished(pending)
-    pending.finish()
-    return [bytes(row.tolist()).rstrip(b"\0") for row in output.cpu().view(group.size, size)]
 
 
 def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> str:
@@ -60,25 +44,20 @@ def _has(ranks: Sequence[int], text: str) -> str:
     return f"ranks {', '.join(map(str, ranks))} have {text}"
 
 
-def check_same_units(units: Sequence[UnitInfo], group: CommGroup, device: torch.device) -> None:
+def check_same_units(units: Sequence[UnitInfo], group: CommGroup) -> None:
     """Compare ``units`` across the ranks of ``group``; raises as :func:`check_same_lines`."""
-    check_same_lines(_lines(units), group, device)
+    check_same_lines(_lines(units), group)
 
 
-def check_same_lines(lines: Sequence[str], group: CommGroup, device: torch.device) -> None:
-    """Compare descriptions, one line per parameter, across the ranks of ``group``; collective.
+def check_same_lines(lines: Sequence[str], group: CommGroup) -> None:
+    """Compare descriptions, one line per parameter, across the ranks of ``group``; all of them call this together.
 
     Raises:
         RanksDisagreeError: on every rank, naming the first parameter that differs and who has what.
     """
-    text = json.dumps(list(lines)).encode()
-    digest = hashlib.sha256(text).hexdigest().encode()
-    size_text = str(len(text)).encode()
-    answers = _gather_bytes(digest + b" " + size_text, 96, group, device)
-    if len({a.split(b" ")[0] for a in answers}) == 1:
+    texts = group.compare(Call("comparison of the ranks' models", None, 0), json.dumps(list(lines)))
+    if len(set(texts)) == 1:
         return
-    size = max(int(a.split(b" ")[1]) for a in answers)
-    texts = _gather_bytes(text, size, group, device)
     difference = _first_difference([json.loads(t) for t in texts], group.ranks)
     raise RanksDisagreeError(
         f"ranks built different models; {difference}. "

@@ -166,7 +166,7 @@ def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceM
     names = {id(m): name for name, m in model.named_modules()}
     lines = [f"{name} {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     lines += [f"unit {names[id(m)]}" for m in inner]
-    check_same_lines(lines, info.shard_group, torch.device(mesh.device_type))
+    check_same_lines(lines, info.shard_group)
 
 
 def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any]) -> None:
