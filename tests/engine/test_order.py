@@ -550,7 +550,7 @@ def notes_left() -> list[dict[str, set[str]]]:
     for _ in range(3):
         step(model)
         dist.barrier()
-        names = [key.rsplit("workbench/0-1/")[1] for key in default_store().list_keys() if "0-1/" in key]
+        names = [key.rsplit("workbench/cpu/0-1/")[1] for key in default_store().list_keys() if "0-1/" in key]
         keys = [name.partition("/") for name in names if "/cpu/" not in name]  # without gloo's addresses
         left.append({number: {name for n, _, name in keys if n == number} for number, _, _ in keys})
         dist.barrier()

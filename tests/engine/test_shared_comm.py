@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.ranks import run_ranks
-from tests.engine.test_shared_memory import DTYPES, connected, mapped, meet
+from tests.engine.test_shared_memory import DTYPES, connected, mapped
 from workbench.engine.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
 
 FORK = multiprocessing.get_context("fork")
@@ -168,7 +168,7 @@ def test_stages_grow_are_given_up_and_come_again():
 # ---- ranks that are late: shards
 
 
-def overwritten_after(barrier: bool, has_read, has_written) -> list[float]:
+def overwritten_after(ordered: bool, has_read, has_written) -> list[float]:
     """A forward without backward, then rank 1 writes its shard; rank 0 reads late."""
     shared = connected()
     gather = SharedMemoryAllGather(shared)
@@ -176,24 +176,24 @@ def overwritten_after(barrier: bool, has_read, has_written) -> list[float]:
     output = gather.allocate([2], dtype=torch.float32, device=CPU)
     gather(output, shard, dist.group.WORLD)
     if dist.get_rank() == 1:
-        if barrier:
-            meet(shared)
+        gather.free(output)
+        if ordered:
+            shared.readers.wait()
             assert has_read.is_set()
         shard.fill_(9)
         has_written.set()
         return []
-    if not barrier:
+    if not ordered:
         assert has_written.wait(60)
     seen = output.tolist()
     has_read.set()
-    if barrier:
-        meet(shared)
+    gather.free(output)
     return seen
 
 
-@pytest.mark.parametrize(("barrier", "seen"), [(True, [1.0, 2.0]), (False, [1.0, 9.0])])
-def test_the_barrier_after_reading_keeps_shards_for_slow_readers(barrier, seen):
-    assert run_ranks(2, overwritten_after, barrier, FORK.Event(), FORK.Event())[0] == seen
+@pytest.mark.parametrize(("ordered", "seen"), [(True, [1.0, 2.0]), (False, [1.0, 9.0])])
+def test_a_writer_can_wait_for_slow_readers(ordered, seen):
+    assert run_ranks(2, overwritten_after, ordered, FORK.Event(), FORK.Event())[0] == seen
 
 
 # ---- given up, and refused

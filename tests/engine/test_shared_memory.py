@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.engine.ranks import outcomes, run_ranks
 from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, groups, shared_memory
+from workbench.engine.order import Call
 from workbench.engine.shared_memory import SharedMemory, barrier
 from workbench.engine.waits import PendingWork, cancellation
 
@@ -30,20 +31,26 @@ def all_ranks() -> groups.CommGroup:
 def connected() -> SharedMemory:
     shared = SharedMemory.connect(all_ranks())
     assert shared is not None
+    OF_READERS.update(mapped())
     return shared
 
 
 def meet(shared: SharedMemory) -> None:
-    pending = shared.barrier()
+    pending = shared.group.start(barrier, Call("barrier", None, 0))
     pending.block()
     shared.group.finished(pending)
     pending.finish()
 
 
+OF_READERS: set[str] = set()
+"""Names of what this process maps as long as it is connected, to say what it has read."""
+
+
 def mapped() -> list[str]:
-    """Names of the shared memory this process has mapped."""
+    """Names of the shared memory this process has mapped, but for :data:`OF_READERS`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split("memfd:")[1].split()[0] for line in lines if "memfd:workbench-" in line]
+    names = [line.split("memfd:")[1].split()[0] for line in lines if "memfd:workbench-" in line]
+    return [name for name in names if name not in OF_READERS]
 
 
 def open_files() -> list[str]:
@@ -89,6 +96,9 @@ def written_and_read(numel: int) -> list[list[float]]:
         assert (rows == rows[:, -1:]).all()
         del rows
         assert mapped() == []
+    del shared
+    OF_READERS.clear()
+    assert mapped() == []
     return seen
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
+    abort_process_groups,
     all_gather_single,
     base_of,
     call_post_accumulate_hooks,
@@ -474,6 +476,30 @@ def stores_and_groups() -> list[object]:
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
     assert default_store() is not store
     return sums
+
+
+def backends() -> list[str]:
+    """A default group for several kinds of device: a group for one of them has that one's backend alone."""
+    default = distributed_c10d._get_default_group()
+    store = distributed_c10d._world.pg_map[default][1]
+    distributed_c10d._world.pg_map[default] = ("cpu:gloo,cuda:nccl", store)
+    mixed = dist.get_backend(new_group([0], "of a mixed one"))
+    distributed_c10d._world.pg_map[default] = ("gloo", store)
+    return [mixed, dist.get_backend(new_group([0], "cpu")), dist.get_backend(new_group([0], "cuda", "cuda"))]
+
+
+def test_a_group_has_the_backend_of_its_device():
+    assert run_ranks(1, backends) == [["gloo", "gloo", "gloo"]]
+
+
+def aborted() -> bool:
+    new_group([0], "one")
+    abort_process_groups()
+    return dist.is_initialized()
+
+
+def test_all_groups_can_be_aborted():
+    assert run_ranks(1, aborted) == [False]
 
 
 def test_groups_have_the_names_they_are_given_and_the_store_is_the_default_groups():

@@ -207,8 +207,15 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
-def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def abort_process_groups() -> None:
+    """Destroy all process groups without waiting for what they do; NCCL's kernels that wait for a peer end."""
+    distributed_c10d._abort_process_group()  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist.ProcessGroup:
     """Make a process group under a name of one's own; only its ranks, and all of them, must call this.
+
+    Its backend is what the default group has for ``device_type``, alone.
 
     ``new_group(use_local_synchronization=True)`` names a group after the number of groups this process has made: ranks
     of which one has made another group before wait for each other for ever.
@@ -216,8 +223,10 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     Args:
         ranks: global ranks, in group order.
         name: new, and the same on all of them.
+        device_type: of the tensors that will be communicated.
     """
-    backend = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
+    of_default = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
+    backend = dist.BackendConfig(dist.Backend(of_default)).get_device_backend_map().get(device_type, of_default)
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call,unused-ignore]
         len(ranks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -57,7 +57,7 @@ class CommSelection:
     def __init__(self) -> None:
         self._memories: dict[CommGroup, SharedMemory | None] = {}
         self._reducers: dict[tuple[CommGroup, torch.dtype], SharedMemoryReduceScatter] = {}
-        self._read: dict[CommGroup, set[CommUser]] = {}
+        self._read: set[CommGroup] = set()
 
     def choose(self, units: Sequence[CommUser], pool: BufferPool, max_scatters: int) -> None:
         """Give each unit the fastest pair that works between its ranks; what the user has set stays.
@@ -121,25 +121,21 @@ class CommSelection:
         """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
         group = unit.mesh_info.shard_group
         if group is not None and unit.comm is not None and unit.comm.name == SHARED:
-            self._read.setdefault(group, set()).add(unit)
+            self._read.add(group)
 
     def reduces(self, group: CommGroup | None) -> None:
         """Note that a reduction is issued: before it is finished, all ranks have read."""
         if group is not None:
-            self._read.pop(group, None)
+            self._read.discard(group)
 
-    def order_reads(self, units: Iterable[CommUser] | None = None) -> None:
-        """Wait until all ranks have read the shards of ``units`` (None: of all), so that they may be written.
+    def order_reads(self) -> None:
+        """Wait until the other ranks have read what this one has, so that shards may be written.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :meth:`Readers.wait`.
         """
-        written = None if units is None else set(units)
-        for group, read in tuple(self._read.items()):
+        for group in tuple(self._read):
             memory = self._memories.get(group)
-            if memory is not None and (written is None or written & read):
-                pending = memory.barrier()
-                pending.block()
-                group.finished(pending)
-                pending.finish()
-                self._read.pop(group, None)
+            if memory is not None:
+                memory.readers.wait()
+            self._read.discard(group)

@@ -35,6 +35,7 @@ class CommGroup:
 
     Attributes:
         ranks: global ranks, in group order.
+        device_type: of the tensors it communicates.
         rank: this process's position among them.
         size: number of ranks.
         process_group: the live c10d group; None between two of them.
@@ -42,8 +43,9 @@ class CommGroup:
         incarnation: how often the group was built anew since the default process group was made; equal on its ranks.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], device_type: str = "cpu") -> None:
         self.ranks = ranks
+        self.device_type = device_type
         self.size = len(ranks)
         self.rank = ranks.index(dist.get_rank())
         self.incarnation = -1
@@ -51,6 +53,7 @@ class CommGroup:
         self._in_flight: set[PendingWork] = set()
         self._store: Store | None = None
         self._order: Order | None = None
+        self._on_device = False
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -63,11 +66,11 @@ class CommGroup:
         store = default_store()
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
-        name = f"workbench/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
+        name = f"workbench/{self.device_type}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
         with around_creation():
-            self.process_group = new_group(self.ranks, name)
+            self.process_group = new_group(self.ranks, name, self.device_type)
         # on NCCL collectives run in order on a stream, and host threads do not wait
-        self._on_device = "cuda:nccl" in dist.get_backend_config(self.process_group)
+        self._on_device = dist.get_backend(self.process_group) == "nccl"
         self._next_look_s = 0.0
         self._renew_order(PrefixStore(name, store))
         if probe.active is not None:
@@ -86,10 +89,13 @@ class CommGroup:
     def let_go(self) -> None:
         """Drop the process group, which must not be used again.
 
-        With a collective unfinished it is kept alive for good: ending it joins gloo's threads, and one of them can
-        wait for ever to send to a peer that has left.
+        With a collective unfinished it is aborted, on a device: a kernel that waits for a peer would spin for ever.
+        Elsewhere it is kept alive for good: ending it joins gloo's threads, and one of them can wait for ever to send
+        to a peer that has left.
         """
-        if self.num_unfinished:
+        if self.num_unfinished and self._on_device and self.process_group is not None:
+            self.process_group.abort()
+        elif self.num_unfinished:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.process_group))
         self._in_flight.clear()
         self.process_group = None
@@ -206,14 +212,18 @@ class CommGroup:
         return sum(not pending.has_ended for pending in tuple(self._in_flight))
 
 
-_groups: dict[tuple[int, ...], CommGroup] = {}
+_groups: dict[tuple[str, tuple[int, ...]], CommGroup] = {}
 
 
-def group_of(ranks: tuple[int, ...]) -> CommGroup:
-    """Return the engine's group of these global ranks; made at first use, by all of them together."""
-    if ranks not in _groups:
-        _groups[ranks] = CommGroup(ranks)
-    return _groups[ranks]
+def group_of(ranks: tuple[int, ...], device_type: str = "cpu") -> CommGroup:
+    """Return the engine's group of these global ranks for tensors on a kind of device.
+
+    Made at first use, by all of them together.
+    """
+    key = (device_type, ranks)
+    if key not in _groups:
+        _groups[key] = CommGroup(ranks, device_type)
+    return _groups[key]
 
 
 def end_iteration() -> None:

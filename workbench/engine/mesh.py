@@ -51,7 +51,8 @@ class DataParallelMeshInfo:
         if axis is None or self.mesh.size(axis) == 1:
             return None
         along = [slice(None) if i == axis else c for i, c in enumerate(self._coordinate)]
-        return group_of(tuple(int(rank) for rank in self.mesh.mesh[tuple(along)].tolist()))
+        ranks = tuple(int(rank) for rank in self.mesh.mesh[tuple(along)].tolist())
+        return group_of(ranks, self.mesh.device_type)
 
     @cached_property
     def shard_group(self) -> CommGroup | None:

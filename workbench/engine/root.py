@@ -34,13 +34,10 @@ def _give_up_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noq
             unit.reshard()
 
 
-def _wait_for_readers(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+def _wait_for_readers(*_: Any) -> None:  # noqa: ANN401 - hook signature
     """Before an optimizer's step: other ranks may still read the shards, if no reduction came after their reads."""
     for root in tuple(roots):
-        if root._comm_ctx.comms.has_unordered_reads:
-            params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            written = [u for u in units_of(root._states) if any(id(p.sharded_param) in params for p in u.fsdp_params)]
-            root._comm_ctx.comms.order_reads(written)
+        root._comm_ctx.comms.order_reads()
 
 
 register_optimizer_step_pre_hook(_wait_for_readers)
@@ -119,6 +116,7 @@ class RootContext:
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
         ctx.streams.join()
+        ctx.comms.order_reads()
         for unit in units_of(self.states):
             unit.wait_for_host()
         if self.is_last_backward:

@@ -11,8 +11,8 @@ What a rank may write, and when
     - a shard, up to the call of its all-gather: always, if the reads of the one before are covered as below;
     - a shard, after its reads in forward and backward: as soon as this rank has finished the reduce-scatter of the same
       unit, or any collective issued later. An optimizer is safe, also one that runs in backward, unit by unit;
-    - a shard, after a forward that has no backward (evaluation), or of a unit that reduces nothing:
-      :meth:`SharedMemory.barrier`, issued after the last copy-out and waited for before the shard is written;
+    - a shard, whenever the engine has returned from a forward, a backward or an unshard by hand: it does so only when
+      the others have read what this rank has (:class:`Readers`). So a loader, or whoever writes in place, is safe too;
     - the same bytes once more (a cast of parameters that have not changed): always;
     - a stage: whenever ``allocate`` returns it, see :class:`SharedMemoryReduceScatter`.
 
@@ -72,6 +72,7 @@ class SharedMemoryAllGather:
         self._shared = shared
         self._whole = torch.empty(0)  # [F * S]
         self._row = torch.empty(0)  # [S]
+        self._number: int | None = None  # of the all-gather that is not done with
 
     def shard_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new memory ``[numel]`` for this rank's shard; its storage is this alone, not the whole mapping.
@@ -119,7 +120,15 @@ class SharedMemoryAllGather:
                 "an all-gather through shared memory copies nothing: the input must be the tensor that shard_memory() "
                 "returned last, the output the one that allocate() returned"
             )
+        self.free(output_tensor)  # one that was given up
+        self._number = self._shared.readers.issue()
         return _waited(barrier(group), async_op)
+
+    def free(self, _output: torch.Tensor) -> None:
+        """The output was read, or never will be."""
+        if self._number is not None:
+            self._shared.readers.done(self._number)
+            self._number = None
 
 
 class _Reduction:

@@ -8,9 +8,13 @@ The memory belongs to no file system: it is gone with the last process that maps
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
+import select
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,9 +23,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engine.errors import CollectiveFailed
 from workbench.engine.groups import CommGroup
-from workbench.engine.order import Call
-from workbench.engine.waits import PendingWork, Work
+from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Call
+from workbench.engine.waits import SLICE_S, Work, cancellation
 
 _SET_UP = Call("set-up of shared memory", None, 0)
 _MAPPED = "mapped"
@@ -81,8 +86,11 @@ class SharedMemory:
     """What the ranks of one group map together.
 
     Attributes:
-        group: the ranks; all of them call every method but :meth:`barrier`'s wait together, in the same order.
+        group: the ranks; all of them call every method together, in the same order.
+        readers: what they have read; there once the ranks are connected.
     """
+
+    readers: Readers
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
@@ -96,7 +104,7 @@ class SharedMemory:
         """
         shared = cls(group)
         try:
-            shared.rows(1, torch.uint8)
+            shared.readers = Readers(group, shared.rows(3, torch.int64))
         except OSError:
             return None
         return shared
@@ -135,6 +143,111 @@ class SharedMemory:
             )
         return memory
 
-    def barrier(self) -> PendingWork:
-        """Start a barrier: once it has ended, whatever any rank read before it issued it has been read."""
-        return self.group.start(barrier, Call("barrier after reading shared memory", None, 0))
+
+class Readers:
+    """Which all-gathers the ranks of a group have read, in numbers that each writes for itself and all see.
+
+    An all-gather through shared memory leaves each rank to read the others' rows when it comes to it. Before a shard is
+    handed to whoever may write it, :meth:`wait` lets the others have read what this rank has. They need not come for
+    that, as to a barrier: they mostly have read long ago, and then it costs one look at the numbers.
+
+    Args:
+        group: the ranks.
+        numbers: ``[F, 3]`` int64, zeroed; per rank its process, all-gathers issued, and how many of these, from the
+            first on, it has done with.
+    """
+
+    def __init__(self, group: CommGroup, numbers: torch.Tensor) -> None:
+        self._group = group
+        self._memory = numbers  # keeps it mapped
+        self._numbers = (ctypes.c_int64 * numbers.numel()).from_address(numbers.data_ptr())
+        self._own = 3 * group.rank
+        self._numbers[self._own] = os.getpid()
+        self._order = threading.Lock()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._generation = self._group.index
+        self._unread: set[int] = set()
+        self._num_read = 0  # all-gathers up to the last one read
+        self._numbers[self._own + 1] = self._numbers[self._own + 2] = 0
+
+    def issue(self) -> int:
+        """Number an all-gather that is about to be issued."""
+        if self._generation != self._group.index:
+            self._begin_anew()  # ranks may have come to differ; nobody reads what was issued on the group before
+        number = self._numbers[self._own + 1]
+        self._numbers[self._own + 1] = number + 1
+        self._unread.add(number)
+        return number
+
+    def done(self, number: int) -> None:
+        """This rank will not read all-gather ``number`` any more."""
+        if number not in self._unread:
+            return
+        self._unread.discard(number)
+        self._num_read = max(self._num_read, number + 1)
+        for _ in range(2):
+            with self._order:  # a mutex is between the reads and the number also where processors reorder accesses
+                pass
+        self._say(min(self._unread, default=self._numbers[self._own + 1]))
+
+    def _say(self, number: int) -> None:
+        self._numbers[self._own + 2] = max(number, self._numbers[self._own + 2])
+
+    def wait(self) -> None:
+        """Wait, interruptibly, until the others have read what this rank has.
+
+        What this rank has issued and not read is its own affair: it says that nobody need wait for it.
+
+        Raises:
+            StepAborted: cancelled meanwhile.
+            RanksDisagreeError: a rank does something else.
+            CollectiveFailed: a rank has ended.
+        """
+        if self._generation != self._group.index:
+            return
+        self._say(self._numbers[self._own + 1])
+        behind = self._behind()
+        if not behind:
+            return
+        delay_s, next_look_s = FIRST_POLL_S, time.monotonic() + SLICE_S
+        try:
+            while behind := self._behind():
+                cancellation.sleep(delay_s)
+                delay_s = min(2 * delay_s, LAST_POLL_S)
+                if time.monotonic() > next_look_s:
+                    next_look_s += SLICE_S
+                    self._check(behind)
+        except BaseException as error:
+            self._group.give_up(error)
+            raise
+
+    def _behind(self) -> list[int]:
+        """Return who has yet to read; not who has gone further, as nothing of what it does can wait for this rank."""
+        numbers, issued = self._numbers, self._numbers[self._own + 1]
+        places = range(0, len(numbers), 3)
+        return [i // 3 for i in places if numbers[i + 2] < self._num_read and numbers[i + 1] <= issued]
+
+    def _check(self, behind: list[int]) -> None:
+        self._group.look()
+        for rank in behind:
+            if _has_ended(self._numbers[3 * rank]):
+                cancellation.check_after_failure()
+                raise CollectiveFailed(
+                    f"rank {self._group.ranks[rank]} has ended before it read the parameters it had gathered"
+                )
+
+
+def _has_ended(pid: int) -> bool:
+    """Tell whether a process of this host has ended, also if nobody has asked for its exit code yet."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # this system cannot tell
+    try:
+        return bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)

@@ -208,7 +208,8 @@ class FSDPState(ShardedCall):
                 if unit.is_unsharding:
                     unit.reshard()  # gathered ahead for nothing; by the next forward the shards may have changed
             self._root.forget_order(self._comm_ctx)
-            self._comm_ctx.comms.order_reads()
+        self._comm_ctx.comms.order_reads()
+        if not self._backward_follows:
             groups.end_iteration()
         probe.phase(Phase.IDLE)
 

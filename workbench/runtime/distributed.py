@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
+from workbench.engine._torch import abort_process_groups
 from workbench.engine.root import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
@@ -140,8 +141,7 @@ class ProcessGroups:
         The meshes of before keep working: c10d gives the new default group the name of the old one, and those of
         copies x shards have names of their own.
         """
-        self._sockets.shut()
-        dist.destroy_process_group()
+        self._destroy()
         cancellation.reset()
         self._init(generation)
         with self._sockets.tracked():
@@ -159,6 +159,13 @@ class ProcessGroups:
     def leave(self) -> None:
         """Destroy all groups; a rank that exits without can take its process down hard."""
         if dist.is_initialized():
-            self._sockets.shut()
-            dist.destroy_process_group()
+            self._destroy()
         groups.forget_all()
+
+    def _destroy(self) -> None:
+        """Drop c10d's groups; one that waits for a peer is not waited for."""
+        self._sockets.shut()
+        if self.device.type == "cuda":  # NCCL would wait for its kernels, and they for a peer that has left
+            abort_process_groups()
+        else:
+            dist.destroy_process_group()

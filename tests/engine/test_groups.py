@@ -1,0 +1,96 @@
+"""Process groups of the engine: which backend they have, and what becomes of one with a collective unfinished."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import on_one_rank, run_ranks
+from tests.engine.test_order import gather
+from tests.waiting import eventually
+from workbench.engine import StepAborted, groups
+from workbench.engine.call import states_below, units_of
+from workbench.engine.order import Call
+from workbench.engine.waits import PendingWork, cancellation
+
+MIXED = "cpu:gloo,cuda:nccl"
+
+
+def pretend_mixed() -> None:
+    """Let the default group be one of ``init_process_group("cpu:gloo,cuda:nccl")``, as far as its name tells."""
+    default = distributed_c10d._get_default_group()
+    distributed_c10d._world.pg_map[default] = (MIXED, distributed_c10d._world.pg_map[default][1])
+    distributed_c10d._world.pg_backend_config[default] = MIXED
+
+
+def mixed_and_shared() -> set[str]:
+    pretend_mixed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_COMM", "")
+        model = shard_net(make_net(num_blocks=1))
+        loss_of(model, batch(dist.get_rank(), 0)).backward()
+    return {unit.comm.name for unit in units_of(states_below(model))}
+
+
+def test_a_cpu_mesh_shares_memory_whatever_the_default_group_has_for_cuda():
+    assert run_ranks(2, mixed_and_shared) == [{"shared memory"}] * 2
+
+
+def mixed_and_interrupted() -> None:
+    """Rank 1 does not come to the last all-gather."""
+    pretend_mixed()
+    group = groups.group_of((0, 1))
+    for _ in range(2):
+        gather(group, "a")
+        groups.end_iteration()
+    if dist.get_rank() == 0:
+        canceller = threading.Thread(target=lambda: (eventually(groups.num_unfinished), cancellation.cancel("enough")))
+        canceller.start()
+        with pytest.raises(StepAborted, match=r"^enough$"):
+            gather(group, "a")
+        canceller.join()
+        cancellation.reset()
+    groups.rebuild_all()
+    gather(group, "a")
+
+
+def test_a_cpu_mesh_is_interruptible_whatever_the_default_group_has_for_cuda():
+    run_ranks(2, mixed_and_interrupted)
+
+
+class Spinning:
+    """A collective on a device whose peer does not come."""
+
+    def wait(self) -> None:
+        """The stream waits, not the host."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def unfinished(on_device: bool) -> tuple[list[str], int]:
+    """Return what was done with a process group that was let go with a collective unfinished, and how many kept it."""
+    group = groups.CommGroup((0,))
+    done: list[str] = []
+    group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
+    group._on_device = on_device
+    group._in_flight.add(PendingWork.of(Spinning(), Call("all-gather", "a", 0), group, on_device=True))
+    references = sys.getrefcount(dropped)
+    group.let_go()
+    assert group.process_group is None
+    return done, sys.getrefcount(dropped) - references
+
+
+@on_one_rank
+def test_a_group_with_a_kernel_that_waits_for_a_peer_is_aborted():
+    assert unfinished(on_device=True) == (["abort"], -1)
+
+
+@on_one_rank
+def test_one_of_gloo_is_kept_for_good():
+    assert unfinished(on_device=False) == ([], 0)

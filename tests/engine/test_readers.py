@@ -1,0 +1,218 @@
+"""Over shared memory nobody writes a shard that another rank still reads, whoever the writer is."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import run_ranks
+from workbench.engine import CollectiveFailed, StepAborted, collectives, shared_memory
+from workbench.engine.shared_memory import Readers
+from workbench.engine.waits import cancellation
+
+FORK = multiprocessing.get_context("fork")
+
+
+# ---- the numbers
+
+
+class Group:
+    """A group of two, as far as readers know it."""
+
+    ranks = (4, 7)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.index = 0
+        self.given_up = []
+
+    def look(self) -> None:
+        """Nobody disagrees."""
+
+    def give_up(self, error: BaseException) -> None:
+        self.given_up.append(error)
+
+
+@pytest.fixture
+def two() -> list[Readers]:
+    numbers = torch.zeros(2, 3, dtype=torch.int64)
+    return [Readers(Group(rank), numbers) for rank in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def no_cancellation_left():
+    yield
+    cancellation.reset()
+
+
+def waits(readers: Readers) -> bool:
+    """Tell whether it would have to wait; it is freed if so."""
+    cancellation.cancel("enough")
+    try:
+        readers.wait()
+    except StepAborted:
+        return True
+    finally:
+        cancellation.reset()
+    return False
+
+
+def test_who_has_read_waits_for_those_who_have_not(two):
+    first, second = two
+    numbers = [(first.issue(), second.issue()) for _ in range(2)]
+    assert not waits(first)  # it has read nothing: what the other reads was not written for it either
+    first.done(numbers[0][0])
+    assert waits(first)
+    assert not waits(second)
+    second.done(numbers[1][1])  # another one
+    second.done(numbers[0][1])
+    assert not waits(first)
+    assert first._group.given_up
+
+
+def test_what_a_rank_has_not_read_when_it_may_write_itself_is_its_own_affair(two):
+    first, second = two
+    first.done(first.issue())
+    second.issue()
+    assert waits(first)
+    second.wait()
+    assert not waits(first)
+
+
+def test_who_has_gone_further_is_not_waited_for(two):
+    first, second = two
+    first.done(first.issue())
+    second.issue()
+    assert waits(first)
+    second.issue()
+    assert not waits(first)
+
+
+def test_a_rebuilt_group_begins_anew(two):
+    first, second = two
+    first.issue()
+    first.done(first.issue())
+    second.issue()
+    for readers in two:
+        readers._group.index = 1
+    assert not waits(first)
+    assert (first.issue(), second.issue()) == (0, 0)
+    first.done(0)
+    assert waits(first)
+    second.done(0)
+    second.done(0)  # once more is nothing
+    assert not waits(first)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(two, monkeypatch):
+    monkeypatch.setattr(shared_memory, "SLICE_S", 0.0)
+    first, second = two
+    child = FORK.Process(target=os._exit, args=(0,))
+    child.start()
+    second._numbers[3] = child.pid
+    first.done(first.issue())
+    second.issue()
+    with pytest.raises(CollectiveFailed, match=r"^rank 7 has ended before it read the parameters it had gathered$"):
+        first.wait()  # it has not been asked for its exit code yet
+    child.join()
+    with pytest.raises(CollectiveFailed, match=r"^rank 7 has ended"):
+        first.wait()
+    child.close()
+    assert not shared_memory._has_ended(os.getpid())
+    monkeypatch.setattr(os, "pidfd_open", lambda _: os.open("/nowhere", os.O_RDONLY))
+    assert not shared_memory._has_ended(os.getpid())  # a system that cannot tell
+
+
+def test_a_rank_that_does_something_else_is_told(two, monkeypatch):
+    monkeypatch.setattr(shared_memory, "SLICE_S", 0.0)
+    first, second = two
+    first.done(first.issue())
+    second.issue()
+
+    def look() -> None:
+        raise RuntimeError("something else")
+
+    first._group.look = look
+    with pytest.raises(RuntimeError, match="something else"):
+        first.wait()
+
+
+# ---- a model
+
+
+def forward_alone(model: nn.Module) -> None:
+    loss_of(model, batch(dist.get_rank(), 0))
+
+
+def without_sync(model: nn.Module) -> None:
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(dist.get_rank(), 0)).backward()
+
+
+def evaluated(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model, batch(dist.get_rank(), 0))
+
+
+def by_hand(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.unshard()
+        block.reshard()
+
+
+def inner_alone(model: nn.Module) -> None:
+    model.blocks[1](torch.ones(1, model.blocks[1].norm.weight.shape[0]))
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9)
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.full_like(value, 9) for name, value in model.state_dict().items()})
+
+
+def read_late(act, write, may_read) -> bool:
+    """Rank 1 is slow to copy out what it gathered last; rank 0 is through and writes its shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_COMM", "")
+        model = shard_net(make_net(num_blocks=2))
+        loss_of(model, batch(dist.get_rank(), 0)).backward()
+        real, copies = collectives.foreach_all_gather_copy_out, []
+
+        def copy_out(gathered, targets, unit) -> None:
+            copies.append(unit.name)
+            if len(copies) == last and dist.get_rank() == 1:
+                before = gathered.clone()
+                assert may_read.wait(60)
+                unchanged.append(torch.equal(gathered, before))
+            real(gathered, targets, unit)
+
+        last, unchanged = -1, []
+        patch.setattr(collectives, "foreach_all_gather_copy_out", copy_out)
+        act(model)  # a root stays full after the first forward
+        copies.clear()
+        act(model)
+        last = len(copies)
+        copies.clear()
+        if dist.get_rank() == 0:
+            sleep = cancellation.sleep
+            patch.setattr(cancellation, "sleep", lambda seconds: (may_read.set(), sleep(seconds)))
+        act(model)
+        write(model)
+        may_read.set()
+        assert len(unchanged) == dist.get_rank()
+        return all(unchanged)
+
+
+@pytest.mark.parametrize("write", [in_place, loaded])
+@pytest.mark.parametrize("act", [forward_alone, without_sync, evaluated, by_hand, inner_alone])
+def test_a_shard_is_written_when_the_others_have_read_it(act, write):
+    assert run_ranks(2, read_late, act, write, FORK.Event()) == [True, True]
