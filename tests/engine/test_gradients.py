@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
 from workbench import engine
 from workbench.engine.probe import Edge, Kind
-from workbench.engine.reduction import Reduction
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 # ---- the divisor
@@ -317,11 +316,3 @@ def partly_used(inner: bool) -> None:
 @pytest.mark.parametrize("inner", [False, True])
 def test_outputs_used_in_part(world_size, inner):
     run_ranks(world_size, partly_used, inner)
-
-
-def test_a_reduction_that_is_finished_twice_is_an_error_of_the_engines():
-    reduction = Reduction(
-        SimpleNamespace(mesh_info=SimpleNamespace(replicate_group=None), finish=None), []
-    )  # its lease is gone
-    with pytest.raises(RuntimeError, match="a reduction was finished twice"):
-        reduction.reduced(torch.ones(1))

@@ -1,6 +1,7 @@
 """Who holds which rows: laws over shapes and world sizes, on ranks simulated one after another."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
     """Tensors of these shapes that hold 1, 2, 3 ..., all different."""
     ends = torch.tensor([0, *(math.prod(shape) for shape in shapes)]).cumsum(0).tolist()
     return [torch.arange(a + 1.0, b + 1.0).view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)]
+
+
+@contextmanager
+def kernels(fused: bool):
+    """Copy with the kernels that a device has for many pieces at once, or with one copy each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_is_fused", lambda _: fused)
+        yield
 
 
 def unit_of(tensors: list[torch.Tensor]) -> FSDPParamGroup:
@@ -67,8 +76,8 @@ def test_shards_are_torch_chunks_rows(shape, world_size):
 
 @simulating
 @settings(max_examples=60, deadline=None)
-@given(UNITS, WORLD_SIZES)
-def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
+@given(UNITS, WORLD_SIZES, st.booleans())
+def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fused):
     tensors = numbered(shapes)
     units = units_of_all_ranks(tensors, world_size)
     assert [u.shards.flat.numel() for u in units] == [units[0].shards.numel] * world_size
@@ -77,7 +86,8 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
     params = units[0].fsdp_params
     fulls = [torch.full((p.slot_numel * world_size,), math.nan) for p in params]
     targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
-    collectives.foreach_all_gather_copy_out(gathered, targets, UNIT)
+    with kernels(fused):
+        collectives.foreach_all_gather_copy_out(gathered, targets, UNIT)
     for full, tensor in zip(fulls, tensors, strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()
@@ -85,12 +95,13 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size):
 
 @simulating
 @settings(max_examples=60, deadline=None)
-@given(UNITS, WORLD_SIZES)
-def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size):
+@given(UNITS, WORLD_SIZES, st.booleans())
+def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size, fused):
     tensors = numbered(shapes)
     units = units_of_all_ranks(tensors, world_size)
     chunks = torch.full((world_size, units[0].shards.numel), math.nan)
-    collectives.lay_out(units[0].fsdp_params, tensors, chunks, UNIT)
+    with kernels(fused):
+        collectives.lay_out(units[0].fsdp_params, tensors, chunks, UNIT)
     assert torch.equal(chunks, torch.stack([u.shards.flat for u in units]))
 
 

@@ -22,6 +22,7 @@ from workbench.engine._torch import (
     all_gather_single,
     base_of,
     call_post_accumulate_hooks,
+    chunk_cat,
     default_store,
     dtensor_of,
     group_allocator,
@@ -500,6 +501,14 @@ def aborted() -> bool:
 
 def test_all_groups_can_be_aborted():
     assert run_ranks(1, aborted) == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_many_tensors_are_copied_at_once(dtype):
+    tensors = [torch.arange(10.0).view(5, 2), torch.arange(3.0), torch.ones(1, 2)]
+    out = torch.full((2, 10), torch.nan, dtype=dtype)
+    chunk_cat(tensors, 2, out)
+    assert out.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 1, 1], [6, 7, 8, 9, 0, 0, 2, 0, 0, 0]]
 
 
 def test_groups_have_the_names_they_are_given_and_the_store_is_the_default_groups():

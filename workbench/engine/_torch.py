@@ -198,6 +198,14 @@ def group_allocator(group: dist.ProcessGroup | None, device: torch.device) -> Ca
     return allocate
 
 
+def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """Copy chunk r of every tensor, cut along dim 0 as torch.chunk does and padded with zeros, into row r of ``out``.
+
+    ``out`` is ``[num_chunks, ...]``; it may have another dtype. On CUDA that is one kernel for all tensors.
+    """
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
 def default_store() -> Store:
     """Return the store of the default process group; another object after every ``init_process_group``.
 

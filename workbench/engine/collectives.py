@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine._torch import premultiplied_sum
+from workbench.engine._torch import chunk_cat, premultiplied_sum
 from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes
 from workbench.engine.groups import CommGroup
+from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.engine.param import FSDPParam
 from workbench.engine.pool import NO_UNIT
@@ -100,6 +101,32 @@ class AllGatherState:
         give_back(self.gather, self.output)
 
 
+@dataclass
+class DeviceCopyState:
+    """The flat shard of a single rank on its way to the device that computes: what an all-gather is among several.
+
+    Attributes:
+        output: ``[S]`` there.
+        ready: after the copy; None where the host has waited for it.
+    """
+
+    output: torch.Tensor
+    unit: UnitId
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """Let the current stream wait for the bytes; returns the output."""
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+        return self.output
+
+    def drop(self) -> None:
+        """Forget the output."""
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.unit.index, -self.output.nbytes)
+
+    abandon = drop
+
+
 _NAMES = {Kind.ALL_GATHER: "all-gather", Kind.REDUCE_SCATTER: "reduce-scatter", Kind.ALL_REDUCE: "all-reduce"}
 
 
@@ -141,6 +168,15 @@ def foreach_all_gather(
     return AllGatherState(output, gather, InFlight(unit, Kind.ALL_GATHER, group, pending, comm, output.nbytes))
 
 
+def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device, unit: UnitId) -> DeviceCopyState:
+    """Start copying the flat shard ``[S]``, in one piece, to ``device``, in ``dtype``."""
+    output = torch.empty(shard.numel(), dtype=dtype, device=device)
+    with _alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output.nbytes):
+        _copy_shard(output, shard, unit)
+    ready = torch.cuda.current_stream().record_event() if output.is_cuda else None
+    return DeviceCopyState(output, unit, ready)
+
+
 def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None:
     """Cast and move a flat shard."""
     kind = Kind.COPY_IN if target.device == shard.device else Kind.OFFLOAD
@@ -156,9 +192,25 @@ def foreach_all_gather_copy_out(gathered: torch.Tensor, targets: Sequence[torch.
     """
     num_bytes = gathered.nbytes
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
-    slots = gathered.split([target.numel() // len(gathered) for target in targets], dim=1)
-    torch._foreach_copy_(list(targets), [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)])
+    _copy_out(gathered, list(targets))
     probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)
+
+
+def _is_fused(tensor: torch.Tensor) -> bool:
+    """Whether there are kernels that copy many strided pieces at once; a copy for each is dear there."""
+    return tensor.is_cuda
+
+
+def _copy_out(gathered: torch.Tensor, targets: list[torch.Tensor]) -> None:
+    sizes = [target.numel() // len(gathered) for target in targets]
+    if _is_fused(gathered) and all(
+        t.dtype == gathered.dtype and t.shape == (len(gathered), size) and t.is_contiguous()
+        for t, size in zip(targets, sizes, strict=True)
+    ):
+        torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
+        return
+    slots = gathered.split(sizes, dim=1)
+    torch._foreach_copy_(targets, [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)])
 
 
 def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
@@ -217,11 +269,22 @@ class ReduceScatterState:
 def lay_out(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: torch.Tensor, unit: UnitId) -> None:
     """Copy full gradients into ``chunks`` ``[F, S]``, cast to its dtype."""
     probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, chunks.nbytes)
-    slots = chunks.split([p.slot_numel for p in params], dim=1)
-    pairs = [pair for p, g, s in zip(params, grads, slots, strict=True) for pair in p.layout.copy_in_pairs(g, s)]
+    _copy_in([p.layout for p in params], grads, chunks)
+    probe.event(Kind.COPY_IN, Edge.END, unit.index, chunks.nbytes)
+
+
+def _copy_in(layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor) -> None:
+    if (
+        _is_fused(chunks)
+        and all(layout.dim == 0 and grad.numel() for layout, grad in zip(layouts, grads, strict=True))
+        and len({grad.dtype for grad in grads}) == 1
+    ):
+        chunk_cat([grad.contiguous() for grad in grads], len(chunks), out=chunks)
+        return
+    slots = chunks.split([layout.slot_numel for layout in layouts], dim=1)
+    pairs = [pair for la, g, s in zip(layouts, grads, slots, strict=True) for pair in la.copy_in_pairs(g, s)]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-    probe.event(Kind.COPY_IN, Edge.END, unit.index, chunks.nbytes)
 
 
 def drop_full_grads(grads: list[torch.Tensor], unit: UnitId) -> None:

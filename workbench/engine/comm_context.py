@@ -46,8 +46,8 @@ class FSDPCommContext:
         self.pool = BufferPool()
         self.comms = CommSelection()
         self.overlaps = OverlapRecord()
-        self.reductions = ReductionQueue()
         self.streams = Streams(device)
+        self.reductions = ReductionQueue(self.streams)
         self.post_forward_order: list[Any] = []
         self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
 

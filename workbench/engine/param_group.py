@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from workbench.engine import collectives, probe
-from workbench.engine.collectives import AllGatherState
+from workbench.engine.collectives import AllGatherState, DeviceCopyState
 from workbench.engine.comm import AllGather, default_pair
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo
@@ -53,7 +53,7 @@ class FSDPParamGroup(Unit):
         self.unshard_in_backward = True
         self.training_state = TrainingState.IDLE
         self.pending_backwards = 0
-        self._all_gather: AllGatherState | None = None
+        self._all_gather: AllGatherState | DeviceCopyState | None = None
         self._post_forward: PostForwardShard | None = None
         self._is_unsharding = False  # begun and not yet waited for
         self._grad_bytes = 0
@@ -83,6 +83,9 @@ class FSDPParamGroup(Unit):
                 self._all_gather = collectives.foreach_all_gather(
                     shard, self.param_dtype, self.device, info.shard_group, self._gather(info), self._unit
                 )
+        elif shard.device != self.device:
+            with self.comm_ctx.streams.gathering():
+                self._all_gather = collectives.copy_to_device(shard, self.param_dtype, self.device, self._unit)
         self._is_unsharding = True
 
     def _check_usable(self) -> None:

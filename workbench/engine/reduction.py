@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -35,7 +34,7 @@ from workbench.engine.comm import ReduceScatter
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
 from workbench.engine.probe import Category, Edge, Kind
-from workbench.engine.streams import used_here
+from workbench.engine.streams import Streams, used_here
 
 CPU = torch.device("cpu")
 
@@ -126,7 +125,7 @@ class Reducer:
         reduction = self._reduction(params, unused)
         if group is None:
             output = self._whole(params, grads)
-            reduction.reduced(PartialSum(params, output, probe.Lease(category, self.unit.index, output.nbytes)))
+            reduction.summed = PartialSum(params, output, probe.Lease(category, self.unit.index, output.nbytes))
         else:
             mode = ReduceMode(self.dtype, self.scaling, category, reduction.unused)
             reduction.scatter = foreach_reduce(params, grads, mode, group, reduce, self.unit)
@@ -146,8 +145,7 @@ class Reducer:
     def start_kept(self, unused: Sequence[str]) -> Reduction:
         """Start all-reducing what was kept, for a unit that has no gradients beside."""
         reduction = self._reduction([], unused)
-        part, reduction.kept = cast("PartialSum", reduction.kept), None
-        reduction.reduced(part)
+        reduction.summed, reduction.kept = reduction.kept, None
         return reduction
 
     def _reduction(self, params: list[FSDPParam], unused: Sequence[str]) -> Reduction:
@@ -239,6 +237,7 @@ class Reduction:
         keeps: with replicas, what comes out of the reduce-scatter waits for a later all-reduce.
         kept: partial sums of earlier micro-batches that go with it through the all-reduce.
         scatter: its reduce-scatter in flight.
+        summed: over the shard ranks, until it goes on.
         all_reduce: its all-reduce in flight.
         total: what is in that one.
     """
@@ -249,6 +248,7 @@ class Reduction:
     keeps: bool
     kept: PartialSum | None
     scatter: ReduceScatterState | None = None
+    summed: PartialSum | None = None
     all_reduce: AllReduceState | None = None
     total: PartialSum | None = None
 
@@ -258,14 +258,19 @@ class Reduction:
         return self.scatter is not None or self.all_reduce is not None
 
     def end_scatter(self) -> None:
-        """Wait for the reduce-scatter and start what follows it."""
+        """Wait for the reduce-scatter."""
         if self.scatter is not None:
-            part = PartialSum(self.params, self.scatter.finish(), self.scatter.lease)
+            self.summed = PartialSum(self.params, self.scatter.finish(), self.scatter.lease)
             self.scatter = None
-            self.reduced(part)
 
-    def reduced(self, part: PartialSum) -> None:
-        """Go on with what was summed over the shard ranks."""
+    def go_on(self, streams: Streams) -> None:
+        """Start what follows the reduce-scatter."""
+        part, self.summed = self.summed, None
+        if part is not None:
+            with streams.trailing(part.output):
+                self._reduced(part)
+
+    def _reduced(self, part: PartialSum) -> None:
         reducer, group = self.reducer, self.reducer.mesh_info.replicate_group
         if group is None:
             reducer.finish(part)
@@ -289,7 +294,7 @@ class Reduction:
         """The iteration was given up: nobody waits for it any more."""
         if self.scatter is not None:
             self.scatter.abandon()
-        self.scatter = self.all_reduce = self.total = self.kept = None
+        self.scatter = self.summed = self.all_reduce = self.total = self.kept = None
 
 
 class ReductionQueue:
@@ -299,8 +304,9 @@ class ReductionQueue:
         max_scatters: reduce-scatters in flight at once: each holds an input buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.max_scatters = 1
+        self._streams = streams
         self._scattering: deque[Reduction] = deque()
         self._all_reducing: Reduction | None = None
 
@@ -317,8 +323,8 @@ class ReductionQueue:
         """Remember a reduction that was started."""
         if reduction.scatter is not None:
             self._scattering.append(reduction)
-        elif reduction.all_reduce is not None:
-            self._follow(reduction)
+        else:
+            self._go_on(reduction)
 
     def finish(self) -> None:
         """Finish all."""
@@ -337,6 +343,10 @@ class ReductionQueue:
         reduction = self._scattering[0]
         reduction.end_scatter()
         self._scattering.popleft()  # not before: a wait that is given up leaves it to be abandoned
+        self._go_on(reduction)
+
+    def _go_on(self, reduction: Reduction) -> None:
+        reduction.go_on(self._streams)
         if reduction.all_reduce is not None:
             self._follow(reduction)
 
@@ -344,4 +354,5 @@ class ReductionQueue:
         """Let ``reduction`` be the one whose all-reduce is in flight, and finish the one before it."""
         before, self._all_reducing = self._all_reducing, reduction
         if before is not None:
-            before.end_all_reduce()
+            with self._streams.trailing():
+                before.end_all_reduce()

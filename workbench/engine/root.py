@@ -115,7 +115,7 @@ class RootContext:
             unit.training_state = TrainingState.IDLE
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
-        ctx.streams.join()
+        ctx.streams.join_all()
         ctx.comms.order_reads()
         for unit in units_of(self.states):
             unit.wait_for_host()

@@ -144,17 +144,18 @@ class FSDPState(ShardedCall):
     def _unshard(self, ahead: Iterable[ShardedCall]) -> None:
         """Make the parameters full, and start doing so for the units of ``ahead``.
 
-        What was gathered ahead itself is copied out first, which frees its staging for the next one.
+        What was gathered ahead itself is copied out first, which frees its staging for the next one. On a device that
+        would let the next all-gather wait for this copy, and so for the compute before it: there it is issued first.
         """
         units = self._fsdp_param_groups
-        on_its_way = any(u.is_unsharding for u in units)
+        copies_first = any(u.is_unsharding for u in units) and not self._comm_ctx.streams.are_there
         for unit in units:
             unit.unshard()
-        if not on_its_way:
+        if not copies_first:
             _prefetch(ahead)
         for unit in units:
             unit.wait_for_unshard()
-        if on_its_way:
+        if copies_first:
             _prefetch(ahead)
 
     @property

@@ -1,0 +1,205 @@
+"""What runs after what on a device, by streams that only note who waits for whom."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import on_one_rank, run_ranks
+from tests.engine.recording import recording
+from workbench.engine import collectives
+from workbench.engine.collectives import UnitId
+from workbench.engine.comm_context import FSDPCommContext
+from workbench.engine.probe import Category, Edge, Kind
+from workbench.engine.reduction import PartialSum, Reduction, ReductionQueue
+from workbench.engine.streams import Streams
+
+COMPUTE = "compute"
+
+
+class Device:
+    """A device whose streams are names; notes what each was given, in order."""
+
+    def __init__(self) -> None:
+        self.names = iter(["copy_in", "reduce", "trail"])
+        self.now = COMPUTE
+        self.done: list[str] = []
+
+    def Stream(self, *_: object, **__: object) -> "Stream":
+        return Stream(self, next(self.names))
+
+    def current_stream(self) -> "Stream":
+        return Stream(self, self.now)
+
+    @contextmanager
+    def stream(self, stream: "Stream"):
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    def do(self, what: str) -> None:
+        self.done.append(f"{self.now}: {what}")
+
+
+class Stream:
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.device.done.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    device = Device()
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    return device
+
+
+class Step:
+    """A reduction of which every part says where it runs."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+        self.output, self.lease = torch.ones(1), None
+
+    def finish(self, total: object = None) -> torch.Tensor:
+        self.device.do(f"{self.name} {'set' if total is not None else 'scattered'}")
+        return self.output
+
+
+def reduction(device: Device, name: str, *, replicas: bool) -> Reduction:
+    step = Step(device, name)
+    reducer = SimpleNamespace(
+        mesh_info=SimpleNamespace(replicate_group=object() if replicas else None),
+        finish=step.finish,
+        scaling=None,
+        unit=UnitId(0, name),
+    )
+    return Reduction(reducer, [], (), keeps=False, kept=None, scatter=step)
+
+
+class AllReduced:
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+
+    def finish(self) -> None:
+        self.device.do(f"{self.name} all-reduced")
+
+
+def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(device, monkeypatch):
+    def all_reduce(_output, _group, _scaling, unit, _unused) -> AllReduced:
+        device.do(f"{unit.name} begins all-reduce")
+        return AllReduced(device, unit.name)
+
+    monkeypatch.setattr("workbench.engine.reduction.all_reduce", all_reduce)
+    streams = Streams(torch.device("cuda", 0))
+    queue = ReductionQueue(streams)
+    for name in ("b", "a"):
+        with streams.reducing(after_compute=True):
+            queue.make_room()
+            device.do(f"{name} copied in")
+            queue.add(reduction(device, name, replicas=True))
+        streams.join()
+    in_backward = len(device.done)
+    with streams.reducing(after_compute=False):
+        queue.finish()
+    streams.join_all()
+    assert device.done == [
+        "reduce waits for compute", "reduce: b copied in", "compute waits for reduce",
+        "reduce waits for compute", "reduce: b scattered", "trail waits for reduce", "trail: b begins all-reduce",
+        "reduce: a copied in", "compute waits for reduce",
+        "reduce: a scattered", "trail waits for reduce", "trail: a begins all-reduce",
+        "trail waits for reduce", "trail: b all-reduced", "trail: b set",
+        "trail waits for reduce", "trail: a all-reduced", "trail: a set",
+        "compute waits for reduce", "compute waits for trail",
+    ]  # fmt: skip
+    assert not any("waits for trail" in done for done in device.done[:in_backward])
+
+
+def test_a_single_rank_trails_as_well(device):
+    streams = Streams(torch.device("cuda", 0))
+    alone = reduction(device, "a", replicas=False)
+    alone.scatter, alone.summed = None, PartialSum([], torch.ones(1), None)
+    with streams.reducing(after_compute=True):
+        ReductionQueue(streams).add(alone)
+    assert device.done == ["reduce waits for compute", "trail waits for reduce", "trail: a set"]
+
+
+def test_on_the_cpu_there_are_none():
+    streams = Streams(torch.device("cpu"))
+    assert not streams.are_there
+    with streams.trailing(torch.ones(1)):
+        streams.join_all()
+
+
+# ---- what is gathered ahead
+
+
+def order_of_a_forward() -> tuple[list[str], list[str]]:
+    """Order of all-gathers and copies of the second forward, on the CPU and where streams order memory."""
+    orders = []
+    for are_there in (False, True):
+        with pytest.MonkeyPatch.context() as patch, recording() as record:
+            patch.setattr(Streams, "are_there", are_there)
+            model = shard_net(make_net(num_blocks=3))
+            for step in range(2):
+                record.clear()
+                loss_of(model, batch(0, step)).backward()
+            wanted = ((Kind.ALL_GATHER, Edge.BEGIN), (Kind.COPY_OUT, Edge.BEGIN))
+            orders.append([f"{k.name} {record.name(u)}" for k, e, u, *_ in record.rows if (k, e) in wanted])
+    return orders[0], orders[1]
+
+
+def test_an_all_gather_ahead_does_not_wait_for_the_copy_before_it_on_a_device():
+    for on_cpu, on_device in run_ranks(2, order_of_a_forward):
+        assert sorted(on_cpu) == sorted(on_device)
+        ahead, copied = "ALL_GATHER blocks.1", "COPY_OUT blocks.0"
+        assert on_cpu.index(copied) < on_cpu.index(ahead)
+        assert on_device.index(ahead) < on_device.index(copied)
+
+
+# ---- a single rank that offloads
+
+
+def test_a_flat_shard_goes_to_the_device_in_one_piece():
+    shard, unit = torch.ones(6), UnitId(3, "a")
+    with recording() as record:
+        record.name = str
+        state = collectives.copy_to_device(shard, torch.bfloat16, torch.device("meta"), unit)
+        assert record.live[Category.ALL_GATHER_BUFFERS] == 12
+        assert record.events == ["OFFLOAD BEGIN 3", "OFFLOAD END 3"]
+        assert (state.wait().device.type, state.output.dtype) == ("meta", torch.bfloat16)
+        state.drop()
+        assert record.live[Category.ALL_GATHER_BUFFERS] == 0
+
+
+@on_one_rank
+def test_a_single_rank_copies_from_what_was_brought_to_the_device():
+    """Pretend that the shards of a unit are elsewhere."""
+    model = shard_net(make_net(num_blocks=1))
+    loss_of(model, batch(0, 0))
+    model.reset_iter_state()
+    unit = model.blocks[0]._get_fsdp_state()._fsdp_param_group
+    assert isinstance(unit.comm_ctx, FSDPCommContext)
+    brought: list[torch.Tensor] = []
+    real = collectives.copy_to_device
+
+    def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device, of: UnitId) -> object:
+        state = real(shard, dtype, torch.device("cpu"), of)
+        brought.append(state.output)
+        return state
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(collectives, "copy_to_device", copy_to_device)
+        patch.setattr(unit.shards, "flat", SimpleNamespace(device="elsewhere", numel=unit.shards.flat.numel, flat=None))
+        patch.setattr(collectives, "_copy_shard", lambda target, _shard, _unit: target.fill_(7))
+        model.blocks[0].unshard()
+        assert len(brought) == 1
+        assert all(bool((p == 7).all()) for p in nn.ParameterList(model.blocks[0].parameters()))
+        model.blocks[0].reshard()
