@@ -14,13 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.models import Block, Net
 from workbench import engine
-from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, collectives, fully_shard
 from workbench.engine.call import states_below, units_of
+from workbench.engine.layout import ShardLayout
+from workbench.engine.order import Call
 from workbench.engine.streams import Streams
 from workbench.ports import reserved_port
 
@@ -215,6 +219,22 @@ def test_offloaded_gradients_are_copied_beside_backward(world_size):
     run_on_gpus(world_size, copied_beside_backward)
 
 
+def brought_without_waiting() -> None:
+    """Shards go to the device in one copy each, for which the host does not wait, on a single rank too."""
+    model = shard(make(), offload_policy=CPUOffloadPolicy())
+    for step in range(2):
+        loss_of(model, tokens(step)).backward()
+    batch = tokens(2)
+    with no_synchronisation():
+        loss = loss_of(model, batch)
+    loss.backward()
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_the_host_does_not_wait_for_offloaded_shards(world_size):
+    run_on_gpus(world_size, brought_without_waiting)
+
+
 def stepped_within_backward() -> None:
     """A hook that steps reads the gradient on the host."""
     seen: dict[str, torch.Tensor] = {}
@@ -312,13 +332,61 @@ def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
     run_on_gpus(2, stream_of_each_gather)
 
 
-def test_each_context_has_two_streams_beside_the_one_that_computes():
+def test_each_context_has_three_streams_beside_the_one_that_computes():
     streams = Streams(torch.device("cuda", 0))
     with streams.gathering():
         assert torch.cuda.current_stream() == streams.copy_in
     with streams.reducing(after_compute=True):
         assert torch.cuda.current_stream() == streams.reduce
-    assert len({streams.copy_in, streams.reduce, torch.cuda.current_stream()}) == 3
+        with streams.trailing(torch.ones(1, device="cuda")):
+            assert torch.cuda.current_stream() == streams.trail
+    assert len({streams.copy_in, streams.reduce, streams.trail, torch.cuda.current_stream()}) == 4
+
+
+def kernels_of(body: Callable[[], object]) -> int:
+    """Count the kernels, copies and fills that ``body`` launches."""
+    body()  # whatever is set up once
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        body()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
+
+
+def test_many_parameters_are_copied_by_few_kernels():
+    layouts = [ShardLayout(torch.Size((rows, 3)), 0, 4) for rows in range(1, 65)]
+    grads = [torch.rand(layout.shape, device="cuda") for layout in layouts]
+    chunks = torch.empty(4, sum(layout.slot_numel for layout in layouts), device="cuda")
+    fulls = [torch.empty(4 * layout.slot_numel, device="cuda") for layout in layouts]
+    targets = [layout.by_rank(full) for layout, full in zip(layouts, fulls, strict=True)]
+    assert kernels_of(lambda: collectives._copy_in(layouts, grads, chunks)) < 8
+    assert kernels_of(lambda: collectives._copy_out(chunks, targets)) < 8
+    for layout, full, grad in zip(layouts, fulls, grads, strict=True):
+        assert torch.equal(layout.full_view(full), grad)
+
+
+# ---- given up
+
+
+def spinning_kernel() -> None:
+    """Rank 1 does not come to the last all-gather; rank 0's kernel waits for it until the group is let go."""
+    group = engine.groups.group_of((0, 1), "cuda")
+    own, rows = torch.ones(4, device="cuda"), torch.empty(8, device="cuda")
+    call = Call("all-gather", "a", rows.nbytes)
+    for number in range(3):
+        if number < 2 or dist.get_rank() == 0:
+            group.start(lambda pg: dist.all_gather_single(rows, own, group=pg, async_op=True), call)
+        if number < 2:
+            torch.cuda.synchronize()
+            engine.groups.end_iteration()
+    engine.groups.rebuild_all()
+    torch.cuda.synchronize()  # else for ever
+    group.start(lambda pg: dist.all_gather_single(rows, own, group=pg, async_op=True), call).finish()
+    assert rows.tolist() == [1.0] * 8
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices")
+def test_a_kernel_that_waits_for_a_peer_ends_with_its_group():
+    run_on_gpus(2, spinning_kernel)
 
 
 # ---- memory

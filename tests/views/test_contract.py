@@ -186,3 +186,18 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong, near):
 def test_a_name_like_no_other_is_answered_with_all():
     with pytest.raises(UsageError, match=r"no view 'xyzzy'; the views are: layout, memory, .*training"):
         draw("xyzzy", Trace.empty())
+
+
+def on_devices(trace: Trace) -> Trace:
+    ranks = tuple(replace(info, device=f"cuda:{info.rank}") for info in trace.header.ranks)
+    return Trace(replace(trace.header, ranks=ranks), trace.ranks)
+
+
+@pytest.mark.parametrize("name", ["timeline", "states", "comms"])
+def test_a_time_of_a_gpu_is_not_claimed_where_only_the_hosts_is_known(name):
+    trace, said = example_trace(), "imes are when the host enqueued work: when the GPU began and ended it is not"
+    assert said not in words(draw(name, trace))
+    told = words(draw(name, on_devices(trace)))
+    assert said in told.replace("<br>", " ")
+    assert "compute waits" not in told
+    assert "compute stood still" not in told

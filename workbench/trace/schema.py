@@ -235,6 +235,14 @@ class Header:
     strings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def is_enqueued(self) -> bool:
+        """True if ranks compute on a device: times are then the host's, which hands work over and does not wait.
+
+        A row says when work was enqueued; when the device began and ended it is not recorded.
+        """
+        return any(info.device.startswith("cuda") for info in self.ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KeyFrame:

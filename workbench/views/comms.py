@@ -150,7 +150,8 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> 
     sentences = [
         f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}, "
         f"of which a ring sends {theme.format_bytes(sent)} per rank{_carriers(header, own)}",
-        f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
+        theme.enqueued_words(header)
+        or f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
         "compute stood still",
         "≠ is right only where gradients were accumulated, units skipped or unsharded by hand"
         if any(row.differs for row in rows)

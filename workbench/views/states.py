@@ -57,7 +57,7 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     found = spans(drawn, units)
     fig = theme.figure(
         _title(shown, found, len(units)),
-        _subtitle(drawn.rank, alike, len(units) - MAX_UNITS, cuts),
+        _subtitle(trace.header, drawn.rank, alike, len(units) - MAX_UNITS, cuts),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
         legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
@@ -104,13 +104,14 @@ def _most_at_once(found: StateSpans) -> int:
     return int(np.cumsum(moves[np.argsort(times, kind="stable")]).max(initial=0))
 
 
-def _subtitle(rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts) -> str:
+def _subtitle(header: Header, rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts) -> str:
     group = next((ranks for ranks in alike if rank in ranks), (rank,))
     others = [label(ranks) for ranks in alike if ranks is not group]
     sentences = [
         f"{label(group).capitalize()}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
         f"differently did {'; '.join(others[:4])}{' and others' if len(others) > 4 else ''}" if others else "",
         "a thin line: each rank holds its shard only",
+        theme.enqueued_words(header),
         hold_words(cuts),
         f"{theme.plural(num_left_out, 'more unit')} not drawn" if num_left_out > 0 else "",
     ]

@@ -19,7 +19,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale, sequential
 
-from workbench.trace.schema import Category, Kind, UnitState
+from workbench.trace.schema import Category, Header, Kind, UnitState
 
 INK = "#757575"
 """Text and axis lines: legible on white and on dark pages."""
@@ -242,3 +242,10 @@ def empty(sentence: str, title: str = "") -> go.Figure:
     text = _lines(textwrap.wrap(sentence, 90))
     fig.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=15)
     return fig
+
+
+def enqueued_words(header: Header) -> str:
+    """Return what times mean where a device computes; nothing on the CPU."""
+    if not header.is_enqueued:
+        return ""
+    return "times are when the host enqueued work: when the GPU began and ended it is not recorded"

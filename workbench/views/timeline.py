@@ -91,7 +91,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     grid = Grid(num_blocks=len(blocks), tracks=_tracks_used(bars))
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
-        _title(shown, parts, blocks),
+        _title(trace.header, shown, parts, blocks),
         _subtitle(trace.header, folded, cuts, has_collectives=len(grid.tracks) > 1),
         height=round(170 + grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high)),
         barmode="overlay",
@@ -149,7 +149,7 @@ def _blocks(header: Header, shown: Window, parts: Sequence[RankTrace], names: di
 # -- words
 
 
-def _title(shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
+def _title(header: Header, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
     longest = max(block.tracks.total_ns for block in blocks)
     has_ended = all(shown.has_ended(part.rows) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
@@ -158,14 +158,16 @@ def _title(shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
     duration = theme.format_duration(longest)
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
-    return f"{begun}, compute waits {waits}"
+    return f"{begun} on the host" if header.is_enqueued else f"{begun}, compute waits {waits}"
 
 
 def _subtitle(header: Header, folded: str, cuts: Cuts, *, has_collectives: bool) -> str:
     error_ns = max((info.clock_error_ns for info in header.ranks), default=0)
+    reaches = "the host's wait for it" if header.is_enqueued else "its last byte, its arrow to the wait for it"
     sentences = [
+        theme.enqueued_words(header),
         folded,
-        "a collective reaches from its issue to its last byte, its arrow to the wait for it" if has_collectives else "",
+        f"a collective reaches from its issue to {reaches}" if has_collectives else "",
         "compute is each unit's own, without the units inside it",
         hold_words(cuts),
         f"between hosts, differences below {theme.format_duration(error_ns)} mean nothing" if error_ns else "",
