@@ -374,13 +374,13 @@ def spinning_kernel() -> None:
     call = Call("all-gather", "a", rows.nbytes)
     for number in range(3):
         if number < 2 or dist.get_rank() == 0:
-            group.start(lambda pg: dist.all_gather_single(rows, own, group=pg, async_op=True), call)
+            group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
         if number < 2:
             torch.cuda.synchronize()
             engine.groups.end_iteration()
     engine.groups.rebuild_all()
     torch.cuda.synchronize()  # else for ever
-    group.start(lambda pg: dist.all_gather_single(rows, own, group=pg, async_op=True), call).finish()
+    group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call).finish()
     assert rows.tolist() == [1.0] * 8
 
 
