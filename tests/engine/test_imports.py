@@ -11,7 +11,7 @@ import workbench.engine
 
 SOURCES = sorted(Path(workbench.engine.__file__).parent.glob("*.py"))
 # torch's own FSDP is never used; pictures, notebooks and the other parts of the workbench are not known here
-FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "plotly", "ipywidgets", "IPython", "numpy")
+FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "plotly", "ipywidgets", "IPython", "numpy")
 
 
 def imported_by(path: Path) -> set[str]:

@@ -14,7 +14,7 @@ from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from workbench.engine import fully_shard
-from workbench.engine.probe import Edge, Kind
+from workbench.engine.probe import Category, Edge, Kind
 
 # ---- lists
 
@@ -86,7 +86,7 @@ def some_of_a_list_run_in_eval() -> bool:
         model.used = plain.used = used
         with torch.no_grad():
             torch.testing.assert_close(model(data(0)), plain(data(0)))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert all(isinstance(p, DTensor) for m in (model.a, model.c) for p in m.parameters())
     return True
 
 
@@ -186,6 +186,36 @@ def test_backwards_in_another_order_than_the_forwards(world_size):
 # ---- no gradients
 
 
+def warmed_up(reshard: bool | None) -> tuple[int, int, int]:
+    """Run the root without autograd, then an inner method that reads the root's own parameters, then train."""
+    plain = make_net(num_blocks=2)
+    model = shard_net(copy.deepcopy(plain), reshard_after_forward=reshard)
+    tokens = batch(dist.get_rank(), 0)
+    with recording() as record:
+        with torch.no_grad():
+            model(tokens)
+        kept = record.alive.get(Category.UNSHARDED_PARAMS, 0)
+        if reshard is None:
+            with torch.no_grad():  # not through the root's forward
+                logits = model.head(model.blocks[1](model.embed(tokens)) * model.scale)
+                torch.testing.assert_close(logits, plain.head(plain.blocks[1](plain.embed(tokens)) * plain.scale))
+        unit = fully_shard.state(model)._fsdp_param_groups[0]
+        assert unit.is_unsharded == (reshard is None)
+        loss_of(model, tokens).backward()
+        loss_of(plain, tokens).backward()
+        average_grads(plain)
+        assert_same_shards(model, plain)
+        assert unit.is_sharded
+        return kept, unit.full_nbytes, record.alive.get(Category.UNSHARDED_PARAMS, 0)
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+def test_a_root_keeps_its_parameters_after_a_forward_without_gradients_until_a_backward(reshard):
+    for kept, full, after in run_ranks(2, warmed_up, reshard):
+        assert kept == (full if reshard is None else 0)  # it is told of, and views show it
+        assert after == 0
+
+
 def without_gradients(reshard: bool | None, inference: bool) -> Recording:
     plain = make_net(num_blocks=2)
     model = shard_net(copy.deepcopy(plain), reshard_after_forward=reshard)
@@ -195,8 +225,9 @@ def without_gradients(reshard: bool | None, inference: bool) -> Recording:
         for _ in range(2):
             record.clear()
             torch.testing.assert_close(loss_of(model.eval(), tokens), loss_of(plain.eval(), tokens))
-    kept = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    assert bool(kept) == (reshard is False)
+    kept = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    of_the_root = {name for name, _ in model.named_parameters() if not name.startswith("blocks.")}
+    assert kept == {None: of_the_root, True: set(), False: set(dict(model.named_parameters()))}[reshard]
     loss_of(model.train(), tokens).backward()
     loss_of(plain.train(), tokens).backward()
     average_grads(plain)
@@ -208,6 +239,7 @@ def without_gradients(reshard: bool | None, inference: bool) -> Recording:
 @pytest.mark.parametrize("inference", [False, True])
 def test_forward_without_gradients(reshard, inference):
     (record, _) = run_ranks(2, without_gradients, reshard, inference)
-    gathers = 0 if reshard is False else 1  # asked to keep them, the second forward finds them there
-    assert record.count(Kind.ALL_GATHER) == ({ROOT: 1, "blocks.0": 1, "blocks.1": 1} if gathers else {})
+    blocks = {"blocks.0": 1, "blocks.1": 1}
+    # kept, by the root for itself or all by the policy, they are there for the second forward
+    assert record.count(Kind.ALL_GATHER) == {None: blocks, True: {ROOT: 1, **blocks}, False: {}}[reshard]
     assert record.count(Kind.BACKWARD) == {}

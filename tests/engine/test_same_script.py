@@ -257,6 +257,8 @@ def test_an_inner_module_may_be_evaluated_alone_and_its_shards_be_written_then()
 def test_an_event_stands_for_one_optimizer_step():
     model = shard_each(blocks(2))
     root = model._get_fsdp_state()._root
+    model.set_post_optim_event(None)  # what a script that knows no streams passes on the CPU
+    assert root.post_optim_event is None
     model.set_post_optim_event(SimpleNamespace(wait=lambda: None))
     assert root.post_optim_event is not None
     model(data(0))

@@ -131,7 +131,12 @@ WRONG_SETTINGS: dict[str, tuple[str, tuple[object, ...], type[Exception], Words]
         TypeError,
         ("set_all_reduce_hook takes a function of the reduced shard, got 3",),
     ),
-    "event": ("set_post_optim_event", ("now",), TypeError, ("set_post_optim_event takes a torch.Event, got 'now'",)),
+    "event": (
+        "set_post_optim_event",
+        ("now",),
+        TypeError,
+        ("set_post_optim_event takes a torch.Event or None, got 'now'",),
+    ),
 }
 
 

@@ -6,13 +6,17 @@ import functools
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.engine.ranks import on_one_rank, run_ranks
@@ -20,14 +24,17 @@ from workbench.engine import _torch
 from workbench.engine._torch import (
     abort_process_groups,
     all_gather_single,
+    allow_reading,
     base_of,
     call_post_accumulate_hooks,
     chunk_cat,
     default_store,
     dtensor_of,
+    forbid_reading,
     group_allocator,
     has_post_accumulate_hooks,
     is_in_backward,
+    is_replicated,
     is_transforming,
     joined_mesh,
     local_of,
@@ -37,6 +44,7 @@ from workbench.engine._torch import (
     premultiplied_sum,
     queue_backward_final_callback,
     reduce_scatter_single,
+    set_composed,
     set_local,
     set_parameter,
     set_versions,
@@ -44,6 +52,7 @@ from workbench.engine._torch import (
     share_post_accumulate_hooks,
     spec_of,
     strided_shard,
+    tell_pipelining,
     untried,
     waited,
     with_dtype,
@@ -280,6 +289,24 @@ def test_a_parameter_is_exchanged_where_modules_look_for_it():
     assert copy.deepcopy(module)(torch.ones(1, 2)).shape == (1, 2)
 
 
+def test_torchs_composable_functions_and_we_know_of_each_other():
+    module, before = nn.Linear(1, 1), set(vars(nn.Linear(1, 1)))
+    assert not is_replicated(module)
+    set_composed(module, sharded=True)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(module)
+    vars(module).clear()
+    vars(module).update(vars(nn.Linear(1, 1)))
+    set_composed(module, sharded=True)
+    set_composed(module, sharded=False)
+    assert set(vars(module)) == before
+    replicate(module)
+    assert is_replicated(module)
+    set_composed(module, sharded=True)
+    set_composed(module, sharded=False)
+    assert is_replicated(module)
+
+
 def test_transforms_are_noticed_only_within_them():
     seen = []
     torch.func.grad(lambda x: (seen.append(is_transforming()), x * x)[1])(torch.tensor(1.0))
@@ -513,3 +540,55 @@ def test_chunks_of_many_tensors_are_copied_at_once(dtype):
 
 def test_groups_have_the_names_they_are_given_and_the_store_is_the_default_groups():
     assert run_ranks(3, stores_and_groups) == [[2], [3], [2, 3]]
+
+
+def test_reading_can_be_forbidden_where_torch_can_and_is_allowed_again():
+    tensor = torch.ones(4)
+    alias = tensor.view(2, 2).detach()
+    forbid_reading(tensor, "too late")
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):  # CUDA builds
+        for read in (alias.clone, alias.sum, alias.numpy, lambda: repr(alias)):
+            with pytest.raises(RuntimeError, match="too late"):
+                read()
+    allow_reading(tensor)
+    allow_reading(tensor)
+    assert alias.sum() == 4
+
+
+def test_pipelining_takes_modules_of_a_kind_it_was_told_of_for_sharded_ones():
+    class Ours:
+        pass
+
+    with (
+        patch.multiple(stage, FSDPModule=FSDPModule, fully_shard=fully_shard),
+        patch.object(schedules, "FSDPModule", FSDPModule),
+    ):
+        module = nn.Linear(1, 1)
+        for _ in range(2):  # once is enough
+            tell_pipelining(Ours, {module: "state"}.get)
+            for place in (stage, schedules):
+                assert isinstance(Ours(), place.FSDPModule)
+                assert issubclass(FSDPModule, place.FSDPModule)
+                assert not isinstance(module, place.FSDPModule)
+            assert stage.FSDPModule == (FSDPModule, Ours)
+        assert stage.fully_shard.state(module) == "state"
+        assert stage.fully_shard.state(nn.Linear(1, 1)) is None
+
+
+def test_pipelining_asks_for_nothing_else():
+    asked = {
+        node.attr
+        for path in (stage.__file__, schedules.__file__)
+        for node in ast.walk(ast.parse(Path(path).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in {"fsdp_module", "distributed_state", "fully_shard", "fsdp_param_group"}
+    }
+    assert asked == {
+        "set_is_last_backward",
+        "set_reshard_after_backward",
+        "set_requires_gradient_sync",
+        "state",
+        "_state_ctx",
+        "post_backward",
+        "_root_post_backward_final_callback",
+    }

@@ -5,14 +5,18 @@ Each function here has a test in ``tests/engine/test_torch_private.py`` that not
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -146,6 +150,41 @@ def is_transforming() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def set_composed(module: nn.Module, *, sharded: bool) -> None:
+    """Tell torch's composable functions (``replicate``) that ``fully_shard`` has ``module``, or has it no more."""
+    registry: dict[str, object] = vars(module).setdefault(REGISTRY_KEY, {})
+    if sharded:
+        registry["fully_shard"] = RegistryItem()
+    else:
+        del registry["fully_shard"]
+    if not registry:
+        del vars(module)[REGISTRY_KEY]
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether torch's ``replicate`` was called on ``module`` itself."""
+    return "replicate" in vars(module).get(REGISTRY_KEY, ())
+
+
+def tell_pipelining(kind: type[object], state_of: Callable[[nn.Module], object]) -> None:
+    """Let ``torch.distributed.pipelining``, once it is imported, treat modules of ``kind`` as torch's FSDP modules.
+
+    It unshards, reshards and reduces those that it knows by itself, once a step. It asks a stage for its state, and
+    that for ``_state_ctx.all_states``, their ``_fsdp_param_groups`` and ``_root_post_backward_final_callback``.
+
+    Args:
+        kind: the class mixed into them.
+        state_of: returns a module's state; None for a module of another kind.
+    """
+    names = ("stage", "schedules")
+    stage, schedules = (cast("Any", sys.modules.get(f"torch.distributed.pipelining.{name}")) for name in names)
+    if stage is None or schedules is None or issubclass(kind, stage.FSDPModule):
+        return
+    theirs = stage.fully_shard
+    stage.fully_shard = SimpleNamespace(state=lambda module: state_of(module) or theirs.state(module))
+    stage.FSDPModule = schedules.FSDPModule = (stage.FSDPModule, kind)
+
+
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the parameter registered under ``name``, without the search of ``nn.Module.__getattr__``."""
     return module._parameters.get(name)
@@ -165,6 +204,24 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set the counters by which autograd notices that what it saved has changed."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def forbid_reading(tensor: torch.Tensor, reason: str) -> None:
+    """Let whatever reads ``tensor``, or what shares its storage, raise RuntimeError with ``reason``.
+
+    Only CUDA builds can, from torch 2.12 on; elsewhere this does nothing.
+    """
+    if _can_forbid:
+        torch._C._set_storage_data_ptr_access_error_msg(tensor.untyped_storage()._cdata, reason)
+
+
+def allow_reading(tensor: torch.Tensor) -> None:
+    """Undo :func:`forbid_reading`; nothing is wrong if it was never called."""
+    if _can_forbid:
+        torch._C._clear_storage_data_ptr_access_error_msg(tensor.untyped_storage()._cdata)
+
+
+_can_forbid = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
 
 
 def call_post_accumulate_hooks(param: nn.Parameter) -> None:

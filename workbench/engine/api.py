@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.engine._torch import tell_pipelining
 from workbench.engine.call import attach
 from workbench.engine.managed import (
     _get_managed_modules,
@@ -99,6 +100,7 @@ def fully_shard(
 
     The module is left as it was if the call raises.
     """
+    tell_pipelining(FSDPModule, state_of)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
     policy = _policy(reshard_after_forward, mp_policy, offload_policy)
@@ -109,7 +111,8 @@ def fully_shard(
     infos = _get_param_module_infos(managed, ignored)
     _move_to(info.device, *_get_managed_states(managed, ignored))
     groups = _make_groups(place(infos, shard_placement_fn, info), policy)
-    state = FSDPState(modules, groups, auto_reshard=reshard_after_forward is None, mp_policy=mp_policy)
+    auto = reshard_after_forward is None
+    state = FSDPState(modules, groups, device=info.device, auto_reshard=auto, mp_policy=mp_policy)
     mark_taken(infos, ", ".join(type(m).__name__ for m in modules))
     for m in modules:
         attach(m, state)
@@ -128,10 +131,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, got {type(module).__name__}")
         name = type(module).__name__
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(  # noqa: TRY004 - the type is a module; its lack of forward is the problem
-                f"fully_shard cannot hook a {name}: it has no forward; call it on each of its children"
-            )
+        if type(module).forward is nn.Module.forward and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(f"fully_shard cannot hook a {name}: it has no forward; call it on each of its children")
         if state_of(module) is not None:
             raise ValueError(f"fully_shard was already called on this {name}; undo it with unshard_module first")
     inner = [m for m in modules for other in modules if other is not m and m in set(other.modules())]
@@ -205,7 +206,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")  # noqa: TRY004
 
-    if getattr(method, _REGISTERED, False):
+    if getattr(method, _REGISTERED, None) is module:  # not that of a module inside, which a wrapper shows as its own
         return
 
     def call(*args: object, **kwargs: object) -> object:
@@ -215,7 +216,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = state._pre_forward(module, args, kwargs)
         return state._post_forward(module, args, method(*args, **kwargs))
 
-    setattr(call, _REGISTERED, True)
+    setattr(call, _REGISTERED, module)
     setattr(module, method_name, call)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from workbench.engine import probe
+from workbench.engine._torch import set_composed
 from workbench.engine.comm_context import FSDPCommContext, RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
@@ -32,6 +33,7 @@ class ShardedCall:
         modules: tuple[nn.Module, ...],
         param_groups: Sequence[FSDPParamGroup],
         *,
+        device: torch.device,
         auto_reshard: bool,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
@@ -40,7 +42,7 @@ class ShardedCall:
         self.auto_reshard = auto_reshard
         self.mp_policy = mp_policy
         self._fsdp_param_groups = list(param_groups)
-        self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext()
+        self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
         self._is_root: bool | None = None
         self._not_yet_run: set[int] = set()
         self._backward_follows = False
@@ -72,10 +74,8 @@ class ShardedCall:
         return any(state in self._states for state in states)
 
     def _end_forward(self) -> None:
-        # a root is kept for the backward that follows; without autograd none does, and no one would free it
-        free = self.auto_reshard and not torch.is_grad_enabled()
         for unit in self._fsdp_param_groups:
-            unit.post_forward(free=free, backward_follows=self._backward_follows, recomputed=self._recomputes)
+            unit.post_forward(backward_follows=self._backward_follows, recomputed=self._recomputes)
         if self._fsdp_param_groups:
             self._note_order()
         self._not_yet_run.clear()
@@ -130,17 +130,19 @@ _ATTRIBUTE = "_workbench_fsdp_state"
 
 def attach(module: nn.Module, state: ShardedCall) -> None:
     """Remember ``state`` on ``module``."""
-    object.__setattr__(module, _ATTRIBUTE, state)
+    vars(module)[_ATTRIBUTE] = state
+    set_composed(module, sharded=True)
 
 
 def detach(module: nn.Module) -> None:
     """Forget it."""
-    object.__delattr__(module, _ATTRIBUTE)
+    del vars(module)[_ATTRIBUTE]
+    set_composed(module, sharded=False)
 
 
 def state_of(module: nn.Module) -> ShardedCall | None:
     """Return the ``fully_shard`` call that ``module`` itself was given to."""
-    state: ShardedCall | None = getattr(module, _ATTRIBUTE, None)
+    state: ShardedCall | None = vars(module).get(_ATTRIBUTE)  # getattr would find that of a module inside a wrapper
     return state
 
 

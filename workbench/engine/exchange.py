@@ -101,6 +101,7 @@ class Exchange:
             state._comm_ctx.comms.order_reads()
         for unit in units_of(self._old):
             unit.reshard()
+            unit.adopt_registered()
         managed = {p.sharded_param for p in self._params}
         ignored = [p for p in self._module.parameters() if p not in managed]
         locals_ = [local_of(cast("DTensor", p.sharded_param)) for p in self._params]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from workbench.engine._torch import is_replicated
 from workbench.engine.call import state_of
 from workbench.engine.param import ParamModuleInfo, local_tensor
 
@@ -15,13 +16,16 @@ _TAKEN = "_workbench_unit_param"
 
 
 def _get_managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return every module below ``roots`` that no earlier call took, with its path, each once, in definition order."""
+    """Return every module below ``roots`` that no earlier call took, with its path, each once, in definition order.
+
+    Those that torch's ``replicate`` synchronises are left to it, with all below them.
+    """
     seen: set[int] = set()
     return [pair for root in roots for pair in _walk(root, "", seen)]
 
 
 def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen:
+    if id(module) in seen or is_replicated(module):
         return
     seen.add(id(module))
     yield path, module

@@ -129,13 +129,13 @@ class FSDPModule:
         for unit in _own_units(self):
             unit.unshard_in_backward = _flag(unshard_in_backward, "set_unshard_in_backward")
 
-    def set_post_optim_event(self, event: torch.cuda.Event) -> None:
-        """Let the next forward's all-gathers on CUDA wait for ``event``, not for all that was computed.
+    def set_post_optim_event(self, event: torch.cuda.Event | None) -> None:
+        """Let the next forward's all-gathers on CUDA wait for ``event``, not for all that was computed (None).
 
         Call it on the root, after every optimizer step anew.
         """
-        if not callable(getattr(event, "wait", None)):
-            raise TypeError(f"set_post_optim_event takes a torch.Event, got {event!r}")
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(f"set_post_optim_event takes a torch.Event or None, got {event!r}")
         self._get_fsdp_state()._root.post_optim_event = event
 
     # ---- gradients

@@ -205,20 +205,16 @@ class FSDPParamGroup(Unit):
         self.training_state = TrainingState.FORWARD
         probe.event(Kind.FORWARD, Edge.BEGIN, self.index)
 
-    def post_forward(self, *, free: bool, backward_follows: bool, recomputed: bool) -> None:
+    def post_forward(self, *, backward_follows: bool, recomputed: bool) -> None:
         """After the unit's forward.
 
         Args:
-            free: give full parameters up whatever the policy.
             backward_follows: autograd has recorded it.
             recomputed: it ran within backward; its own backward comes at once, and needs the full parameters.
         """
         probe.event(Kind.FORWARD, Edge.END, self.index)
         if not recomputed:
-            if free:
-                self.reshard()
-            else:
-                self._reshard_after_forward()
+            self._reshard_after_forward()
             self.pending_backwards += backward_follows
         self.training_state = TrainingState.IDLE
 

@@ -79,6 +79,11 @@ class RootContext:
         ctx.streams.shards_changed(event)
 
     @property
+    def all_states(self) -> tuple[ShardedCall, ...]:
+        """The same as :attr:`states`, under the name that torch's pipelining knows."""
+        return self.states
+
+    @property
     def is_running(self) -> bool:
         """True within the root's forward, or a backward; else an inner module that runs was called by itself."""
         in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD

@@ -42,10 +42,11 @@ class FSDPState(ShardedCall):
         modules: tuple[nn.Module, ...],
         param_groups: Sequence[FSDPParamGroup],
         *,
+        device: torch.device,
         auto_reshard: bool,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
-        super().__init__(modules, param_groups, auto_reshard=auto_reshard, mp_policy=mp_policy)
+        super().__init__(modules, param_groups, device=device, auto_reshard=auto_reshard, mp_policy=mp_policy)
         self.forward_prefetch: tuple[ShardedCall, ...] | None = None
         self.backward_prefetch: tuple[ShardedCall, ...] = ()
         self._root = RootContext()
@@ -59,10 +60,15 @@ class FSDPState(ShardedCall):
         for module in self.modules:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, prepend=False))
+            handles.append(module.register_load_state_dict_post_hook(self._after_load))
+        for module in self._owners():
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             handles.append(module.register_load_state_dict_pre_hook(self._before_state_dict))
-            handles.append(module.register_load_state_dict_post_hook(self._after_load))
         return handles
+
+    def _owners(self) -> set[nn.Module]:
+        """Return the modules that parameters are registered on: each can be asked for its state dict by itself."""
+        return {m for unit in self._fsdp_param_groups for p in unit.fsdp_params for m, _ in p.info.places}
 
     def remove_hooks(self) -> None:
         """Take every hook off the modules."""
@@ -71,15 +77,17 @@ class FSDPState(ShardedCall):
 
     @contextmanager
     def plain_modules(self) -> Iterator[None]:
-        """Within the body the modules have neither hooks nor the mixed-in class; call it while they are sharded."""
+        """Within the body nothing of the call is on the modules; enter it while they are sharded."""
         self.remove_hooks()
         classes = [type(m) for m in self.modules]
         for module, original in zip(self.modules, self.original_classes, strict=True):
+            call.detach(module)
             module.__class__ = original
         try:
             yield
         finally:
             for module, cls in zip(self.modules, classes, strict=True):
+                call.attach(module, self)
                 module.__class__ = cls
             self._handles = self._register_hooks()
 
@@ -250,6 +258,15 @@ class FSDPState(ShardedCall):
     def _post_backward(self) -> None:
         for unit in reversed(self._fsdp_param_groups):
             unit.post_backward()
+
+    # ---- what torch's pipelining asks a root for, where it ends a step's backward itself
+
+    @property
+    def _state_ctx(self) -> RootContext:
+        return cast("RootContext", self._root)
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._root.end_of_backward()
 
 
 def _prefetch(states: Iterable[ShardedCall], *, backward: bool = False) -> None:

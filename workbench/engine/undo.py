@@ -51,6 +51,7 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
     units = units_of(states)
     for unit in units:
         unit.reshard()
+        unit.adopt_registered()
     infos = {param.sharded_param: param.info for unit in units for param in unit.fsdp_params}
     plain = {param.sharded_param: _plain(param) for unit in units for param in unit.fsdp_params}
     commits = [staged(optimizer, plain) for optimizer in held]
@@ -127,7 +128,6 @@ def plain_copy(module: M, memo: dict[int, Any]) -> M:
             memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
             if param.grad is not None:
                 plain.grad = full_tensor(param.grad)
-    memo.update((id(state), None) for state in states)
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from workbench.engine import probe
+from workbench.engine._torch import allow_reading, forbid_reading
+from workbench.engine.pages import Pages
 from workbench.engine.pool import UnshardSlot
 from workbench.engine.probe import Category
 
@@ -16,7 +18,8 @@ class UnshardMemory:
     """Memory of the unit's own, which exists only while it is used, or a slot that others use at other times.
 
     What autograd saved in forward points into it. So it is emptied and refilled, never replaced, except between
-    iterations.
+    iterations. What a user still holds of it (a view, ``detach()``) reads as NaN while memory of the unit's own is
+    empty, or raises (CUDA); in a slot it reads what lies there by then.
 
     Attributes:
         full: ``[F * S]`` in the param dtype; the padded fulls one after another.
@@ -30,21 +33,35 @@ class UnshardMemory:
         self._make_own()
 
     def _make_own(self) -> None:
-        self.full = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._resize(0)
+        self._pages = Pages(self._numel, self._dtype) if self._device.type == "cpu" else None
+        if self._pages is not None:
+            self.full = self._pages.tensor
+        else:
+            self.full = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._empty()
 
     @contextmanager
     def present(self) -> Iterator[torch.Tensor]:
         """Within the body views of :attr:`full` can be made; it stays empty otherwise."""
         if self._slot is None:
-            self._resize(self._numel)
+            self._fill()
         yield self.full
         if self._slot is None and not self._held:
-            self._resize(0)
+            self._empty()
 
-    def _resize(self, numel: int) -> None:
-        if self._device.type != "meta":
-            self.full.untyped_storage().resize_(numel * self._dtype.itemsize)
+    def _fill(self) -> None:
+        if self._pages is not None:
+            self._pages.fill()
+        elif not self.full.is_meta:
+            allow_reading(self.full)
+            self.full.untyped_storage().resize_(self._numel * self._dtype.itemsize)
+
+    def _empty(self) -> None:
+        if self._pages is not None:
+            self._pages.empty()
+        elif not self.full.is_meta:
+            self.full.untyped_storage().resize_(0)
+            forbid_reading(self.full, "a full parameter was read after its unit was resharded")
 
     def use_slot(self, slot: UnshardSlot | None) -> bool:
         """Use ``slot`` from now on, None: memory of its own; returns False if that is so already.
@@ -57,6 +74,7 @@ class UnshardMemory:
         if slot is None:
             self._make_own()
         else:
+            self._pages = None
             self.full = slot.buffer[: self._numel * self._dtype.itemsize].view(self._dtype)
         return True
 
@@ -71,7 +89,7 @@ class UnshardMemory:
             return
         self._held = True
         if self._slot is None:
-            self._resize(self._numel)
+            self._fill()
         else:
             self._slot.use(self._unit, self.full.nbytes)
         probe.memory(Category.UNSHARDED_PARAMS, self._unit, self.full.nbytes)
@@ -82,7 +100,7 @@ class UnshardMemory:
             return False
         self._held = False
         if self._slot is None:
-            self._resize(0)
+            self._empty()
         else:
             self._slot.use(None, self.full.nbytes)
         probe.memory(Category.UNSHARDED_PARAMS, self._unit, -self.full.nbytes)

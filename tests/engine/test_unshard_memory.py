@@ -1,0 +1,150 @@
+"""What a user holds of full parameters after their unit was resharded: NaN, never the end of the process."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.engine.comparison import DIM, data
+from tests.engine.models import Block
+from tests.engine.parity import assert_same_shards, average_grads
+from tests.engine.ranks import run_ranks
+from workbench.engine import fully_shard
+from workbench.engine.param_group import FSDPParamGroup
+
+ALIASES: dict[str, Callable[[nn.Parameter], object]] = {
+    "detached": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "row": lambda p: p.detach()[1],
+    "transposed": lambda p: p.detach().t(),
+    "view": lambda p: p.detach().view(-1),
+    "in the graph": lambda p: p.t(),
+    "array": lambda p: p.detach().numpy(),
+    "storage": lambda p: torch.empty(0, dtype=p.dtype).set_(p.untyped_storage()),
+    "parameter": lambda p: p,
+    "another's data": lambda p: nn.Parameter(p.data),
+}
+
+
+class Kept(nn.Module):
+    """Keeps what it sees of its weight while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.kept: dict[str, object] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = {name: alias(self.inner.weight) for name, alias in ALIASES.items()}
+        return self.inner(x)
+
+
+def read(kept: dict[str, object]) -> dict[str, bool]:
+    """Read all of each; True if none of it is a number."""
+    values = {name: torch.as_tensor(value).detach() for name, value in kept.items()}
+    assert all(repr(value) and value.clone() is not None for value in values.values())
+    return {name: bool(value.isnan().all()) for name, value in values.items()}
+
+
+def kept_by_a_forward(recorded: bool) -> None:
+    model = Kept()
+    plain = copy.deepcopy(model)
+    fully_shard(model, reshard_after_forward=True)
+    with torch.set_grad_enabled(recorded):
+        loss = model(data(0)).square().mean()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert read(model.kept) == dict.fromkeys(ALIASES, True)
+    if recorded:
+        del model.kept["in the graph"]
+        loss.backward()  # what autograd saved is there again
+        plain(data(0)).square().mean().backward()
+        average_grads(plain)
+        assert_same_shards(model, plain)
+        assert set(read(model.kept).values()) == {True}
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_is_kept_of_a_full_parameter_reads_as_nan_after_reshard(world_size, recorded):
+    run_ranks(world_size, kept_by_a_forward, recorded)
+
+
+def kept_in_a_slot() -> None:
+    model = nn.Sequential(Kept(), Kept(), Kept())
+    for module in (*model, model):
+        fully_shard(module)
+    for step in range(3):
+        model(data(step)).square().mean().backward()
+        for module in model:
+            read(module.kept)
+    assert any(unit._memory._slot is not None for unit in units(model))
+    for module in model:
+        assert read({"parameter": module.kept["parameter"]}) == {"parameter": True}
+    model.release_buffers()
+    for module in model:
+        read(module.kept)
+
+
+def units(model: nn.Module) -> list[FSDPParamGroup]:
+    return [unit for module in model for unit in fully_shard.state(module)._fsdp_param_groups]
+
+
+def test_what_is_kept_of_a_parameter_in_a_shared_slot_can_be_read():
+    run_ranks(2, kept_in_a_slot)
+
+
+def inner_state_dict(reshard: bool) -> None:
+    """Ask an inner module for its state dict while its unit is unsharded, train, and read it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(DIM), Block(DIM))
+    model = copy.deepcopy(plain)
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=reshard)
+    with torch.no_grad():
+        model(data(0))
+    states = [model[1].mlp[0].state_dict(), model[1].norm.state_dict(), model[0].state_dict()]
+    expected = [plain[1].mlp[0].state_dict(), plain[1].norm.state_dict(), plain[0].state_dict()]
+    model(data(0)).square().mean().backward()
+    for state, values in zip(states, expected, strict=True):
+        assert list(state) == list(values)
+        for name, value in state.items():
+            assert isinstance(value, DTensor)
+            torch.testing.assert_close(value.full_tensor(), values[name])
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_the_state_dict_of_an_inner_module_holds_shards_too(reshard):
+    run_ranks(2, inner_state_dict, reshard)
+
+
+def inner_load(assign: bool, unsharded: bool) -> None:
+    torch.manual_seed(0)
+    plain, source = nn.Sequential(Block(DIM), Block(DIM)), nn.Linear(DIM, 3 * DIM + 1)
+    model = copy.deepcopy(plain)
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=False)
+    state = {name: value.clone() for name, value in model[1].mlp[0].state_dict().items()}
+    with torch.no_grad():
+        for name, value in state.items():
+            value.copy_(distribute_tensor(source.state_dict()[name], value.device_mesh, value.placements))
+        if unsharded:
+            model(data(0))
+    plain[1].mlp[0].load_state_dict(source.state_dict())
+    model[1].mlp[0].load_state_dict(state, assign=assign)
+    assert_same_shards(model[1], plain[1])
+    torch.testing.assert_close(model(data(0)), plain(data(0)))
+    for each in (model, plain):
+        each(data(0)).square().mean().backward()
+    average_grads(plain)
+    assert_same_shards(model, plain)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("unsharded", [False, True])
+def test_an_inner_module_can_load_a_state_dict(assign, unsharded):
+    run_ranks(2, inner_load, assign, unsharded)
