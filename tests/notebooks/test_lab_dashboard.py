@@ -101,10 +101,12 @@ def look(lab, panel):
 PANELS = (".fw-memory", ".fw-states", ".fw-timeline canvas")
 
 
-def test_without_ranks_it_said_what_to_do(lab):
+def test_one_that_was_opened_before_the_start_shows_the_ranks_that_came(lab):
     early = lab.page.locator(".fw-dashboard").first
     early.scroll_into_view_if_needed()  # out of sight it does not ask
-    early.filter(has_text="%fsdp start").wait_for()
+    early.filter(has_text="ranks 0-1").filter(has_text="running").wait_for()
+    early.filter(has_text="live").wait_for()
+    assert "%fsdp start" not in early.inner_text()
     show(lab)
 
 

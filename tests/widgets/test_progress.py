@@ -97,6 +97,21 @@ def test_a_failed_run_says_why_on_the_bar(shell):
     assert "and more" not in data["text/html"]
 
 
+def test_a_remark_stays_beside_the_bar_until_it_is_taken_back(shell):
+    bar = ProgressDisplay(40)
+    bar.update(HALFWAY)
+    for words in ("rank 1 has run for 3 s", "rank 1 has run for 4 s", ""):
+        bar.remark(words)
+        bar.update(HALFWAY)
+        page = shell.published[-1][0]["text/html"]
+        assert ("rank 1" in page) == bool(words)
+        assert words in page
+    assert len(shell.published) == 4
+    bar.remark("rank 1 hangs")
+    bar.close()
+    assert "hangs" not in shell.published[-1][0]["text/html"]
+
+
 def test_what_fails_before_it_began_has_no_bar(shell):
     ProgressDisplay(40).close("nothing is sharded yet")
     assert shell.published == []
