@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -175,6 +174,7 @@ class Request:
         pending: what the ranks have answered so far.
         mark: where the ranks were before it.
         watch: waits for it; set once.
+        standing: when to say who works on it; set whenever somebody begins to wait for it.
         listener: who is told.
         state: whether ranks work on it, stand still inside it, or it is over.
         stop: where they stand, or stood last.
@@ -182,13 +182,13 @@ class Request:
         ending: how it ended, or where it stopped last, in words.
         watcher: the thread that waits for it.
         thread: the same, if it is one of the background.
-        standing: when that is said.
         is_background: whether it was begun in the background, where it goes on after a stop.
     """
 
     def __init__(self, work: Work, pending: Pending, mark: Mark) -> None:
         self.work, self.pending, self.mark = work, pending, mark
         self.watch: Watch
+        self.standing: Standing
         self.listener = Listener()
         self.state: Literal["running", "stopped", "over"] = "running"
         self.stop: Stop | None = None
@@ -196,7 +196,6 @@ class Request:
         self.ending = ""
         self.watcher: threading.Thread | None = None
         self.thread: threading.Thread | None = None
-        self.standing = Standing(time.monotonic)
         self.is_background = False
 
     @property

@@ -27,7 +27,7 @@ from workbench.session.places import State, Stop, state_of, unit_names
 from workbench.session.pulse import Pulse, pulse
 from workbench.session.reports import Report, StepReport
 from workbench.session.request import Mark, Request, Work
-from workbench.session.standing import Standing, who_works
+from workbench.session.standing import Standing, no_standing, who_works
 from workbench.session.stop_reports import StopReport
 from workbench.session.until import came
 from workbench.session.watch import ASK_S, PATIENT_S, Interruptible, Outcome, Tick, Watch
@@ -213,7 +213,9 @@ class Session:
         return self._collector.heard
 
     def _tell_who_works(self, request: Request) -> None:
-        """Say who works and where if nothing else was heard of ``request`` for a while."""
+        """Say who works and where if nothing else was heard of ``request`` for a while, and somebody wants to know."""
+        if request.listener.on_standing is no_standing:
+            return
         running = tuple(request.watch.running)
         heard = (request.work.num_outputs(), running, self._collector.next_seq)
         ended = sorted(set(request.pending.ranks) - set(running))
