@@ -1,5 +1,6 @@
 """Process groups of the engine: which backend they have, and what becomes of one with a collective unfinished."""
 
+import multiprocessing
 import sys
 import threading
 from types import SimpleNamespace
@@ -61,6 +62,25 @@ def mixed_and_interrupted() -> None:
 
 def test_a_cpu_mesh_is_interruptible_whatever_the_default_group_has_for_cuda():
     run_ranks(2, mixed_and_interrupted)
+
+
+def made_alone(may_come) -> list[float]:
+    """Rank 0 makes a group to which rank 1 does not come, is freed, and makes it once more."""
+    if dist.get_rank() == 0:
+        waiting = cancellation._cancelled._cond._waiters
+        canceller = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("enough")))
+        canceller.start()
+        with pytest.raises(StepAborted, match=r"^enough$"):
+            groups.group_of((0, 1))
+        canceller.join()
+        cancellation.reset()
+        may_come.set()
+    assert may_come.wait(60)
+    return gather(groups.group_of((0, 1)), "a")
+
+
+def test_a_rank_that_makes_a_group_alone_can_be_freed():
+    assert run_ranks(2, made_alone, multiprocessing.get_context("fork").Event()) == [[0, 1], [0, 1]]
 
 
 class Spinning:

@@ -59,6 +59,11 @@ class Memory:
         self.num_votes = 0
         self._lock = threading.Lock()
 
+    def check(self, keys):
+        with self._lock:
+            self.num_done += 1
+            return all(key in self.values for key in keys)
+
     def set(self, key, text):
         with self._lock:
             self.num_done += 1
@@ -412,7 +417,7 @@ def test_a_store_that_has_gone_is_a_failure():
         def set(self, *_):
             raise dist.DistNetworkError("Broken pipe\n frames")
 
-        get = add = delete_key = set
+        check = get = add = delete_key = set
 
     board = Board(Gone(), 0, 1)
     for use in (lambda: board.pin("[]"), board.meet, board.question, lambda: board.tally(0)):

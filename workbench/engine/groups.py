@@ -67,19 +67,19 @@ class CommGroup:
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
         name = f"workbench/{self.device_type}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
+        self._renew_order(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
         with around_creation():
             self.process_group = new_group(self.ranks, name, self.device_type)
         # on NCCL collectives run in order on a stream, and host threads do not wait
         self._on_device = dist.get_backend(self.process_group) == "nccl"
         self._next_look_s = 0.0
-        self._renew_order(PrefixStore(name, store))
         if probe.active is not None:
             probe.active.comm_group(self.index, self.ranks)
 
     def _renew_order(self, store: Store) -> None:
         """Forget the order of the collectives so far."""
         old, self._order = self._order, None
-        if self.size > 1 and dist.get_backend(self.process_group) != "fake":  # a simulated world has one rank
+        if self.size > 1 and dist.get_backend() != "fake":  # a simulated world has one rank
             board = Board(store, self.rank, self.size)
             board.meet()
             self._order = Order(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())

@@ -232,16 +232,27 @@ class Board:
         self._own: deque[tuple[int, str]] = deque()  # (serial, key) that this rank has made and will delete
 
     def meet(self) -> None:
-        """Wait until every rank of the group has a board: from then on no read can block."""
+        """Wait until every rank of the group has a board: from then on no read can block.
+
+        Raises:
+            StepAborted: cancelled meanwhile; this rank may come again, and counts once.
+        """
+        is_new = not self._is_there(f"note/{self._rank}")
         self.pin("[]")
         if self._rank == 0:
             self._set("question", "[]")
             self._add("left", 0)
-        met = self._add("met", 1)
+        met = self._add("met", int(is_new))
         delay_s = FIRST_POLL_S
         while met < self._size:
             delay_s = _pause(delay_s)
             met = self._add("met", 0)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:
+            raise _lost(error) from error
 
     def _set(self, key: str, text: str) -> None:
         try:

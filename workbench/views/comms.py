@@ -43,11 +43,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of the table: its heading, where its text ends (0 to 1), and what it says."""
+    """A column of the table: its heading, where its text ends (0 to 1), what it says, and whether that is a time."""
 
     heading: str
     right: float
     text: Callable[[Comparison], str]
+    is_time: bool = False
 
 
 def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
@@ -75,8 +76,10 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
         legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
         margin_b=theme.LEGEND_MARGIN,
     )
-    _add_table(fig, drawn)
-    _add_bars(fig, drawn)
+    has_times = not trace.header.is_enqueued
+    _add_table(fig, drawn, has_times=has_times)
+    if has_times:
+        _add_bars(fig, drawn)
     _set_axes(fig, trace.header, drawn)
     return fig
 
@@ -150,8 +153,9 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> 
     sentences = [
         f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}, "
         f"of which a ring sends {theme.format_bytes(sent)} per rank{_carriers(header, own)}",
-        theme.enqueued_words(header)
-        or f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
+        "on GPUs only the host's times are recorded, and they say little of a collective: none are shown"
+        if header.is_enqueued
+        else f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
         "compute stood still",
         "≠ is right only where gradients were accumulated, units skipped or unsharded by hand"
         if any(row.differs for row in rows)
@@ -187,13 +191,13 @@ _COLUMNS = (
     Column(heading="payload", right=0.28, text=lambda row: theme.format_bytes(row.num_bytes)),
     Column(heading="closed form", right=0.52, text=_closed_form),
     Column(heading="sent", right=0.68, text=lambda row: theme.format_bytes(_sent_bytes(row))),
-    Column(heading="time", right=0.83, text=lambda row: theme.format_duration(row.time_ns)),
-    Column(heading="exposed", right=0.99, text=lambda row: theme.format_duration(row.exposed_ns)),
+    Column(heading="time", right=0.83, text=lambda row: theme.format_duration(row.time_ns), is_time=True),
+    Column(heading="exposed", right=0.99, text=lambda row: theme.format_duration(row.exposed_ns), is_time=True),
 )
 
 
-def _add_table(fig: go.Figure, rows: list[Row]) -> None:
-    for column in _COLUMNS:
+def _add_table(fig: go.Figure, rows: list[Row], *, has_times: bool) -> None:
+    for column in (c for c in _COLUMNS if has_times or not c.is_time):
         fig.add_scatter(
             x=[column.right] * (len(rows) + 1),
             y=list(range(-1, len(rows))),
@@ -252,6 +256,7 @@ def _set_axes(fig: go.Figure, header: Header, rows: list[Row]) -> None:
             "anchor": "y",
             "rangemode": "tozero",
             "title": {"text": f"time from issue to end [{_scale(rows)[1]}]"},
+            "visible": not header.is_enqueued,
         },
     )
 
