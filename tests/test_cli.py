@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyterlab.labapp import LabApp
 
 from workbench import __version__, cli, demo, doctor
 from workbench.demo import DemoError
@@ -54,6 +55,36 @@ def test_lab_is_reachable_from_this_machine_only(monkeypatch):
     assert program == argv[0] == sys.executable
     assert "--ServerApp.ip=127.0.0.1" in argv
     assert argv[-2:] == ["--no-browser", str(cli.find_tour())]
+
+
+def opened(monkeypatch, *flags):
+    """The arguments that JupyterLab is started with."""
+    started = []
+    monkeypatch.setattr(cli.os, "execv", lambda program, argv: started.append(argv) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["lab", *flags])
+    return started[0][3:]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--ServerApp.root_dir={}",), ("--ServerApp.root_dir", "{}"), ("--notebook-dir={}",)]
+)
+def test_the_user_s_folder_wins_and_has_the_tour(flags, tmp_path, monkeypatch):
+    flags = [flag.format(tmp_path) for flag in flags]
+    argv = opened(monkeypatch, *flags)
+    assert argv == ["--ServerApp.ip=127.0.0.1", *flags, str(tmp_path / cli.TOUR)]
+    assert (tmp_path / cli.TOUR).read_bytes() == cli.find_tour().read_bytes()
+    (app,) = (LabApp(),)
+    app.parse_command_line(argv)  # "only accepts one value" where an option is given twice
+    assert app.extra_args == [str(tmp_path / cli.TOUR)]
+
+
+def test_the_user_s_address_wins_and_a_folder_around_the_tour_needs_no_copy(tmp_path, monkeypatch):
+    root = f"--notebook-dir={cli.find_tour().parents[1]}"
+    assert opened(monkeypatch, "--ip", "::1", root) == ["--ip", "::1", root, str(cli.find_tour())]
+    with pytest.raises(UsageError, match=r"cannot copy the tour to .*: No such file"):
+        cli._copied(cli.find_tour(), tmp_path / "missing")
+    assert cli.main(["lab", f"--notebook-dir={tmp_path}/missing"]) == 1
 
 
 def test_lab_copies_the_tour_of_a_wheel_once(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from workbench import __version__
@@ -21,6 +22,7 @@ TOUR = "01_tour.ipynb"
 _PACKAGE = Path(__file__).parent
 _CHECKOUT = _PACKAGE.parent / "notebooks"  # of a clone
 _INSTALLED = _PACKAGE / "notebooks"  # of a wheel
+_ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of jupyter_server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +61,19 @@ def lab_command(tour: Path, extra: Sequence[str] = ()) -> list[str]:
         tour: the notebook.
         extra: further arguments for JupyterLab; they win over ours.
     """
-    root = f"--ServerApp.root_dir={tour.parent}"
-    return [sys.executable, "-m", "jupyterlab", f"--ServerApp.ip={LOOPBACK}", root, *extra, str(tour)]
+    ours = {"ServerApp.ip": LOOPBACK, "ServerApp.root_dir": str(tour.parent)}
+    # JupyterLab takes each of them once
+    flags = [f"--{name}={value}" for name, value in ours.items() if _given(extra, name) is None]
+    return [sys.executable, "-m", "jupyterlab", *flags, *extra, str(tour)]
+
+
+def _given(extra: Sequence[str], name: str) -> str | None:
+    """Return what ``extra`` sets an option of JupyterLab to, by its name or its alias; None: it does not."""
+    for flag, following in zip_longest(extra, extra[1:], fillvalue=""):
+        written, equals, value = flag.partition("=")
+        if written in {f"--{name}", f"--{_ALIASES[name]}"}:
+            return value if equals else following
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,10 +97,26 @@ def _demo(folder: Path) -> int:
 
 
 def _lab(extra: Sequence[str]) -> int:
-    tour = find_tour()
-    if tour.parent == _INSTALLED:  # one does not work inside an installed package
-        tour = Path(shutil.copy(tour, Path.cwd())) if not Path(TOUR).exists() else Path(TOUR).absolute()
+    tour, root = find_tour(), _given(extra, "ServerApp.root_dir")
+    if root is not None:
+        folder = Path(root).expanduser().absolute()
+        tour = tour if tour.is_relative_to(folder) else _copied(tour, folder)  # the only files it opens are there
+    elif tour.parent == _INSTALLED:  # one does not work inside an installed package
+        tour = _copied(tour, Path.cwd())
     os.execv(sys.executable, lab_command(tour, extra))
+
+
+def _copied(tour: Path, folder: Path) -> Path:
+    """Return the tour in ``folder``: the one that is there, or a copy.
+
+    Raises:
+        UsageError: it cannot be put there.
+    """
+    copy = folder / TOUR
+    try:
+        return copy if copy.exists() else Path(shutil.copy(tour, copy))
+    except OSError as error:
+        raise UsageError(f"cannot copy the tour to {folder}: {error.strerror}") from error
 
 
 def _doctor() -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import UsageError
 from workbench.session.reports import ExportReport
 from workbench.trace.columns import Trace
-from workbench.trace.file import save
+from workbench.trace.file import save, whole
 from workbench.trace.perfetto import to_perfetto
 from workbench.views import VIEWS, draw
 
@@ -61,17 +60,8 @@ def _write_page(trace: Trace, path: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write ``path`` whole or not at all, readable by its owner only."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with whole(path) as file:
+        file.write(text.encode())
 
 
 _WRITERS: dict[str, tuple[Callable[[Trace, Path], None], str]] = {

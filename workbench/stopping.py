@@ -244,7 +244,8 @@ class Stopping:
         error = to_error(done, str(request.stop))
         if error is not None:
             raise error
-        return InspectReport(fqn=fqn, by_rank={rank: ended.result or {} for rank, ended in done.items()})
+        by_rank = {rank: ended.result or {} for rank, ended in done.items()}
+        return InspectReport(fqn=fqn, by_rank=by_rank, others=self._others(held))
 
     def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
         """Return what a Python expression is on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
@@ -266,7 +267,8 @@ class Stopping:
         error = to_error(done, str(request.stop))
         if error is not None:
             raise error
-        return EvalReport(expr=expr, texts={rank: ended.text for rank, ended in done.items()})
+        texts = {rank: ended.text for rank, ended in done.items()}
+        return EvalReport(expr=expr, texts=texts, others=self._others(held) if ranks is None else ())
 
     def _cell_inside(self, code: str, ranks: Sequence[int] | None, on_output: OnOutput) -> CellReport:
         """Run a cell in the stopped step's own threads."""
@@ -286,6 +288,10 @@ class Stopping:
 
     def _jobs(self, session: Session, ranks: Sequence[int], held: Sequence[int]) -> Jobs:
         return Jobs(session.cluster, Company(ranks=ranks, held=held, num_ranks=self.num_ranks))
+
+    def _others(self, held: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that cannot be asked, for they do not stand in the gate."""
+        return tuple(rank for rank in range(self.num_ranks) if rank not in held)
 
     def parameters(self) -> list[str]:
         """Return the names of all sharded parameters."""

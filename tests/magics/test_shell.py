@@ -94,12 +94,17 @@ def test_what_is_opened_before_the_start_shows_the_ranks_that_come(bare):
     early.close()
 
 
-def test_names_in_braces_are_expanded_in_n_and_t_only(bare):
+def test_names_in_braces_are_variables_of_the_notebook(bare):
     bare.ok("n = 3\nwho = [0, 2]\n%fsdp start -n {n}")
     assert bare.fake.num_ranks == 3
+    bare.fake.sharded()
     bare.ok("%%fsdp -t {who}\nx = '{n}'")
     assert ("cell", "x = '{n}'\n", (0, 2)) in bare.fake.log
-    assert "'{n}'" in bare.run("%fsdp shard {n}").out
+    bare.fake.script["step"] = bare.fake.trains(3)
+    assert "3 steps" in bare.ok("%fsdp step {n}").shown[-1]["text/plain"]
+    unknown = bare.run("%fsdp step {m}")
+    assert isinstance(unknown.error, UsageError)
+    assert "{m} is replaced by a variable of this notebook, and there is no 'm'" in unknown.out
 
 
 def test_ipython_expands_nothing_by_itself(bare):

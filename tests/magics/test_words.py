@@ -1,4 +1,5 @@
 import argparse
+import re
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from workbench.magics.words import (
     parse_command,
     parse_line,
     parse_ranks,
+    parser_for,
     to_command,
 )
 from workbench.views import VIEWS
@@ -121,13 +123,52 @@ def test_nothing_means_help(line):
     assert parse_line(line)[0] == "help"
 
 
-def test_only_n_and_t_are_expanded():
-    def expand(text):
-        return text.replace("{n}", "3")
+EXPANDED = {
+    "start": ("start -n {n}", "num_ranks", 3),
+    "shard": ("shard {m} --prefetch {n}", "prefetch", 3),
+    "reshard": ("reshard {m}", "model", "net"),
+    "unshard": ("unshard {m}", "model", "net"),
+    "step": ("step {n} --fn {m}", "count", 3),
+    "next": ("next {w}", "what", "unit"),
+    "where": ("where {flag}", "stacks", True),
+    "break": ("break add forward:blocks.{n} --rank {n}", "event", "forward:blocks.3"),
+    "inspect": ("inspect blocks.{n}.weight", "fqn", "blocks.3.weight"),
+    "eval": ("eval {n} --frame {n} -t {n}", "frame", 3),
+    "back": ("back {n}", "n", 3),
+    "verify": ("verify {m}", "model", "net"),
+    "compare": ("compare {m}.trace last:{n}", "b", "last:3"),
+    "export": ("export {n}.json", "file", "3.json"),
+    "help": ("help {w}", "topic", "unit"),
+}
+VALUES = {"{n}": "3", "{m}": "net", "{w}": "unit", "{flag}": "--stacks", "{b}": "true"}
 
-    assert parse_line("start -n {n}", expand)[1].num_ranks == 3
+
+def expand(text):
+    return re.sub(r"\{\w+\}", lambda found: VALUES[found[0]], text)
+
+
+@pytest.mark.parametrize("name", [*EXPANDED, *VIEWS])
+def test_names_in_braces_are_replaced_in_every_word(name):
+    line, field, value = EXPANDED.get(name, (name, "", None))
+    args = parse_line(line, expand)[1]
+    assert getattr(args, field, None) == value
+    if name in VIEWS:
+        flags = [flag for flag in parser_for(name).flags if parser_for(name).format_help().count(f"{flag} true|false")]
+        for flag in flags:
+            assert getattr(parse_line(f"{name} {flag} {{b}}", expand)[1], flag[2:].replace("-", "_")) is True
+
+
+def test_every_word_that_takes_a_text_has_its_line_above():
+    parsers = {name: parser_for(name) for name in WORDS}
+    taking = {name for name, parser in parsers.items() if parser.positionals or parser.flags.keys() - {"-h", "--help"}}
+    assert taking <= {*EXPANDED, *VIEWS}
+
+
+def test_code_is_left_as_it_is():
+    assert parse_line("eval {n} + 1", expand)[1].expr == "{n} + 1"
+    for when in ("--when '{n}'", "--when='{n}'"):
+        assert parse_line(f"break add forward {when}", expand)[1].when == "{n}"
     assert parse(CELL, ["-t", "{n},1"], expand).targets == (1, 3)
-    assert parse_line("export {n}.json", expand)[1].file == "{n}.json"
 
 
 def test_view_options_are_those_of_the_view():

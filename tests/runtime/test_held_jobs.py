@@ -375,6 +375,7 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
         assert moments["exp_avg"]["bytes"] == shard["bytes"]
         assert not running["full_grad"]["present"]
         assert running["policy"]["reshard_after_forward"] is True
+        assert 0 < abs(shard["mean"]) < shard["max_abs"] <= running["full"]["max_abs"]
         totals["running"] += shard["norm"] ** 2
         fulls.add(running["full"]["norm"])
     assert len(fulls) == 1

@@ -1,9 +1,15 @@
-from workbench.session.inspected import facts_of
+from workbench.session.inspected import cells_of, table_of, unit_of
+from workbench.session.stop_reports import EvalReport, InspectReport
 
-TENSOR = {"present": True, "bytes": 512, "norm": 1.8251, "shape": [8, 16], "dtype": "float32"}
-NONE = {"present": False, "bytes": 0, "norm": None, "shape": None, "dtype": None}
+KIND = {"shape": [8, 16], "dtype": "float32", "bytes": 512}
+TENSOR = KIND | {"present": True, "norm": 1.8251, "mean": -0.000125, "max_abs": 0.5}
+NONE = {"present": False, "bytes": 0, "norm": None, "mean": None, "max_abs": None, "shape": None, "dtype": None}
 ROWS = {"dim": 0, "first_row": 8, "last_row": 16, "num_rows": 8, "of_rows": 32, "device": "cpu"}
-FULL = {"exists": False, "why": "not needed now", "bytes": 0, "norm": None, "shape": [32, 16], "dtype": "float32"}
+FULL = {"exists": False, "state": "sharded", "why": "not needed now", "bytes": 0, "shape": [32, 16], "dtype": "float32"}
+STATE = [
+    {"name": "step", "shape": [], "dtype": "float32", "bytes": 4, "norm": 3.0, "mean": 3.0, "max_abs": 3.0},
+    {"name": "exp_avg", **TENSOR, "dtype": "bfloat16", "bytes": 256},
+]
 FOUND = {
     "unit": "blocks.1",
     "model": "model",
@@ -13,36 +19,90 @@ FOUND = {
     "full": FULL,
     "full_grad": NONE,
     "sharded_grad": TENSOR | {"norm": "nan"},
-    "optimizers": [{"name": "opt", "type": "AdamW", "state": [{"name": "exp_avg", **TENSOR}]}],
+    "optimizers": [{"name": "opt", "type": "AdamW", "state": STATE}],
 }
+FIRST = FOUND | {"shard": TENSOR | ROWS | {"first_row": 0, "last_row": 8, "norm": 2.0}}
 
 
-def test_a_parameter_in_words():
-    assert facts_of(FOUND) == {
-        "unit": "blocks.1 of model; 32x16 in all",
-        "this shard": "rows 8-15 of 32: 8x16 float32, 512 B, norm 1.825, on cpu",
-        "full parameter": "not in memory; not needed now",
-        "full gradient": "none",
-        "sharded gradient": "8x16 float32, 512 B, norm nan",
-        "optimizer opt": "AdamW: exp_avg 8x16 float32, 512 B, norm 1.825",
-    }
+def said(*found):
+    return table_of(dict(enumerate(found))).rows
+
+
+def test_a_column_a_rank_and_each_fact_a_row():
+    assert said(FIRST, FOUND) == [
+        ("this shard", "rows", "0-7 of 32", "8-15 of 32"),
+        ("", "shape", "8x16", "8x16"),
+        ("", "dtype", "float32", "float32"),
+        ("", "device", "cpu", "cpu"),
+        ("", "bytes", "512 B", "512 B"),
+        ("", "norm", "2", "1.825"),
+        ("", "mean", "-0.000125", "-0.000125"),
+        ("", "max abs", "0.5", "0.5"),
+        ("full parameter", "state", "sharded", "sharded"),
+        ("", "bytes", "0 B", "0 B"),
+        ("full gradient", "norm", "none", "none"),
+        ("sharded gradient", "norm", "nan", "nan"),
+        ("", "mean", "-0.000125", "-0.000125"),
+        ("", "max abs", "0.5", "0.5"),
+        ("opt (AdamW)", "step", "3", "3"),
+        ("opt (AdamW) exp_avg", "dtype", "bfloat16", "bfloat16"),
+        ("", "bytes", "256 B", "256 B"),
+        ("", "norm", "1.825", "1.825"),
+        ("", "mean", "-0.000125", "-0.000125"),
+        ("", "max abs", "0.5", "0.5"),
+    ]
+
+
+def test_ranks_alike_share_a_column():
+    table = table_of({0: FIRST, 1: FOUND, 2: FIRST, 3: FOUND})
+    assert table.head == ("", "", "ranks 0, 2", "ranks 1, 3")
+    assert len(table.rows[0]) == 4
+
+
+def test_a_rank_that_has_more_than_the_others():
+    full = FULL | {"exists": True, "state": "unsharded", "bytes": 2048, "norm": 3.5, "mean": 0.0, "max_abs": 1.0}
+    rows = said(FIRST, FOUND | {"full": full, "full_grad": TENSOR})
+    assert ("full parameter", "state", "sharded", "unsharded") in rows
+    assert ("", "shape", "", "32x16") in rows
+    assert rows[rows.index(("", "shape", "", "32x16")) + 1] == ("", "bytes", "0 B", "2.00 KiB")
+    assert ("full gradient", "norm", "none", "1.825") in rows
+    assert ("", "mean", "", "-0.000125") in rows
 
 
 def test_other_states():
-    other = facts_of(
-        FOUND
-        | {
-            "trainable": False,
-            "shard": {**TENSOR, **ROWS, "num_rows": 0},
-            "full": {**FULL, "exists": True, "bytes": 2048},
-            "optimizers": [{"name": "opt", "type": "SGD", "state": []}],
-        }
+    empty = {**TENSOR, **ROWS, "num_rows": 0, "shape": [0, 16], "norm": 0.0, "mean": None, "max_abs": None, "bytes": 0}
+    other = cells_of(FOUND | {"shard": empty, "optimizers": [{"name": "opt", "type": "SGD", "state": []}]})
+    assert other["this shard", "rows"] == "none of 32"
+    assert other["this shard", "mean"] == ""
+    assert other["opt (SGD)", "state"] == "none yet"
+    assert cells_of({**FOUND, "shard": {**TENSOR, **ROWS, "dim": 1}})["this shard", "rows"] == "8-15 of 32 along dim 1"
+    assert unit_of(FOUND) == "blocks.1 of model; 32x16 in all"
+    assert unit_of(FOUND | {"trainable": False, "global_shape": [], "model": ""}) == (
+        "blocks.1 of a model; a scalar in all, not trained"
     )
-    assert other["unit"].endswith("not trained")
-    assert other["this shard"] == "none of 32 rows"
-    assert other["full parameter"] == "in memory, 32x16 float32, 2.00 KiB; not needed now"
-    assert other["optimizer opt"] == "SGD: no state yet"
-    assert facts_of({**FOUND, "shard": {**TENSOR, **ROWS, "dim": 1}})["this shard"].startswith(
-        "rows 8-15 of 32 along dim 1"
-    )
-    assert facts_of({}) == {}
+    assert cells_of({}) == {}
+    assert unit_of({}) == ""
+    assert table_of({0: {}}).rows == []
+
+
+def test_the_report_is_a_table_with_the_reasons_above_it():
+    evil = "<img src=x>"
+    gathered = FOUND | {"full": FULL | {"exists": True, "state": evil, "why": "its forward runs"}}
+    report = InspectReport(fqn=evil, by_rank={0: FIRST, 1: gathered}, others=(2, 3))
+    lines = str(report).splitlines()
+    assert lines[0] == f"{evil} on ranks 0-1"
+    assert lines[1] == "  unit            blocks.1 of model; 32x16 in all"
+    assert lines[2] == "  full parameter  not needed now on rank 0; its forward runs on rank 1"
+    assert lines[3] == "  not asked       ranks 2-3: do not stand in the gate, see %fsdp where"
+    assert lines[4].split() == ["rank", "0", "rank", "1"]
+    assert lines[5].split() == ["this", "shard", "rows", "0-7", "of", "32", "8-15", "of", "32"]
+    page = report._repr_html_()
+    assert page.count("&lt;img src=x&gt;") == 2
+    assert "<img" not in page
+    assert page.count("<th ") == 4
+    assert report._repr_mimebundle_() == {"text/plain": str(report), "text/html": page}
+
+
+def test_an_evaluation_names_who_was_not_asked():
+    report = EvalReport(expr="x", texts={1: "3"}, others=(0,))
+    assert str(report) == "x = 3   (rank 1)\n  not asked  rank 0: does not stand in the gate, see %fsdp where"

@@ -39,10 +39,15 @@ def test_numpy_opens_a_trace_too(tmp_path):
         assert np.array_equal(archive["rows_1"]["seq"], trace.rank(1).rows["seq"])
 
 
-def test_the_file_is_private_and_nothing_else_is_left(tmp_path):
-    save(example_trace(steps=1), tmp_path / "a.trace")
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_file_has_the_mode_of_the_user_s_umask_and_nothing_else_is_left(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        save(example_trace(steps=1), tmp_path / "a.trace")
+    finally:
+        os.umask(before)
     assert os.listdir(tmp_path) == ["a.trace"]
-    assert stat.S_IMODE(os.stat(tmp_path / "a.trace").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(tmp_path / "a.trace").st_mode) == mode
 
 
 @pytest.mark.parametrize("broken", ["os.replace", "os.fsync", "workbench.trace.file.npy.write_array"])

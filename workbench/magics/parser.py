@@ -31,7 +31,6 @@ class Parser(argparse.ArgumentParser):
     """Raises instead of leaving the process, and knows what may complete its arguments.
 
     Args:
-        expand: applied to arguments that take ``{name}``.
         settings: as for ``ArgumentParser``.
 
     Attributes:
@@ -40,9 +39,8 @@ class Parser(argparse.ArgumentParser):
         positionals: the same for each argument without a flag.
     """
 
-    def __init__(self, expand: Expand, **settings: Any) -> None:  # noqa: ANN401 - handed on
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(**settings)
-        self.expand = expand
         self.flags: dict[str, Sequence[str] | Kind] = {}
         self.switches: set[str] = set()
         self.positionals: list[Sequence[str] | Kind] = []

@@ -7,7 +7,7 @@ import re
 
 from workbench.commands import NEXT
 from workbench.errors import UsageError
-from workbench.magics.parser import HelpAsked, Parser, parse_ranks
+from workbench.magics.parser import Expand, HelpAsked, Parser, parse_ranks
 
 BREAK = ("add", "list", "clear")
 
@@ -99,10 +99,10 @@ def add_eval(parser: Parser) -> None:
     )
 
 
-def parse_eval(rest: str, parser: Parser) -> argparse.Namespace:
+def parse_eval(rest: str, parser: Parser, expand: Expand) -> argparse.Namespace:
     """Read the raw rest of an ``eval`` line: ``"--frame 1 x.shape -t 0,1"`` -> ``x.shape``, ranks 0 and 1, frame 1.
 
-    Flags stand before the expression or after it.
+    Flags stand before the expression or after it; of them alone ``{name}`` is replaced.
 
     Raises:
         UsageError: there is no expression, or no such list of ranks, or number of a frame.
@@ -112,7 +112,7 @@ def parse_eval(rest: str, parser: Parser) -> argparse.Namespace:
     if expr in {"-h", "--help"}:
         raise HelpAsked(parser.format_help())
     while found := _LEADING.fullmatch(expr) or _TRAILING.fullmatch(expr):
-        given["-t" if found["flag"] == "--targets" else found["flag"]] = parser.expand(found["value"])
+        given["-t" if found["flag"] == "--targets" else found["flag"]] = expand(found["value"])
         expr = (found["rest"] or "").strip()
     if not expr:
         parser.error("the following arguments are required: EXPR")

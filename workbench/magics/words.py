@@ -48,7 +48,7 @@ def _add_start(parser: Parser) -> None:
     parser.flag(
         "-n",
         "--num-ranks",
-        type=lambda text: number(parser.expand(text)),
+        type=number,
         default=4,
         metavar="N",
         help="ranks (default 4)",
@@ -61,7 +61,7 @@ def _add_cell(parser: Parser) -> None:
     parser.flag(
         "-t",
         "--targets",
-        type=lambda text: parse_ranks(parser.expand(text)),
+        type=parse_ranks,
         metavar="RANKS",
         help="ranks that run the cell, such as 1,3 or 0-2 (default: all)",
     )
@@ -219,16 +219,14 @@ WORDS: dict[str, Word] = {
 _CELL_WORD = Word(summary="run the cell on the ranks", example="%%fsdp -t 0,2\nprint(rank)", add=_add_cell)
 
 
-def parser_for(name: str, expand: Expand = _as_is) -> Parser:
+def parser_for(name: str) -> Parser:
     """Return the parser of one word of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
 
     Args:
         name: key of :data:`WORDS`, or :data:`CELL`.
-        expand: applied to the arguments that take ``{name}``: ``-n`` and ``-t``.
     """
     word = _CELL_WORD if name == CELL else WORDS[name]
     parser = Parser(
-        expand,
         prog=CELL if name == CELL else f"%fsdp {name}",
         description=word.summary,
         epilog="example:\n" + "\n".join(f"  {line}" for line in word.example.splitlines()),
@@ -244,12 +242,19 @@ def parser_for(name: str, expand: Expand = _as_is) -> Parser:
 def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> argparse.Namespace:
     """Parse the arguments of one word.
 
+    Args:
+        name: as for :func:`parser_for`.
+        args: in words.
+        expand: replaces ``{name}``, in all of them but the code that ``--when`` takes.
+
     Raises:
         UsageError: they are not such arguments.
         HelpAsked: ``-h`` is among them.
     """
-    parser = parser_for(name, expand)
-    found, rest = parser.parse_known_args(list(args))
+    parser = parser_for(name)
+    is_code = [arg.startswith("--when=") or before == "--when" for before, arg in zip(["", *args], args, strict=False)]
+    words = [arg if code else expand(arg) for arg, code in zip(args, is_code, strict=True)]
+    found, rest = parser.parse_known_args(words)
     if rest:
         what = "flag" if rest[0].startswith("-") else "argument"
         hint = did_you_mean(rest[0].partition("=")[0], [*parser.flags, *parser.switches]) if what == "flag" else ""
@@ -278,7 +283,7 @@ def parse_line(line: str, expand: Expand = _as_is) -> tuple[str, argparse.Namesp
     """
     name, _, rest = line.strip().partition(" ")
     if name == "eval":  # its expression has quotes of its own
-        return name, stop_flags.parse_eval(rest, parser_for(name, expand))
+        return name, stop_flags.parse_eval(rest, parser_for(name), expand)
     name, *args = split(line) or ["help"]
     if name in {"-h", "--help"}:
         name = "help"
@@ -335,4 +340,5 @@ def overview() -> str:
     width = max(map(len, WORDS))
     lines = [f"  {name:<{width}}  {word.summary}" for name, word in WORDS.items()]
     cell = f"  {CELL:<{width}}  first line of a cell: {_CELL_WORD.summary}, all or -t RANKS"
-    return "\n".join([usage(), "", *lines, "", cell])
+    braces = "  {name} stands for a variable of this notebook, but in the code of eval, --when and cells"
+    return "\n".join([usage(), "", *lines, "", cell, braces])

@@ -134,20 +134,31 @@ def plain_number(value: float) -> float | str:
 
 
 @torch.no_grad()
-def _norm(tensor: torch.Tensor) -> float | str | None:
-    """Return the 2-norm of what is here, of a float32 accumulation at least; None if there are no values."""
+def _values(tensor: torch.Tensor) -> dict[str, float | str | None]:
+    """Return 2-norm, mean and largest magnitude of what is here, of a float32 accumulation at least.
+
+    None where there is none: of no values, or of a kind that has none.
+    """
     if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
+        return {"norm": None, "mean": None, "max_abs": None}
+    values = tensor.detach()
     dtype = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else None
-    return plain_number(float(torch.linalg.vector_norm(tensor.detach(), dtype=dtype).item()))
+    norm = torch.linalg.vector_norm(values, dtype=dtype)
+    if not values.numel():
+        return {"norm": float(norm), "mean": None, "max_abs": None}
+    return {
+        "norm": plain_number(float(norm)),
+        "mean": None if values.is_complex() else plain_number(float(values.mean(dtype=dtype))),
+        "max_abs": plain_number(float(values.abs().max())),
+    }
 
 
 def _tensor(tensor: torch.Tensor | None) -> dict[str, Any]:
     """Describe what lies on this rank of ``tensor``."""
     if tensor is None:
-        return {"present": False, "bytes": 0, "norm": None, "shape": None, "dtype": None}
+        return {"present": False, "bytes": 0, "norm": None, "mean": None, "max_abs": None, "shape": None, "dtype": None}
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return {"present": True, "bytes": local.nbytes, "norm": _norm(local)} | _kind_of(local)
+    return {"present": True, "bytes": local.nbytes} | _values(local) | _kind_of(local)
 
 
 def _kind_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -161,7 +172,7 @@ def _shard(param: FSDPParam) -> dict[str, Any]:
     local = local_of(cast("DTensor", param.sharded_param))
     rank = param.mesh_info.shard_mesh_rank
     first, last = param.layout.rows_of(rank)
-    return _kind_of(local) | {
+    rows = {
         "dim": param.layout.dim,
         "first_row": first,
         "last_row": last,  # exclusive
@@ -170,9 +181,9 @@ def _shard(param: FSDPParam) -> dict[str, Any]:
         "shard_rank": rank,
         "num_shards": param.layout.num_shards,
         "bytes": local.nbytes,
-        "norm": _norm(local),
         "device": str(local.device),
     }
+    return rows | _kind_of(local) | _values(local)
 
 
 def _full(param: FSDPParam, unit: FSDPParamGroup, recorder: Recorder) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def _full(param: FSDPParam, unit: FSDPParamGroup, recorder: Recorder) -> dict[st
         "state": state,
         "why": _why(param, unit, since),
         "bytes": num_bytes,
-        "norm": _norm(full) if exists else None,
+        **(_values(full) if exists else {}),
         "shape": list(param.layout.shape),
         "dtype": str(full.dtype).removeprefix("torch."),
         "since": since,

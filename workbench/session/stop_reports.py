@@ -9,9 +9,10 @@ from typing import Any
 
 from workbench.replay.alike import label
 from workbench.session.breakpoints import Breakpoint
-from workbench.session.inspected import facts_of
+from workbench.session.inspected import table_of, unit_of
 from workbench.session.places import Stop
 from workbench.session.reports import Report
+from workbench.session.tables import Table
 from workbench.session.threads import Thread, lines_of
 from workbench.views.theme import plural
 
@@ -129,26 +130,19 @@ class WhereReport(Report):
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
 
     def __str__(self) -> str:
-        lines = [WHERE_COLUMNS, *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(text.ljust(n) for text, n in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([self.headline, *(f"  {line}" for line in table), *self._stack_lines()])
+        table = (f"  {line}" for line in self._table().lines())
+        return "\n".join([self.headline, *table, *self._stack_lines()])
+
+    def _table(self) -> Table:
+        return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.rows])
 
     def _stack_lines(self) -> list[str]:
         return lines_of({row.rank: row.stacks for row in self.rows})
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th style="text-align:left">{name}</th>' for name in WHERE_COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f'<td style="text-align:left">{html.escape(text)}</td>' for text in row.cells()) + "</tr>"
-            for row in self.rows
-        )
         lines = self._stack_lines()
-        stacks = f"<pre>{html.escape(chr(10).join(lines))}</pre>" if lines else ""
-        return (
-            f"<div><strong>{html.escape(self.headline)}</strong>"
-            f'<table style="margin:4px 0 0 0"><tr>{head}</tr>{body}</table>{stacks}</div>'
-        )
+        stacks = f'<pre style="overflow-x:auto">{html.escape(chr(10).join(lines))}</pre>' if lines else ""
+        return f"<div><strong>{html.escape(self.headline)}</strong>{self._table().html()}{stacks}</div>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +175,12 @@ class EvalReport(Report):
     Attributes:
         expr: as it was asked.
         texts: its value as text, by rank.
+        others: ranks that do not stand in the gate, and so were not asked.
     """
 
     expr: str
     texts: Mapping[int, str]
+    others: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -198,7 +194,8 @@ class EvalReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the value of each rank, equal ones once; none if all agree."""
         groups = alike(self.texts)
-        return [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
+        values = [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
+        return [*values, *_left_out(self.others)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +205,12 @@ class InspectReport(Report):
     Attributes:
         fqn: its name.
         by_rank: what each rank says of it, plain data.
+        others: ranks that do not stand in the gate, and so were not asked.
     """
 
     fqn: str
     by_rank: Mapping[int, Mapping[str, Any]]
+    others: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -219,16 +218,17 @@ class InspectReport(Report):
         return f"{self.fqn} on {label(self.by_rank)}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each fact with the ranks it holds for, equal ones once."""
-        flat = {rank: facts_of(found) for rank, found in self.by_rank.items()}
-        names = list(dict.fromkeys(name for found in flat.values() for name in found))
-        lines = []
-        for name in names:
-            groups = alike({rank: found[name] for rank, found in flat.items() if name in found})
-            is_same = len(groups) == 1
-            said = [text if is_same else f"{text} on {label(ranks)}" for text, ranks in groups.items()]
-            lines.append((name, "; ".join(said)))
-        return lines
+        """Return what it is part of, and why its full parameter is there or is not, equal reasons once."""
+        units = alike({rank: unit_of(found) for rank, found in self.by_rank.items()})
+        whys = alike({rank: str(found.get("full", {}).get("why", "")) for rank, found in self.by_rank.items()})
+        said = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
+        return [(name, text) for name, text in said if text]
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  {line}" for line in table_of(self.by_rank).lines())])
+
+    def _repr_html_(self) -> str:
+        return f"<div>{super()._repr_html_()}{table_of(self.by_rank).html()}</div>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +249,18 @@ class BackReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return what that means."""
         return [("views", "show what was recorded up to there"), ("the ranks", "stay where they are")]
+
+
+def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:
+    """Say each text with its ranks; one that is that of all alone."""
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{text} on {label(ranks)}" for text, ranks in groups.items() if text)
+
+
+def _left_out(others: Sequence[int]) -> list[tuple[str, str]]:
+    verb = "does" if len(others) == 1 else "do"
+    return [("not asked", f"{label(others)}: {verb} not stand in the gate, see %fsdp where")] if others else []
 
 
 def alike(texts: Mapping[int, str]) -> dict[str, list[int]]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
+import secrets
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +36,18 @@ _NOT_A_TRACE = (
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` to ``path``, readable by its owner only.
+    """Write ``trace`` to ``path``, whole or not at all: see :func:`whole`.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    with whole(path) as file:
+        _write(trace, file)
+
+
+@contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Yield a file that is at ``path`` when the body is over, with the permissions that the user's umask leaves.
 
     The file appears whole or not at all: an error leaves an older file at ``path`` as it was.
 
@@ -42,14 +55,15 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
         OSError: ``path`` cannot be written.
     """
     path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(new, "xb") as file:
         try:
-            _write(trace, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
+            os.replace(new, path)
         except BaseException:
-            os.unlink(file.name)
+            os.unlink(new)
             raise
 
 
