@@ -13,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import workbench.engine
-from tests.engine.both import newer_torch
+from tests.engine.both import IS_OLDER_TORCH, newer_torch
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench import engine
 
@@ -53,9 +53,6 @@ SETTERS = [
     "unshard",
 ]
 
-# torch has it, ENGINE.md does not: meshes that name their data-parallel axes
-NOT_TAKEN_OVER = {"fully_shard": {"dp_mesh_dims"}}
-
 
 @pytest.mark.parametrize("name", SHARED_WITH_TORCH + OURS_ALONE)
 def test_a_public_name_is_there(name):
@@ -90,8 +87,8 @@ def test_a_setter_takes_torchs_arguments(name):
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
 def test_a_function_takes_torchs_arguments(name):
     ours, theirs = (getattr(module, name) for module in (engine, torch_fsdp))
-    left = {key: value for key, value in arguments(theirs).items() if key not in NOT_TAKEN_OVER.get(name, set())}
-    assert arguments(ours) == left
+    lately = {"dp_mesh_dims"} if IS_OLDER_TORCH else set()
+    assert {key: value for key, value in arguments(ours).items() if key not in lately} == arguments(theirs)
     assert by_position(ours) == by_position(theirs)
 
 

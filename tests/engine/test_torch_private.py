@@ -30,6 +30,7 @@ from workbench.engine._torch import (
     chunk_cat,
     default_store,
     dtensor_of,
+    flattened_mesh,
     forbid_reading,
     group_allocator,
     has_post_accumulate_hooks,
@@ -51,6 +52,7 @@ from workbench.engine._torch import (
     shards_along,
     share_post_accumulate_hooks,
     spec_of,
+    splits,
     strided_shard,
     tell_pipelining,
     untried,
@@ -592,3 +594,25 @@ def test_pipelining_asks_for_nothing_else():
         "post_backward",
         "_root_post_backward_final_callback",
     }
+
+
+def joined_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    flat = flattened_mesh(mesh["a", "b"], "a_b")
+    assert (flat.mesh_dim_names, flat.mesh.tolist()) == (("a_b",), [0, 1])
+    assert flattened_mesh(mesh["a", "b"], "a_b") == flat
+    assert joined_mesh(flat, mesh["c"]).mesh_dim_names == ("a_b", "c")
+
+
+def test_axes_of_a_mesh_become_one():
+    run_ranks(2, joined_axes)
+
+
+def test_a_placement_splits_one_dim():
+    assert [splits(p, 1) for p in (Shard(1), strided_shard(1, 2), Shard(0), Replicate(), Partial())] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

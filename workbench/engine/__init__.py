@@ -1,7 +1,7 @@
 """Our own Fully Sharded Data Parallel engine: per-parameter sharding on DTensor, torch's public API shape.
 
 Other than in torch's: a user's mistake is a ValueError, TypeError, NotImplementedError or RuntimeError, never an
-AssertionError, and flags must be bools; policies are the classes here; not there are ``dp_mesh_dims``, tensors that
+AssertionError, and flags must be bools; policies are the classes here; not there are tensors that
 bring ``fsdp_pre_all_gather``, transforms of ``torch.func`` around a sharded module, deprecated names, and
 ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``; a full parameter that is kept beyond its reshard
 reads as NaN; writing to a view that a module returned is allowed, and so is inference mode between training steps; a
@@ -17,7 +17,7 @@ from workbench.engine.api import fully_shard, register_fsdp_forward_method, shar
 from workbench.engine.comm import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
 from workbench.engine.groups import rebuild_all as rebuild_groups
-from workbench.engine.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from workbench.engine.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from workbench.engine.module import FSDPModule, UnshardHandle
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -29,6 +29,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CollectiveFailed",
     "DDPMeshInfo",
+    "DataParallelMeshDims",
     "DefaultAllGather",
     "DefaultReduceScatter",
     "FSDPMeshInfo",

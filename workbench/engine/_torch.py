@@ -100,14 +100,24 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
-def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the axes of both, which must come from one and have names.
+def splits(placement: Placement, dim: int) -> bool:
+    """Return whether an axis with this placement splits tensor dimension ``dim``."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the 1-D mesh ``name`` over all ranks of ``mesh``, which has named axes; made at the first call."""
+    return mesh._flatten(name)
+
+
+def joined_mesh(*meshes: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of all, which must come from one and have names.
 
     Raises:
         RuntimeError: they do not come from one.
         TypeError: an axis has no name.
     """
-    return DeviceMesh._concatenate([outer, inner])
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:

@@ -17,7 +17,7 @@ from workbench.engine.managed import (
     _get_param_module_infos,
     mark_taken,
 )
-from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
+from workbench.engine.mesh import DataParallelMeshDims, _get_post_forward_mesh_info, mesh_info
 from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import Placement, ShardPlacementFn, place
@@ -41,6 +41,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> M: ...
 
 
@@ -54,10 +55,11 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> L: ...
 
 
-def fully_shard(
+def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     module: M | L,
     *,
     mesh: DeviceMesh | None = None,
@@ -66,6 +68,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M | L:
     """Shard the parameters of a module (or of a list of modules, as one unit) over the ranks of ``mesh``.
 
@@ -84,6 +87,8 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: :class:`~workbench.engine.CPUOffloadPolicy` keeps shards, gradients, optimizer state on the CPU.
         ignored_params: parameters that are left alone.
+        dp_mesh_dims: which axes of ``mesh``, that may have more than two, are the data-parallel ones; all parameters
+            are DTensors on it, ``Replicate()`` on these axes.
 
     Returns:
         ``module``, whose class is now a subclass with :class:`FSDPModule` mixed in.
@@ -94,8 +99,8 @@ def fully_shard(
             non-contiguous parameter, trained parameters of several dtypes, parameters on several devices, one tied to
             one in another unit, a mesh without this rank or with other axes, a dim that cannot be split, an int that
             does not divide the ranks.
-        NotImplementedError: an int for parameters that tensor parallelism has split; a parameter with an all-gather of
-            its own.
+        NotImplementedError: an int for parameters that tensor parallelism has split, or with ``dp_mesh_dims``; a
+            parameter with an all-gather of its own.
         RuntimeError: no process group.
 
     The module is left as it was if the call raises.
@@ -105,7 +110,9 @@ def fully_shard(
     _check_modules(modules)
     policy = _policy(reshard_after_forward, mp_policy, offload_policy)
     ignored = _ids_of(() if ignored_params is None else ignored_params)
-    info = mesh_info(mesh)
+    info = mesh_info(mesh, dp_mesh_dims)
+    if dp_mesh_dims is not None and not isinstance(policy.reshard_after_forward, bool):
+        raise NotImplementedError("with dp_mesh_dims, reshard_after_forward takes True, False or None, not an int")
     _get_post_forward_mesh_info(policy.reshard_after_forward, info)
     managed = _get_managed_modules(modules)
     infos = _get_param_module_infos(managed, ignored)

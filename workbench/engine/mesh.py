@@ -6,8 +6,9 @@ Words: *axis* is a dimension of a mesh. Parameters are split over the *shard axi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,51 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
 from workbench.engine import groups
+from workbench.engine._torch import flattened_mesh, joined_mesh
 from workbench.engine.groups import CommGroup, group_of
+
+Axes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh with names are the data-parallel ones; the parameters are DTensors on that mesh already.
+
+    Attributes:
+        shard: name of the axis that parameters are split over; of several neighbours, which count as one; None: they
+            are not split.
+        replicate: name of the axis, or names of the axes, along which parameters are repeated; None: there is one copy.
+
+    Raises:
+        TypeError: neither a name nor a tuple of names.
+        ValueError: no name at all.
+    """
+
+    shard: Axes = None
+    replicate: Axes = None
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for what are no names."""
+        for field_name in ("shard", "replicate"):
+            names = _as_names(getattr(self, field_name))
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"DataParallelMeshDims: {field_name} takes a name or a tuple of names, got {names!r}")
+        if not (self.shard_names or self.replicate_names):
+            raise ValueError("DataParallelMeshDims needs shard, replicate or both: the names of the mesh's axes")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes that parameters are split over."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes along which parameters are repeated."""
+        return _as_names(self.replicate)
+
+
+def _as_names(axes: Axes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 @dataclass(frozen=True)
@@ -26,11 +71,15 @@ class DataParallelMeshInfo:
         mesh: 1-D or 2-D DTensor mesh.
         shard_mesh_dim: index of its shard axis; None: parameters are not split.
         replicate_mesh_dim: index of its replicate axis; None: there is one copy.
+        dp_mesh_dims: the axes of ``spmd_mesh`` that are joined in ``mesh``; None: parameters need not be DTensors.
+        spmd_mesh: the whole mesh that parameters are DTensors on.
     """
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +133,19 @@ class DataParallelMeshInfo:
         """Ranks that see different data, F * R."""
         return self.shard_mesh_size * self.replicate_mesh_size
 
+    @cached_property
+    def spmd_shard_axes(self) -> tuple[int, ...]:
+        """Indices of the axes of ``spmd_mesh`` that parameters are split over."""
+        return self._spmd_axes(self.dp_mesh_dims.shard_names) if self.dp_mesh_dims else ()
+
+    @cached_property
+    def spmd_replicate_axes(self) -> tuple[int, ...]:
+        """Indices of the axes of ``spmd_mesh`` along which parameters are repeated."""
+        return self._spmd_axes(self.dp_mesh_dims.replicate_names) if self.dp_mesh_dims else ()
+
+    def _spmd_axes(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(axis for axis, name in enumerate(names_of(self.spmd_mesh)) if name in names)
+
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Return the DTensor placements on the mesh of a parameter that is split as ``shard`` says."""
         axes: list[Placement] = [Replicate()] * self.mesh.ndim
@@ -117,6 +179,20 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are split over one axis and repeated along the other."""
 
 
+@dataclass(frozen=True)
+class _ReplicatedMeshInfo(HSDPMeshInfo):
+    """Parameters are repeated and not split: every rank is the only one of its shard axis."""
+
+    def __post_init__(self) -> None:
+        """Make the engine's group, as :meth:`FSDPMeshInfo.__post_init__` does."""
+        _ = self.replicate_group
+
+
+def names_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """Return the names of the axes; none if they have no names."""
+    return tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+
+
 def _init_default_fully_shard_mesh() -> DeviceMesh:
     """Return a 1-D mesh over all ranks.
 
@@ -133,23 +209,31 @@ def _init_default_fully_shard_mesh() -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))  # without names: equal to the one a user makes
 
 
-def mesh_info(mesh: DeviceMesh | None) -> FSDPMeshInfo:
+def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
     """Check ``mesh`` (None: all ranks) and say which of its axes is which.
 
+    Args:
+        mesh: 1-D or 2-D; with ``dims`` of any number of axes.
+        dims: its data-parallel axes; makes groups: all ranks of the mesh come here together.
+
     Raises:
-        TypeError: not a mesh.
-        ValueError: a 2-D mesh without names, more than two axes, or this rank is not in the mesh.
+        TypeError: not a mesh; ``dims`` of another type.
+        ValueError: a 2-D mesh without names, more than two axes, this rank is not in the mesh, or ``dims`` names axes
+            that it does not have, one twice, or several that are no neighbours.
         RuntimeError: no mesh, and ``torch.distributed`` is not initialised.
     """
     mesh = mesh if mesh is not None else _init_default_fully_shard_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh or None, got {type(mesh).__name__}")
-    if mesh.ndim not in {1, 2}:
+    if dims is not None:
+        _check_dims(mesh, dims)
+    elif mesh.ndim not in {1, 2}:
         raise ValueError(
             f"fully_shard got a {mesh.ndim}-D mesh of shape {tuple(mesh.shape)}; it takes a 1-D mesh (shard) or a "
-            "2-D one (replicate, shard): pass the data-parallel axes only, e.g. mesh['replicate', 'shard']"
+            "2-D one (replicate, shard): pass the data-parallel axes only, e.g. mesh['replicate', 'shard'], or name "
+            "them with dp_mesh_dims if the parameters are DTensors on the whole mesh"
         )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+    elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError(
             f"fully_shard got a 2-D mesh of shape {tuple(mesh.shape)} without names; name its axes, e.g. "
             "mesh_dim_names=('replicate', 'shard'): the first repeats parameters, the second shards them"
@@ -159,9 +243,53 @@ def mesh_info(mesh: DeviceMesh | None) -> FSDPMeshInfo:
             f"rank {dist.get_rank()} is not in the mesh, which holds ranks {mesh.mesh.tolist()}: call fully_shard "
             "only on the ranks of its mesh"
         )
+    if dims is not None:
+        return _spmd_mesh_info(mesh, dims)
     if mesh.ndim == 2:
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+
+def _check_dims(mesh: DeviceMesh, dims: object) -> None:
+    """Raise TypeError or ValueError for axes that cannot be the data-parallel ones of ``mesh``."""
+    if not isinstance(dims, DataParallelMeshDims):
+        kind = f"{type(dims).__module__}.{type(dims).__qualname__}"
+        raise TypeError(
+            f"dp_mesh_dims must be a workbench.engine.DataParallelMeshDims, got {dims!r:.80} of type {kind}"
+        )
+    there, wanted = names_of(mesh), (*dims.replicate_names, *dims.shard_names)
+    unknown = [name for name in wanted if name not in there]
+    if unknown:
+        axes = ", ".join(map(repr, there)) if there else "no names: give it mesh_dim_names"
+        raise ValueError(f"dp_mesh_dims names {unknown[0]!r}; the axes of the mesh have {axes}")
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"dp_mesh_dims names an axis twice: shard {dims.shard!r}, replicate {dims.replicate!r}")
+    for names in (dims.shard_names, dims.replicate_names):
+        first = there.index(names[0]) if names else 0
+        if there[first : first + len(names)] != names:
+            raise ValueError(
+                f"dp_mesh_dims joins the axes {', '.join(map(repr, names))}, which must be neighbours in the mesh, in "
+                f"this order; it has {', '.join(map(repr, there))}"
+            )
+
+
+def _spmd_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
+    """Return the data-parallel part of ``mesh``, several axes of one kind joined."""
+    shard, replicate = (_part(mesh, names) for names in (dims.shard_names, dims.replicate_names))
+    whole: dict[str, Any] = {"dp_mesh_dims": dims, "spmd_mesh": mesh}
+    if shard is None:
+        return _ReplicatedMeshInfo(cast("DeviceMesh", replicate), replicate_mesh_dim=0, **whole)
+    if replicate is None:
+        return FSDPMeshInfo(shard, shard_mesh_dim=0, **whole)
+    return HSDPMeshInfo(joined_mesh(replicate, shard), shard_mesh_dim=1, replicate_mesh_dim=0, **whole)
+
+
+def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """Return the 1-D mesh of these axes."""
+    if len(names) < 2:
+        return mesh[names[0]] if names else None
+    with groups.around_creation():
+        return flattened_mesh(mesh[names], "_".join(names))
 
 
 def _get_post_forward_mesh_info(reshard_after_forward: bool | int, info: FSDPMeshInfo) -> FSDPMeshInfo | None:

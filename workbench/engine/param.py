@@ -12,6 +12,8 @@ Words for tensors and bytes, used in the whole engine (see ``layout.py`` for row
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +21,8 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from workbench.engine._torch import (
     Spec,
@@ -33,12 +36,13 @@ from workbench.engine._torch import (
     set_versions,
     shards_along,
     spec_of,
+    splits,
     strided_shard,
     waited,
     with_dtype,
 )
 from workbench.engine.layout import ShardLayout
-from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.mesh import FSDPMeshInfo, names_of
 from workbench.engine.probe import ParamInfo
 
 
@@ -85,6 +89,8 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
 
 def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo) -> Spec:
     """Describe the sharded parameter: data-parallel axes first, then those of tensor parallelism."""
+    if mesh.spmd_mesh is not None:
+        return _spmd_spec(path, param, shard, mesh, mesh.spmd_mesh)
     if not isinstance(param, DTensor):
         return make_spec(mesh.mesh, mesh.placements(shard), param)
     inner = spec_of(param)
@@ -97,6 +103,40 @@ def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshIn
             f"{mesh.mesh}: take both from one DeviceMesh with named axes, e.g. world['dp'] and world['tp']"
         ) from error
     return make_spec(joined, (*mesh.placements(placement), *inner.placements), param)
+
+
+def _spmd_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo, whole: DeviceMesh) -> Spec:
+    """Describe the sharded parameter whose full form is a DTensor on the whole mesh: its axes, those split over joined.
+
+    Raises:
+        ValueError: it is no such DTensor, or is not whole on a data-parallel axis.
+    """
+    if not isinstance(param, DTensor) or param.device_mesh != whole:
+        kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else f"a plain {type(param).__name__}"
+        raise ValueError(
+            f"with dp_mesh_dims, all parameters must be DTensors on the mesh that fully_shard is given, {whole}; "
+            f"{path!r} is {kind}: make them with distribute_tensor or distribute_module first"
+        )
+    names, split, placements = names_of(whole), mesh.spmd_shard_axes, list(param.placements)
+    for axis in (*split, *mesh.spmd_replicate_axes):
+        if not placements[axis].is_replicate():
+            raise ValueError(
+                f"parameter {path!r} must be Replicate() on the data-parallel axis {names[axis]!r}, which fully_shard "
+                f"splits; it is {placements[axis]}"
+            )
+    behind = [axis for axis in range(whole.ndim) if split and axis > split[-1] and splits(placements[axis], shard.dim)]
+    placement = strided_shard(shard.dim, math.prod(whole.size(axis) for axis in behind))
+    if len(split) < 2:
+        for axis in split:
+            placements[axis] = placement
+        return make_spec(whole, placements, param)
+    parts: dict[DeviceMesh, tuple[Placement, ...]] = {}
+    for axis, name in enumerate(names):
+        if axis == split[0]:
+            parts[mesh.mesh] = mesh.placements(placement)
+        elif axis not in (*split, *mesh.spmd_replicate_axes):
+            parts[whole[name]] = (placements[axis],)
+    return make_spec(joined_mesh(*parts), list(itertools.chain(*parts.values())), param)
 
 
 class FSDPParam:
@@ -338,8 +378,10 @@ class FSDPParam:
         grad = cast("torch.Tensor", self.unsharded_param.grad)
         if isinstance(grad, DTensor):
             spec = cast("Spec", self._tp_spec)
-            if grad.placements != spec.placements:  # e.g. a norm's: partial sums over the tensor-parallel ranks
-                grad = grad.redistribute(placements=spec.placements)
+            ours = (*self.mesh_info.spmd_shard_axes, *self.mesh_info.spmd_replicate_axes)  # reduced with the others'
+            wanted = tuple((grad if axis in ours else spec).placements[axis] for axis in range(len(spec.placements)))
+            if grad.placements != wanted:  # e.g. a norm's: partial sums over the tensor-parallel ranks
+                grad = grad.redistribute(placements=wanted)
             grad = local_of(grad)
         return waited(grad)
 
