@@ -9,6 +9,10 @@ list of modules can be the root; and from the second iteration on, a unit's forw
 that ran next in the last one. ``set_modules_to_forward_prefetch([])`` on every unit leaves that out: all-gathers and
 reduce-scatters come in torch's order then, so that a record can be compared with one of torch's.
 
+``torch.distributed.pipelining``, imported before ``fully_shard`` is called, treats sharded stages as torch's. With its
+zero-bubble schedules give ``reshard_after_forward=False``, here as there: they find the parameters of a module that is
+resharded between its forward and backward nowhere, and leave them without gradients.
+
 Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.py`` (a unit) -> ``collectives.py``
 (layouts) -> ``comm.py`` (the wire).
 """
