@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.engine.comparison import DIM, Outer, data, shard_each
 from tests.engine.models import batch, loss_of, make_net
@@ -39,7 +40,7 @@ def sharing(model: nn.Module) -> list[list[str]]:
     """Names of the units by the memory their full parameters lie in, in the order of the units."""
     groups: dict[int, list[str]] = {}
     for unit in units(model):
-        slot = unit._memory._slot
+        slot = unit._usual.memory.slot
         groups.setdefault(id(unit if slot is None else slot), []).append(unit.name)
     return list(groups.values())
 
@@ -160,7 +161,9 @@ def test_sharing_changes_no_bit(world_size):
 
 def allocated(model: nn.Module) -> int:
     """Bytes of the storages that full parameters and staging lie in, whether used or not."""
-    storages = {u._memory.full.untyped_storage().data_ptr(): u._memory.full.untyped_storage() for u in units(model)}
+    storages = {
+        u._usual.memory.full.untyped_storage().data_ptr(): u._usual.memory.full.untyped_storage() for u in units(model)
+    }
     ctx = model._get_fsdp_state()._comm_ctx
     blocks = [*ctx.pool._free, *ctx.pool._taken.values()]
     to_cast = [r.scatter.output for r in ctx.reductions._scattering if r.scatter.output.dtype is torch.bfloat16]
@@ -301,60 +304,99 @@ def test_a_unit_that_is_needed_beside_another_in_forward_gets_memory_of_its_own(
         assert len(seen[1]) <= len(later)
 
 
-def backward_deviates() -> None:
+def backward_deviates(ahead: int, needed: int) -> None:
+    """In the backward of one block another is unsharded by hand, which no iteration did before."""
     model, twin = shard_net(make_net(**NET)), shard_net(make_net(**NET))
     for number in range(3):
-        assert step(model, number) == step(twin, number)
-    values = [p.to_local().clone() for p in model.parameters()]
-    handle = model.blocks[2].register_full_backward_pre_hook(lambda *_: model.blocks[0].unshard())
-    refused = 0
-    while (loss := step_or_reset(model, 3)) is None:
-        refused += 1  # one pair of units is found out at a time
-    assert 0 < refused < NUM_BLOCKS
-    assert loss == step(twin, 3)
-    for _ in range(2):
-        assert step(model, 4) == step(twin, 4)
-    assert all(torch.equal(p.to_local(), v) for p, v in zip(model.parameters(), values, strict=True))
+        same_step(model, twin, number)
+    assert sharing(model) == [[""], BLOCK_NAMES]
+    with recording() as record:
+        handle = model.blocks[needed].register_full_backward_pre_hook(lambda *_: model.blocks[ahead].unshard())
+        for number in range(3, 6):
+            same_step(model, twin, number)
+        handle.remove()
+        same_step(model, twin, 6)
+        assert set(record.alive) <= {Category.SHARDED_PARAMS}
     groups = {name: group for group in sharing(model) for name in group}
-    assert "blocks.2" not in groups["blocks.0"]
-    handle.remove()
+    assert f"blocks.{needed}" not in groups[f"blocks.{ahead}"]
 
 
-def step_or_reset(model: nn.Module, number: int) -> float | None:
-    """Return the loss, or None if the step was refused; another one can follow."""
-    try:
-        return step(model, number)
-    except RuntimeError as error:
-        said = str(error)
-    assert "unit 'blocks." in said
-    assert "never were before. Call reset_iter_state() on the root and repeat the step" in said
-    model.reset_iter_state()
-    model.zero_grad()
-    return None
+def same_step(model: nn.Module, twin: nn.Module, number: int) -> None:
+    """Do a step of both: the same loss and gradients, bit by bit."""
+    grads = []
+    for m in (model, twin):
+        loss = loss_of(m, batch(dist.get_rank(), number))
+        loss.backward()
+        grads.append([loss, *(p.grad.to_local() for p in m.parameters())])
+        m.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_in_backward_it_is_refused_and_works_after_a_reset(world_size):
-    run_ranks(world_size, backward_deviates)
+@pytest.mark.parametrize(("ahead", "needed"), [(0, 2), (1, 2), (3, 1)])
+def test_a_unit_that_is_needed_beside_another_in_backward_finds_its_values_where_its_graph_points(
+    world_size, ahead, needed
+):
+    run_ranks(world_size, backward_deviates, ahead, needed)
+
+
+def all_by_hand(where: str) -> None:
+    """All blocks are full at once, before forward, between, or within a backward: where one slot was enough before."""
+    model, twin = shard_net(make_net(**NET)), shard_net(make_net(**NET))
+    for number in range(3):
+        same_step(model, twin, number)
+    expected = loss_of(twin, batch(dist.get_rank(), 3))
+    expected.backward()
+    if where == "forward":
+        unshard_all(model)
+    loss = loss_of(model, batch(dist.get_rank(), 3))
+    if where == "between":
+        unshard_all(model)
+    handle = model.head.register_full_backward_hook(lambda *_: unshard_all(model) if where == "backward" else None)
+    loss.backward()
+    handle.remove()
+    assert torch.equal(loss, expected)
+    assert_same_grads(model, twin)
+    assert all(unit.is_sharded for unit in units(model))
+
+
+def unshard_all(model: nn.Module) -> None:
+    for block in model.blocks:
+        full = [p.full_tensor() for p in block.parameters() if isinstance(p, DTensor)]
+        block.unshard()
+        assert all(torch.equal(p, v) for p, v in zip(block.parameters(), full, strict=bool(full)))
+
+
+def assert_same_grads(model: nn.Module, twin: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    for m in (model, twin):
+        m.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["forward", "between", "backward"])
+def test_all_units_may_be_full_at_once_at_any_time(where):
+    run_ranks(2, all_by_hand, where)
 
 
 def retained() -> None:
-    """A graph is kept while later iterations give its units other memory."""
+    """A graph is kept while later iterations give its units other memory: its backward finds the values in the old."""
     model = shard_net(make_net(**NET))
     loss = loss_of(model, batch(0, 0))
     loss.backward(retain_graph=True)  # complete: the next forward shares
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
     model.zero_grad()
     for number in range(2):
         step(model, number)
     assert sharing(model) == [[""], BLOCK_NAMES]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    model.reset_iter_state()
+    loss.backward()
+    assert all(torch.equal(p.grad.to_local(), grad) for p, grad in zip(model.parameters(), grads, strict=True))
     model.zero_grad()
     step(model, 0)
+    assert sharing(model) == [[""], BLOCK_NAMES]
 
 
-def test_a_retained_graph_fails_and_never_computes_with_other_units_values():
+def test_a_retained_graph_computes_where_it_was_recorded():
     run_ranks(2, retained)
 
 
@@ -432,7 +474,7 @@ def two_models() -> None:
             for model in models:
                 assert step(model, number) == expected[number]
         assert record.reserved == 3 * of_one
-        storages = [{u._memory.full.untyped_storage().data_ptr() for u in units(m)} for m in models]
+        storages = [{u._usual.memory.full.untyped_storage().data_ptr() for u in units(m)} for m in models]
         assert not storages[0] & storages[1]
         models[0].release_buffers()
         assert record.reserved == 2 * of_one

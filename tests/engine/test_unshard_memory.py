@@ -82,7 +82,7 @@ def kept_in_a_slot() -> None:
         model(data(step)).square().mean().backward()
         for module in model:
             read(module.kept)
-    assert any(unit._memory._slot is not None for unit in units(model))
+    assert any(unit._usual.memory.slot is not None for unit in units(model))
     for module in model:
         assert read({"parameter": module.kept["parameter"]}) == {"parameter": True}
     model.release_buffers()

@@ -13,6 +13,7 @@ from workbench.engine.pool import BufferPool, OverlapRecord, SlotUser, make_slot
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.streams import Streams
 from workbench.engine.tensors import unrecorded
+from workbench.engine.unshard_memory import Home
 
 CPU = torch.device("cpu")
 
@@ -21,10 +22,12 @@ class RecordedForward:
     """A forward that autograd has recorded; its graph keeps it alive.
 
     Attributes:
+        homes: where the full parameters of the call's units lay.
         before: the call whose forward ended just before, and whose backward comes next; None: there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, homes: Sequence[Home]) -> None:
+        self.homes = homes
         self.before: Any = None  # FSDPState
 
 

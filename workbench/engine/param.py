@@ -82,6 +82,24 @@ class ParamModuleInfo:
             set_parameter(module, name, param)
 
 
+_VERSIONS = 2**10
+"""How far apart the versions of one parameter in different memories are: room for writes of the user's."""
+
+
+@dataclass
+class FullView:
+    """A full parameter in one memory.
+
+    Attributes:
+        data: of the full shape.
+        version: what autograd's counter says while the parameter is this: a graph that saved it elsewhere must not
+            compute with it.
+    """
+
+    data: torch.Tensor
+    version: int
+
+
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a parameter: all of it unless tensor parallelism has split it."""
     return local_of(param) if isinstance(param, DTensor) else param
@@ -148,8 +166,7 @@ class FSDPParam:
         layout: how the full shape is split.
         post_forward: how it is split between forward and backward, if over fewer ranks.
         sharded_param: DTensor parameter.
-        unsharded_param: full parameter; plain, or a DTensor over the axes of tensor parallelism. Exists once memory was
-            bound.
+        unsharded_param: full parameter; plain, or a DTensor over the axes of tensor parallelism.
         accumulated_grad: full gradient in the reduce dtype, of micro-batches not reduced yet.
         state: which form is registered.
     """
@@ -157,7 +174,8 @@ class FSDPParam:
     sharded_param: nn.Parameter
     unsharded_param: nn.Parameter
     _inner: torch.Tensor  # what the unsharded parameter holds: itself, or the local tensor of a DTensor
-    _version: int  # of the unsharded parameter while it is unsharded
+    _view: FullView  # what that is while it is unsharded
+    _newest_version: int
 
     def __init__(
         self, position: int, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo
@@ -263,35 +281,46 @@ class FSDPParam:
 
     # ---- the full form
 
-    def bind(self, padded_full: torch.Tensor) -> None:
-        """Make the unsharded parameter a view of ``padded_full`` ``[>= numel]``, in the param dtype.
+    def view_in(self, padded_full: torch.Tensor) -> FullView:
+        """Return what the unsharded parameter is in ``padded_full`` ``[>= numel]``, of the param dtype."""
+        full = self.layout.full_view(padded_full)
+        if not hasattr(self, "unsharded_param") or self.unsharded_param.dtype != full.dtype:
+            self._make_unsharded(full)
+        self._newest_version += _VERSIONS
+        return FullView(full, self._newest_version)
+
+    def show(self, view: FullView) -> None:
+        """Let the unsharded parameter be ``view`` from now on."""
+        if self.state is ShardedState.UNSHARDED:
+            self._view.version = self.unsharded_param._version
+            self._inner.data = view.data
+            set_versions((self.unsharded_param,), (view.version,))
+        self._view = view
+
+    def _make_unsharded(self, full: torch.Tensor) -> None:
+        """Make the unsharded parameter, like ``full``, and empty for now.
 
         ``.data`` gives it a version counter of its own: copying a new unshard into the memory later must not look to
-        autograd like a change of what it saved. What a graph saved of memory bound before counts as changed.
+        autograd like a change of what it saved.
         """
-        self._full = self.layout.full_view(padded_full)
-        self._nothing = _unreadable(padded_full)
-        if hasattr(self, "unsharded_param") and self.unsharded_param.dtype == padded_full.dtype:
-            self._inner.data = self._nothing
-            self._version += 1
-            return
+        self._nothing = _unreadable(full)
         had = self.unsharded_param.grad if hasattr(self, "unsharded_param") else None
-        data: torch.Tensor = self._full.data
+        data: torch.Tensor = full.data
         if self._tp_spec is not None:
             data = dtensor_of(data, with_dtype(self._tp_spec, data.dtype))
         self.unsharded_param = nn.Parameter(data, requires_grad=self.trainable)
         self.unsharded_param.grad = None if had is None else had.to(self.unsharded_param)
         self._inner = local_tensor(self.unsharded_param)
         self._inner.data = self._nothing
-        self._version = self.unsharded_param._version
+        self._newest_version = self.unsharded_param._version
 
     def to_unsharded(self) -> None:
         """Register the full parameter; its memory must be there."""
         param = self.unsharded_param
-        self._inner.data = self._full
+        self._inner.data = self._view.data
         if param.requires_grad != self.trainable:
             param.requires_grad_(self.trainable)
-        set_versions((param,), (self._version,))
+        set_versions((param,), (self._view.version,))
         self.info.register(param)
         self.state = ShardedState.UNSHARDED
 
@@ -304,8 +333,8 @@ class FSDPParam:
         """
         if self.state is ShardedState.UNSHARDED:
             self._inner.data = self._nothing
-            self._version = self.unsharded_param._version
-            set_versions((self.unsharded_param,), (self._version + 1,))
+            self._view.version = self.unsharded_param._version  # the user may have written to it
+            set_versions((self.unsharded_param,), (self._view.version + 1,))
         self.info.register(self.sharded_param if form is None else form)
         self.state = ShardedState.SHARDED if form is None else ShardedState.SHARDED_POST_FORWARD
 
@@ -313,13 +342,13 @@ class FSDPParam:
         """Return the DTensor over fewer ranks whose rows are in ``slot``, filled from the full parameter."""
         layout = cast("ShardLayout", self.post_forward)
         local = layout.local_view(slot, mesh.shard_mesh_rank)
-        local.copy_(layout.shard_of(self._full, mesh.shard_mesh_rank))
-        spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self._full)
+        local.copy_(layout.shard_of(self._view.data, mesh.shard_mesh_rank))
+        spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self._view.data)
         return nn.Parameter(dtensor_of(local, spec), requires_grad=self.trainable)
 
     def expect_grad(self) -> None:
         """Let autograd hand a gradient to the full parameter although its values are not there."""
-        self._inner.data = self._full
+        self._inner.data = self._view.data
 
     # ---- gradients
 
@@ -357,7 +386,7 @@ class FSDPParam:
     def count_as_zero(self) -> None:
         """Take a gradient that did not come as zero."""
         if self.trainable and not self.has_full_grad:
-            self.accumulated_grad = torch.zeros_like(self._full)
+            self.accumulated_grad = torch.zeros_like(self._view.data)
 
     def take_grad(self) -> torch.Tensor | None:
         """Return this rank's full gradient, full shape, and forget it; None if there is none."""

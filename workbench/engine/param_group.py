@@ -19,6 +19,7 @@ from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.probe import Category, Edge, Kind, Phase
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unit import Unit
+from workbench.engine.unshard_memory import Home
 
 
 class TrainingState(Enum):
@@ -55,6 +56,7 @@ class FSDPParamGroup(Unit):
         self.pending_backwards = 0
         self._all_gather: AllGatherState | DeviceCopyState | None = None
         self._post_forward: PostForwardShard | None = None
+        self._recomputed_in: Home | None = None
         self._is_unsharding = False  # begun and not yet waited for
         self._grad_bytes = 0
         super().__init__(params, mesh_info, policy)
@@ -106,8 +108,8 @@ class FSDPParamGroup(Unit):
     def _targets(self) -> Sequence[torch.Tensor]:
         """Return the full parameters' memory, cut as the flat shards are."""
         if self._post_forward is not None:
-            return self._post_forward.by_rank(self._padded_fulls)
-        return self._fulls_by_rank
+            return self._post_forward.by_rank(self._place.padded_fulls)
+        return self._place.by_rank
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
         # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
@@ -121,13 +123,12 @@ class FSDPParamGroup(Unit):
             StepAborted: the wait was cancelled.
             CollectiveFailed: a peer died or left.
             RanksDisagreeError: ranks do different things.
-            RuntimeError: the memory is in use by a unit that never was unsharded at the same time before.
         """
         if not self._is_unsharding:
             return
         shard, info = self._source()
         gathered = shard if self._all_gather is None else self._all_gather.wait()
-        self._take_memory()
+        self._take_memory(at_home=self.training_state is TrainingState.PRE_BACKWARD)
         rows = gathered.view(info.shard_mesh_size, -1) if gathered.numel() else gathered.view(info.shard_mesh_size, 0)
         collectives.foreach_all_gather_copy_out(rows, self._targets(), self._unit)
         self.comm_ctx.comms.has_read(self)
@@ -137,22 +138,6 @@ class FSDPParamGroup(Unit):
         self._post_forward = None
         self._is_unsharding = False
         probe.event(Kind.UNSHARD, Edge.END, self.index)
-
-    def _take_memory(self) -> None:
-        if self._memory.is_lent:
-            overlaps, in_backward = self.comm_ctx.overlaps, self.training_state is TrainingState.PRE_BACKWARD
-            if self.pending_backwards and (in_backward or self.comm_ctx.recorded):  # a graph refers to the memory
-                overlaps.taken(self.index)
-                overlaps.given_back(self.index)
-                raise RuntimeError(
-                    f"unit {self.name or '(root)'!r} is needed in backward while another unit that shares its memory "
-                    "is; they never were before. Call reset_iter_state() on the root and repeat the step: from then "
-                    "on they have memory of their own"
-                )
-            self.use_slot(None)
-            overlaps.is_settled = False
-        self._memory.take()
-        self.comm_ctx.overlaps.taken(self.index)
 
     def _drop_all_gather(self) -> None:
         if self._all_gather is not None:
@@ -194,14 +179,13 @@ class FSDPParamGroup(Unit):
         self.comm_ctx.streams.shards_changed(None)
         self._give_memory_back()
 
-    def _give_memory_back(self) -> None:
-        if self._memory.give_back():
-            self.comm_ctx.overlaps.given_back(self.index)
-
     # ---- hooks of the step
 
-    def pre_forward(self) -> None:
-        """Before the unit's forward, full parameters there."""
+    def pre_forward(self, *, recomputed: bool) -> None:
+        """Before the unit's forward, full parameters there; ``recomputed``: within backward."""
+        self._stay_out()
+        if recomputed:
+            self.recomputes()
         self.training_state = TrainingState.FORWARD
         probe.event(Kind.FORWARD, Edge.BEGIN, self.index)
 
@@ -218,10 +202,24 @@ class FSDPParamGroup(Unit):
             self.pending_backwards += backward_follows
         self.training_state = TrainingState.IDLE
 
-    def pre_backward(self) -> None:
-        """Before the unit's backward: full parameters."""
+    @property
+    def home(self) -> Home:
+        """Where the full parameters are that what is recorded now points to."""
+        return self._place
+
+    def recomputes(self) -> None:
+        """What a graph needs of a forward in backward is computed anew, from where the full parameters are now."""
+        self._recomputed_in = self._place
+
+    def go_to(self, home: Home) -> None:
+        """Be in the home of the forward whose backward runs next, unless it was recomputed in another."""
+        self._go_to(self._recomputed_in or home)
+
+    def pre_backward(self, home: Home) -> None:
+        """Before the backward of a forward that ran in ``home``: full parameters."""
         self.training_state = TrainingState.PRE_BACKWARD
         probe.phase(Phase.PRE_BACKWARD)
+        self.go_to(home)
         if self.unshard_in_backward:
             self.unshard()
             self.wait_for_unshard()
@@ -240,6 +238,7 @@ class FSDPParamGroup(Unit):
         if self.training_state is TrainingState.PRE_BACKWARD:
             probe.event(Kind.BACKWARD, Edge.END, self.index)
         self.training_state = TrainingState.POST_BACKWARD
+        self._recomputed_in = None
         probe.phase(Phase.POST_BACKWARD)
         self._account_grads()
         if self.sync.reduce_grads:
@@ -315,6 +314,7 @@ class FSDPParamGroup(Unit):
     def finalize_backward(self) -> None:
         """At the end of a backward pass: nothing of the iteration is left."""
         self._reshard_after_backward()
+        self._recomputed_in = None
         self.pending_backwards = 0
         self.training_state = TrainingState.IDLE
 
@@ -324,6 +324,7 @@ class FSDPParamGroup(Unit):
         if self._all_gather is not None:
             self._all_gather.abandon()
             self._all_gather = None
+        self._recomputed_in = None
         self._reducer.take_kept()
         for fsdp_param in self.fsdp_params:
             fsdp_param.drop_grad()

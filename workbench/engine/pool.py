@@ -95,8 +95,20 @@ class BufferPool:
             self._free.remove(block)
 
 
+class Tenant(Protocol):
+    """What a slot knows of the unit whose parameters are in it."""
+
+    index: int
+
+    def move_out(self) -> None:
+        """Leave the slot to another unit for a while."""
+
+    def move_back(self) -> None:
+        """Return to it."""
+
+
 class SlotUser(Protocol):
-    """What the slots know of a unit."""
+    """What who gives out slots knows of a unit."""
 
     index: int
 
@@ -119,17 +131,21 @@ class SlotUser(Protocol):
 class UnshardSlot:
     """Memory for the full parameters of units that are never unsharded at the same time.
 
+    Should they be once, the one whose graph points into the slot gets it, and the other moves out meanwhile.
+
     Attributes:
         buffer: uint8 ``[num_bytes]``.
-        owner: index of the unit whose parameters are in it.
+        owner: the unit whose parameters are in it.
+        moved_out: units that will move back, the next one last.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.owner: int | None = None
+        self.owner: Tenant | None = None
+        self.moved_out: list[Tenant] = []
         self._lease = probe.Lease(Category.RESERVED, NO_UNIT, num_bytes)
 
-    def use(self, owner: int | None, num_bytes: int) -> None:
+    def use(self, owner: Tenant | None, num_bytes: int) -> None:
         """Let ``owner`` use so many bytes of it; None: nobody uses them any more."""
         self.owner = owner
         if self._lease.is_told:

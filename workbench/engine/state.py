@@ -119,6 +119,8 @@ class FSDPState(ShardedCall):
         if self._training_state is TrainingState.PRE_BACKWARD:
             # activation checkpointing recomputes the forward within backward
             self._unshard(())
+            for unit in self._fsdp_param_groups:
+                unit.recomputes()
             return self._cast_inputs(args, kwargs)
         if self._is_root is None:
             self._lazy_init()
@@ -144,7 +146,7 @@ class FSDPState(ShardedCall):
             expected = self._root.expected_after(self)
         self._unshard(expected if self.forward_prefetch is None else self.forward_prefetch)
         for unit in self._fsdp_param_groups:
-            unit.pre_forward()
+            unit.pre_forward(recomputed=self._recomputes)
         self._training_state = TrainingState.FORWARD
         self._not_yet_run = {id(m) for m in self.modules}
         self._backward_follows = False
@@ -226,7 +228,7 @@ class FSDPState(ShardedCall):
         if tensor.requires_grad:
             self._backward_follows = True
             if self._recorded is None:
-                self._recorded = RecordedForward()
+                self._recorded = RecordedForward([unit.home for unit in self._fsdp_param_groups])
                 self._comm_ctx.recorded.add(self._recorded)
             tensor.register_hook(functools.partial(self._pre_backward, self._recorded))
             base = base_of(tensor)
@@ -245,9 +247,13 @@ class FSDPState(ShardedCall):
             root.final_callback_queued = True
             queue_backward_final_callback(root.end_of_backward)
         self._training_state = TrainingState.PRE_BACKWARD
-        units = [u for u in self._fsdp_param_groups if u.training_state is not TrainingState.PRE_BACKWARD]
-        for unit in units:
-            unit.pre_backward()  # once for several outputs of the same forward
+        units = []
+        for unit, home in zip(self._fsdp_param_groups, forward.homes, strict=True):
+            if unit.training_state is TrainingState.PRE_BACKWARD:  # another output, or another forward
+                unit.go_to(home)
+            else:
+                unit.pre_backward(home)
+                units.append(unit)
         if units:
             before = () if forward.before is None else (forward.before,)
             _prefetch(self.backward_prefetch or before, backward=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -32,7 +33,8 @@ from workbench.engine.policies import UnitPolicy
 from workbench.engine.pool import UnshardSlot
 from workbench.engine.probe import UnitInfo
 from workbench.engine.reduction import GradientSync, Reducer
-from workbench.engine.unshard_memory import UnshardMemory
+from workbench.engine.tensors import unrecorded
+from workbench.engine.unshard_memory import Home, UnshardMemory
 
 _indices = itertools.count()
 
@@ -108,7 +110,6 @@ class Unit:
     def change_policy(self, policy: UnitPolicy) -> None:
         """Use another policy while sharded; parameters stay where they are."""
         self.set_policy(policy)
-        self._memory.use_slot(None)
         self._choose_comm_again()
         self.comm_ctx.overlaps.is_settled = False
         self._bind()
@@ -157,9 +158,7 @@ class Unit:
 
     def _bind(self) -> None:
         """Give the unit memory for its full parameters, of its own and empty for now."""
-        numel = self.shards.numel * self.mesh_info.shard_mesh_size
-        self._memory = UnshardMemory(self.index, numel, self.param_dtype, self.device)
-        self._bind_params()
+        self._settle_in(self._make_home(None))
         self._unit = UnitId(self.index, self.name)
         self._reducer = Reducer(
             unit=self._unit,
@@ -171,18 +170,99 @@ class Unit:
             sync=self.sync,
         )
 
-    def _bind_params(self) -> None:
-        with self._memory.present() as full:
-            self._padded_fulls: tuple[torch.Tensor, ...] = full.split([p.full_numel for p in self.fsdp_params])
-            for fsdp_param, padded_full in zip(self.fsdp_params, self._padded_fulls, strict=True):
-                fsdp_param.bind(padded_full)
-            pairs = zip(self.fsdp_params, self._padded_fulls, strict=True)
-            self._fulls_by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
+    def _make_home(self, slot: UnshardSlot | None) -> Home:
+        """Return a home in ``slot``, or in memory of its own."""
+        numel = self.shards.numel * self.mesh_info.shard_mesh_size
+        memory = UnshardMemory(self, numel, self.param_dtype, self.device, slot)
+        with memory.present() as full:
+            padded_fulls = full.split([p.full_numel for p in self.fsdp_params])
+            pairs = list(zip(self.fsdp_params, padded_fulls, strict=True))
+            by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
+            return Home(memory, padded_fulls, by_rank, [p.view_in(padded_full) for p, padded_full in pairs])
+
+    def _show(self, home: Home) -> None:
+        """Let the unsharded parameters be those in ``home``."""
+        self._place = home
+        for fsdp_param, view in zip(self.fsdp_params, home.views, strict=True):
+            fsdp_param.show(view)
+
+    def _settle_in(self, home: Home) -> None:
+        """Keep full parameters in ``home`` from the next unshard on."""
+        self._usual = self._home = home
+        self._show(home)
 
     def use_slot(self, slot: UnshardSlot | None) -> None:
         """Keep full parameters in ``slot`` from now on, or in memory of the unit's own."""
-        if self._memory.use_slot(slot):
-            self._bind_params()
+        if slot is not self._usual.memory.slot:
+            self._settle_in(self._make_home(slot))
+
+    # ---- when the slot is needed by two
+
+    @unrecorded
+    def _move(self, home: Home) -> None:
+        """Take the full parameters from where they are to ``home``."""
+        home.memory.take()
+        home.memory.full.copy_(self._place.memory.full)
+        self._place.memory.give_back()
+        self._show(home)
+
+    def move_out(self) -> None:
+        """Leave the slot to a unit whose graph points into it; :meth:`move_back` follows once that gives it back."""
+        slot = cast("UnshardSlot", self._home.memory.slot)
+        self._move(self._make_home(None))
+        slot.moved_out.append(self)
+
+    def move_back(self) -> None:
+        """Return to where the unit's own graph points."""
+        self._move(self._home)
+
+    def _stay_out(self) -> None:
+        """Make the place it has moved to, if it has, its home: what is computed from now on points there."""
+        if self._place is not self._home:
+            cast("UnshardSlot", self._home.memory.slot).moved_out.remove(self)
+            self._usual = self._home = self._place
+
+    def _go_to(self, home: Home) -> None:
+        """Be in ``home``, into which the graph points that runs next."""
+        if self._place is home:
+            return
+        if self._place.memory.is_held:
+            self._stay_out()
+            self._clear(home)
+            self._move(home)
+        else:
+            self._show(home)
+        self._home = home
+
+    def _clear(self, home: Home) -> None:
+        """Send away who else is in ``home``."""
+        tenant = home.memory.tenant
+        if tenant is not None:
+            tenant.move_out()
+
+    def _take_memory(self, *, at_home: bool) -> None:
+        """Get ready to be filled; ``at_home``: a graph that runs now points there."""
+        if at_home:
+            self._clear(self._home)
+        elif self._home.memory.tenant is not None:
+            self._settle_in(self._make_home(None))
+            self.comm_ctx.overlaps.is_settled = False
+        self._home.memory.take()
+        self.comm_ctx.overlaps.taken(self.index)
+
+    def _give_memory_back(self) -> None:
+        """Let go; whoever has moved out for this unit moves back."""
+        if not self._place.memory.give_back():
+            return
+        self.comm_ctx.overlaps.given_back(self.index)
+        moved_out = [] if self._home.memory.slot is None else self._home.memory.slot.moved_out
+        if self._place is not self._home:
+            moved_out.remove(self)
+        elif moved_out:
+            moved_out.pop().move_back()
+        if self._place is not self._usual:
+            self._home = self._usual
+            self._show(self._usual)
 
     @torch.no_grad()
     def adopt_registered(self) -> None:
@@ -195,7 +275,6 @@ class Unit:
         if self.is_sharded and self.shards.adopt_registered(self.policy):
             self._choose_comm_again()
             self.comm_ctx.overlaps.is_settled = False
-            self._memory.use_slot(None)
             self._bind()
             self.announce()
 
@@ -264,9 +343,7 @@ class Unit:
         self._retired = True
         self.announce()
         self.fsdp_params = []
-        self._padded_fulls, self._fulls_by_rank = (), []
-        self._memory.use_slot(None)
-        del self.shards, self._memory
+        del self.shards, self._home, self._usual, self._place
 
     def announce(self) -> None:
         """Tell the probe what this unit is now."""
