@@ -1,0 +1,123 @@
+"""Trainers and adapters that others wrote, on our engine and on torch's own: Accelerate's FSDP2 path, and PEFT."""
+
+import importlib
+import os
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.engine import huggingface
+from tests.engine.both import newer_torch
+from tests.engine.ranks import run_ranks
+from workbench import engine
+from workbench.ports import LOOPBACK
+
+NAMES = ("FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "fully_shard")
+pytestmark = [
+    newer_torch,
+    # CommDebugMode's, which follows modules
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),  # torch's own
+    # PEFT asks transformers
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+TORCHS = {name: getattr(fsdp, name) for name in NAMES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    huggingface.transformers()
+    for name in ("accelerate", "peft"):
+        importlib.import_module(name)
+
+
+def swap(api: ModuleType) -> None:
+    """Let what imports torch's engine from now on in this process, which is the test's own, get ``api``'s."""
+    for name in NAMES:
+        setattr(fsdp, name, TORCHS[name] if api is fsdp else getattr(api, name))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, backward) -> list[object]:
+    """Three steps: losses, collectives of the last one, gradients after it, and then all parameters, whole."""
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with CommDebugMode() as mode:
+            loss = huggingface.loss_of(model, huggingface.batch(dist.get_rank(), step))
+            backward(loss)
+        losses.append(loss.item())
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    params = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return [losses, sum(mode.get_comm_counts().values()), grads, params]
+
+
+def assert_same(ours: list[object], theirs: list[object]) -> None:
+    assert ours[2]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def accelerated(checkpointing: bool) -> None:
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+
+    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    met = {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # wanted, and not used: the process group is there
+    os.environ.update({name: str(value) for name, value in (place | met).items()})
+    found = []
+    for api in (engine, fsdp):
+        swap(api)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+            activation_checkpointing=checkpointing,
+        )
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.distributed_type = DistributedType.FSDP  # it chooses this path on GPUs only
+        accelerator.state.fsdp_plugin = plugin
+        model = huggingface.make("Llama")
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        assert isinstance(model, api.FSDPModule)
+        found.append(trained(model, optimizer, accelerator.backward))
+    assert PartialState().num_processes == 2
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_accelerate_trains_as_with_torchs_engine(checkpointing):
+    run_ranks(2, accelerated, checkpointing)
+
+
+def adapted() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    found = []
+    for api in (engine, fsdp):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(huggingface.make("Llama"), config)
+        for layer in huggingface.blocks(model.get_base_model()):
+            api.fully_shard(layer)
+        api.fully_shard(model)
+        trained_only = [p for p in model.parameters() if p.requires_grad]
+        assert 0 < len(trained_only) < len(list(model.parameters()))
+        found.append(trained(model, torch.optim.AdamW(trained_only, lr=1e-2), torch.Tensor.backward))
+        assert all("lora_" in name for name in found[-1][2])
+    assert_same(*found)
+
+
+def test_adapters_of_peft_train_as_with_torchs_engine():
+    run_ranks(2, adapted)
