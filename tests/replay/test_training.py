@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.replay.test_models import make_unit
 from tests.trace.strategies import any_packed_rows, cuttings, example_trace, rows_from, traces
 from workbench.replay import training
 from workbench.trace.columns import RankTrace, Trace
@@ -48,6 +49,7 @@ def test_any_rows_in_pieces_lead_to_the_state_of_all_at_once(packed, data):
     rows = rows_from(packed).copy()
     rows["kind"] = rows["kind"] % 19  # more of the kinds that matter
     rows["edge"] = rows["edge"] % 3
+    rows["step"] = rows["step"] % 7
     cuts = data.draw(cuttings(len(rows)))
     pieces = reduce(training.advance, (rows[cut] for cut in cuts), training.start())
     assert pieces == training.advance(training.start(), rows)
@@ -67,6 +69,41 @@ def test_states_differ_where_their_content_does():
     assert one != two
     assert one != "a state"
     assert training.start() == training.start()
+
+
+def forward(unit, step):
+    return (0, 0, 0, math.nan, step, -1, -1, unit, -1, Kind.FORWARD, Edge.BEGIN, 1, NO_CATEGORY)
+
+
+def of_models(*units_and_losses, header):
+    """One step per (unit whose forward comes first, loss)."""
+    rows = []
+    for step, (unit, loss) in enumerate(units_and_losses):
+        rows += step_rows(step, 100 * step, 100 * step + 10 * (unit + 1), forward(unit, step), logged(loss, step=step))
+    return Trace(header, (RankTrace(0, make_rows(rows)),))
+
+
+def test_what_is_said_of_the_run_is_said_of_the_present_model():
+    header = Header(strings=STRINGS, units=(make_unit(0), make_unit(1)))
+    found = training.summary(of_models((0, 66.95), (0, 60.0), (1, 5.0), (1, 4.868), header=header))
+    assert found.cuts == (2,)
+    assert found.losses.tolist() == [5.0, 4.868]
+    assert (found.num_steps, found.step_ns) == (2, 20.0)
+    assert found.metrics["loss"].mean.tolist() == [66.95, 60.0, 5.0, 4.868]
+
+
+def test_a_model_that_was_undone_and_sharded_again_goes_on():
+    header = Header(strings=STRINGS, units=(make_unit(0, retired=True), make_unit(1)))
+    found = training.summary(of_models((0, 6.0), (1, 5.0), header=header))
+    assert found.cuts == ()
+    assert found.losses.tolist() == [6.0, 5.0]
+
+
+def test_models_by_turns_are_cut_at_each_turn():
+    header = Header(strings=STRINGS, units=(make_unit(0), make_unit(1)))
+    found = training.summary(of_models((0, 6.0), (1, 5.0), (0, 4.0), header=header))
+    assert found.cuts == (1, 2)
+    assert found.losses.tolist() == [4.0]
 
 
 def test_the_loss_is_the_mean_over_ranks_of_each_step():

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace, setups, simulate, traces
+from tests.trace.strategies import Setup, example_trace, setups, simulate, traces
 from workbench.replay.alignment import NOT_LOGICAL, same_events
 from workbench.session.cursor import Cursor, back, cut
 from workbench.trace.columns import RankTrace, Trace
@@ -77,6 +79,24 @@ def test_back_goes_event_by_event_and_stays_at_the_first():
     first, said = back(TRACE, None, 10**6)
     assert back(TRACE, first, 1)[0] == first
     assert said.startswith("ranks 0-1 after the begin of ")
+
+
+def test_back_to_an_earlier_model_says_so():
+    first, second = (simulate(Setup(num_ranks=2, num_units=2, steps=2, seed=seed)) for seed in (0, 1))
+    count = len(first.header.units)
+    units = [replace(u, index=u.index + count, root=u.root + count) for u in second.header.units]
+    header = replace(first.header, units=(*first.header.units, *units))
+    ranks = []
+    for a, b in zip(first.ranks, second.ranks, strict=True):
+        later = b.rows.copy()
+        later["seq"] += a.end_seq
+        later["t_ns"] += a.rows["t_ns"].max() - later["t_ns"].min()
+        later["unit"] += np.where(later["unit"] >= 0, count, 0).astype(np.int16)
+        later["step"] += np.where(later["step"] >= 0, 2, 0).astype(np.int32)
+        ranks.append(RankTrace(a.rank, np.concatenate([a.rows, later])))
+    trace = Trace(header, tuple(ranks))
+    assert "of an earlier model" not in back(trace, None, 3)[1]
+    assert ", of an earlier model: " in back(trace, None, 10**6)[1]
 
 
 def test_back_over_nothing():

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 
-from tests.replay.test_training import logged, make_trace, row, step_rows
+from tests.replay.test_models import make_unit
+from tests.replay.test_training import logged, make_trace, of_models, row, step_rows
 from tests.trace.strategies import example_trace
 from tests.views.figures import subtitle, title, words
-from workbench.trace.schema import Kind
+from workbench.trace.schema import Header, Kind
 from workbench.views.training import MAX_PANELS, MAX_POINTS, training
 
 STEP_NS = 1_000_000
@@ -83,6 +84,21 @@ def test_a_long_training_is_thinned_and_keeps_its_extremes():
     assert max(trace.y.max() for trace in fig.data if trace.fill == "tonexty") == 9.0
     assert "Each point is the mean of up to 3 steps" in subtitle(fig)
     assert lines(fig)[0].mode == "lines"
+
+
+def test_the_curve_is_cut_where_another_model_began():
+    header = Header(strings=("loss",), units=(make_unit(0), make_unit(1)))
+    fig = training(of_models((0, 66.95), (0, 60.0), (1, 5.0), (1, 4.868), header=header))
+    assert title(fig).startswith("Loss 5.000 → 4.868 in 2 steps")
+    assert "another model began; the title is of the present one, from step 2 on" in subtitle(fig)
+    loss = lines(fig)[0]
+    assert list(loss.x) == [0, 1, 2, 2, 3]
+    assert np.isnan(loss.y[2])
+    assert [shape.x0 for shape in fig.layout.shapes] == [1.5, 1.5]  # in each panel
+    same = Header(strings=("loss",), units=(make_unit(0, retired=True), make_unit(1)))
+    whole = training(of_models((0, 66.95), (1, 4.868), header=same))
+    assert title(whole).startswith("Loss 66.95 → 4.868 in 2 steps")
+    assert not whole.layout.shapes
 
 
 def test_nothing_recorded_says_what_to_run():

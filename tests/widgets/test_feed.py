@@ -109,6 +109,7 @@ def test_steps_add_up_and_each_comes_once(prefixes):
     assert found["step"].tolist() == whole["step"].tolist()
     np.testing.assert_array_equal(found["loss"], whole["loss"])
     assert found["step_ns"].tolist() == whole["step_ns"].tolist()
+    assert found["model"].tolist() == whole["model"].tolist()
 
 
 @settings(max_examples=40)

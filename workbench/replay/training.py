@@ -1,6 +1,8 @@
 """How training went: what was logged, per step over all ranks, and how long each step took.
 
 A fold per rank (:func:`advance`) collects logged values and finished steps; :func:`summary` puts the ranks together.
+The model of a step is the one whose forward comes first in it. Where another one begins a curve is cut, and what is
+said of the run as a whole is said of the present model alone.
 Time that a rank was held by a breakpoint or a pause (GATE) is not step time.
 Arrays: ``M`` values logged by a rank, ``S`` steps.
 """
@@ -14,6 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.replay.models import models
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Edge, Header, Kind, Rows
 
@@ -21,6 +24,7 @@ LOSS = "loss"
 """The metric that a step's return value is logged as."""
 
 VALUE_DTYPE = np.dtype([("name", "<i4"), ("step", "<i4"), ("value", "<f8")])  # name: index into Header.strings
+MODEL_DTYPE = np.dtype([("step", "<i4"), ("unit", "<i4")])
 STEP_DTYPE = np.dtype([("step", "<i4"), ("begin_ns", "<i8"), ("end_ns", "<i8"), ("held_ns", "<i8")])
 
 _WANTED = np.isin(np.arange(256), (Kind.STEP, Kind.GATE, Kind.METRIC))  # indexed by the ``kind`` column
@@ -35,12 +39,14 @@ class TrainingState:
         steps: ``[S]`` of STEP_DTYPE, steps that began and ended, in that order.
         pending: STEP and GATE rows of the step that has begun and not ended; none between steps.
         last_step: the step begun last, -1 if none: values logged right after a step belong to it.
+        models: of MODEL_DTYPE, by step: the unit whose forward came first in it, for steps that have one.
     """
 
     values: NDArray[np.void]
     steps: NDArray[np.void]
     pending: Rows
     last_step: int
+    models: NDArray[np.void]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingState):
@@ -50,17 +56,26 @@ class TrainingState:
     __hash__ = None  # type: ignore[assignment]
 
     def _content(self) -> tuple[object, ...]:
-        return self.values.tobytes(), self.steps.tobytes(), self.pending.tobytes(), self.last_step
+        arrays = (self.values, self.steps, self.pending, self.models)
+        return self.last_step, *(array.tobytes() for array in arrays)
 
 
 def start() -> TrainingState:
     """Return the state before any row. A key frame knows nothing of training, so every fold starts here."""
-    return TrainingState(np.empty(0, VALUE_DTYPE), np.empty(0, STEP_DTYPE), np.empty(0, ROW_DTYPE), -1)
+    return TrainingState(
+        values=np.empty(0, VALUE_DTYPE),
+        steps=np.empty(0, STEP_DTYPE),
+        pending=np.empty(0, ROW_DTYPE),
+        last_step=-1,
+        models=np.empty(0, MODEL_DTYPE),
+    )
 
 
 def advance(state: TrainingState, rows: Rows) -> TrainingState:
     """Return the state after ``rows``; rows given in pieces or at once lead to the same state."""
-    rows = rows[_WANTED[rows["kind"]]]
+    kind = np.ascontiguousarray(rows["kind"])  # read twice: side by side that is quick
+    models = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
+    rows = rows[_WANTED[kind]]
     logged = rows["kind"] == Kind.METRIC
     steps_now = _step_at(rows, state.last_step)
     spans = np.concatenate([state.pending, rows[~logged]])
@@ -69,7 +84,20 @@ def advance(state: TrainingState, rows: Rows) -> TrainingState:
         steps=np.concatenate([state.steps, _finished(spans)]),
         pending=_unfinished(spans),
         last_step=int(steps_now[-1]) if len(steps_now) else state.last_step,
+        models=models,
     )
+
+
+def _first_of_steps(known: NDArray[np.void], rows: Rows, forwards: NDArray[np.int64]) -> NDArray[np.void]:
+    """Return ``known``, of MODEL_DTYPE, with the first of ``forwards`` of each step that it does not have."""
+    edge, step, unit = (rows[name][forwards] for name in ("edge", "step", "unit"))
+    begins = np.flatnonzero((edge == Edge.BEGIN) & (step >= 0) & (unit >= 0))
+    _, first = np.unique(step[begins], return_index=True)
+    fresh = np.empty(len(first), MODEL_DTYPE)
+    fresh["step"], fresh["unit"] = step[begins][first], unit[begins][first]
+    fresh = fresh[~np.isin(fresh["step"], known["step"])]
+    found = np.concatenate([known, fresh])
+    return found[np.argsort(found["step"], kind="stable")]
 
 
 def _step_at(rows: Rows, last_step: int) -> NDArray[np.int64]:
@@ -144,26 +172,33 @@ class Summary:
     Attributes:
         metrics: what was logged, by name: the loss first, then in the order of first appearance.
         step_times: nanoseconds that each finished step took, time held at a gate left out.
+        cuts: steps at which another model began, ascending; none with one model.
     """
 
     metrics: dict[str, Series]
     step_times: Series
+    cuts: tuple[int, ...] = ()
 
     @property
     def num_steps(self) -> int:
-        """Steps that any rank finished."""
-        return len(self.step_times.steps)
+        """Steps of the present model that any rank finished."""
+        return int(self._is_present(self.step_times).sum())
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """Mean loss over ranks, of the steps that logged one. ``[S]``."""
+        """Mean loss over ranks, of the present model's steps that logged one. ``[S]``."""
         loss = self.metrics.get(LOSS)
-        return np.empty(0) if loss is None else loss.mean
+        return np.empty(0) if loss is None else loss.mean[self._is_present(loss)]
 
     @property
     def step_ns(self) -> float:
-        """Median step time in nanoseconds; NaN without a finished step."""
-        return float(np.median(self.step_times.mean)) if self.num_steps else float("nan")
+        """Median step time of the present model in nanoseconds; NaN without a finished step."""
+        times = self.step_times.mean[self._is_present(self.step_times)]
+        return float(np.median(times)) if len(times) else float("nan")
+
+    def _is_present(self, series: Series) -> NDArray[np.bool_]:
+        """Which entries are of the present model. ``[S]``."""
+        return series.steps >= self.cuts[-1] if self.cuts else np.ones(len(series.steps), np.bool_)
 
 
 def fold(rank_trace: RankTrace) -> TrainingState:
@@ -174,7 +209,28 @@ def fold(rank_trace: RankTrace) -> TrainingState:
 def summary(trace: Trace) -> Summary:
     """Return what the ranks logged and how long their steps took, put together per step."""
     states = [fold(r) for r in trace.ranks]
-    return Summary(metrics=_metrics(trace.header, states), step_times=_step_times(states))
+    return Summary(
+        metrics=_metrics(trace.header, states), step_times=_step_times(states), cuts=_cuts(trace.header, states)
+    )
+
+
+def model_of_steps(header: Header, states: Sequence[TrainingState]) -> NDArray[np.void]:
+    """Return which model each step trained, of MODEL_DTYPE, steps ascending; ``unit`` is the model's number.
+
+    Of ranks that say otherwise the first one counts; a step without a forward is left out.
+    """
+    found = np.concatenate([np.empty(0, MODEL_DTYPE), *(state.models for state in states)])
+    _, first = np.unique(found["step"], return_index=True)
+    numbers = np.array(models(header), np.int32)
+    told = found[first][found["unit"][first] < len(numbers)]
+    told["unit"] = numbers[told["unit"]]
+    return told
+
+
+def _cuts(header: Header, states: Sequence[TrainingState]) -> tuple[int, ...]:
+    found = model_of_steps(header, states)
+    changes = np.flatnonzero(np.diff(found["unit"])) + 1
+    return tuple(found["step"][changes].tolist())
 
 
 def _metrics(header: Header, states: Sequence[TrainingState]) -> dict[str, Series]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.replay import training
 from workbench.replay.alignment import NOT_LOGICAL, same_events
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
@@ -64,7 +65,7 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     there = [rank for rank, (_, is_same) in ends.items() if is_same]
     others = "".join(f"; {label([rank])} has no such event" for rank in ends if rank not in there)
     left = len(events) - 1 - number
-    where = f"{label(there)} after {_said(trace, lead.rows[place])}{others}"
+    where = f"{label(there)} after {_said(trace, lead.rows[place])}{_of_model(trace, lead, place)}{others}"
     return found, f"{where}: {left:,} events before the newest; %fsdp back 0 goes there"
 
 
@@ -86,6 +87,13 @@ def _times(rank_trace: RankTrace) -> Ints:
     """When each row was known, ``[N]`` ns, ascending: an END may bear an earlier time than the row before it."""
     times: Ints = np.maximum.accumulate(rank_trace.rows["t_ns"])
     return times
+
+
+def _of_model(trace: Trace, lead: RankTrace, place: int) -> str:
+    """Say so if the step at ``place`` trained another model than the newest step."""
+    found = training.model_of_steps(trace.header, [training.fold(lead)])
+    here = found["unit"][found["step"] == lead.rows["step"][place]]
+    return ", of an earlier model" if len(here) and here[0] != found["unit"][-1] else ""
 
 
 def _said(trace: Trace, row: np.void) -> str:

@@ -1,11 +1,13 @@
 """How training goes: the loss, the step time and whatever else was logged, each in a panel of its own over the steps.
 
-A line is the mean over ranks, the band around it reaches from the lowest to the highest rank.
+A line is the mean over ranks, the band around it reaches from the lowest to the highest rank. It is cut where another
+model began; the title is of the present one.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import plotly.graph_objects as go
@@ -39,14 +41,14 @@ def training(trace: Trace) -> go.Figure:
     )
     make_subplots(num_rows, num_columns, figure=fig, vertical_spacing=0.27 / num_rows, horizontal_spacing=0.09)
     for place, (series, axis) in enumerate(shown):
-        _add_panel(fig, series, axis, row=place // num_columns + 1, col=place % num_columns + 1)
+        _add_panel(fig, series, result.cuts, axis, row=place // num_columns + 1, col=place % num_columns + 1)
     return fig
 
 
 def _panels(result: Summary) -> list[tuple[Series, dict[str, str]]]:
     """Return what is drawn, each with its vertical axis: the loss, the step time, everything else."""
     found = [(s, {"title_text": theme.escape(theme.shorten(name, 28))}) for name, s in result.metrics.items()]
-    if result.num_steps:
+    if len(result.step_times.steps):
         divisor, unit = theme.time_unit(float(np.median(result.step_times.high)))
         times = _scaled(result.step_times, 1 / divisor), {"title_text": f"step time [{unit}]", "rangemode": "tozero"}
         found.insert(LOSS in result.metrics, times)
@@ -73,6 +75,10 @@ def _subtitle(result: Summary, num_left_out: int) -> str:
     bucket = -(-max(len(s.steps) for s in (*result.metrics.values(), result.step_times)) // MAX_POINTS)
     if bucket > 1:
         sentences.append(f"Each point is the mean of up to {bucket} steps, its band their range.")
+    if result.cuts:
+        sentences.append(
+            f"Dotted: another model began; the title is of the present one, from step {result.cuts[-1]} on."
+        )
     if num_left_out:
         sentences.append(f"{theme.plural(num_left_out, 'more metric')} not drawn.")
     return " ".join(sentence for sentence in sentences if sentence)
@@ -83,8 +89,10 @@ def _not_finite(series: Series) -> str:
     return f"{theme.shorten(series.name)} is not a finite number at step {bad[0]}." if len(bad) else ""
 
 
-def _add_panel(fig: go.Figure, series: Series, axis: dict[str, str], *, row: int, col: int) -> None:
-    points = _thinned(series)
+def _add_panel(
+    fig: go.Figure, series: Series, cuts: tuple[int, ...], axis: dict[str, str], *, row: int, col: int
+) -> None:
+    points = _in_parts(series, cuts)
     colour = theme.KIND_COLOURS[Kind.METRIC]
     if np.any(points.high > points.low):
         edge = {"x": points.steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
@@ -102,6 +110,9 @@ def _add_panel(fig: go.Figure, series: Series, axis: dict[str, str], *, row: int
         row=row,
         col=col,
     )
+    for step in cuts:
+        line = {"color": theme.INK, "width": 1, "dash": "dot"}
+        fig.add_vline(step - 0.5, line=line, row=row, col=col)
     few = points.steps[-1] - points.steps[0] <= 10
     fig.update_xaxes(title_text="step", dtick=1 if few else None, row=row, col=col)
     fig.update_yaxes(**axis, row=row, col=col)
@@ -112,9 +123,30 @@ def _band(colour: str) -> str:
     return f"rgba({red},{green},{blue},0.25)"
 
 
-def _thinned(series: Series) -> Series:
-    """Return at most MAX_POINTS points, each for a run of neighbouring steps; what is not finite becomes a gap."""
-    bucket = max(-(-len(series.steps) // MAX_POINTS), 1)
+def _in_parts(series: Series, cuts: tuple[int, ...]) -> Series:
+    """Return the points of a line with a gap at each of ``cuts``: a point without a value."""
+    edges = [0, *np.searchsorted(series.steps, cuts).tolist(), len(series.steps)]
+    parts = [_thinned(_part(series, slice(a, b)), len(series.steps)) for a, b in pairwise(edges) if a < b]
+    begins = np.cumsum([len(part.steps) for part in parts])[:-1]
+    steps = np.concatenate([part.steps for part in parts])
+    return replace(
+        series,
+        steps=np.insert(steps, begins, steps[begins]),
+        mean=np.insert(np.concatenate([part.mean for part in parts]), begins, np.nan),
+        low=np.insert(np.concatenate([part.low for part in parts]), begins, np.nan),
+        high=np.insert(np.concatenate([part.high for part in parts]), begins, np.nan),
+    )
+
+
+def _part(series: Series, place: slice) -> Series:
+    return replace(
+        series, steps=series.steps[place], mean=series.mean[place], low=series.low[place], high=series.high[place]
+    )
+
+
+def _thinned(series: Series, num_steps: int) -> Series:
+    """Return points for runs of neighbouring steps, MAX_POINTS of ``num_steps``; what is not finite becomes a gap."""
+    bucket = max(-(-num_steps // MAX_POINTS), 1)
     starts = np.arange(0, len(series.steps), bucket)
     sizes = np.diff(np.append(starts, len(series.steps)))
     return replace(

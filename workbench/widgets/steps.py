@@ -11,7 +11,9 @@ from workbench.replay import training
 from workbench.replay.training import TrainingState
 from workbench.trace.columns import Trace
 
-LEARNED_DTYPE = np.dtype([("step", "<i4"), ("loss", "<f4"), ("step_ns", "<i8"), ("end_ns", "<i8")])
+LEARNED_DTYPE = np.dtype(
+    [("step", "<i4"), ("loss", "<f4"), ("step_ns", "<i8"), ("end_ns", "<i8"), ("model", "<i4")]  # -1: not known
+)
 MAX_STEPS = 2_000
 """Steps told at once; of more the last ones."""
 
@@ -22,6 +24,7 @@ class Steps:
     def __init__(self) -> None:
         self._states: dict[int, TrainingState] = {}
         self._seen: dict[int, int] = {}
+        self._model = -1
 
     def take(self, trace: Trace) -> NDArray[np.void]:
         """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
@@ -37,8 +40,17 @@ class Steps:
         name = trace.header.strings.index(training.LOSS) if training.LOSS in trace.header.strings else -1
         count = _num_ready(states, name)
         told = _learned(states, name, count)
+        told["model"] = self._models(trace, states, told["step"])
         self._states = {rank: _without(state, count) for rank, state in self._states.items()}
         return told[-MAX_STEPS:]
+
+    def _models(self, trace: Trace, states: list[TrainingState], steps: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Which model each of ``steps`` trained; one without a forward the one before. ``[S]``."""
+        found = training.model_of_steps(trace.header, states)
+        at = np.searchsorted(found["step"], steps, side="right")
+        known = np.append(found["unit"], self._model)[at - 1]  # before the first: the last entry
+        self._model = int(known[-1]) if len(known) else self._model
+        return known
 
 
 def _num_ready(states: list[TrainingState], name: int) -> int:
@@ -74,4 +86,9 @@ def _without(state: TrainingState, count: int) -> TrainingState:
     if not count:
         return state
     last = state.steps["step"][count - 1]
-    return replace(state, steps=state.steps[count:], values=state.values[state.values["step"] > last])
+    return replace(
+        state,
+        steps=state.steps[count:],
+        values=state.values[state.values["step"] > last],
+        models=state.models[state.models["step"] > last],
+    )

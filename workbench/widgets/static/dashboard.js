@@ -155,7 +155,8 @@ class DashboardView {
     this.states = [];
     this.gates = [];
     this.openTracks = [];
-    this.steps ??= new Series({ t: [Float64Array, 1], step: [Int32Array, 1], loss: [Float32Array, 1], ms: [Float32Array, 1] });
+    this.steps ??= new Series({ t: [Float64Array, 1], step: [Int32Array, 1], loss: [Float32Array, 1], ms: [Float32Array, 1],
+      model: [Int32Array, 1] });
     this.numTracks = 0;
     this.end = 0;
     this.simplifiedTo = -Infinity; // before this not every change was told
@@ -262,7 +263,8 @@ class DashboardView {
     fillStates(this.states, tables.states);
     if (news.counts.memory || news.counts.states) this.news += 1;
     for (let k = 0; k < news.counts.steps; k++) {
-      this.steps.push({ t: tables.steps.t[k], step: tables.steps.step[k], loss: tables.steps.loss[k], ms: tables.steps.ms[k] });
+      const { t, step, loss, ms, model } = tables.steps;
+      this.steps.push({ t: t[k], step: step[k], loss: loss[k], ms: ms[k], model: model[k] });
     }
     this.end = Math.max(this.end, this.now?.t_us ?? 0);
     if (!news.exact) this.simplifiedTo = this.end;

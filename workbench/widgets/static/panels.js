@@ -286,8 +286,10 @@ function drawUnit(ctx, series, { axis, y, each, colours, last }) {
 /** A line over steps; the last of each pixel's lowest and highest are drawn. `value` is a column of `steps`. */
 function drawLine(ctx, width, height, { steps, value, colour, at, skin }) {
   const low = 4, room = height - 8, from = Math.max(steps.length - 400, 0);
-  const known = [];
-  for (let k = from; k < steps.length; k++) if (Number.isFinite(steps[value][k])) known.push(k);
+  const model = steps.model[at === null ? steps.length - 1 : Math.max(steps.last("step", at), 0)];
+  const known = []; // of one model: another one's numbers are another curve
+  for (let k = from; k < steps.length; k++)
+    if (Number.isFinite(steps[value][k]) && steps.model[k] === model) known.push(k);
   if (!known.length) return;
   const values = known.map((k) => steps[value][k]);
   const least = Math.min(...values), most = Math.max(...values), range = most - least || Math.abs(most) || 1;

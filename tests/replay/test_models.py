@@ -1,0 +1,60 @@
+from workbench.replay.models import models
+from workbench.trace.schema import Header, Param, Unit
+
+
+def make_unit(index, root=None, names=("w",), shape=(4, 4), retired=False):
+    params = tuple(
+        Param(
+            fqn=name,
+            shape=shape,
+            global_shape=shape,
+            dtype="float32",
+            itemsize=4,
+            shard_dim=0,
+            rows_per_rank=(shape[0],),
+            padded_rows=shape[0],
+        )
+        for name in names
+    )
+    return Unit(
+        index=index,
+        name="" if root in (None, index) else f"part{index}",
+        root=index if root is None else root,
+        params=params,
+        reshard_after_forward=True,
+        shard_size=1,
+        compute_dtype="float32",
+        reduce_dtype="float32",
+        compute_itemsize=4,
+        reduce_itemsize=4,
+        retired=retired,
+    )
+
+
+def found(*units):
+    return models(Header(units=units))
+
+
+def test_units_belong_to_their_root():
+    assert found(make_unit(0), make_unit(1, root=0, names=("b",))) == (0, 0)
+    assert found(make_unit(0, root=-1), make_unit(1, root=-1, names=("b",))) == (0, 1)
+    assert found() == ()
+
+
+def test_a_model_made_anew_is_another_one_even_with_the_same_names():
+    assert found(make_unit(0), make_unit(1)) == (0, 1)
+
+
+def test_one_that_was_undone_goes_on_however_it_is_cut_into_units():
+    old = make_unit(0, names=("a", "b"), retired=True), make_unit(1, root=0, names=("c",), retired=True)
+    assert found(*old, make_unit(2, names=("a", "b", "c"))) == (0, 0, 0)
+    assert found(*old, make_unit(2, names=("a", "b", "c"), retired=True), make_unit(3, names=("a",))) == (0, 0, 0, 0)
+
+
+def test_one_that_was_undone_is_no_model_of_other_parameters():
+    assert found(make_unit(0, retired=True), make_unit(1, shape=(8, 4))) == (0, 1)
+    assert found(make_unit(0, retired=True), make_unit(1, names=("other",))) == (0, 1)
+
+
+def test_one_that_was_undone_goes_on_once():
+    assert found(make_unit(0, retired=True), make_unit(1), make_unit(2)) == (0, 0, 2)

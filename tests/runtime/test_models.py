@@ -1,0 +1,38 @@
+"""Which steps trained which model, as ranks record it."""
+
+from tests.runtime.job import execute, prepare, run
+from tests.runtime.test_verify import joined, recorded
+from workbench.commands import Reshard, Shard, Step, Unshard
+from workbench.replay import training
+from workbench.trace.rules import check
+from workbench.views import draw
+
+
+def two_models():
+    prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    execute(Step(count=2))
+    execute(Reshard(model="model", wrap=("Linear",)))
+    execute(Step(count=1))
+    execute(Reshard(model="model", reshard_after_forward="false"))
+    execute(Step(count=1))
+    execute(Unshard(model="model"))
+    execute(Shard(model="model", wrap=("Block",)))
+    execute(Step(count=1))
+    first = recorded()
+    prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    losses = execute(Step(count=2))["losses"]
+    return first, recorded(), losses
+
+
+def test_only_a_model_made_anew_cuts_the_curve():
+    results = run(2, two_models)
+    first, both = (joined([result[place] for result in results]) for place in (0, 1))
+    assert training.summary(first).cuts == ()
+    assert len(training.summary(first).losses) == 5
+    found = training.summary(both)
+    assert found.cuts == (5,)
+    assert found.losses.tolist() == [sum(pair) / 2 for pair in zip(*(losses for *_, losses in results), strict=True)]
+    assert "in 2 steps" in draw("training", both).layout.title.text
+    assert check(both) == []

@@ -1,0 +1,36 @@
+"""Which model a unit belongs to: one that is unsharded and sharded anew, or in another way, stays the one it was."""
+
+from __future__ import annotations
+
+from workbench.trace.schema import Header, Unit
+
+
+def models(header: Header) -> tuple[int, ...]:
+    """Return the number of each unit's model, which is the index of the root it was first sharded under.
+
+    A root goes on with the model of an earlier one if that was undone and they share parameters, by name and shape.
+    Without that it is another model, whatever it is called: a cell that makes a model was run again.
+
+    Example: root 0, undone, then root 3 with the same parameters, then root 6 -> ``(0, 0, 0, 0, 0, 0, 6, ...)``.
+    """
+    roots: dict[int, list[Unit]] = {}
+    for unit in header.units:
+        roots.setdefault(_root(unit), []).append(unit)
+    params = {
+        root: {(param.fqn, param.global_shape) for unit in units for param in unit.params}
+        for root, units in roots.items()
+    }
+    undone: list[int] = []
+    found: dict[int, int] = {}
+    for root, units in sorted(roots.items()):
+        before = next((other for other in reversed(undone) if params[other] & params[root]), None)
+        if before is not None:
+            undone.remove(before)
+        found[root] = root if before is None else found[before]
+        if all(unit.retired for unit in units):
+            undone.append(root)
+    return tuple(found[_root(unit)] for unit in header.units)
+
+
+def _root(unit: Unit) -> int:
+    return unit.root if unit.root >= 0 else unit.index
