@@ -25,6 +25,7 @@ from workbench.cluster.pending import Output, settle
 from workbench.commands import Reshard, Step, from_dict
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.session import standing, watch
+from workbench.trace import steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import load
 from workbench.workbench import Workbench
@@ -604,6 +605,28 @@ def test_rows_that_a_rank_overwrote_are_counted_as_lost(trained):
     rank.recorded = rank.step_ends[2]
     assert trained.trace.rank(1).lost == rank.step_ends[1] - first
     assert "lost: ranks were not read often enough" in str(trained.status())
+
+
+@pytest.mark.parametrize("suffix", [".trace", ".json", ".html"])
+def test_export_of_some_steps_is_smaller_and_holds_only_them(trained, tmp_path, suffix):
+    whole, part = (tmp_path / f"{name}{suffix}" for name in ("whole", "part"))
+    trained.step(3)
+    trained.export(whole)
+    said = str(trained.export(part, steps="1..2"))
+    assert "steps 1..2" in said
+    if suffix == ".html":  # most of it is plotly's script
+        assert "Older events before step 1 are not in the record" in part.read_text()
+    else:
+        assert part.stat().st_size < whole.stat().st_size
+    if suffix == ".trace":
+        assert steps(load(part)) == [1, 2]
+    if suffix == ".json":
+        told = [event.get("args", {}).get("step", -1) for event in json.loads(part.read_text())["traceEvents"]]
+        assert set(told) - {-1} == {1, 2}
+    with pytest.raises(UsageError, match="steps are such as 5, "):
+        trained.export(part, steps="three")
+    with pytest.raises(UsageError, match="the trace has no step 99"):
+        trained.export(part, steps="99")
 
 
 def test_export_writes_what_the_suffix_says(trained, tmp_path):

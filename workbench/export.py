@@ -8,32 +8,43 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from workbench.errors import UsageError
+from workbench.errors import TraceError, UsageError
 from workbench.session.reports import ExportReport
+from workbench.session.sides import some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole
 from workbench.trace.perfetto import to_perfetto
 from workbench.views import VIEWS, draw
 
 
-def export(trace: Trace, path: str | os.PathLike[str]) -> ExportReport:
+def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> ExportReport:
     """Write ``trace`` to ``path``: ``.trace`` to load again, ``.json`` for Perfetto, ``.html`` a page of all views.
 
     The file appears whole or not at all.
 
+    Args:
+        trace: what happened.
+        path: where to; its suffix says what to write.
+        steps: only these, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.sides`); empty: everything.
+
     Raises:
-        UsageError: another suffix, or the file cannot be written.
+        UsageError: another suffix, no such steps, or the file cannot be written.
     """
     path = Path(path).expanduser()
     if path.suffix not in _WRITERS:
         known = ", ".join(f"{suffix} ({what})" for suffix, (_, what) in _WRITERS.items())
         raise UsageError(f"cannot tell from {path.name!r} what to write; the name ends in one of: {known}")
     write, what = _WRITERS[path.suffix]
+    spoken, part = some_steps(trace, steps) if steps else ("", trace)
+    if spoken:
+        what += f", {spoken}"
     try:
-        write(trace, path)
+        write(part, path)
         return ExportReport(path=path, what=what, num_bytes=path.stat().st_size)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    except TraceError as error:
+        raise UsageError(f"cannot write {path}: {error}") from error
 
 
 def to_page(trace: Trace) -> str:

@@ -179,6 +179,7 @@ class Workbench(Stopping):
             units=tuple(unit.name for unit in trace.header.units if not unit.retired),
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
+            num_dropped=trace.num_dropped,
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
@@ -400,13 +401,17 @@ class Workbench(Stopping):
         (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
         return draw_compared(first, second, names=(name_a, name_b), rank=rank)
 
-    def export(self, path: str | os.PathLike[str]) -> ExportReport:
+    def export(self, path: str | os.PathLike[str], *, steps: str = "") -> ExportReport:
         """Write what happened so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page of all views).
 
+        Args:
+            path: where to; its suffix says what to write.
+            steps: only these, as in :meth:`compare`: ``"3..5"``, ``"7"``, ``"-3.."``; empty: everything.
+
         Raises:
-            UsageError: another suffix, or it cannot be written.
+            UsageError: another suffix, no such steps, or it cannot be written.
         """
-        return export(self.trace, path)
+        return export(self.trace, path, steps)
 
     def help(self, word: str = "") -> str:
         """Return what a method does, or the first line of each.

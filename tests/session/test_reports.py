@@ -147,3 +147,8 @@ def test_lines_of_a_headline_stay_lines_and_are_text():
     shown = report._repr_mimebundle_()
     assert shown["text/plain"] == "aborted; ready again\ngradients of <b> are left"
     assert shown["text/html"] == "<div><strong>aborted; ready again</strong><br>gradients of &lt;b&gt; are left</div>"
+
+
+def test_status_says_what_was_let_go():
+    said = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
+    assert "2,000,000 events, 12,345 before them let go: so many are kept" in said

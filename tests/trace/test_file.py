@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import stat
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
-@given(st.one_of(any_traces(), traces()))
+@given(traces())
 def test_a_trace_loads_back_equal(folder, trace):
     save(trace, folder / "a.trace")
     assert load(folder / "a.trace") == trace
@@ -39,9 +40,22 @@ def test_numpy_opens_a_trace_too(tmp_path):
         assert np.array_equal(archive["rows_1"]["seq"], trace.rank(1).rows["seq"])
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_the_file_has_the_mode_of_the_user_s_umask_and_nothing_else_is_left(tmp_path, mask, mode):
-    before = os.umask(mask)
+@given(any_traces())
+def test_what_breaks_the_rules_is_written_as_it_is_and_refused_in_a_sentence(folder, trace):
+    save(trace, folder / "any.trace")
+    broken = check(trace)
+    if not broken:
+        assert load(folder / "any.trace") == trace
+        return
+    with pytest.raises(TraceError) as refused:
+        load(folder / "any.trace")
+    assert str(refused.value).startswith(f"cannot read {folder / 'any.trace'}: it breaks a rule of traces: ")
+    assert broken[0][:300] in str(refused.value)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_file_has_the_users_mode_and_nothing_else_is_left(tmp_path, umask, mode):
+    before = os.umask(umask)
     try:
         save(example_trace(steps=1), tmp_path / "a.trace")
     finally:
@@ -141,6 +155,105 @@ def edited_meta(edit) -> object:
     return apply
 
 
+def deflated(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def claiming(data: bytes, name: str, num_bytes: int) -> bytes:
+    """A zip whose member says to hold more, or less, than it does."""
+    said = num_bytes.to_bytes(4, "little")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        info, entry = archive.getinfo(name), archive.start_dir
+    while data[entry + 46 :][: len(name)] != name.encode():
+        entry = data.index(b"PK\x01\x02", entry + 1)
+    changed = bytearray(data)
+    changed[entry + 24 : entry + 28] = changed[info.header_offset + 22 : info.header_offset + 26] = said
+    return bytes(changed)
+
+
+ZEROS = bytes(64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda m: deflated(m | {"trace.json": ZEROS}), "trace.json says to hold 67,108,864 bytes, and 33,554,432"),
+        (lambda m: claiming(deflated(m | {"trace.json": ZEROS}), "trace.json", 1000), NOT_A_TRACE),
+        (lambda m: deflated(m | {"rows_1.npy": ZEROS}, zipfile.ZIP_BZIP2), "trace.json is compressed as no trace is"),
+        (lambda m: claiming(deflated(m), "rows_1.npy", 2**32 - 2), "it says to hold 82,59.* rows, and 20,000,000 are"),
+        (lambda m: claiming(deflated(m), "rows_1.npy", 900_000_000), NOT_A_TRACE),
+        (lambda m: claiming(deflated(m | {"rows_1.npy": ZEROS}), "rows_1.npy", 60), NOT_A_TRACE),
+        (lambda m: deflated(m | {f"{place:090}": b"" for place in range(65_000)}), "table of contents is longer"),
+    ],
+    ids=["header", "header-lies", "other-method", "rows", "rows-lie", "rows-hide", "members"],
+)
+def test_what_would_unpack_to_more_than_it_says_costs_next_to_nothing(tmp_path, make, sentence):
+    (tmp_path / "bomb.trace").write_bytes(make(members_of(tmp_path)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match=sentence):
+            load(tmp_path / "bomb.trace")
+        assert tracemalloc.get_traced_memory()[1] < 24 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.trace")
+    with pytest.raises(TraceError, match="it is no file but a pipe"):
+        load(tmp_path / "a.trace")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.data(), value=JSON)
+def test_any_value_anywhere_in_the_header_is_carried_or_refused(folder, data, value):
+    members = members_of(folder)
+    place = meta = json.loads(members["trace.json"])
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.integers(0, 4)) == 0:
+            break
+        place = place[key]
+    place[key] = value
+    members["trace.json"] = json.dumps(meta).encode()
+    (folder / "fuzzed.trace").write_bytes(zipped(members))
+    with contextlib.suppress(TraceError):
+        assert check(load(folder / "fuzzed.trace")) == []
+
+
+@given(st.binary(max_size=300), st.sampled_from(["trace.json", "rows_0.npy"]), st.booleans())
+def test_any_bytes_in_a_member_are_refused(folder, junk, name, keep_start):
+    members = members_of(folder)
+    members[name] = members[name][:100] * keep_start + junk
+    (folder / "fuzzed.trace").write_bytes(zipped(members))
+    with pytest.raises(TraceError, match="cannot read"):
+        load(folder / "fuzzed.trace")
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06"]))
+def test_any_bytes_are_refused(folder, junk, start):
+    (folder / "junk.trace").write_bytes(start + junk)
+    with pytest.raises(TraceError, match="cannot read"):
+        load(folder / "junk.trace")
+
+
+def test_a_header_that_would_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.trace.file.MAX_META_BYTES", 100)
+    with pytest.raises(TraceError, match=r"the header takes .* bytes; 100 would be read again"):
+        save(example_trace(steps=1), tmp_path / "a.trace")
+    assert os.listdir(tmp_path) == []
+
+
 def npy_with_header(text: bytes) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
@@ -152,9 +265,27 @@ def npy_with_header(text: bytes) -> bytes:
         (lambda m: m.pop("rows_1.npy"), NOT_A_TRACE),
         (lambda m: m.update({"trace.json": b"{"}), NOT_A_TRACE),
         (lambda m: m.update({"trace.json": b"[" * 100_000}), NOT_A_TRACE),
-        (lambda m: m.update({"rows_1.npy": array_file(np.array([{}], object))}), NOT_A_TRACE),
-        (lambda m: m.update({"rows_1.npy": npy_with_header(b"{'descr': (\n")}), NOT_A_TRACE),
-        (lambda m: m.update({"rows_1.npy": array_file(np.arange(4.0))}), "rank 1: rows must be .*got 1-D of float64"),
+        (lambda m: m.update({"rows_1.npy": array_file(np.array([{}], object))}), "rank 1: rows must be .*, its header"),
+        (lambda m: m.update({"rows_1.npy": npy_with_header(b"{'descr': (\n")}), "rank 1: rows must be .*, its header"),
+        (lambda m: m.update({"rows_1.npy": b"x"}), NOT_A_TRACE),
+        (lambda m: m.update({"rows_1.npy": m["rows_1.npy"][:-1]}), r"rank 1: its header says \d+ rows, and .* follow"),
+        (lambda m: m.update({"rows_1.npy": m["rows_1.npy"].replace(b": (", b": (9", 1)}), "rank 1: its header says 9"),
+        (edited_meta(lambda meta: meta["ranks"][1].update(rank=-1)), "rank is -1, expected a whole number from 0 on"),
+        (edited_meta(lambda meta: meta["ranks"][1].update(lost="no")), "lost is 'no', expected a whole number"),
+        (edited_meta(lambda meta: meta["header"].update(world_size=10**15)), "the world has 1000000000000000 ranks"),
+        (edited_meta(lambda meta: meta["header"].update(world_size=10**40)), "world_size is a number of 133 bits"),
+        (edited_meta(lambda meta: meta["header"].update(world_size=1)), "rule of traces: .* rank 1 is spoken of, and"),
+        (edited_meta(lambda meta: meta["header"].update(mesh_shape=[0])), "the mesh has the shape"),
+        (edited_meta(lambda meta: meta["header"]["units"][0].update(shard_size=10**9)), "copies on 1000000000 ranks"),
+        (edited_meta(lambda meta: meta["header"]["units"][0].update(compute_itemsize=-1)), "has elements of -1"),
+        (edited_meta(lambda meta: meta["header"]["units"][0]["params"][0].update(shape=[-4])), "has the shape"),
+        (edited_meta(lambda meta: meta["ranks"][0]["start"].update(seq=2**62)), "the rows begin at 46116860184"),
+        (
+            edited_meta(lambda meta: meta["ranks"][0]["start"].update(unit_states={"70": 2})),
+            "key frame has unit 70",
+        ),
+        (edited_meta(lambda meta: meta["ranks"][0]["start"].update(bytes_by_category=[-1] * 10)), "the key frame has"),
+        (lambda m: m.update({"rows_1.npy": array_file(np.arange(4.0))}), "rank 1: rows must be .*, its header is .*f8"),
         (edited_meta(lambda meta: [meta]), NOT_A_TRACE),
         (edited_meta(lambda meta: meta.pop("header") and None), NOT_A_TRACE),
         (edited_meta(lambda meta: meta["ranks"][1].pop("start") and None), NOT_A_TRACE),

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 
 from tests.trace import strategies
 from tests.trace.strategies import Setup, traces
-from tests.views.figures import as_json, axes, num_marks, strings, words
+from tests.views.figures import as_json, axes, num_marks, strings, subtitle, words
 from workbench.errors import UsageError
+from workbench.trace import TraceBuilder, advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import VIEWS, draw
@@ -139,6 +140,18 @@ def test_every_axis_has_a_title_with_a_unit_or_names_its_places(name, num_ranks)
         assert names_places or hidden or text, f"an axis of {name} has no title"
         if not (names_places or hidden) and re.search("time|memory|bytes|payload", text):
             assert re.search(r"\[(B|KiB|MiB|GiB|µs|ms|s)\]", text), f"{text!r} has no unit"
+
+
+@every_view
+def test_a_record_without_its_beginning_says_so(name):
+    trace = example_trace(steps=4)
+    builder = TraceBuilder(max_rows=trace.num_rows // 2)
+    builder.update_header(trace.header)
+    for rank in trace.ranks:
+        builder.append(rank.rank, rank.rows.tobytes(), key_frame=advance(rank.start, rank.rows))
+    fig = draw(name, builder.snapshot())
+    assert ("Older events before step" in subtitle(fig)) == (name != "layout")
+    assert "Older events" not in words(draw(name, trace))
 
 
 @every_view

@@ -108,7 +108,7 @@ class FsdpMagics(Magics):
             return workbench.break_clear(int(args.event) if args.event else None) if clear else workbench.break_list()
         if name in VIEWS:
             return workbench.view(name, **vars(args))
-        return workbench.export(args.file)
+        return workbench.export(args.file, steps=args.steps)
 
     def _run_cell(self, line: str, cell: str) -> None:
         args = split(line)

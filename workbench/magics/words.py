@@ -108,6 +108,12 @@ def _add_compare(parser: Parser) -> None:
 
 def _add_export(parser: Parser) -> None:
     parser.positional("file", metavar="FILE", help=".trace: to load again; .json: Perfetto; .html: page of figures")
+    parser.flag(
+        "--steps",
+        default="",
+        metavar="STEPS",
+        help="only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)",
+    )
 
 
 def _add_help(parser: Parser) -> None:

@@ -85,6 +85,7 @@ class StatusReport(Report):
         units: names of the units there are, root ``""`` included.
         num_rows: rows of the trace so far, all ranks together.
         num_lost: rows overwritten on ranks before they could be read.
+        num_dropped: oldest rows that were let go here, for only so many are kept.
     """
 
     running: bool
@@ -92,6 +93,7 @@ class StatusReport(Report):
     units: tuple[str, ...] = ()
     num_rows: int = 0
     num_lost: int = 0
+    num_dropped: int = 0
 
     @property
     def headline(self) -> str:
@@ -109,7 +111,8 @@ class StatusReport(Report):
         if self.running:
             found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
-        return [*found, ("recorded", plural(self.num_rows, "event") + lost)]
+        dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
+        return [*found, ("recorded", plural(self.num_rows, "event") + dropped + lost)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What ``%fsdp compare`` is given: a side is a trace, or some steps of one.
+"""What ``%fsdp compare`` and ``export`` are given: a side is a trace, or some steps of one.
 
 ::
 
@@ -45,10 +45,26 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     name = LAST if source == LAST else Path(source).name
     if not part:
         return name, trace
+    spoken, found = some_steps(trace, part)
+    return f"{name}, {spoken}", found
+
+
+def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
+    """Return what a person calls some steps of ``trace``, and them with the state before them.
+
+    Args:
+        trace: what happened.
+        text: STEPS, as the module says.
+
+    Raises:
+        UsageError: it is none, or the trace lacks the steps.
+    """
+    if not re.fullmatch(_STEPS, text):
+        raise UsageError(f"steps are such as 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}")
     known = steps(trace)
-    first, dots, end = part.partition("..")
+    first, dots, end = text.partition("..")
     bounds = _number(first, known), _number(end if dots else first, known)
-    return f"{name}, {_spoken(*bounds)}", _cut(trace, known, *bounds)
+    return _spoken(*bounds), _cut(trace, known, *bounds)
 
 
 def _split(text: str) -> tuple[str, str]:

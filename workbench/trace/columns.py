@@ -94,6 +94,11 @@ class Trace:
         """Rows of all ranks together."""
         return sum(len(r.rows) for r in self.ranks)
 
+    @property
+    def num_dropped(self) -> int:
+        """Rows of all ranks before the left edge, those that were lost left out: only what they led to is here."""
+        return max(sum(r.start.seq - r.lost for r in self.ranks), 0)
+
     def rank(self, rank: int) -> RankTrace:
         """Return what ``rank`` recorded.
 

@@ -1,7 +1,8 @@
 """Traces on disk: a zip that ``numpy.load`` opens too.
 
-It holds ``trace.json`` (header, and per rank its key frame and lost rows) and one ``rows_<rank>.npy`` per rank.
-Nothing in it is ever unpickled.
+It holds ``trace.json`` (header, and per rank its key frame and lost rows) and one ``rows_<rank>.npy`` per rank. A file
+may come from anywhere: nothing in it is ever unpickled or evaluated, what it claims to hold is weighed before it is
+unpacked, and it is a trace only if it obeys the rules of one (:mod:`workbench.trace.rules`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import secrets
-import tokenize
+import stat
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,27 +21,46 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from numpy.lib import format as npy
 
 from workbench.errors import TraceError
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.header import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
+from workbench.trace.rules import check
+from workbench.trace.schema import ROW_DTYPE, Rows
+
+MAX_ROWS = 20_000_000
+"""Rows of all ranks together that are read: 1 GB. A notebook keeps a tenth of it."""
+
+MAX_META_BYTES = 32 << 20
+"""Bytes of ``trace.json`` that are read; read, they take up to twenty times as much."""
 
 _META = "trace.json"
 _COMPRESSION = 1  # zlib level; 6 takes four times as long for a tenth less
+_MAX_CONTENTS_BYTES = 8 << 20  # of the zip's table of contents: 100,000 ranks
+_PIECE_BYTES = 1 << 20
+_NPY_START = struct.Struct("<8sH")
+_NPY_MAGIC = npy.magic(1, 0)
+_NPY_HEADER = re.compile(
+    re.escape(f"{{'descr': {npy.dtype_to_descr(ROW_DTYPE)!r}, 'fortran_order': False, 'shape': (") + r"(\d{1,15}),\), }"
+)
 
 _NOT_A_TRACE = (
-    *(zipfile.BadZipFile, zlib.error, EOFError),  # no zip, or a damaged one
-    *(ValueError, KeyError, TypeError),  # a zip with other content
-    *(tokenize.TokenError, RuntimeError),  # bytes made to hurt: numpy's header parser, an encrypted or exotic member
+    *(zipfile.BadZipFile, zlib.error, EOFError, struct.error),  # no zip, or a damaged one
+    *(ValueError, KeyError, TypeError, OverflowError),  # a zip with other content
+    *(RuntimeError, MemoryError, OSError),  # made to hurt: nested without end, encrypted, pointing outside of the file
 )
-"""All that zipfile, json and numpy raise for bytes that are not what they claim to be."""
+"""All that zipfile and json raise for bytes that are not what they claim to be."""
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` to ``path``, whole or not at all: see :func:`whole`.
+    """Write ``trace`` to ``path``.
+
+    The file appears whole or not at all: an error leaves an older file at ``path`` as it was.
 
     Raises:
+        TraceError: its header is larger than :func:`load` would read.
         OSError: ``path`` cannot be written.
     """
     with whole(path) as file:
@@ -47,23 +69,17 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file that is at ``path`` when the body is over, with the permissions that the user's umask leaves.
-
-    The file appears whole or not at all: an error leaves an older file at ``path`` as it was.
-
-    Raises:
-        OSError: ``path`` cannot be written.
-    """
+    """Open a file to write that becomes ``path`` when the body ends, and is gone when it raises."""
     path = Path(path)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(new, "xb") as file:
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with part.open("xb") as file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(new, path)
+            os.replace(part, path)
         except BaseException:
-            os.unlink(new)
+            part.unlink()
             raise
 
 
@@ -71,16 +87,56 @@ def load(path: str | os.PathLike[str]) -> Trace:
     """Return the trace that :func:`save` wrote to ``path``.
 
     Raises:
-        TraceError: the file is no trace, is damaged, or was written by a newer schema.
-        OSError: the file cannot be read.
+        TraceError: the file is no trace, is damaged, breaks a rule of traces, holds more than :data:`MAX_ROWS` rows or
+            a larger header than :data:`MAX_META_BYTES`, or was written by a newer schema.
+        OSError: the file cannot be opened.
     """
-    data = Path(path).read_bytes()
-    try:
-        return _read(io.BytesIO(data))
-    except TraceError as error:
-        raise TraceError(f"cannot read {path}: {error}") from error
-    except _NOT_A_TRACE as error:
-        raise TraceError(f"cannot read {path}: it is not a trace, or it is damaged or cut short") from error
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
+        raise TraceError(f"cannot read {path}: it is no file but a pipe, a socket or a device")
+    with Path(path).open("rb") as file:
+        try:
+            trace = _read(_Pieces(file))
+        except TraceError as error:
+            raise TraceError(f"cannot read {path}: {error}") from error
+        except _NOT_A_TRACE as error:
+            raise TraceError(f"cannot read {path}: it is not a trace, or it is damaged or cut short") from error
+    broken = check(trace)
+    if broken:
+        more = f", and {len(broken) - 1} more such" if len(broken) > 1 else ""
+        raise TraceError(f"cannot read {path}: it breaks a rule of traces: {broken[0][:300]}{more}")
+    return trace
+
+
+class _Pieces(io.BufferedIOBase):
+    """A file that is read in pieces: zipfile reads the table of contents at once, whatever length the file claims."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read up to ``size`` bytes; raises TraceError if that is more than any part should have."""
+        wanted = _MAX_CONTENTS_BYTES + 1 if size is None or size < 0 else size
+        found = self._file.read(min(wanted, _MAX_CONTENTS_BYTES + 1))
+        if len(found) > _MAX_CONTENTS_BYTES:
+            raise TraceError("its table of contents is longer than that of any trace")
+        return found
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to a place."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
 
 
 def _write(trace: Trace, file: IO[bytes]) -> None:
@@ -88,25 +144,77 @@ def _write(trace: Trace, file: IO[bytes]) -> None:
         "header": header_to_dict(trace.header),
         "ranks": [{"rank": r.rank, "lost": r.lost, "start": key_frame_to_dict(r.start)} for r in trace.ranks],
     }
+    text = json.dumps(meta, indent=1).encode()
+    if len(text) > MAX_META_BYTES:
+        raise TraceError(f"the header takes {len(text):,} bytes; {MAX_META_BYTES:,} would be read again")
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as archive:
-        archive.writestr(_META, json.dumps(meta, indent=1))
+        archive.writestr(_META, text)
         for r in trace.ranks:
-            with archive.open(f"rows_{r.rank}.npy", "w", force_zip64=True) as member:
-                npy.write_array(member, r.rows, allow_pickle=False)
+            with archive.open(_member_name(r.rank), "w", force_zip64=True) as member:
+                npy.write_array(member, r.rows, version=(1, 0), allow_pickle=False)
 
 
-def _read(file: IO[bytes]) -> Trace:
+def _member_name(rank: int) -> str:
+    return f"rows_{rank}.npy"
+
+
+def _read(file: io.BufferedIOBase) -> Trace:
     with zipfile.ZipFile(file) as archive:
         if _META not in archive.namelist():
             raise TraceError(f"it holds no {_META}, so it is not a trace")
-        meta = json.loads(archive.read(_META))
+        meta = json.loads(_unpacked(archive, _META, MAX_META_BYTES))
         header = header_from_dict(meta["header"])
         version = meta["header"]["schema_version"]
-        return Trace(header, tuple(_read_rank(archive, entry, version) for entry in meta["ranks"]))
+        entries = [(_rank_number(entry), entry) for entry in meta["ranks"]]
+        _weigh(archive, [rank for rank, _ in entries])
+        return Trace(header, tuple(_read_rank(archive, rank, entry, version) for rank, entry in entries))
 
 
-def _read_rank(archive: zipfile.ZipFile, entry: dict[str, Any], version: int) -> RankTrace:
-    rank = int(entry["rank"])
-    member = io.BytesIO(archive.read(f"rows_{rank}.npy"))  # read whole: its checksum is verified before it is parsed
-    rows = npy.read_array(member, allow_pickle=False)
-    return RankTrace(rank, rows, key_frame_from_dict(entry["start"], version), int(entry["lost"]))
+def _rank_number(entry: dict[str, Any]) -> int:
+    for name in ("rank", "lost"):
+        if type(entry[name]) is not int or entry[name] < 0:
+            raise TraceError(f"{name} is {entry[name]!r:.80}, expected a whole number from 0 on")
+    number: int = entry["rank"]
+    return number
+
+
+def _weigh(archive: zipfile.ZipFile, ranks: list[int]) -> None:
+    """Raise if the rows of ``ranks`` are more than are read, before any are."""
+    num_rows = sum(archive.getinfo(_member_name(rank)).file_size // ROW_DTYPE.itemsize for rank in ranks)
+    if num_rows > MAX_ROWS:
+        raise TraceError(
+            f"it says to hold {num_rows:,} rows, and {MAX_ROWS:,} are read at most: export fewer steps to a file, such "
+            "as %fsdp export run.trace --steps 3..5"
+        )
+
+
+def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any], version: int) -> RankTrace:
+    rows = _rows(rank, _unpacked(archive, _member_name(rank), _NPY_START.size + 2**16 + MAX_ROWS * ROW_DTYPE.itemsize))
+    return RankTrace(rank, rows, key_frame_from_dict(entry["start"], version), entry["lost"])
+
+
+def _rows(rank: int, data: bytes) -> Rows:
+    """Return the array of an npy file, if it is what :func:`save` writes; numpy's own reader evaluates the header."""
+    magic, length = _NPY_START.unpack_from(data)
+    begin = _NPY_START.size + length
+    header = data[_NPY_START.size : begin].decode("latin-1").strip()
+    found = _NPY_HEADER.fullmatch(header) if magic == _NPY_MAGIC else None
+    if found is None:
+        raise TraceError(f"rank {rank}: rows must be a 1-D array of ROW_DTYPE, its header is {header[:80]!r}")
+    if int(found[1]) * ROW_DTYPE.itemsize != len(data) - begin:
+        raise TraceError(f"rank {rank}: its header says {found[1]} rows, and {len(data) - begin:,} bytes follow")
+    return np.frombuffer(data, ROW_DTYPE, offset=begin)
+
+
+def _unpacked(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    """Return a member whole, its checksum verified; no more is unpacked than it says to hold."""
+    info = archive.getinfo(name)
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise TraceError(f"{name} is compressed as no trace is")
+    if info.file_size > limit:
+        raise TraceError(f"{name} says to hold {info.file_size:,} bytes, and {limit:,} are read at most")
+    with archive.open(info) as member:
+        pieces = list(iter(lambda: member.read(_PIECE_BYTES), b""))
+    if sum(map(len, pieces)) != info.file_size:
+        raise EOFError(f"{name} is cut short")
+    return b"".join(pieces)

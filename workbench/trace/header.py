@@ -16,6 +16,8 @@ from workbench.errors import TraceError
 from workbench.trace.schema import SCHEMA_VERSION, Category, CommGroup, Header, KeyFrame, Rows
 from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
+_LIMIT = 2**63  # a file may say anything, and folds count in 64 bits
+
 T = TypeVar("T")
 Entry = TypeVar("Entry", str, CommGroup)
 
@@ -142,6 +144,8 @@ def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - anythi
     else:
         _expect(data, (kind,), where)
         value = data
+    if isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
+        raise TraceError(f"{where} is a number of {value.bit_length()} bits, and 63 and a sign are what fits")
     return value  # type: ignore[no-any-return]
 
 

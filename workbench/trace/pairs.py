@@ -22,7 +22,7 @@ def partners(rows: Rows) -> NDArray[np.int64]:
     """
     partner = np.full(len(rows), -1, np.int64)
     ends = np.flatnonzero(rows["edge"] != Edge.INSTANT)
-    key = _keys(rows[ends])
+    key = _keys(rows, ends)
     order = np.lexsort(key)
     ends = ends[order]
     is_begin = rows["edge"][ends] == Edge.BEGIN
@@ -38,11 +38,14 @@ def partners(rows: Rows) -> NDArray[np.int64]:
     return partner
 
 
-def _keys(rows: Rows) -> NDArray[np.int64]:
-    """What both ends of a span share, one column per row."""
-    is_collective = np.isin(rows["kind"], COLLECTIVES)
-    group, comm_seq = (np.where(is_collective, rows[name], -1) for name in ("comm_group", "comm_seq"))
-    return np.array([comm_seq, group, rows["unit"], rows["kind"]], np.int64)
+def _keys(rows: Rows, at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What both ends of a span share, one column per row of ``at``; in two numbers, for each costs a sort."""
+    kind, unit, group, comm_seq = (
+        rows[name][at].astype(np.int64) for name in ("kind", "unit", "comm_group", "comm_seq")
+    )
+    is_collective = np.isin(kind, COLLECTIVES)
+    whose = (kind << 32) + (unit + 2**15 << 16) + np.where(is_collective, group + 2**15, 0)
+    return np.array([np.where(is_collective, comm_seq, -1), whose])
 
 
 def _runs(sorted_keys: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,11 @@ from numpy.typing import NDArray
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import COLLECTIVES, NO_CATEGORY, Category, Edge, Header, Kind, Param, Phase
+
+MAX_RANKS = 2**16
+"""Ranks of a world; views go through all of them."""
+
+_MAX_BYTES, _MAX_ITEMSIZE = 2**56, 64
 
 Rule = Callable[[Header, RankTrace], Iterator[str]]
 
@@ -38,22 +44,44 @@ def _report(rank: RankTrace, broken: NDArray[Any], what: str) -> Iterator[str]:
 
 
 def _header_fits(header: Header) -> Iterator[str]:
-    """Units stand at their index; parameters add up."""
+    """Ranks are in the world; units stand at their index; parameters add up."""
+    if not 0 <= header.world_size <= MAX_RANKS:
+        yield f"the world has {header.world_size} ranks; 0 to {MAX_RANKS} can be told apart"
+    named = [info.rank for info in header.ranks] + [rank for group in header.comm_groups for rank in group.ranks]
+    strangers = sorted({rank for rank in named if not 0 <= rank < header.world_size})
+    if strangers:
+        yield f"the world has {header.world_size} ranks, and rank {strangers[0]} is spoken of"
+    if min(header.mesh_shape, default=1) < 1 or len(header.mesh_axes) != len(header.mesh_shape):
+        yield f"the mesh has the shape {header.mesh_shape} and the axes {header.mesh_axes}"
     for place, unit in enumerate(header.units):
         if unit.index != place:
             yield f"unit {unit.name!r} has index {unit.index} but stands at {place}"
         if not -1 <= unit.root < len(header.units):
             yield f"unit {unit.name!r} has root {unit.root}, there are {len(header.units)} units"
+        if not all(1 <= size <= header.world_size for size in (unit.shard_size, unit.replicate_size)):
+            yield (
+                f"unit {unit.name!r} has {unit.replicate_size} copies on {unit.shard_size} ranks each, in a world of "
+                f"{header.world_size}"
+            )
+        if not all(0 <= size <= _MAX_ITEMSIZE for size in (unit.compute_itemsize, unit.reduce_itemsize)):
+            yield f"unit {unit.name!r} has elements of {unit.compute_itemsize} and {unit.reduce_itemsize} bytes"
         for param in unit.params:
             yield from _param_fits(param, unit.shard_size)
 
 
 def _param_fits(param: Param, shard_size: int) -> Iterator[str]:
+    numbers = (*param.shape, *param.global_shape, *param.rows_per_rank, param.padded_rows, param.itemsize)
+    if min(numbers) < 0 or max(math.prod(param.shape), math.prod(param.global_shape)) * param.itemsize >= _MAX_BYTES:
+        yield (
+            f"parameter {param.fqn!r} has the shape {param.shape} of {param.global_shape}, {param.itemsize} bytes an "
+            f"element, and shards of {param.rows_per_rank} rows, {param.padded_rows} padded"
+        )
+        return
     if not 0 <= param.shard_dim < len(param.shape):
         yield f"parameter {param.fqn!r} of shape {param.shape} is sharded on dimension {param.shard_dim}"
         return
     rows, have = param.shape[param.shard_dim], param.rows_per_rank
-    if len(have) != shard_size or sum(have) != rows or max(have, default=0) > param.padded_rows:
+    if len(have) != shard_size or sum(have) != rows or not max(have, default=0) <= param.padded_rows <= max(rows, 1):
         yield (
             f"parameter {param.fqn!r} has {rows} rows on {shard_size} ranks, "
             f"its shards have {have} of {param.padded_rows} padded"
@@ -65,9 +93,20 @@ def _rank_is_known(header: Header, rank: RankTrace) -> Iterator[str]:
         yield f"the world has {header.world_size} ranks"
 
 
+def _key_frame_fits(header: Header, rank: RankTrace) -> Iterator[str]:
+    start, num_units = rank.start, len(header.units)
+    if min(start.seq, rank.lost) < 0 or start.seq >= 2**62:
+        yield f"the rows begin at {start.seq}, {rank.lost} lost before"
+    if min(start.bytes_by_category) < 0 or max(start.bytes_by_category) >= _MAX_BYTES:
+        yield f"the key frame has {start.bytes_by_category} live bytes"
+    strangers = sorted(unit for unit in {*start.unit_states, *start.reducing} if not 0 <= unit < num_units)
+    if strangers:
+        yield f"the key frame has unit {strangers[0]}, there are {num_units}"
+
+
 def _seq_has_no_gap(_: Header, rank: RankTrace) -> Iterator[str]:
-    expected = np.arange(rank.start.seq, rank.end_seq)
-    yield from _report(rank, rank.rows["seq"] != expected, "seq does not count up by one from the key frame's")
+    ahead = rank.rows["seq"] - rank.start.seq
+    yield from _report(rank, ahead != np.arange(len(ahead)), "seq does not count up by one from the key frame's")
 
 
 def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
@@ -105,11 +144,14 @@ def _memory_rows_fit(_: Header, rank: RankTrace) -> Iterator[str]:
 
 def _live_bytes_stay_positive(_: Header, rank: RankTrace) -> Iterator[str]:
     rows = rank.rows
-    moves = np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))
+    moves = np.flatnonzero(np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE)))
+    moved, deltas = rows["category"][moves], rows["num_bytes"][moves]
     for category in Category:
-        deltas = np.where(moves & (rows["category"] == category), rows["num_bytes"], 0)
-        live = rank.start.bytes_by_category[category] + np.cumsum(deltas)
-        yield from _report(rank, live < 0, f"more bytes of {category.name} were freed than were live")
+        own = moved == category
+        live = rank.start.bytes_by_category[category] + np.cumsum(deltas[own])
+        broken = np.zeros(len(rows), np.bool_)
+        broken[moves[own][live < 0]] = True
+        yield from _report(rank, broken, f"more bytes of {category.name} were freed than were live")
 
 
 def _collectives_are_numbered(_: Header, rank: RankTrace) -> Iterator[str]:
@@ -141,6 +183,7 @@ def _texts_are_named(_: Header, rank: RankTrace) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _rank_is_known,
+    _key_frame_fits,
     _seq_has_no_gap,
     _values_are_known,
     _edges_fit_kinds,

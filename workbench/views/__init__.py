@@ -12,7 +12,8 @@ from collections.abc import Callable
 import plotly.graph_objects as go
 
 from workbench.errors import UsageError
-from workbench.trace.columns import Trace
+from workbench.trace.columns import Trace, steps
+from workbench.views import theme
 
 # under other names: here each module keeps its own
 from workbench.views.comms import comms as _comms
@@ -50,7 +51,20 @@ def draw(name: str, trace: Trace, **options: object) -> go.Figure:
         near = difflib.get_close_matches(name, VIEWS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(f"there is no view {name!r}; {hint}the views are: {', '.join(VIEWS)}")
-    return VIEWS[name](trace, **options)
+    fig = VIEWS[name](trace, **options)
+    return fig if name == "layout" else _with_left_edge(fig, trace)
+
+
+def _with_left_edge(fig: go.Figure, trace: Trace) -> go.Figure:
+    """Say in the figure that older events are not in the record, if so: it shows and counts the others."""
+    first = max(trace.ranks, key=lambda r: r.start.seq, default=None)
+    if first is None or not first.start.seq or not fig.data:
+        return fig
+    known = steps(trace)
+    since = f" before step {known[0]}" if known else ""
+    return theme.add_sentence(
+        fig, f"Older events{since} are not in the record ({first.start.seq:,} of rank {first.rank})."
+    )
 
 
 __all__ = ["VIEWS", "View", "draw"]

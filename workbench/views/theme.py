@@ -232,6 +232,18 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
     return fig
 
 
+def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
+    """Put one more sentence, plain text (escaped here), under a figure's subtitle; returns ``fig``."""
+    lines = textwrap.wrap(sentence, 115)
+    before = fig.layout.title.subtitle.text
+    text = "<br>".join([*([before] if before else []), _lines(lines)])
+    fig.update_layout(
+        title_subtitle={"text": text, "font": {"size": 13}},
+        margin_t=(fig.layout.margin.t or 0) + _SUBTITLE_LINE * len(lines),
+    )
+    return fig
+
+
 def _lines(lines: list[str]) -> str:
     return "<br>".join(escape(line) for line in lines)
 
