@@ -10,6 +10,7 @@ from anywidget import AnyWidget
 
 from tests.fake_cluster import FakeCluster
 from tests.shells import ipython_shell
+from tests.trace.holding import HOLD_NS, stopped_before
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from tests.widgets.test_timeline import Page, shares
@@ -18,6 +19,7 @@ from workbench.magics.shell import register, unregister
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Kind
 from workbench.widgets.canvas import Canvas, canvas
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.pace import BYTES_PER_S
@@ -205,3 +207,19 @@ def test_a_gap_begins_anew(made):
     workbench.trace = Trace(trace.header, tuple(r.cut(r.end_seq // 2, r.end_seq) for r in trace.ranks))
     assert ask(widget, page)["run"] == 1
     assert isinstance(workbench.trace.ranks[0], RankTrace)
+
+
+def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
+    """And the cursor is where the moment is shown, also one in the hold itself."""
+    trace = stopped_before(example_trace(), Kind.BACKWARD, number=5)
+    free, workbench, page = whole(example_trace()), Pretender(trace), Page()
+    widget = made(workbench)
+    message = ask(widget, page)
+    ((at_us, length_us),) = message["header"]["holds"]
+    assert length_us == pytest.approx(HOLD_NS / 1e3, rel=1e-3)
+    last_us = max(page.column(track, "end").max() for track in page.columns)
+    assert last_us == pytest.approx(max(free.column(track, "end").max() for track in free.columns), rel=0.05)
+    rows = trace.rank(0).rows
+    workbench.cursor_ns = int(rows["t_ns"][rows["kind"] == Kind.GATE][1]) - HOLD_NS // 2
+    ask(widget, page)
+    assert widget.cursor_us == pytest.approx(at_us, abs=0.01)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fake_cluster import FakeCluster
 from tests.shells import ipython_shell
+from tests.trace.holding import HOLD_NS, stopped_before
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
@@ -178,6 +179,46 @@ def test_a_window_is_answered_with_every_change_in_it(made):
     assert answer["counts"]["spans"] == answer["counts"]["steps"] == 0
     first_us = np.frombuffer(buffers[0], "<f8", 1)[0]
     assert first_us == 1_000.0
+
+
+def held_run(hold_ns=HOLD_NS):
+    return stopped_before(example_trace(), Kind.BACKWARD, number=5, hold_ns=hold_ns)
+
+
+def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
+    """All times told are as if nobody had stopped the ranks; where that was, and how long, is told beside them."""
+    told, free = (ask(made(Pretender(trace)))[0] for trace in (held_run(), example_trace()))
+    ((at_us, length_us),) = told["holds"]
+    assert free["holds"] == []
+    assert length_us == pytest.approx(HOLD_NS / 1e3, rel=1e-3)
+    assert told["now"]["t_us"] == pytest.approx(free["now"]["t_us"], rel=0.05)
+    assert 0 < at_us < told["now"]["t_us"]
+    assert told["peaks"][0]["t_us"] <= told["now"]["t_us"]
+
+
+def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
+    trace = held_run()
+    widget = made(Pretender(trace))
+    told, _ = ask(widget)
+    now = told["now"]
+    ((at_us, _),) = told["holds"]
+    for t_us in (at_us - 1, at_us, at_us + 1, now["t_us"]):
+        moment = ask(widget, "at", t_us=t_us)[0]["moment"]
+        assert moment["t_us"] <= t_us
+        later = ask(widget, "beside", rank=moment["rank"], seq=moment["seq"], by=1)[0]["moment"]
+        assert later["seq"] == moment["seq"] or later["t_us"] >= t_us
+    assert ask(widget, "at", t_us=now["t_us"])[0]["moment"]["seq"] == now["seq"]
+
+
+def test_a_window_on_a_shortened_axis_has_the_changes_that_are_shown_there(made):
+    widget = made(Pretender(held_run()))
+    told, _ = ask(widget)
+    about = {"from_us": 0.0, "to_us": told["now"]["t_us"]}
+    answer, buffers = ask(widget, "window", number=1, **about)
+    times = np.frombuffer(buffers[0], "<f8", answer["counts"]["memory"])
+    assert answer["exact"]
+    assert times.min() >= 0
+    assert times.max() <= told["now"]["t_us"]
 
 
 def test_views_are_told_once_where_the_word_moves_the_cursor(made):
@@ -366,7 +407,6 @@ def test_the_program_imports_nothing_and_names_no_address():
     assert text.count("export ") == text.count("export default") == 1
     assert "http" not in text
     assert "innerHTML" not in text
-    assert f"const GATE = {int(Kind.GATE)};" in text
 
 
 def test_the_word_and_the_method_give_a_dashboard():

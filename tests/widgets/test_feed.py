@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trace.holding import stopped_before
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
 from workbench.replay import memory, states, training
+from workbench.replay.holds import without_holds
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Edge, Kind, UnitState
 from workbench.widgets.feed import Feed
@@ -232,3 +234,24 @@ def test_columns_are_read_back():
     assert read["states", "unit"].tolist() == found.states["unit"].tolist()
     assert read["memory", "bytes"].tolist() == found.memory["num_bytes"].ravel().astype("f4").tolist()
     assert read["steps", "step"].tolist() == [0, 1]
+
+
+@settings(max_examples=25)
+@given(growing(), st.integers(0, 2))
+def test_what_is_told_of_a_stopped_run_is_what_is_shown_of_it(prefixes, number):
+    """Whatever the pieces it comes in: told times are those of the trace without the holds, as the static views say."""
+    whole = prefixes[-1]
+    counts = [int(((r.rows["kind"] == Kind.BACKWARD) & (r.rows["edge"] == Edge.BEGIN)).sum()) for r in whole.ranks]
+    if min(counts, default=0) <= number:
+        return
+    held = stopped_before(whole, Kind.BACKWARD, number=number)
+    last_ns = max(int(r.rows["t_ns"].max()) for r in held.ranks)
+    first_ns = min(int(r.rows["t_ns"].min()) for r in held.ranks)
+    pieces = [known_at(held, t_ns) for t_ns in np.linspace(first_ns, last_ns, 4).astype(np.int64)]
+    told, shown = add_up(pieces)["memory"], add_up([without_holds(held)[0]])["memory"]
+    assert set(told["t_ns"].tolist()) == set(shown["t_ns"].tolist())
+    assert add_up(pieces)["spans"]["end_ns"].max() == add_up([without_holds(held)[0]])["spans"]["end_ns"].max()
+
+
+def known_at(trace, t_ns):
+    return prefix(trace, [int((np.maximum.accumulate(r.rows["t_ns"]) <= t_ns).sum()) for r in trace.ranks])

@@ -440,3 +440,16 @@ def test_pictures(widget, messages, scheme):
     page.evaluate("frame().then(frame).then(() => 0)")
     (SHOTS / f"timeline_{scheme}_close.png").write_bytes(page.locator("#place").screenshot())
     assert is_drawn(page, 0) > 20_000
+
+
+def test_a_hold_is_a_thin_line_that_says_how_long_it_was(page):
+    page.evaluate("timeline.setHolds([[600, 17.9e6]])")
+    ((hold,),) = (stats(page)["holds"],)
+    box = page.locator("canvas").bounding_box()
+    empty = box["y"] + stats(page)["plot"]["top"] + 1
+    assert colour_at(page, box["x"] + hold["x"], empty) != colour_at(page, box["x"] + hold["x"] + 3, empty)
+    page.mouse.move(box["x"] + hold["x"] + 2, empty + 30)
+    assert page.get_by_role("tooltip").inner_text() == "held 17.9 s: cut out"
+    page.mouse.move(box["x"] + hold["x"] + 40, empty)
+    stats(page)
+    assert not page.get_by_text("held 17.9 s: cut out").is_visible()

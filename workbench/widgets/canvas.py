@@ -13,6 +13,7 @@ from typing import Any
 
 import traitlets
 
+from workbench.replay.holds import GrowingCuts
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.widgets.feed import continues, job
@@ -94,6 +95,7 @@ class Canvas(Timeline):
         trace, now_s = pulse.trace, self._clock()
         if self._ends and not continues(trace, self._job, self._ends):
             self._readers, self._told, self._forgotten, self._origin_ns = {}, [], [], None
+            self._growing = GrowingCuts()
             self._run += 1
             self._cursor = None
             self._take(trace)
@@ -102,7 +104,11 @@ class Canvas(Timeline):
         self._ends, self._job, self._taken_s = {r.rank: r.end_seq for r in trace.ranks}, job(trace), now_s
         if pulse.cursor != self._cursor:
             self._cursor = pulse.cursor
-            self.cursor_us = None if self._cursor is None else (self._cursor.t_ns - (self._origin_ns or 0)) / 1e3
+            self.cursor_us = None if self._cursor is None else self._us(self._cursor.t_ns)
+
+    def _us(self, t_ns: int) -> float:
+        """Where the view shows a time."""
+        return (self._growing.cuts.shown_at(t_ns) - (self._origin_ns or 0)) / 1e3
 
 
 def canvas(workbench: Watched) -> Canvas:

@@ -6,8 +6,9 @@ view in the browser has a name of its own, by which its :class:`~workbench.widge
 Messages from the browser hold ``view`` and ``ask``: ``feed`` (what is new; with ``wait`` as soon as there is
 something), ``at`` (all ranks at ``t_us``), ``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``),
 ``window`` (every change of memory and units from ``from_us`` to ``to_us``), ``do`` (the button ``word``), ``bye``. An
-answer to ``feed`` has a ``cursor`` if ``%fsdp back`` has moved it since the last one: where it is now, None: at the
-newest event.
+answer to ``feed`` has ``holds`` (where time in which ranks were held is cut out of the axis, and how much) if there are
+new ones, and a ``cursor`` if ``%fsdp back`` has moved it since the last one: where it is now, None: at the newest
+event.
 
 The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
 and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
@@ -37,7 +38,7 @@ from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import BYTES_PER_S
-from workbench.widgets.packing import COLUMNS, pack
+from workbench.widgets.packing import COLUMNS, pack, told_holds
 from workbench.widgets.peaks import Peaks
 from workbench.widgets.spans import TRACKS
 from workbench.widgets.timeline import OPTIONS
@@ -162,6 +163,7 @@ class _View:
         self._feed, self._moments, self._peaks = Feed(), Moments(), Peaks()
         self._origin_ns = 0
         self._units: Sequence[object] = ()
+        self._num_cuts = 0
         self._cursor: Cursor | None = None
         self._asked_at: float | None = None
 
@@ -175,15 +177,15 @@ class _View:
         if content["ask"] == "window":
             return self._window(trace, content)
         if content["ask"] == "at":
-            moment = self._at(trace, round(float(content["t_us"]) * 1e3) + self._origin_ns)
+            moment = self._at(trace, self._true_ns(content["t_us"]))
         else:
             rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
             moment = self._moments.beside(trace, rank, seq, by)
         return {"kind": "moment", "number": content.get("number"), "moment": self._shown(moment)}, []
 
     def _window(self, trace: Trace, content: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-        begin_ns, end_ns = (round(float(content[key]) * 1e3) + self._origin_ns for key in ("from_us", "to_us"))
-        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns)
+        begin_ns, end_ns = (self._true_ns(content[key]) for key in ("from_us", "to_us"))
+        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns, self._feed.cuts)
         about, buffer = pack(found, self._origin_ns)
         asked = {key: content[key] for key in ("number", "from_us", "to_us")}
         return {"kind": "window", **asked, "exact": found.is_exact, "counts": about["counts"]}, [buffer]
@@ -203,6 +205,9 @@ class _View:
             self._units = trace.header.units
             answer["units"] = [unit_name(trace.header, unit.index) for unit in trace.header.units]
             answer["order"] = _order(trace.header)
+        if new.restart or len(self._feed.cuts) != self._num_cuts:
+            self._num_cuts = len(self._feed.cuts)
+            answer["holds"] = told_holds(self._feed.cuts, self._origin_ns)
         if new.restart or any(about["counts"].values()):
             answer["now"] = self._shown(self._moments.at(trace, _ALL_NS))
             answer["peaks"] = [self._shown(self._peaks.of(trace, group[0])) for group in new.groups]
@@ -215,11 +220,11 @@ class _View:
         if cursor is None:
             return None
         moment = self._moments.at_cursor(trace, cursor)
-        return {"t_us": (cursor.t_ns - self._origin_ns) / 1e3, "moment": self._shown(moment)}
+        return {"t_us": self._us(cursor.t_ns), "moment": self._shown(moment)}
 
     def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
         """All ranks at a time; at that of the cursor, where the cursor cuts each of them."""
-        if self._cursor is not None and t_ns == self._cursor.t_ns:
+        if self._cursor is not None and self._us(t_ns) == self._us(self._cursor.t_ns):
             return self._moments.at_cursor(trace, self._cursor)
         return self._moments.at(trace, t_ns)
 
@@ -227,7 +232,15 @@ class _View:
         if found is None:
             return None
         rest = {key: value for key, value in found.items() if key != "t_ns"}
-        return {**rest, "t_us": (found["t_ns"] - self._origin_ns) / 1e3}
+        return {**rest, "t_us": self._us(found["t_ns"])}
+
+    def _us(self, t_ns: int) -> float:
+        """Where the view shows a time."""
+        return (self._feed.cuts.shown_at(t_ns) - self._origin_ns) / 1e3
+
+    def _true_ns(self, us: object) -> int:
+        """The time that the view shows there."""
+        return self._feed.cuts.true_at(round(float(str(us)) * 1e3) + self._origin_ns)
 
 
 def dashboard(workbench: Watched) -> Dashboard:

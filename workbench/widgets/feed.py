@@ -7,19 +7,20 @@ thinned out, short spans are merged (their ``count`` says of how many), and of m
 ends are kept.
 
 Words: a *group* is ranks that behave alike, and the first of them is drawn for all; a *track* is a lane of the
-timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds of rank 0's clock. Arrays: ``N`` entries.
+timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds of rank 0's clock, as they are shown: without
+the time in which ranks were held (:mod:`workbench.replay.holds`). Arrays: ``N`` entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.replay import memory, states
-from workbench.replay.holds import clock_offset_ns
+from workbench.replay.holds import Cuts, GrowingCuts, clock_offset_ns
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Category, KeyFrame
@@ -79,7 +80,12 @@ class Feed:
         self._ends: dict[int, int] = {}
         self._known: dict[int, KeyFrame] = {}
         self._spans: dict[int, RankSpans] = {}
-        self._alike, self._steps = Alike(), Steps()
+        self._alike, self._steps, self._growing = Alike(), Steps(), GrowingCuts()
+
+    @property
+    def cuts(self) -> Cuts:
+        """What is cut out of the time axis of the trace that was taken last."""
+        return self._growing.cuts
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -97,7 +103,8 @@ class Feed:
         if is_another:
             self._forget()
             self._job = job(trace)
-        steps = self._steps.take(trace)
+        cuts = self._growing.update(trace)
+        steps = self._steps.take(trace, cuts)
         is_regrouped = self._alike.update(trace)
         if is_regrouped:
             self._forget_drawn()
@@ -124,7 +131,7 @@ class Feed:
         return found
 
     def _forget(self) -> None:
-        self._alike, self._steps, self._ends = Alike(), Steps(), {}
+        self._alike, self._steps, self._growing, self._ends = Alike(), Steps(), GrowingCuts(), {}
         self._forget_drawn()
 
     def _forget_drawn(self) -> None:
@@ -136,14 +143,15 @@ class Feed:
             part = rank_trace.cut(rank_trace.end_seq - HISTORY_ROWS, rank_trace.end_seq)
         else:
             part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
-        return Part(part=part, offset_ns=offset_ns(trace, rank), is_first=before is None)
+        return shown_part(part, trace, self.cuts, is_first=before is None)
 
     def _take_spans(self, trace: Trace, ranks: Sequence[int]) -> NDArray[np.void]:
         parts = [np.empty(0, SPAN_DTYPE)]
         for place, rank in enumerate(ranks):
             rank_trace = trace.rank(rank)
             reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - HISTORY_ROWS))
-            parts.append(reader.take(rank_trace, first_track=place * len(TRACKS), offset_ns=offset_ns(trace, rank)))
+            ahead_ns, first_track = offset_ns(trace, rank), place * len(TRACKS)
+            parts.append(reader.take(rank_trace, first_track=first_track, offset_ns=ahead_ns, cuts=self.cuts))
         return np.concatenate(parts)
 
 
@@ -152,7 +160,7 @@ class Part:
     """Some of the rows of a group's first rank, to be told to a view.
 
     Attributes:
-        part: rows that the view does not know, with the state before them.
+        part: rows that the view does not know, at the times at which they are shown, with the state before them.
         offset_ns: what the rank's clock is ahead.
         is_first: the view knows nothing of the state before them.
     """
@@ -160,6 +168,13 @@ class Part:
     part: RankTrace
     offset_ns: int
     is_first: bool
+
+
+def shown_part(part: RankTrace, trace: Trace, cuts: Cuts, *, is_first: bool) -> Part:
+    """Return a part of ``trace`` as it is told to a view whose axis leaves out ``cuts``."""
+    ahead_ns = offset_ns(trace, part.rank)
+    rows = cuts.on_clock(ahead_ns).rows(part.rows)
+    return Part(part=replace(part, rows=rows), offset_ns=ahead_ns, is_first=is_first)
 
 
 def offset_ns(trace: Trace, rank: int) -> int:

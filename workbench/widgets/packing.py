@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.replay.holds import Cuts
 from workbench.widgets.feed import Increment
 
 COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -63,6 +64,13 @@ def pack(increment: Increment, origin_ns: int) -> tuple[dict[str, Any], bytes]:
         "counts": {name: len(table["t" if "t" in table else "start"]) for name, table in tables.items()},
     }
     return about, b"".join(column + bytes(-len(column) % 8) for column in columns)
+
+
+def told_holds(cuts: Cuts, origin_ns: int) -> list[list[float]]:
+    """Return where time is cut out of the axis and how much: ``[[at, length], ...]``, microseconds."""
+    found = cuts.joined()
+    places = to_us(found.shown(found.begin_ns), origin_ns).tolist()
+    return [list(hold) for hold in zip(places, (found.lengths_ns / 1e3).tolist(), strict=True)]
 
 
 def to_us(t_ns: NDArray[np.int64], origin_ns: int) -> NDArray[np.float64]:

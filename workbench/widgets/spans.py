@@ -12,6 +12,7 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, Spans, closed, exclusive, spans
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import COLLECTIVES, Kind, Rows
@@ -61,17 +62,21 @@ class RankSpans:
         self._until_ns = np.iinfo(np.int64).min  # compute is told up to here
         self.open = np.empty(0, SPAN_DTYPE)
 
-    def take(self, rank_trace: RankTrace, *, first_track: int = 0, offset_ns: int = 0) -> NDArray[np.void]:
+    def take(
+        self, rank_trace: RankTrace, *, first_track: int = 0, offset_ns: int = 0, cuts: Cuts | None = None
+    ) -> NDArray[np.void]:
         """Return the spans that have ended since the last time, of SPAN_DTYPE.
 
         Args:
             rank_trace: a later state of the same one.
             first_track: number of the rank's first track.
             offset_ns: what its clock is ahead.
+            cuts: what is cut out of the time axis, on rank 0's clock; times are those at which spans are shown.
         """
         if rank_trace.end_seq <= self._end_seq:
             return np.empty(0, SPAN_DTYPE)
         rows = rank_trace.rows[max(self._from_seq - rank_trace.start.seq, 0) :]
+        rows = rows if cuts is None else cuts.on_clock(offset_ns).rows(rows)
         every = spans(rows, _READ)  # found once: it is what takes the time
         parts = [self._compute(rows, every), *(self._collectives(rows, every, track) for track in self._told)]
         self._from_seq, self._end_seq = _oldest_open(rows, every, rank_trace.end_seq), rank_trace.end_seq

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.replay import training
+from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.training import TrainingState
 from workbench.trace.columns import Trace
 
@@ -26,14 +27,17 @@ class Steps:
         self._seen: dict[int, int] = {}
         self._model = -1
 
-    def take(self, trace: Trace) -> NDArray[np.void]:
+    def take(self, trace: Trace, cuts: Cuts | None = None) -> NDArray[np.void]:
         """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
 
-        The loss is the mean over ranks, NaN if none was logged; times are those of the slowest rank.
+        The loss is the mean over ranks, NaN if none was logged; times are those of the slowest rank, as they are
+        shown: without ``cuts``, which are on rank 0's clock.
         """
         for rank_trace in trace.ranks:
             rank = rank_trace.rank
             rows = rank_trace.rows[max(self._seen.get(rank, 0) - rank_trace.start.seq, 0) :]
+            if cuts is not None:
+                rows = cuts.on_clock(clock_offset_ns(trace.header, rank)).rows(rows)
             self._states[rank] = training.advance(self._states.get(rank, training.start()), rows)
             self._seen[rank] = rank_trace.end_seq
         states = list(self._states.values())

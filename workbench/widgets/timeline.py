@@ -17,12 +17,14 @@ import traitlets
 from numpy.typing import NDArray
 
 from workbench.replay.alike import groups, label
+from workbench.replay.holds import Cuts, GrowingCuts
 from workbench.replay.spans import last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import COLLECTIVES, Kind
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
+from workbench.widgets.packing import told_holds
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 
 MAX_RANKS = 8
@@ -83,7 +85,7 @@ def pack(found: NDArray[np.void], origin_ns: int) -> bytes:
     return b"".join(np.ascontiguousarray(columns[name], code).tobytes() for name, code in COLUMNS)
 
 
-def not_ended(rank_trace: RankTrace, offset_ns: int) -> NDArray[np.void]:
+def not_ended(rank_trace: RankTrace, offset_ns: int, cuts: Cuts | None = None) -> NDArray[np.void]:
     """Return what goes on at the end of a rank's trace: the innermost compute or wait, and collectives in flight.
 
     Each ends with the last row, on rank 0's clock. Of what is older than the last few thousand rows nothing is said.
@@ -91,9 +93,11 @@ def not_ended(rank_trace: RankTrace, offset_ns: int) -> NDArray[np.void]:
     Args:
         rank_trace: what the rank recorded.
         offset_ns: what its clock is ahead of rank 0's.
+        cuts: what is cut out of the time axis.
     """
     rows = rank_trace.rows[-_OPEN_ROWS:]
     rows = rows[rows["step"] == rows["step"][-1]] if len(rows) else rows
+    rows = rows if cuts is None else cuts.on_clock(offset_ns).rows(rows)
     found = spans(rows, (kind for _, kinds in TRACKS for kind in kinds))
     parts = []
     for track, (_, kinds) in enumerate(TRACKS):
@@ -119,7 +123,8 @@ class Timeline(anywidget.AnyWidget):
         ranks: ranks to draw; None: all, at most :data:`MAX_RANKS`.
 
     Attributes:
-        cursor_us: where the cursor is, in microseconds after the first row; None: nowhere. All views share it.
+        cursor_us: where the cursor is, in microseconds after the first row, time in which ranks were held left out;
+            None: nowhere. All views share it.
     """
 
     _esm = script("timeline_widget.js")
@@ -136,6 +141,7 @@ class Timeline(anywidget.AnyWidget):
         self._header: dict[str, Any] = {}
         self._open: list[NDArray[np.void]] = []
         self._origin_ns: int | None = None
+        self._growing = GrowingCuts()
         self._take(trace)
         self.on_msg(self._answer)
         answer_while_busy(self)
@@ -163,14 +169,15 @@ class Timeline(anywidget.AnyWidget):
         if self._origin_ns is None:
             starts = (int(r.rows["t_ns"].min()) - offsets.get(r.rank, 0) for r in trace.ranks if len(r.rows))
             self._origin_ns = min(starts, default=None)
+        cuts = self._growing.update(trace)
         self._open = [np.empty(0, SPAN_DTYPE) for _ in self._told]
         known = {rank_trace.rank: rank_trace for rank_trace in trace.ranks}
         found = [np.empty(0, SPAN_DTYPE)]
         for place, (rank, reader) in enumerate(self._readers.items()):
             if rank in known:
                 offset_ns, first_track = offsets.get(rank, 0), place * len(TRACKS)
-                found.append(reader.take(known[rank], first_track=first_track, offset_ns=offset_ns))
-                open_now = not_ended(known[rank], offset_ns)
+                found.append(reader.take(known[rank], first_track=first_track, offset_ns=offset_ns, cuts=cuts))
+                open_now = not_ended(known[rank], offset_ns, cuts)
                 self._open[first_track : first_track + len(TRACKS)] = _by_track(open_now, len(TRACKS))
         new = np.concatenate(found)
         for track, part in enumerate(_by_track(new if max_spans is None else thinned(new, max_spans), len(self._told))):
@@ -209,6 +216,7 @@ class Timeline(anywidget.AnyWidget):
             "tracks": [{"name": name, "rank": rank, "label": label([rank])} for rank in ranks for name, _ in TRACKS],
             "units": [unit_name(trace.header, unit) for unit in range(len(trace.header.units))],
             "palette": PALETTE,
+            "holds": told_holds(self._growing.cuts, self._origin_ns or 0),
         }
 
     # -- the browser

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.replay import memory, states
+from workbench.replay.holds import Cuts
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.feed import Increment, Part, memory_of, offset_ns, states_of
+from workbench.widgets.feed import Increment, memory_of, shown_part, states_of
 from workbench.widgets.moments import Moments
 from workbench.widgets.spans import SPAN_DTYPE
 from workbench.widgets.steps import LEARNED_DTYPE
@@ -26,7 +27,14 @@ MOST_ROWS = 100_000
 """Rows of all groups together that are looked at; of more nothing is told, and the feed's picture has to do."""
 
 
-def window(trace: Trace, moments: Moments, groups: Sequence[tuple[int, ...]], begin_ns: int, end_ns: int) -> Increment:
+def window(
+    trace: Trace,
+    moments: Moments,
+    groups: Sequence[tuple[int, ...]],
+    begin_ns: int,
+    end_ns: int,
+    cuts: Cuts | None = None,
+) -> Increment:
     """Return memory and states from ``begin_ns`` to ``end_ns``, the state at its begin first.
 
     Args:
@@ -35,10 +43,11 @@ def window(trace: Trace, moments: Moments, groups: Sequence[tuple[int, ...]], be
         groups: ranks that are drawn as one; the first of each is read.
         begin_ns: a time.
         end_ns: a later time.
+        cuts: what is cut out of the time axis; times in the answer are those at which things are shown.
     """
     told = groups if _is_told(trace, moments, [group[0] for group in groups], begin_ns, end_ns) else ()
     parts = [
-        Part(part=moments.part(trace, group[0], begin_ns, end_ns), offset_ns=offset_ns(trace, group[0]), is_first=True)
+        shown_part(moments.part(trace, group[0], begin_ns, end_ns), trace, cuts or Cuts(), is_first=True)
         for group in told
     ]
     limit = None if all(_is_few(new.part) for new in parts) else MOST * len(parts)

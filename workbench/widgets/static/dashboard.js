@@ -6,10 +6,7 @@
 const SILENT_MS = 2500; // without an answer, that is said
 const ASK_AGAIN_MS = 6000;
 const STEPS_IN_VIEW = 2.4; // that a running view shows
-const MOST_WITH_GATES = 4; // times that, where ranks were held in between
 const MAX_UNITS = 200;
-const MOST_GATES = 10000; // that are kept
-const GATE = 16; // the kind of what happens to a held rank
 
 const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
 
@@ -153,7 +150,7 @@ class DashboardView {
     this.closeup.forget();
     this.memory = [];
     this.states = [];
-    this.gates = [];
+    this.holds = [];
     this.openTracks = [];
     this.steps ??= new Series({ t: [Float64Array, 1], step: [Int32Array, 1], loss: [Float32Array, 1], ms: [Float32Array, 1],
       model: [Int32Array, 1] });
@@ -255,6 +252,10 @@ class DashboardView {
     }
     Object.assign(this, { health: news.health, told: news.said, groups: news.groups });
     if (news.now) this.now = news.now;
+    if (news.holds) {
+      this.holds = news.holds;
+      this.timeline.setHolds(news.holds);
+    }
     if (news.peaks) this.peaks = news.peaks;
     const tables = unpack(this.about.columns, news.counts, this.about.classes.length, data);
     this.takeTracks(news.tracks);
@@ -270,7 +271,6 @@ class DashboardView {
     if (!news.exact) this.simplifiedTo = this.end;
     this.takeOpen(news.open);
     if (news.cursor !== undefined) this.takeCursor(news.cursor);
-    this.gates = this.gates.slice(-MOST_GATES);
     if (this.isLive) this.showLatest();
   }
 
@@ -294,9 +294,6 @@ class DashboardView {
   }
 
   takeSpans(spans) {
-    spans.kind.forEach((kind, k) => {
-      if (kind === GATE && spans.track[k] === 0) this.gates.push([spans.start[k], spans.start[k] + spans.duration[k]]);
-    });
     const tracks = new Map();
     spans.track.forEach((track, k) => tracks.has(track) ? tracks.get(track).push(k) : tracks.set(track, [k]));
     for (const [track, places] of tracks) {
@@ -433,19 +430,8 @@ class DashboardView {
     const count = this.steps.length;
     if (!count || !this.end) return;
     const lasted = Array.from(this.steps.ms.slice(Math.max(count - 5, 0), count)).sort((a, b) => a - b);
-    const wanted = STEPS_IN_VIEW * 1000 * lasted[lasted.length >> 1];
-    const span = Math.min(this.withGates(wanted), 1.02 * this.end);
+    const span = Math.min(STEPS_IN_VIEW * 1000 * lasted[lasted.length >> 1], 1.02 * this.end);
     this.timeline.setView(this.end - span, this.end + 0.01 * span);
-  }
-
-  /** How far back to look to see `wanted` microseconds of work: time that the first rank was held is none. */
-  withGates(wanted) {
-    let from = this.end - wanted;
-    for (let k = this.gates.length - 1; k >= 0 && this.gates[k][1] > from; k--) {
-      from -= this.gates[k][1] - Math.max(this.gates[k][0], from);
-      if (this.end - from > MOST_WITH_GATES * wanted) return MOST_WITH_GATES * wanted;
-    }
-    return this.end - from;
   }
 
   key(event) {
@@ -565,13 +551,13 @@ class DashboardView {
   }
 
   drawMemoryPanel(at, axis, skin) {
-    const { classes, reserved } = this.about, { cursor, end } = this;
+    const { classes, reserved } = this.about, { holds, cursor, end } = this;
     const groups = this.groups
       .map((ranks, place) => ({ label: inWords(ranks), series: this.shown.memory[place], peak: this.peaks[place] }))
       .filter(({ series }) => series);
     const count = Math.min(groups.length, MAX_AREAS);
     const height = Math.max(count, 1) * MEMORY_HEIGHTS[count > 1 ? 1 : 0];
-    this.memorySheet.paint(height, { groups, axis, classes, reserved, cursor, skin, end });
+    this.memorySheet.paint(height, { groups, axis, classes, reserved, holds, cursor, skin, end });
     this.drawPeakNote(groups);
     const rank = at?.ranks[0];
     const held = rank ? rank.bytes.map((bytes, place) => [...classes[place], bytes]).filter(([, , bytes]) => bytes > 0) : [];
@@ -603,8 +589,8 @@ class DashboardView {
     const shown = (this.order ?? []).filter((unit) => found[unit]).slice(0, MAX_UNITS);
     const units = shown.map((unit) => ({ name: this.units[unit], series: found[unit] }));
     const now = shown.map((unit) => told[unit]);
-    const colours = this.about.states, { cursor, end } = this;
-    this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, colours, now, cursor, skin, end });
+    const colours = this.about.states, { holds, cursor, end } = this;
+    this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, colours, now, holds, cursor, skin, end });
     const note = this.groups.length > 1 ? `${inWords(this.groups[0])} shown` : this.groups.length ? `${inWords(this.groups[0])}${this.groups[0].length > 1 ? " alike" : ""}` : "";
     if (this.statesNote.textContent !== note) this.statesNote.textContent = note;
   }

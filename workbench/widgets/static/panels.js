@@ -126,6 +126,15 @@ function drawCursorLine(ctx, axis, cursor, height, skin) {
   ctx.fillRect(Math.round(axis.x(cursor)) - 0.5, 0, 1.5, height);
 }
 
+/** Thin lines where ranks were held and time is cut out. */
+function drawHoldLines(ctx, axis, holds, height, skin) {
+  ctx.fillStyle = skin.soft;
+  for (const [at] of holds) {
+    if (at < axis.t0 || at > axis.t1) continue;
+    for (let y = 0; y < height; y += 5) ctx.fillRect(Math.round(axis.x(at)), y, 1, 3);
+  }
+}
+
 // -- memory
 
 const MEMORY_HEIGHTS = [132, 84];
@@ -151,7 +160,7 @@ function memoryColumns(series, axis, numClasses, reserved) {
   return { columns, totals, pixels };
 }
 
-function drawMemory(ctx, width, height, { groups, axis, classes, reserved, cursor, skin, end }) {
+function drawMemory(ctx, width, height, { groups, axis, classes, reserved, holds, cursor, skin, end }) {
   const shown = groups.slice(0, MAX_AREAS), each = height / Math.max(shown.length, 1);
   const found = shown.map((group) => memoryColumns(group.series, axis, classes.length, reserved));
   const top = 1.12 * Math.max(1, ...found.map(({ columns, totals }) => highest(columns, totals, classes.length, reserved)));
@@ -165,6 +174,7 @@ function drawMemory(ctx, width, height, { groups, axis, classes, reserved, curso
     drawMemoryLabel(ctx, group, base - room, axis.left, skin);
     if (group.peak) drawPeak(ctx, group.peak, { axis, base, scale: room / top, skin, width });
   });
+  drawHoldLines(ctx, axis, holds, height, skin);
   drawCursorLine(ctx, axis, cursor, height, skin);
 }
 
@@ -250,7 +260,7 @@ function unitHeight(count) {
 }
 
 /** `units`: a name and a series each; `now`: the state of each at the cursor. */
-function drawStates(ctx, width, height, { units, axis, colours, now, cursor, skin, end }) {
+function drawStates(ctx, width, height, { units, axis, colours, now, holds, cursor, skin, end }) {
   const each = unitHeight(units.length), last = Math.min(axis.x(end), width);
   const every = Math.ceil(14 / each);
   units.forEach(({ name, series }, place) => {
@@ -266,6 +276,7 @@ function drawStates(ctx, width, height, { units, axis, colours, now, cursor, ski
     Object.assign(ctx, { fillStyle: skin.ink, textAlign: "right", textBaseline: "middle" });
     ctx.fillText(shortened(name, axis.left > 120 ? 20 : 10), axis.left - 20, y + each / 2 + 0.5);
   });
+  drawHoldLines(ctx, axis, holds, height, skin);
   drawCursorLine(ctx, axis, cursor, height, skin);
 }
 

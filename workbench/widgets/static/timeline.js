@@ -1,6 +1,7 @@
 // The timeline on a canvas: what each rank did when, of any number of rectangles, at the rate of the screen.
 //
-// Times are microseconds from the run's start, float64. A *track* is one row (rank 0's waits); its *items* are
+// Times are microseconds from the run's start, float64, without the time in which ranks were held: *holds* say where that
+// was and how long, `[[at, length], ...]`. A *track* is one row (rank 0's waits); its *items* are
 // rectangles in order of their start. `exposed`: 0 hidden behind compute; 1 compute waited for it, nobody knows how
 // long; 2 to 255 compute waited for this share of it, in 1/255, at its end, which then has the colour of a wait.
 // `arrowFrom` of a wait is the start of the collective it is for.
@@ -20,6 +21,7 @@ const MIN_SPAN = 0.5; // microseconds in view
 const FAINTEST = 0.4; // opacity of a pixel in which hardly anything happened
 const DRAG = 4; // pixels that tell a drag from a click
 const AXIS = 30; // height of the axis, in pixels
+const HOLD_REACH = 4; // pixels around the line of a hold
 const GAP = 9; // between two ranks
 const ROWS = [14, 22]; // height of a row
 const TRACKS_HEIGHT = 640; // that all rows may take together before they get lower
@@ -329,7 +331,7 @@ export function createTimeline(canvas, options = {}) {
 class Timeline {
   constructor(canvas, options) {
     Object.assign(this, { canvas, options, ctx: canvas.getContext("2d"), names: options.names ?? {} });
-    Object.assign(this, { tracks: [], units: [], kinds: new Set(), palette: {}, rows: [], waiting: 0,
+    Object.assign(this, { tracks: [], holds: [], units: [], kinds: new Set(), palette: {}, rows: [], waiting: 0,
       pending: [] });
     Object.assign(this, { t0: 0, t1: 1, low: Infinity, high: -Infinity, isTouched: false, isFollowing: false });
     Object.assign(this, { cursor: null, selected: 0, hovered: null, drag: null, frames: 0, drawMs: 0 });
@@ -355,6 +357,7 @@ class Timeline {
       setView: (t0, t1) => this.changed(() => this.touch(() => this.view(t0, t1))),
       fit: () => this.changed(() => this.whole()),
       follow: (on) => this.follow(Boolean(on)),
+      setHolds: (holds) => this.changed(() => (this.holds = holds)),
       setCursor: (us) => this.changed(() => (this.cursor = us ?? null)),
       onCursor: (callback) => this.onCursor.push(callback),
       onHover: (callback) => this.onHover.push(callback),
@@ -369,7 +372,7 @@ class Timeline {
     return { rectangles, rows: this.rows.length, frames, drawMs, firstPaintMs, view: [t0, t1], cursor, isFollowing,
       isDark: isDarkNow, hovered: hovered && this.describe(hovered), range: [this.low, this.high],
       plot: { left: this.left, top: AXIS, width: this.width - this.left }, counts: this.tracks.map((t) => t.forgotten + t.length),
-      forgotten: this.forgotten(),
+      forgotten: this.forgotten(), holds: this.holds.map(([at, length]) => ({ at, length, x: this.x(at) })),
       places: this.rows.map(({ track, y, height }) => ({ name: track.name, label: track.label, y, height })) };
   }
 
@@ -652,12 +655,17 @@ class Timeline {
   }
 
   showTip(x, y) {
-    const { tip } = this, said = this.describe(this.hovered);
+    const said = this.describe(this.hovered);
     const size = said.bytes ? `${formatBytes(said.bytes)} \u00b7 ` : "";
     const lines = [said.title, `${size}${formatDuration(said.duration)}${said.hasEnded ? "" : ", not ended"}`];
     if (said.kind === this.exposedKind) lines.push("exposed: compute stood still");
     else if (said.isCommunication) lines.push(exposure(said));
     lines.push(`${said.label}, from ${formatDuration(said.start)}`);
+    this.putTip(lines, x, y);
+  }
+
+  putTip(lines, x, y) {
+    const { tip } = this;
     tip.replaceChildren(...lines.map((line, k) => {
       const div = document.createElement("div");
       div.textContent = line;
@@ -672,11 +680,17 @@ class Timeline {
     tip.style.top = `${this.canvas.offsetTop + top}px`;
   }
 
+  /** The hold that is pointed at: its line is thin, and lies over what goes on around it. */
+  holdAt(x) {
+    return x === null ? undefined : this.holds.find(([at]) => Math.abs(this.x(at) - x) <= HOLD_REACH);
+  }
+
   hover(x, y) {
-    const found = x === null ? null : this.hit(x, y);
+    const hold = this.holdAt(x), found = x === null || hold ? null : this.hit(x, y);
     const isSame = found && this.hovered && found.items === this.hovered.items && found.k === this.hovered.k;
     this.hovered = found;
     if (found) this.showTip(x, y);
+    else if (hold) this.putTip([`held ${formatDuration(hold[1])}: cut out`], x, y);
     else this.tip.style.display = "none";
     if (isSame || (!found && !this.wasHovered)) return;
     this.wasHovered = Boolean(found);
@@ -924,6 +938,7 @@ class Timeline {
       this.drawArrows(few);
       this.drawHovered();
     });
+    this.drawHolds();
     this.drawCursor();
     this.drawLabels();
     return this.drawLegend();
@@ -1112,6 +1127,18 @@ class Timeline {
     ctx.font = `600 11px ${FONT}`;
     const width = ctx.measureText(text).width + 12;
     return { text, x, width, left: Math.min(Math.max(x - width / 2, this.left), this.width - width) };
+  }
+
+  /** A thin line, with a mark of two bars in the axis, where ranks were held. */
+  drawHolds() {
+    const { ctx } = this;
+    ctx.fillStyle = this.skin.ink;
+    for (const [at] of this.holds) {
+      if (at < this.t0 || at > this.t1) continue;
+      const x = Math.round(this.x(at));
+      for (let y = AXIS; y < this.bottom; y += 5) ctx.fillRect(x, y, 1, 3);
+      for (const side of [-3, 2]) ctx.fillRect(x + side, AXIS - 9, 2, 7);
+    }
   }
 
   drawCursor() {

@@ -53,10 +53,11 @@ class Sight {
     this.timeline.setCursor(this.model.get("cursor_us"));
   }
 
-  describe({ tracks, units, palette }) {
+  describe({ tracks, units, palette, holds }) {
     this.timeline.setTracks(tracks);
     this.timeline.setPalette(palette);
     this.timeline.setUnits(units);
+    this.timeline.setHolds(holds);
   }
 
   say(said, isEmpty) {
