@@ -45,7 +45,7 @@ def test_progress_is_one_output_with_its_end_in_it(cells):
     bars = [out for out in cells["step"] if "progressbar" in out.get("data", {}).get("text/html", "")]
     assert len(bars) == 1
     assert 'aria-valuenow="3"' in bars[0].data["text/html"]
-    assert "step 3 of 3" in bars[0].data["text/plain"]
+    assert "3 of 3 steps" in bars[0].data["text/plain"]
     assert "3 steps, loss 4.5 -&gt; 4.3" in cells["step"][-1].data["text/html"]
 
 

@@ -126,7 +126,7 @@ def test_a_command_shows_its_report_or_returns_it(notebook):
 
 def test_step_shows_a_bar_and_its_report(sharded):
     cell = sharded.ok("%fsdp step 3")
-    assert "step 3 of 3" in cell.out
+    assert "3 of 3 steps" in cell.out
     assert "3 steps, loss 4.5 -> 4.3" in cell.shown[-1]["text/plain"]
 
 

@@ -53,7 +53,7 @@ def test_every_view_is_drawn(ran, name):
 def test_progress_ends_full_and_says_what_came_out(ran):
     cell = ran.cell(CELLS.index("%fsdp step 3"))
     cell.scroll_into_view_if_needed()  # JupyterLab empties cells that are out of sight
-    cell.get_by_text("step 3 of 3").wait_for()
+    cell.get_by_text("3 of 3 steps").wait_for()
     cell.get_by_text("3 steps, loss").wait_for()
 
 

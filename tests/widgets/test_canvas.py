@@ -220,6 +220,7 @@ def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
     last_us = max(page.column(track, "end").max() for track in page.columns)
     assert last_us == pytest.approx(max(free.column(track, "end").max() for track in free.columns), rel=0.05)
     rows = trace.rank(0).rows
-    workbench.cursor_ns = int(rows["t_ns"][rows["kind"] == Kind.GATE][1]) - HOLD_NS // 2
+    held_ns = int(rows["t_ns"][rows["kind"] == Kind.GATE][1]) - HOLD_NS // 2
+    workbench.cursor = Cursor(t_ns=held_ns, ends={})
     ask(widget, page)
     assert widget.cursor_us == pytest.approx(at_us, abs=0.01)

@@ -50,13 +50,13 @@ def shell(monkeypatch):
 
 
 def test_facts_name_their_units():
-    assert facts(HALFWAY) == ["step 20 of 40", "loss 2.313", "312 ms a step", "12,346 tokens/s", "6.24 s to go"]
+    assert facts(HALFWAY) == ["20 of 40 steps", "loss 2.313", "312 ms a step", "12,346 tokens/s", "6.24 s to go"]
     assert facts(HALFWAY, "failed") == facts(HALFWAY)[:-1]
-    assert facts(Progress(done=0, total=1)) == ["step 0 of 1"]
+    assert facts(Progress(done=0, total=1)) == ["0 of 1 step"]
 
 
 def test_text_is_one_line_with_a_bar():
-    assert to_text(HALFWAY).startswith("[##########..........]  step 20 of 40  loss 2.313")
+    assert to_text(HALFWAY).startswith("[##########..........]  20 of 40 steps  loss 2.313")
     assert "\n" not in to_text(HALFWAY, note="note")
 
 
@@ -85,7 +85,7 @@ def test_a_notebook_gets_one_display_that_is_rewritten(shell):
     assert len(ids) == 1
     assert [bool(kw.get("update")) for _, kw in shell.published] == [False, True, True]
     assert all({"text/html", "text/plain"} == set(data) for data, _ in shell.published)
-    assert "step 40 of 40" in shell.published[-1][0]["text/html"]
+    assert "40 of 40 steps" in shell.published[-1][0]["text/html"]
 
 
 def test_a_failed_run_says_why_on_the_bar(shell):

@@ -26,6 +26,7 @@ from workbench.errors import UsageError
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.trace.schema import Edge, Kind, Phase
+from workbench.trace.step_names import step_name
 
 _LOOK_BACK = 20_000
 """Rows in which the beginning of an unshard is looked for: dozens of steps of a small model."""
@@ -225,7 +226,7 @@ _NEEDED = {
 
 def _why(param: FSDPParam, unit: FSDPParamGroup, since: dict[str, Any] | None) -> str:
     """Say in words why the full parameter is there, or is not."""
-    asked = "" if since is None else f", asked for in {since['phase']} of step {since['step']}"
+    asked = "" if since is None else f", asked for in {since['phase']} of {step_name(since['step'])}"
     if unit.is_unsharding:
         return f"its all-gather was issued{asked}; nobody has waited for it yet"
     if param.state is ShardedState.SHARDED:

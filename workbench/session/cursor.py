@@ -18,6 +18,7 @@ from workbench.replay.spans import Ints, of_kind
 from workbench.session.places import event_words, unit_names
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Edge, Kind, Phase
+from workbench.trace.step_names import step_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ def _said(trace: Trace, row: np.void) -> str:
     kind, edge = Kind(row["kind"]).name.lower(), Edge(row["edge"]).name.lower()
     what = event_words(kind, edge, unit_names(trace.header).get(int(row["unit"])))
     begins = "the begin of " if edge == "begin" else ""
-    step = f", step {row['step']}" if row["step"] >= 0 else ""
+    step = f", {step_name(int(row['step']))}" if row["step"] >= 0 else ""
     phase = Phase(row["phase"])
     during = f", {phase.name.lower().replace('_', '-')}" if phase != Phase.IDLE else ""
     return f"{begins}{what}{step}{during}"

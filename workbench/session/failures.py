@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.replay.alike import label
+from workbench.trace.step_names import step_name
 
 RESTART = "%fsdp stop, then %fsdp start"
 
@@ -80,7 +81,7 @@ class Position:
     def __str__(self) -> str:
         parts = []
         if self.step is not None and self.step >= 0:
-            parts.append(f"step {self.step}")
+            parts.append(step_name(self.step))
         if self.phase and self.phase != "idle":
             parts.append(self.phase)
         if self.unit is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from workbench.replay.alike import label
 from workbench.trace.schema import Header, Unit
+from workbench.trace.step_names import step_name
 
 Position = Mapping[str, Any]
 State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
@@ -137,7 +138,7 @@ def event_words(kind: str, edge: str, unit: str | None) -> str:
 
 def describe(held: Mapping[str, Any], units: Mapping[int, str]) -> str:
     """Return where a hold is: ``"before all-gather of blocks.2, step 3"``."""
-    step = f", step {held['step']}" if held["step"] >= 0 else ""
+    step = f", {step_name(held['step'])}" if held["step"] >= 0 else ""
     where = "in a" if (held["kind"], held["edge"]) == ("wait", "begin") else "before"
     return f"{where} {event_words(held['kind'], held['edge'], units.get(held.get('unit', -1)))}{step}"
 

@@ -20,6 +20,7 @@ from workbench.errors import TraceError, UsageError
 from workbench.replay.alike import ranges
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
+from workbench.trace.step_names import step_name
 
 LAST = "last"
 _STEPS = r"-?\d+|-?\d+\.\.(?:-?\d+)?|\.\.-?\d+"
@@ -96,7 +97,7 @@ def _number(text: str, known: Sequence[int]) -> int | None:
 
 def _spoken(first: int | None, last: int | None) -> str:
     if first == last:
-        return f"step {first}"
+        return step_name(first or 0)
     return f"steps {'' if first is None else first}..{'' if last is None else last}"
 
 

@@ -16,6 +16,7 @@ from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.units import unit_name
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, Kind
+from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.window import Window, window
 
@@ -66,10 +67,11 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
     shown, rows = _rows(trace, chosen)
     if not rows:
-        return theme.empty(f"No rank communicated in step {shown}: with one rank per shard there is nothing to send.")
+        why = "with one rank per shard there is nothing to send"
+        return theme.empty(f"No rank communicated in {step_name(shown)}: {why}.")
     drawn, num_left_out = _most_telling(_fold(trace.header, rows))
     fig = theme.figure(
-        f"Step {shown}: {_verdict(rows)}",
+        f"{step_name(shown).capitalize()}: {_verdict(rows)}",
         _subtitle(trace.header, rows, num_left_out),
         height=220 + _ROW_HEIGHT * len(drawn),
         barmode="stack",

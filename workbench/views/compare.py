@@ -19,6 +19,7 @@ from workbench.replay.holds import without_holds
 from workbench.replay.spans import Ints
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Category, Edge, Kind, Phase
+from workbench.trace.step_names import step_name
 from workbench.views import theme
 
 MAX_POINTS = 4_000
@@ -156,7 +157,7 @@ def _event(aligned: Alignment, place: int) -> str:
     row, unit = side.rows[side.place[event]], int(side.unit[event])
     edge = "" if row["edge"] == Edge.INSTANT else f"{theme.label(Edge(row['edge']))} of "
     of = f" of {theme.shorten(aligned.names[unit])}" if unit >= 0 else ""
-    return f"{edge}{theme.label(Kind(row['kind']))}{of}, step {row['step']}"
+    return f"{edge}{theme.label(Kind(row['kind']))}{of}, {step_name(int(row['step']))}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Category, Edge, Header, Kind
+from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
@@ -318,5 +319,5 @@ def _add_steps(fig: go.Figure, panel: Panel, scale: Scale, row: int) -> None:
     for begin in begins if 1 < len(begins) <= _MAX_MARKED_STEPS else ():
         x = (int(begin["t_ns"]) - _origin_ns(panel)) / scale.ns
         fig.add_vline(x=x, line={"width": 1, "dash": "dot", "color": theme.INK}, row=row, col=1)
-        text = {"text": f"step {begin['step']}", "font_size": 11, "showarrow": False}
+        text = {"text": step_name(int(begin["step"])), "font_size": 11, "showarrow": False}
         fig.add_annotation(**_place(row, 0, 1) | {"x": x, "xref": "x"}, yanchor="top", **text)

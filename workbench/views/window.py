@@ -12,6 +12,7 @@ from workbench.replay.holds import Cuts, without_holds
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import COLLECTIVES, Edge, KeyFrame, Kind, Rows
+from workbench.trace.step_names import step_name
 
 _WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, *COLLECTIVES)
 
@@ -31,7 +32,7 @@ class Window:
     def __str__(self) -> str:
         if self.last < 0:
             return "Before the first step"
-        return f"Steps {self.first}-{self.last}" if self.last > self.first else f"Step {self.last}"
+        return step_name(self.first, self.last).capitalize()
 
     def places(self, rank_trace: RankTrace) -> tuple[int, int]:
         """Return ``(begin, end)``: the positions of a rank's rows in the window, rows between its steps included."""

@@ -11,7 +11,7 @@ import sys
 from typing import Any, Literal, TextIO
 
 from workbench.session.follow import Progress
-from workbench.views.theme import format_duration
+from workbench.views.theme import format_duration, plural
 
 State = Literal["running", "done", "failed"]
 
@@ -23,8 +23,8 @@ _COLOURS: dict[State, str] = {
 
 
 def facts(progress: Progress, state: State = "running") -> list[str]:
-    """Return what is known, one short phrase each: ``["step 12 of 40", "loss 2.313", "312 ms a step"]``."""
-    found = [f"step {progress.done:,} of {progress.total:,}"]
+    """Return what is known, one short phrase each: ``["12 of 40 steps", "loss 2.313", "312 ms a step"]``."""
+    found = [f"{progress.done:,} of {plural(progress.total, 'step')}"]
     if progress.loss is not None:
         found.append(f"loss {progress.loss:.4g}")
     if progress.step_ns is not None:
