@@ -110,6 +110,10 @@ def test_sockets_are_on_the_loopback_interface_and_files_are_private(make_cluste
         (root,) = private.iterdir()
         assert stat.S_IMODE(root.stat().st_mode) == 0o700
         keys = (root / "profile" / "security" / "ipcontroller-client.json").read_text()
+        # after it has written that file the controller changes its mode
+        its_own = root / "profile" / "security" / "ipcontroller-engine.json"
+        assert its_own.read_text() == (root / "engine.json").read_text()
+        assert stat.S_IMODE((root / "engine.json").stat().st_mode) == 0o600
         assert '"curve_serverkey": null' not in keys
         assert '"key": ""' not in keys
         assert {ip for ip, _ in listening(processes_now() - processes)} == {"127.0.0.1"}
@@ -216,16 +220,16 @@ def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypat
 
 
 def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monkeypatch, private):
-    def write_and_be_silent(_, timeout_s):
-        next(private.rglob("controller.log")).write_text("it is too hot here\n")
+    def be_silent(_, timeout_s):
         raise TimeoutError
 
-    monkeypatch.setattr("workbench.cluster.cluster.Wire", write_and_be_silent)
+    monkeypatch.setattr("workbench.cluster.cluster.Wire", be_silent)
+    monkeypatch.setattr(launch.Launch, "log_tail", lambda self, rank: f"; the end of its log:\n{rank} is too hot")
     with pytest.raises(ClusterError) as caught:
         make_cluster(start_timeout_s=60).start()
     late, log, facts, advice = str(caught.value).splitlines()
     assert late == "the controller has not answered within 60 s; the end of its log:"
-    assert log == "it is too hot here"
+    assert log == "None is too hot"
     assert re.fullmatch(
         r"look at memory, of which [\d.]+ of [\d.]+ GiB are free; load, [\d.]+ on \d+ cores; "
         r"ports on 127.0.0.1, of which the controller listens on \d+ of 15",

@@ -105,7 +105,8 @@ class Cluster:
         try:
             wire = Wire(connection_file, self._start_timeout_s)
         except TimeoutError as error:
-            late = f"the controller has not answered within {self._start_timeout_s:.0f} s"
+            ended = launch.ending(None)
+            late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
             raise ClusterError(f"{late}{launch.advice(None)}") from error
         self._doors = Doors(wire, launch.engines)
         self._engine_ids = launch.wait_for_engines(wire.engines)

@@ -209,7 +209,11 @@ class Launch:
         for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
         while not (_is_complete(for_client) and _is_complete(for_engine)):
             self._wait_a_moment("the controller did not start", [None])
-        for_engine.rename(self._root / "engine.json")  # appears complete: engines read it as soon as it is there
+        # a copy, for the controller is not done with its own; it appears complete: engines read it once it is there
+        copy = self._root / "engine.json.copy"
+        copy.touch(mode=0o600)
+        shutil.copyfile(for_engine, copy)
+        copy.rename(self._root / "engine.json")
         return for_client
 
     def wait_for_engines(self, registered: Callable[[], dict[str, int]]) -> tuple[int, ...]:
