@@ -129,8 +129,8 @@ def test_a_pipeline_of_sharded_stages_is_what_it_is_with_torchs_engine(kind):
         assert all(has_grad)
 
 
-@pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B])
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 @pytest.mark.parametrize("reshard", [None, True])
 def test_stages_may_be_resharded_after_each_forward(kind, reshard):
-    for has_grad in run_ranks(2, both, kind, reshard):
+    for has_grad in run_ranks(4, both, kind, reshard):
         assert all(has_grad)
