@@ -370,7 +370,7 @@ class FakeCluster:
             case "line":
                 content = self.lines.get(rank, {})
             case "names":
-                content = {"modules": self.modules[rank], "variables": self.variables[rank]}
+                content = {"modules": self.modules[rank], "variables": self.variables[rank], "classes": ["Block"]}
             case "stacks":
                 frame = {"text": "cell:3 in train_step: f()", "number": 0, "is_python": False}
                 content = {"stacks": [{"thread": "MainThread", "is_main": True, "frames": [frame]}]}

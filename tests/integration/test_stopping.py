@@ -98,6 +98,11 @@ def test_a_breakpoint_on_one_rank_leaves_the_other_waiting(ready):
     assert ready.resume().steps_done == 1
 
 
+def test_the_classes_that_wrap_may_name(ready):
+    expected = ("Block", "LayerNorm", "Linear", "Sequential")
+    assert {names.classes for names in ready.names().values()} == {expected}
+
+
 def test_looking_around_inside_the_step(ready):
     ready.step(1, until="backward:blocks.1")
     assert ready.evaluate("1 + 1").texts == {0: "2", 1: "2"}

@@ -37,7 +37,7 @@ def test_candidates(before, symbol, expected):
 
 
 @pytest.mark.parametrize(
-    "line", ["%fsdp ", "%fsdp sh", "%fsdp shard --", "%fsdp shard m --wrap B", "%fsdp start -n 4", ""]
+    "line", ["%fsdp ", "%fsdp sh", "%fsdp shard --", "%fsdp shard m --mesh 2", "%fsdp start -n 4", ""]
 )
 def test_ranks_are_asked_only_for_names(line):
     symbol = line.rpartition(" ")[2]

@@ -12,6 +12,7 @@ from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
 from workbench.magics.show import PLOTLY_MIME, WIDGET_MIME
 from workbench.session.reports import ShardReport
+from workbench.session.watch import ASK_S
 
 
 @pytest.fixture
@@ -222,6 +223,10 @@ def test_views_and_export_work_after_stop(sharded, tmp_path):
         ("%fsdp shard model --reshard-after-forward f", {"false"}),
         ("%fsdp shard model --reshard-after-forward=", {"auto", "true", "false"}),
         ("%fsdp step --fn tr", {"train_step"}),
+        ("%fsdp shard model --wrap B", {"Block"}),
+        ("%fsdp shard model --wrap=B", {"Block"}),
+        ("%fsdp eval tr", {"train_step"}),
+        ("%fsdp eval 1 + me", {"mesh"}),
         ("%fsdp start --device c", {"cpu", "cuda"}),
         ("%fsdp help sha", {"shard"}),
         ("%%fsdp --t", {"--targets"}),
@@ -229,6 +234,25 @@ def test_views_and_export_work_after_stop(sharded, tmp_path):
 )
 def test_completion(notebook, line, expected):
     assert set(notebook.complete(line)) == expected
+
+
+def test_files_complete_what_compares_and_exports(bare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("before.trace", "run.json", "notes.txt"):
+        (tmp_path / name).touch()
+    assert bare.complete("%fsdp compare b") == ["before.trace"]
+    assert "last" in bare.complete("%fsdp compare before.trace ")
+    assert bare.complete("%fsdp export r") == ["run.json"]
+    assert "notes.txt" not in bare.complete("%fsdp export ")
+
+
+def test_completion_waits_for_a_rank_that_does_not_answer_a_moment_only(sharded):
+    sharded.ok("%fsdp step 3")
+    sharded.fake.patience.clear()
+    sharded.fake.silent.add(1)
+    assert "model" in sharded.complete("%fsdp shard m")
+    assert sharded.complete("%fsdp break add forward:bl")
+    assert {seconds for _, seconds in sharded.fake.patience} == {ASK_S}
 
 
 def test_unit_names_complete_the_path_of_the_only_model(sharded):

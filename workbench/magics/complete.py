@@ -70,6 +70,8 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
     flags = [flag for flag in (*parser.flags, *sorted(parser.switches)) if flag.startswith("--")]
     if symbol.startswith("-"):
         return flags
+    if name == "eval":  # its expression may have any number of words
+        return [*lookup("variables"), *flags]
     given = sum(
         not arg.startswith("-") and previous not in parser.flags
         for previous, arg in zip(["", *args], args, strict=False)

@@ -11,8 +11,9 @@ from workbench.errors import UsageError
 Expand = Callable[[str], str]
 """Replaces ``{name}`` in one argument by the notebook's variable of that name."""
 
-Kind = Literal["", "modules", "variables", "events", "units", "fqns"]
-"""Which names an argument takes: of variables a field of :class:`workbench.session.names.Names`; of parameters fqns."""
+Kind = Literal["", "modules", "variables", "classes", "events", "units", "fqns", "traces", "files"]
+"""Which names an argument takes: a field of :class:`workbench.session.names.Names`; of parameters fqns; trace files, or
+all that ``export`` writes."""
 
 
 class HelpAsked(Exception):

@@ -32,6 +32,7 @@ def add_policy(parser: Parser, command: type[Shard | Reshard]) -> None:
     parser.flag(
         "--wrap",
         type=names,
+        complete="classes",
         default=command.wrap,
         metavar="CLASS,...",
         help=about("module classes of which each instance becomes a unit", "chosen from the model"),

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from IPython.core.completer import IPCompleter
@@ -30,7 +31,9 @@ from workbench.magics.words import (
 )
 from workbench.session.breakpoints import EVENTS, ROOT
 from workbench.session.names import everywhere
+from workbench.session.places import live_units
 from workbench.session.reports import CellReport, Report
+from workbench.session.sides import LAST
 from workbench.session.stop_reports import StopReport
 from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay
@@ -230,16 +233,20 @@ class FsdpMagics(Magics):
         """Return names on the ranks; a model alone brings the paths of its units along."""
         if kind == "events":
             return EVENTS
+        if kind in {"traces", "files"}:
+            suffixes = {".trace"} if kind == "traces" else {".trace", ".json", ".html"}
+            files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)
+            return [LAST, *files] if kind == "traces" else files
         if self.workbench is None:
             return []
+        units = live_units(self.workbench.pulse().trace.header)  # which waits for a busy rank a moment only
         if kind == "units":
-            return [name or ROOT for name in self.workbench.units()]
+            return [unit.name or ROOT for unit in units]
         if kind == "fqns":
-            return self.workbench.parameters()
+            return [param.fqn for unit in units for param in unit.params]
         names = everywhere(self.workbench.names(), kind)
         if kind == "modules" and len(names) == 1:
-            units = self.workbench.trace.header.units
-            names += [f"{names[0]}.{unit.name}" for unit in units if unit.name and not unit.retired]
+            names += [f"{names[0]}.{unit.name}" for unit in units if unit.name]
         return names
 
 

@@ -90,7 +90,9 @@ def add_inspect(parser: Parser) -> None:
 
 def add_eval(parser: Parser) -> None:
     """Add the arguments of ``eval``, for its help: :func:`parse_eval` reads them."""
-    parser.positional("expr", metavar="EXPR", help="a Python expression: the raw rest of the line")
+    parser.positional(
+        "expr", complete="variables", metavar="EXPR", help="a Python expression: the raw rest of the line"
+    )
     parser.flag("-t", "--targets", metavar="RANKS", help="ranks that evaluate it, such as 1,3 or 0-2 (default: all)")
     parser.flag(
         "--frame",

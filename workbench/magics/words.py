@@ -101,13 +101,14 @@ def _add_compare(parser: Parser) -> None:
         "a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or last:-3.. for the "
         "newest three; 3..5 is of last"
     )
-    parser.positional("a", metavar="A", help=about)
-    parser.positional("b", metavar="B", help="likewise: what to compare it with")
+    parser.positional("a", complete="traces", metavar="A", help=about)
+    parser.positional("b", complete="traces", metavar="B", help="likewise: what to compare it with")
     parser.flag("--rank", type=int, default=None, help="compare this rank (default: whose peak differs most)")
 
 
 def _add_export(parser: Parser) -> None:
-    parser.positional("file", metavar="FILE", help=".trace: to load again; .json: Perfetto; .html: page of figures")
+    about = ".trace: to load again; .json: Perfetto; .html: page of figures"
+    parser.positional("file", complete="files", metavar="FILE", help=about)
     parser.flag(
         "--steps",
         default="",

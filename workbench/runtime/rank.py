@@ -147,7 +147,11 @@ class RankRuntime:
             case "line":
                 return user_line()
             case "names":
-                return {"modules": module_names(), "variables": sorted(variables())}
+                return {
+                    "modules": module_names(),
+                    "variables": sorted(variables()),
+                    "classes": sharding.class_names(),
+                }
             case "abort":
                 self.groups.abort(str(request.get("reason", "aborted")))
                 self.gate.wake()

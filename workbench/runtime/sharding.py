@@ -31,7 +31,7 @@ from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
 from workbench.policy import DTYPES, MixedPrecision, check_mesh_fits, check_reshard_fits
 from workbench.runtime.describe import describe, unit_infos
-from workbench.runtime.namespace import find_module, optimizers_of
+from workbench.runtime.namespace import find_module, module_names, optimizers_of
 from workbench.runtime.prefetch import set_prefetch
 
 MeshOf = Callable[[tuple[int, ...]], DeviceMesh]
@@ -204,6 +204,16 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
     # named_modules lists parents before children
     found = [m for _, m in model.named_modules() if m is not model and _class_name(m) in names]
     return list(reversed(found))
+
+
+def class_names() -> list[str]:
+    """Return the classes that ``wrap`` may name: of modules inside the cells' models that compute with parameters."""
+    try:
+        inner = [m for name in module_names() for m in list(find_module(name).modules())[1:]]
+        calls = [m for m in inner if type(m).forward is not nn.Module.forward]  # a ModuleList is no unit
+        return sorted({_class_name(m) for m in calls if next(m.parameters(), None) is not None})
+    except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
+        return []
 
 
 def _class_name(module: nn.Module) -> str:

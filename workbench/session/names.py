@@ -17,10 +17,12 @@ class Names:
     Attributes:
         modules: variables that are a ``torch.nn.Module``.
         variables: all variables.
+        classes: of modules with parameters inside of those modules.
     """
 
     modules: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
 
 def everywhere(names: Mapping[int, Names], kind: str) -> list[str]:

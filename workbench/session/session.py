@@ -130,7 +130,7 @@ class Session:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
         replies = self.ask({"op": "names"})
         return {
-            rank: Names(modules=tuple(content["modules"]), variables=tuple(content["variables"]))
+            rank: Names(**{kind: tuple(content[kind]) for kind in ("modules", "variables", "classes")})
             for rank, content in replies.items()
         }
 
