@@ -64,9 +64,9 @@ def all_data(mesh: DeviceMesh, step: int) -> torch.Tensor:
     return torch.randn(ROWS * ranks, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def loss_of(model: nn.Module, mesh: DeviceMesh, step: int) -> torch.Tensor:
+def loss_of(model: nn.Module, mesh: DeviceMesh, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Mean over this rank's rows."""
-    out = model(distribute_tensor(all_data(mesh, step), mesh, placed_data(mesh)))
+    out = model(distribute_tensor(all_data(mesh, step).to(dtype), mesh, placed_data(mesh)))
     return out.redistribute(placements=placed_data(mesh)).to_local().square().mean()
 
 
@@ -189,3 +189,64 @@ def test_the_names_are_names():
         DataParallelMeshDims(shard=())
     with pytest.raises(TypeError, match="shard takes a name or a tuple of names, got 3"):
         DataParallelMeshDims(shard=3)
+
+
+# ---- the calls that torchtitan makes for a decoder
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(DIM, DIM) for i in range(2)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers.values():
+            hidden = hidden + layer(hidden).tanh()
+        return self.head(self.norm(hidden))
+
+
+def decoder(api: ModuleType, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = Decoder()
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(param.detach(), mesh, [Replicate()] * mesh.ndim)
+            setattr(module, name, nn.Parameter(whole))
+    precision = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    given = {"mesh": mesh, "mp_policy": precision, "dp_mesh_dims": api.DataParallelMeshDims("dp", "replicate")}
+    api.fully_shard(model.embed, **given, reshard_after_forward=True)
+    api.fully_shard([model.norm, model.head], **given, reshard_after_forward=False)
+    for layer in model.layers.values():
+        api.fully_shard(layer, **given, reshard_after_forward=True)
+    api.fully_shard(model, **given)
+    for module in model.modules():
+        if isinstance(module, api.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def as_torchtitan() -> None:
+    mesh = mesh_of({"replicate": 2, "dp": 2})
+    models = [decoder(api, mesh) for api in APIS]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(3):
+        losses = [loss_of(model, mesh, step, torch.bfloat16) for model in models]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert_same(a.grad, b.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert_same(a, b)
+
+
+@newer_torch
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # torch's own says it
+def test_the_calls_of_torchtitan_train_as_with_torchs_engine():
+    run_ranks(4, as_torchtitan)
