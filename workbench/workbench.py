@@ -350,7 +350,7 @@ class Workbench(Stopping):
         Raises:
             UsageError: no such view.
         """
-        return draw(name, self.shown_trace, **options)
+        return draw(name, self.shown_trace, talk=bool(options.pop("talk", False)), **options)
 
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a widget that shows what the ranks do while they do it, with buttons to stop inside a step."""
@@ -385,7 +385,12 @@ class Workbench(Stopping):
         return self.view("training", **options)
 
     def compare(
-        self, a: str | os.PathLike[str] | Trace, b: str | os.PathLike[str] | Trace, *, rank: int | None = None
+        self,
+        a: str | os.PathLike[str] | Trace,
+        b: str | os.PathLike[str] | Trace,
+        *,
+        rank: int | None = None,
+        talk: bool = False,
     ) -> go.Figure:
         """Return what changed from ``a`` to ``b``, by logical event and not by time; the title says it in a sentence.
 
@@ -394,12 +399,13 @@ class Workbench(Stopping):
                 ``"last:-3.."`` (the newest three).
             b: likewise.
             rank: compare this rank; None: the one whose peak differs most.
+            talk: in sizes and colours for a projector.
 
         Raises:
             UsageError: there is no such file, trace, step or rank.
         """
         (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
-        return draw_compared(first, second, names=(name_a, name_b), rank=rank)
+        return draw_compared(first, second, names=(name_a, name_b), rank=rank, talk=talk)
 
     def export(self, path: str | os.PathLike[str], *, steps: str = "") -> ExportReport:
         """Write what happened so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page of all views).

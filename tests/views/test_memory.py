@@ -39,10 +39,10 @@ def test_the_peak_is_in_the_title_and_in_the_picture_in_words():
     fig = memory(example_trace())
     assert title(fig) == "Step 2: memory peaks at 1.40 MiB (backward of blocks.1)"
     (peak,) = fig.layout.annotations
-    assert peak.text.replace("<br>", " ") == (
-        "<b>peak 1.40 MiB</b> backward of blocks.1: 2 units unsharded, next all-gather (blocks.0) in flight, "
-        "gradients of blocks.2 being reduced"
-    )
+    words = "backward of blocks.1: 2 units unsharded, next all-gather (blocks.0) in flight, gradients of blocks.2"
+    assert peak.text == "<b>peak 1.40 MiB</b>"
+    assert peak.hovertext == f"{words} being reduced"
+    assert f"the peak: {words} being reduced" in subtitle(fig)
     assert peak.y == max(named(fig, "total in use").y)
 
 

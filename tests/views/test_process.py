@@ -22,7 +22,7 @@ def strip(fig):
 
 def test_the_strip_adds_up_to_what_the_system_counts():
     trace = simulate(Setup(samples=True))
-    areas = strip(memory(trace))
+    areas = strip(memory(trace, process=True))
     part = trace.slice(step=2).rank(0)
     assert list(areas) == [BASELINE, NOT_OWNED, OWNED]
     found = process.series(trace.header, part)
@@ -32,7 +32,7 @@ def test_the_strip_adds_up_to_what_the_system_counts():
 
 
 def test_the_series_are_told_apart_and_stand_in_the_legend_once():
-    fig = memory(simulate(Setup(samples=True)))
+    fig = memory(simulate(Setup(samples=True)), process=True)
     looks = [(t.name, t.showlegend, t.fillpattern.shape, t.line.color) for t in fig.data if t.stackgroup == "process"]
     assert len({look[2:] for look in looks}) == 3
     assert all(shown for _, shown, _, _ in looks)
@@ -40,13 +40,13 @@ def test_the_series_are_told_apart_and_stand_in_the_legend_once():
 
 
 def test_the_words_reconcile_the_classes_with_the_process():
-    text = subtitle(memory(simulate(Setup(samples=True))))
+    text = subtitle(memory(simulate(Setup(samples=True)), process=True))
     assert "the whole process has up to 128 MiB: 520 KiB owned by the engine, 63.5 MiB not owned, 64.0 MiB from" in text
     assert "activations are not measured" in text
 
 
 def test_a_trace_without_samples_says_so_and_draws_as_before():
-    fig = memory(example_trace())
+    fig = memory(example_trace(), process=True)
     assert "process&#x27;s own memory was not sampled" in subtitle(fig)
     assert not strip(fig)
     assert title(fig) == title(memory(simulate(Setup(samples=True))))
@@ -55,7 +55,7 @@ def test_a_trace_without_samples_says_so_and_draws_as_before():
 def test_without_a_known_baseline_all_of_it_is_not_owned():
     trace = simulate(Setup(samples=True))
     ranks = tuple(replace(info, baseline_bytes=0) for info in trace.header.ranks)
-    areas = strip(memory(Trace(replace(trace.header, ranks=ranks), trace.ranks)))
+    areas = strip(memory(Trace(replace(trace.header, ranks=ranks), trace.ranks), process=True))
     assert list(areas) == [NOT_OWNED, OWNED]
 
 
@@ -63,3 +63,9 @@ def test_a_saved_trace_draws_the_same(tmp_path):
     trace = simulate(Setup(samples=True))
     save(trace, tmp_path / "a.trace")
     assert memory(load(tmp_path / "a.trace")).to_json() == memory(trace).to_json()
+
+
+def test_it_is_shown_only_when_it_is_asked_for():
+    fig = memory(simulate(Setup(samples=True)))
+    assert not strip(fig)
+    assert "process" not in subtitle(fig)

@@ -197,7 +197,7 @@ def test_a_figure_carries_its_template_and_changes_no_default():
     assert pio.templates.default == before
     assert fig.layout.template == theme.TEMPLATE
     assert fig.layout.title.text == "A &lt;title&gt;"
-    assert fig.layout.title.subtitle.text.count("<br>") == 2
+    assert fig.layout.title.subtitle.text.count("<br>") == 3
     assert fig.layout.barmode == "stack"
     assert fig.layout.margin.t > theme.figure("A title").layout.margin.t
 

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         self.flags |= dict.fromkeys(names, settings.get("choices", complete))
         self.add_argument(*names, **settings)
 
-    def switch(self, name: str, *, default: bool | None, about: str) -> None:
+    def switch(self, name: str, *, default: bool | str | None, about: str) -> None:
         """Add ``--name`` and ``--no-name``, which take no word after them."""
         self.switches |= {f"--{name}", f"--no-{name}"}
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=about)

@@ -201,7 +201,7 @@ class FsdpMagics(Magics):
         return self._running().back(args.n)
 
     def _compare(self, args: Namespace) -> Any:  # noqa: ANN401 - a figure
-        return self._shown().compare(args.a, args.b, rank=args.rank)
+        return self._shown().compare(args.a, args.b, rank=args.rank, talk="talk" in args and args.talk)
 
     def _help(self, args: Namespace) -> None:
         if args.topic in WORDS:

@@ -11,11 +11,15 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword of a view: its name, the type its flag takes, and what its docstring says of it."""
+    """One keyword of a view: its name, the type its flag takes, and what its docstring says of it.
+
+    A switch is off unless its flag is there, which takes no word then.
+    """
 
     name: str
     type: type
     about: str
+    is_switch: bool = False
 
 
 def options_of(view: Callable[..., Any]) -> Iterator[Option]:
@@ -29,4 +33,4 @@ def options_of(view: Callable[..., Any]) -> Iterator[Option]:
         plain = [t for t in (get_args(hint) or (hint,)) if t in {int, float, bool, str}]
         if plain:
             found = re.search(rf"^\s+{parameter.name}: (.+)$", about, re.MULTILINE)
-            yield Option(parameter.name, plain[0], found[1] if found else "")
+            yield Option(parameter.name, plain[0], found[1] if found else "", parameter.default is False)

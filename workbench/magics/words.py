@@ -104,6 +104,7 @@ def _add_compare(parser: Parser) -> None:
     parser.positional("a", complete="traces", metavar="A", help=about)
     parser.positional("b", complete="traces", metavar="B", help="likewise: what to compare it with")
     parser.flag("--rank", type=int, default=None, help="compare this rank (default: whose peak differs most)")
+    _add_talk(parser)
 
 
 def _add_export(parser: Parser) -> None:
@@ -134,6 +135,9 @@ def _add_fn(parser: Parser) -> None:
 def _add_view(name: str) -> Callable[[Parser], None]:
     def add(parser: Parser) -> None:
         for option in options_of(getattr(importlib.import_module(f"workbench.views.{name}"), name)):
+            if option.is_switch:
+                parser.switch(option.name, default=argparse.SUPPRESS, about=option.about)
+                continue
             parser.flag(
                 "--" + option.name.replace("_", "-"),
                 type=_truth if option.type is bool else option.type,
@@ -141,8 +145,13 @@ def _add_view(name: str) -> Callable[[Parser], None]:
                 metavar="true|false" if option.type is bool else option.name.upper(),
                 help=option.about.replace("%", "%%").replace("``", ""),
             )
+        _add_talk(parser)
 
     return add
+
+
+def _add_talk(parser: Parser) -> None:
+    parser.switch("talk", default=argparse.SUPPRESS, about="in sizes and colours for a projector")
 
 
 def _add_timeline(parser: Parser) -> None:

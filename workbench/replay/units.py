@@ -1,8 +1,8 @@
-"""What a unit is called."""
+"""What a unit is called, and the order in which units are listed."""
 
 from __future__ import annotations
 
-from workbench.trace.schema import Header
+from workbench.trace.schema import Header, Unit
 
 
 def unit_name(header: Header, unit: int) -> str:
@@ -13,3 +13,17 @@ def unit_name(header: Header, unit: int) -> str:
     if 0 <= unit < len(header.units):
         return header.units[unit].name or "root"
     return f"unit {unit}"
+
+
+def by_number(name: str) -> list[tuple[bool, int, str]]:
+    """Return what to sort names by, their numbers as numbers: ``layers.2`` before ``layers.10``."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def model_order(header: Header) -> list[int]:
+    """Return all units from the top of the model: each root, then its own by name, numbers as numbers."""
+
+    def key(unit: Unit) -> tuple[object, ...]:
+        return unit.root if unit.root >= 0 else unit.index, unit.index != unit.root, by_number(unit.name), unit.index
+
+    return [unit.index for unit in sorted(header.units, key=key)]

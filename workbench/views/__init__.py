@@ -20,6 +20,7 @@ from workbench.views.comms import comms as _comms
 from workbench.views.layout import layout as _layout
 from workbench.views.memory import memory as _memory
 from workbench.views.states import states as _states
+from workbench.views.talk import for_talk
 from workbench.views.timeline import timeline as _timeline
 from workbench.views.training import training as _training
 
@@ -36,12 +37,13 @@ VIEWS: dict[str, View] = {
 }
 
 
-def draw(name: str, trace: Trace, **options: object) -> go.Figure:
+def draw(name: str, trace: Trace, *, talk: bool = False, **options: object) -> go.Figure:
     """Return the figure that the view called ``name`` draws of ``trace``.
 
     Args:
         name: a key of :data:`VIEWS`.
         trace: what happened so far; left as it is.
+        talk: in sizes and colours for a projector.
         options: of that view, for example ``step=3``.
 
     Raises:
@@ -52,7 +54,9 @@ def draw(name: str, trace: Trace, **options: object) -> go.Figure:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(f"there is no view {name!r}; {hint}the views are: {', '.join(VIEWS)}")
     fig = VIEWS[name](trace, **options)
-    return fig if name == "layout" else _with_left_edge(fig, trace)
+    if name != "layout":
+        fig = _with_left_edge(fig, trace)
+    return for_talk(fig) if talk else fig
 
 
 def _with_left_edge(fig: go.Figure, trace: Trace) -> go.Figure:

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from workbench.replay.alike import join_names, label, pattern
 from workbench.replay.collectives import Comparison, compare, ring_bytes
-from workbench.replay.units import unit_name
+from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, Kind
 from workbench.trace.step_names import step_name
@@ -25,8 +25,9 @@ MAX_UNFOLDED = 24
 
 MAX_ROWS = 60
 
-_ROW_HEIGHT = 25  # pixels
-_TABLE_WIDTH = 0.64  # of the plot; the bars take the rest
+_ROW_HEIGHT = 38  # pixels: two lines
+_LABEL_LETTERS = 20  # of a line of what stands before the table
+_LABEL_WIDTH = 150  # pixels of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of the table: its heading, where its text ends (0 to 1), what it says, and whether that is a time."""
+    """A column of the table: heading, width in pixels, what it says, of two lines, and whether these are times."""
 
     heading: str
-    right: float
+    width: int
     text: Callable[[Comparison], str]
     is_time: bool = False
 
@@ -69,20 +70,20 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
     if not rows:
         why = "with one rank per shard there is nothing to send"
         return theme.empty(f"No rank communicated in {step_name(shown)}: {why}.")
-    drawn, num_left_out = _most_telling(_fold(trace.header, rows))
+    drawn, num_left_out = _most_telling(_fold(trace.header, _in_order(trace.header, rows)))
     fig = theme.figure(
         f"{step_name(shown).capitalize()}: {_verdict(rows)}",
         _subtitle(trace.header, rows, num_left_out),
-        height=220 + _ROW_HEIGHT * len(drawn),
         barmode="stack",
-        legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
-        margin_b=theme.LEGEND_MARGIN,
+        **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
     )
     has_times = not trace.header.is_enqueued
-    _add_table(fig, drawn, has_times=has_times)
+    fig.update_layout(height=fig.layout.margin.t + fig.layout.margin.b + _ROW_HEIGHT * (len(drawn) + 1))
+    _add_table(fig, trace.header, drawn, [column for column in _COLUMNS if has_times or not column.is_time])
     if has_times:
-        _add_bars(fig, drawn)
-    _set_axes(fig, trace.header, drawn)
+        _add_bars(fig, trace.header, drawn)
+    title = f"issue to end [{_scale(drawn)[1]}]"
+    fig.update_xaxes(rangemode="tozero", title_text=title, nticks=6, visible=has_times)
     return fig
 
 
@@ -93,6 +94,11 @@ def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...]]:
     ended = [step for step, rows in found.items() if any(row.expected for row in rows)]
     shown = ended[-1] if ended else chosen.last
     return shown, found[shown]
+
+
+def _in_order(header: Header, rows: Sequence[Comparison]) -> list[Comparison]:
+    places = {unit: place for place, unit in enumerate(model_order(header))}
+    return sorted(rows, key=lambda row: places.get(row.unit, len(places)))
 
 
 def _fold(header: Header, rows: Sequence[Comparison]) -> list[Row]:
@@ -189,40 +195,62 @@ def _closed_form(row: Comparison) -> str:
 
 
 _COLUMNS = (
-    Column(heading="calls", right=0.1, text=lambda row: f"{row.calls}"),
-    Column(heading="payload", right=0.28, text=lambda row: theme.format_bytes(row.num_bytes)),
-    Column(heading="closed form", right=0.52, text=_closed_form),
-    Column(heading="sent", right=0.68, text=lambda row: theme.format_bytes(_sent_bytes(row))),
-    Column(heading="time", right=0.83, text=lambda row: theme.format_duration(row.time_ns), is_time=True),
-    Column(heading="exposed", right=0.99, text=lambda row: theme.format_duration(row.exposed_ns), is_time=True),
+    Column(heading="calls", width=42, text=lambda row: f"{row.calls}"),
+    Column(
+        heading="payload<br>sent",
+        width=68,
+        text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{theme.format_bytes(_sent_bytes(row))}",
+    ),
+    Column(heading="closed<br>form", width=106, text=_closed_form),
+    Column(
+        heading="time<br>exposed",
+        width=68,
+        text=lambda row: f"{theme.format_duration(row.time_ns)}<br>{theme.format_duration(row.exposed_ns)}",
+        is_time=True,
+    ),
 )
 
 
-def _add_table(fig: go.Figure, rows: list[Row], *, has_times: bool) -> None:
-    for column in (c for c in _COLUMNS if has_times or not c.is_time):
-        fig.add_scatter(
-            x=[column.right] * (len(rows) + 1),
-            y=list(range(-1, len(rows))),
-            text=[f"<b>{column.heading}</b>", *(column.text(row.said) for row in rows)],
-            textfont={"color": [theme.INK, *(theme.WRONG if row.said.differs else theme.INK for row in rows)]},
-            textposition="middle left",
-            mode="text",
-            hoverinfo="skip",
-            showlegend=False,
-        )
+def _add_table(fig: go.Figure, header: Header, rows: list[Row], columns: Sequence[Column]) -> None:
+    """Write the table left of the bars: each column is an axis of its own, for only these are placed by pixels."""
+    whole = sum(column.width for column in columns)
+    right = whole
+    labels = {"range": [len(rows) - 0.4, -1.6], "tickmode": "array", "tickvals": list(range(-1, len(rows)))}
+    plain = {"showgrid": False, "ticks": "", "showline": False, "automargin": False}
+    fig.update_layout(yaxis={**labels, **plain, "ticktext": ["", *_ticks(header, rows)], "ticklabelshift": 0})
+    fig.update_layout(yaxis_anchor="free", yaxis_position=0, yaxis_shift=-whole)
+    for number, column in enumerate(columns, start=2):
+        right -= column.width
+        texts = [f"<b>{column.heading}</b>", *(_marked(row, column.text(row.said)) for row in rows)]
+        axis = {"overlaying": "y", "side": "left", "anchor": "free", "position": 0, "shift": -right - 6}
+        fig.update_layout({f"yaxis{number}": {**labels, **plain, **axis, "ticktext": texts}})
+        fig.add_scatter(x=[None], y=[None], yaxis=f"y{number}", showlegend=False, hoverinfo="skip")
+    fig.update_layout(margin_l=whole + _LABEL_WIDTH + 12)
 
 
-def _add_bars(fig: go.Figure, rows: list[Row]) -> None:
+def _marked(row: Row, text: str) -> str:
+    return f'<span style="color:{theme.WRONG}">{text}</span>' if row.said.differs else text
+
+
+def _ticks(header: Header, rows: list[Row]) -> list[str]:
+    ranks = {rank for row in rows for rank in row.said.ranks}
+    several_sizes = len({row.said.num_ranks for row in rows}) > 1
+    return [_tick(header, row, all_ranks=len(row.said.ranks) == len(ranks), size=several_sizes) for row in rows]
+
+
+def _add_bars(fig: go.Figure, header: Header, rows: list[Row]) -> None:
     divisor, unit = _scale(rows)
+    names = {y: theme.full(_name(header, row)) for y, row in enumerate(rows)}
     for kind in sorted({row.said.kind for row in rows}):
         some = {y: row.said for y, row in enumerate(rows) if row.said.kind == kind}
         hidden = {y: max(said.time_ns - said.exposed_ns, 0) / divisor for y, said in some.items()}
-        _add_bar(fig, hidden, theme.label(kind), theme.KIND_COLOURS[kind], unit)
+        _add_bar(fig, hidden, names, (theme.label(kind), theme.KIND_COLOURS[kind], unit))
     exposed = {y: row.said.exposed_ns / divisor for y, row in enumerate(rows)}
-    _add_bar(fig, exposed, "exposed", theme.KIND_COLOURS[Kind.WAIT], unit)
+    _add_bar(fig, exposed, names, ("exposed", theme.KIND_COLOURS[Kind.WAIT], unit))
 
 
-def _add_bar(fig: go.Figure, lengths: dict[int, float], name: str, colour: str, unit: str) -> None:
+def _add_bar(fig: go.Figure, lengths: dict[int, float], names: dict[int, str], look: tuple[str, str, str]) -> None:
+    name, colour, unit = look
     fig.add_bar(
         y=list(lengths),
         x=list(lengths.values()),
@@ -230,8 +258,9 @@ def _add_bar(fig: go.Figure, lengths: dict[int, float], name: str, colour: str, 
         width=0.6,
         name=name,
         marker_color=colour,
-        hovertemplate=f"{name}: %{{x:.3g}} {unit}<extra></extra>",
-        xaxis="x2",
+        text=[f"{names[y]}<br>{name}: {length:.3g} {unit}" for y, length in lengths.items()],
+        textposition="none",
+        hovertemplate="%{text}<extra></extra>",
     )
 
 
@@ -239,34 +268,14 @@ def _scale(rows: list[Row]) -> tuple[int, str]:
     return theme.time_unit(max(row.said.time_ns for row in rows))
 
 
-def _set_axes(fig: go.Figure, header: Header, rows: list[Row]) -> None:
-    ranks = {rank for row in rows for rank in row.said.ranks}
-    several_sizes = len({row.said.num_ranks for row in rows}) > 1
-    labels = [_tick(header, row, all_ranks=len(row.said.ranks) == len(ranks), size=several_sizes) for row in rows]
-    fig.update_layout(
-        yaxis={
-            "range": [len(rows) - 0.4, -1.6],
-            "tickmode": "array",
-            "tickvals": list(range(len(rows))),
-            "ticktext": labels,
-            "ticklabelstandoff": 4,
-            "showgrid": False,
-        },
-        xaxis={"domain": [0, _TABLE_WIDTH], "range": [0, 1], "visible": False},
-        xaxis2={
-            "domain": [_TABLE_WIDTH + 0.01, 1],
-            "anchor": "y",
-            "rangemode": "tozero",
-            "title": {"text": f"time from issue to end [{_scale(rows)[1]}]"},
-            "visible": not header.is_enqueued,
-        },
-    )
-
-
 def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
-    """``"blocks.0 all-gather"``; also over how many ranks if ``size``, and which ranks did so if not all."""
-    name = theme.escape(theme.shorten(join_names([unit_name(header, unit) for unit in row.units]), 20))
+    """``"blocks.0"`` and below it ``"all-gather"``; over how many ranks if ``size``, and which ranks if not all."""
+    name = theme.escape(theme.shorten(_name(header, row), _LABEL_LETTERS))
     over = f" over {row.said.num_ranks}" if size else ""
-    several = f", each of {len(row.units)}" if len(row.units) > 1 else ""
-    ranks = "" if all_ranks else f", {theme.shorten(label(row.said.ranks), 20)}"
-    return f"{name} {theme.label(row.said.kind)}{over}{several}{ranks}"
+    several = f", {len(row.units)} x" if len(row.units) > 1 else ""
+    ranks = "" if all_ranks else f", {theme.shorten(label(row.said.ranks), 10)}"
+    return f"{name}<br>{theme.label(row.said.kind)}{over}{several}{ranks}"
+
+
+def _name(header: Header, row: Row) -> str:
+    return join_names([unit_name(header, unit) for unit in row.units])

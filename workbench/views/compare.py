@@ -17,26 +17,30 @@ from workbench.replay.alike import join_names, label, pattern, ranges
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
 from workbench.replay.holds import without_holds
 from workbench.replay.spans import Ints
+from workbench.replay.units import by_number
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Category, Edge, Kind, Phase
 from workbench.trace.step_names import step_name
 from workbench.views import theme
+from workbench.views.talk import for_talk
 
 MAX_POINTS = 4_000
 """Points of one curve; of more events each bin keeps its highest."""
 
-MAX_ROWS = 16
+MAX_ROWS = 9
 NOTICED = 0.05
 """A step time that differs by less is not spoken of: it does so from step to step."""
 
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 _BACKWARD = {Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD}
-_PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 27, 70, 22  # pixels
-_MAX_TICKS, _MAX_DETAILED = 16, 3
+_PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 44, 76, 22  # pixels; a row of the table has two lines
+_MAX_TICKS, _MAX_DETAILED = 8, 2
 
 
-def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int | None = None) -> go.Figure:
+def draw(
+    a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int | None = None, talk: bool = False
+) -> go.Figure:
     """Return the figure of what changed from ``a`` to ``b``; its title is the sentence.
 
     Args:
@@ -44,6 +48,7 @@ def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int |
         b: what happened after.
         names: what a person calls the two.
         rank: compare this rank; None: the one whose peak differs most.
+        talk: in sizes and colours for a projector.
 
     Raises:
         UsageError: one of them has no such rank.
@@ -56,8 +61,8 @@ def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int |
     names = tuple(theme.shorten(name) for name in names)  # type: ignore[assignment]
     if found is None or not len(found.aligned.in_a):
         return theme.empty(f"Nothing to compare: {names[0]} and {names[1]} have no events of the same rank.")
-    rows = found.collectives[:MAX_ROWS]
-    table_height = _ROW_HEIGHT * (len(rows) + 2) if rows else 0
+    rows = sorted(found.collectives[:MAX_ROWS], key=lambda row: (row.kind, by_number(row.unit)))
+    table_height = _ROW_HEIGHT * (len(rows) + 1) + 8 if rows else 0
     below = (table_height + _GAP) / (_PLOT_HEIGHT + table_height + _GAP) if rows else 0.0
     fig = theme.figure(
         sentence(found),
@@ -72,7 +77,7 @@ def draw(a: Trace, b: Trace, *, names: tuple[str, str] = ("A", "B"), rank: int |
     if rows:
         fig.update_layout(yaxis_domain=[below, 1])
         _add_table(fig, rows, below * table_height / (table_height + _GAP))
-    return fig
+    return for_talk(fig) if talk else fig
 
 
 # -- words
@@ -180,6 +185,9 @@ def _subtitle(found: Differences, names: tuple[str, str]) -> str:
     sentences = [
         f"{names[0]} -> {names[1]}",
         steps + more,
+        f"first difference: {_event(found.aligned, found.aligned.first_difference)}"
+        if found.aligned.first_difference >= 0
+        else "",
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}",
         f"a step takes {' -> '.join(times)}" if len(times) == 2 else "",
@@ -272,7 +280,8 @@ def _mark(fig: go.Figure, aligned: Alignment) -> None:
         yref="y domain",
         yanchor="bottom",
         xanchor="left" if place < len(aligned.in_a) / 2 else "right",
-        text=theme.escape(f"first difference: {_event(aligned, place)}"),
+        text="first difference",
+        hovertext=theme.escape(_event(aligned, place)),
         font={"color": theme.WRONG},
         showarrow=False,
     )
@@ -281,18 +290,22 @@ def _mark(fig: go.Figure, aligned: Alignment) -> None:
 def _add_table(fig: go.Figure, rows: Sequence[CollectiveChange], top: float) -> None:
     """What each side issued and waited for, a step."""
     columns = {
-        "unit": [theme.escape(theme.shorten(row.unit)) or "-" for row in rows],
+        "unit": [theme.escape(theme.shorten(row.unit, 24)) or "-" for row in rows],
         "collective": [theme.label(row.kind) for row in rows],
         "calls": [_pair(*(f"{n:.3g}" for n in row.calls)) for row in rows],
         "payload": [_pair(*(theme.format_bytes(n) for n in row.num_bytes)) for row in rows],
         "exposed": [_pair(*(theme.format_duration(n) for n in row.exposed_ns)) for row in rows],
     }
     fig.add_table(
-        header={"values": [f"<b>{name} a step</b>" if name == "calls" else f"<b>{name}</b>" for name in columns]},
+        header={
+            "height": _ROW_HEIGHT,
+            "values": [f"<b>{name}<br>a step</b>" if name == "calls" else f"<b>{name}</b>" for name in columns],
+        },
         cells={"values": list(columns.values()), "height": _ROW_HEIGHT, "align": "left"},
+        columnwidth=[2.2, 1.4, 0.9, 1.2, 1.2],
         domain={"x": [0, 1], "y": [0, top]},
     )
 
 
 def _pair(before: str, after: str) -> str:
-    return before if before == after else f"{before} -> {after}"
+    return before if before == after else f"{before}<br>-> {after}"

@@ -16,6 +16,9 @@ from workbench.views import theme
 MAX_MARKS = 60
 """Lines of one picture; of more holds the longest."""
 
+LEAST = 0.01
+"""Of the longest hold: shorter ones, such as of a rank that waited for the last one to be held, have no line."""
+
 NAME = "held, cut out"
 _POINTS = 9  # of a line, to hover over
 
@@ -46,6 +49,7 @@ def add_holds(
     if not len(found):
         return
     longest = np.sort(np.argsort(-found.lengths_ns, kind="stable")[:MAX_MARKS])
+    longest = longest[found.lengths_ns[longest] >= LEAST * found.lengths_ns.max()]
     x, y, texts = [], [], []
     for at, length in zip(place(found.shown(found.begin_ns))[longest], found.lengths_ns[longest], strict=True):
         x += [float(at)] * _POINTS + [None]

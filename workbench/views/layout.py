@@ -7,6 +7,7 @@ the first step.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ import plotly.graph_objects as go
 
 from workbench.replay.alike import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Totals, alike, at_rest, shards, totals, unit_shards
+from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, Unit
 from workbench.views import theme
@@ -28,14 +30,17 @@ MAX_SEGMENTS = 2000
 MAX_COLUMNS = 64
 """Shard-ranks drawn one by one; with more, neighbours that hold equally many rows are drawn as one."""
 
-_ROW_HEIGHT = 25  # pixels
+_ROW_HEIGHT = 27  # pixels
+_HEADING_LETTERS = 40  # of a line over the bars
+_LABEL_LETTERS = 34
 
+_MAX_TICKS = 8
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 Role = Literal["held", "padding", "empty shard"]
 _HATCHES: dict[Role, str] = {"held": "", "padding": "/", "empty shard": "x"}
 Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one stands for all
-Place = Group | str  # what stands in a row of the picture: a bar, or the heading of a unit (escaped)
+Place = Group | str  # what stands in a row of the picture: a bar, or a line of the heading of a unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,9 @@ def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
         trace: only its header is read.
         fold: draw parameters that are alike in all but a number (``blocks.0-3``) as one bar; None: only if many.
     """
-    header, split = trace.header, shards(trace.header)
+    header = trace.header
+    places_of = {unit: place for place, unit in enumerate(model_order(header))}
+    split = sorted(shards(header), key=lambda part: places_of[part.unit.index])
     if not split:
         return theme.empty("Nothing is sharded yet: %fsdp shard MODEL splits a model over the ranks.")
     columns = max(part.num_shards for part in split)
@@ -80,12 +87,11 @@ def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
         _subtitle(header, totals(split), num_left_out),
         height=220 + _ROW_HEIGHT * len(places),
         barmode="overlay",
-        legend=theme.LEGEND_BELOW,
-        margin_b=theme.LEGEND_MARGIN,
+        **theme.legend_below(2),
         uniformtext={"minsize": 9, "mode": "hide"},
     )
     _add_bars(fig, [segment for y, place in enumerate(places) for segment in _segments(y, place, columns)])
-    _add_labels(fig, places, columns)
+    _add_labels(fig, places)
     _set_axes(fig, places, header, {part.num_shards for part in split})
     return fig
 
@@ -132,20 +138,20 @@ def _places(groups: list[Group]) -> Iterator[Place]:
     """Yield the rows of the picture from the top: a heading per run of alike units, then its bars."""
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
-        yield _heading(members)
+        yield from textwrap.wrap(_heading(members), _HEADING_LETTERS, break_on_hyphens=False)
         yield from members
 
 
 def _heading(members: list[Group]) -> str:
     units = {part.unit.index: part.unit for group in members for part in group}
-    name = theme.shorten(join_names([unit.name for unit in units.values()])) or "root"
+    name = theme.shorten(join_names([unit.name for unit in units.values()]), _HEADING_LETTERS) or "root"
     at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
     several = f", {len(units)} units alike: {at_rest} of each" if len(units) > 1 else f": {at_rest}"
-    return f"<b>{theme.escape(name)}</b>{several} on a rank{_policy(members[0][0].unit)}"
+    return f"{name}{several} on a rank{_policy(members[0][0].unit)}"
 
 
 def _policy(unit: Unit) -> str:
-    """Say what is special about how a unit is kept and computed; escaped."""
+    """Say what is special about how a unit is kept and computed; plain text."""
     own = unit.params[0].dtype
     said = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
@@ -153,7 +159,7 @@ def _policy(unit: Unit) -> str:
         "rests in host memory" if unit.offload else "",
         f"on {unit.reshard_after_forward} ranks after forward" if type(unit.reshard_after_forward) is int else "",
     ]
-    return "".join(f", {theme.escape(theme.shorten(part))}" for part in said if part)
+    return "".join(f", {theme.shorten(part)}" for part in said if part)
 
 
 def _segments(y: int, place: Place, columns: int) -> Iterator[Segment]:
@@ -194,7 +200,7 @@ def _runs(part: ParamShards) -> Iterator[tuple[int, int]]:
 
 def _about(group: Group) -> str:
     param = group[0].param
-    names = theme.escape(theme.shorten(join_names([part.param.fqn for part in group]), 80))
+    names = theme.full(join_names([part.param.fqn for part in group]))
     trainable = "" if param.trainable else ", frozen"
     part = f", this rank's part of {list(param.global_shape)}" if param.global_shape != param.shape else ""
     return f"<b>{names}</b><br>{list(param.shape)} {theme.escape(theme.shorten(param.dtype))}{part}{trainable}<br>"
@@ -251,39 +257,52 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
     }
 
 
-def _add_labels(fig: go.Figure, places: list[Place], columns: int) -> None:
-    """Write the headings above their bars, and beside each bar the bytes that a rank keeps of it."""
-    headings = [(y, place) for y, place in enumerate(places) if isinstance(place, str)]
-    sizes = [(y, theme.format_bytes(p[0].bytes_at_rest)) for y, p in enumerate(places) if not isinstance(p, str)]
-    for x, labels in ((0, headings), (columns, [(0, "<b>a rank</b>"), *sizes])):
-        fig.add_scatter(
-            x=[x] * len(labels),
-            y=[y for y, _ in labels],
-            text=[text for _, text in labels],
-            mode="text",
-            textposition="middle right",
-            hoverinfo="skip",
-            showlegend=False,
-            cliponaxis=False,
-        )
+def _add_labels(fig: go.Figure, places: list[Place]) -> None:
+    """Write the headings above their bars, and at the right edge the bytes that a rank keeps of each parameter."""
+    headings = {y: f"<b>{theme.escape(place)}</b>" for y, place in enumerate(places) if isinstance(place, str)}
+    sizes = {y: theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, str)}
+    fig.add_scatter(
+        x=[0] * len(headings),
+        y=list(headings),
+        text=list(headings.values()),
+        mode="text",
+        textposition="middle right",
+        hoverinfo="skip",
+        showlegend=False,
+        cliponaxis=False,
+    )
+    fig.add_scatter(x=[None], y=[None], yaxis="y2", showlegend=False, hoverinfo="skip")
+    fig.update_layout(
+        yaxis2={
+            "overlaying": "y",
+            "side": "right",
+            "range": [len(places) - 0.4, -0.6],
+            "tickmode": "array",
+            "tickvals": list(sizes),
+            "ticktext": list(sizes.values()),
+            "title": {"text": "bytes on a rank"},
+            "showgrid": False,
+            "showline": False,
+        }
+    )
 
 
 def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: set[int]) -> None:
     columns = max(num_shards)
     bars = {y: _tick(place) for y, place in enumerate(places) if not isinstance(place, str)}
-    fig.update_yaxes(
-        ticklabelstandoff=4,
-        range=[len(places) - 0.4, -0.6],
-        tickmode="array",
-        tickvals=list(bars),
-        ticktext=list(bars.values()),
-        showgrid=False,
+    fig.update_layout(
+        yaxis_ticklabelstandoff=4,
+        yaxis_range=[len(places) - 0.4, -0.6],
+        yaxis_tickmode="array",
+        yaxis_tickvals=list(bars),
+        yaxis_ticktext=list(bars.values()),
+        yaxis_showgrid=False,
     )
-    shown = range(0, columns, -(-columns // 16)) if len(num_shards) == 1 else range(0)
+    shown = range(0, columns, -(-columns // _MAX_TICKS)) if len(num_shards) == 1 else range(0)
     labels = _columns(header, columns, shown)
     fig.update_xaxes(
-        title_text="rank: each column is its room for rows of the parameter",
-        range=[0, columns * 1.12],
+        title_text="rank (a column: its room for rows)",
+        range=[0, columns],
         tickmode="array",
         tickvals=[i + 0.5 for i in shown],
         ticktext=labels,
@@ -301,7 +320,7 @@ def _columns(header: Header, columns: int, shown: range) -> list[str]:
         return [_who(i, i) for i in shown]
     # a mesh is (replicate, shard): shard-rank i of every copy is rank i, i + F, i + 2 F, ...
     ranks = [range(i, columns * copies, columns) for i in shown]
-    return [label(same) if columns <= 8 else ranges(same) for same in ranks]
+    return [label(same) if columns * copies <= 4 else ranges(same) for same in ranks]
 
 
 def _tick(group: Group) -> str:
@@ -309,4 +328,5 @@ def _tick(group: Group) -> str:
     param = group[0].param
     whole = f" of {list(param.global_shape)}" if param.global_shape != param.shape else ""
     dim = f" by dim {param.shard_dim}" if param.shard_dim else ""
-    return f"{theme.escape(theme.shorten(names, 30))} {list(param.shape)}{whole}{dim}"
+    shape = f" {list(param.shape)}{whole}{dim}"
+    return theme.escape(theme.shorten(names, max(_LABEL_LETTERS - len(shape), 18)) + shape)

@@ -6,7 +6,6 @@ reuse lies hatched above the line of all that is in use. One panel per group of 
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,14 +33,11 @@ MAX_PANELS = 4
 MAX_POINTS = 9_000
 """Points of all lines together; of more moments each bin of time keeps its lowest and its highest."""
 
-PEAK_COLUMNS = 46
-"""Characters of a line beside the peak: half of a narrow page."""
-
 ALIKE = 0.02
 """Ranks share a panel if no class differs by more than this part of the peak."""
 
 _PANEL_HEIGHT = 330  # pixels
-_HEADROOM = 1.5  # of the axis over the highest peak: room for the words about it
+_HEADROOM = 1.35  # of the axis over the highest peak: room for the words about it
 _FAR = 2.5  # an unsharded model this many times the highest peak is named, not drawn: it would flatten the areas
 _MAX_MARKED_STEPS = 12
 
@@ -71,7 +67,9 @@ class Scale:
     time_unit: str
 
 
-def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
+def memory(
+    trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None, process: bool = False
+) -> go.Figure:
     """Return the memory figure.
 
     Args:
@@ -79,6 +77,7 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         step: the last step to show; None: the last one there is.
         steps: how many steps, up to that one.
         rank: show this rank alone; None: one rank of each group of alike ones.
+        process: show the memory of the whole process as well, where it was sampled.
 
     Raises:
         UsageError: the trace has nothing of ``step``, or no such rank.
@@ -91,11 +90,12 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
     unsharded = totals(shards(trace.header)).bytes_unsharded
-    is_sampled = any(map(_is_sampled, panels))
+    is_sampled = process and any(map(_is_sampled, panels))
     header = _with_short_names(trace.header)
+    more = [hold_words(cuts), process_words(header, [panel.shown for panel in panels]) if process else ""]
     fig = theme.figure(
         _title(header, shown, panels),
-        _subtitle(trace.header, panels, len(groups) - len(panels), unsharded, cuts),
+        _subtitle(header, panels, len(groups) - len(panels), unsharded, more),
         height=130 + (_PANEL_HEIGHT + (HEIGHT if is_sampled else 0)) * len(panels),
         hovermode="x unified",
         legend={"traceorder": "reversed"},
@@ -103,7 +103,7 @@ def memory(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     heights = [_PANEL_HEIGHT, HEIGHT] * len(panels) if is_sampled else [_PANEL_HEIGHT] * len(panels)
     spacing = (0.13 if is_sampled else 0.2) / len(panels)
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
-    _draw(fig, header, panels, unsharded, cuts)
+    _draw(fig, header, panels, unsharded, cuts, is_sampled=is_sampled)
     return fig
 
 
@@ -149,19 +149,19 @@ def _with_short_names(header: Header) -> Header:
     return replace(header, units=tuple(replace(unit, name=theme.shorten(unit.name)) for unit in header.units))
 
 
-def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unsharded: int, cuts: Cuts) -> str:
+def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unsharded: int, more: Sequence[str]) -> str:
     measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
     reserved = max(live.most_reserved(panel.shown) for panel in panels)
-    alike = _who(panels[0]) if len(panels) == 1 else ""
+    top = max(panels, key=lambda panel: panel.peak.num_bytes)
     sentences = [
-        alike,
+        _who(panels[0]) if len(panels) == 1 else "",
+        f"the peak: {describe_peak(header, top.peak)}",
         "bytes the engine owns, exact, in the order the program asked for them",
         "" if measured else "activations are not measured",
         f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
         f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
         f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
-        hold_words(cuts),
-        process_words(header, [panel.shown for panel in panels]),
+        *more,
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
     return text[:1].upper() + text[1:]
@@ -180,7 +180,9 @@ def _has(shown: RankTrace, category: Category) -> bool:
 # -- the picture
 
 
-def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int, cuts: Cuts) -> None:
+def _draw(
+    fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int, cuts: Cuts, *, is_sampled: bool
+) -> None:
     top = max(panel.peak.num_bytes for panel in panels)
     is_near = unsharded <= _FAR * top
     held = max(panel.peak.num_bytes + live.most_reserved(panel.shown) for panel in panels)
@@ -190,7 +192,7 @@ def _draw(fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: in
     scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, ns=ns, time_unit=time_unit)
     classes = [c for c in Category if any(_has(panel.shown, c) for panel in panels)]
     max_moments = MAX_POINTS // (len(panels) * (len(classes) + 1))
-    rows_each = 2 if any(map(_is_sampled, panels)) else 1
+    rows_each = 2 if is_sampled else 1
     for row, panel in zip(range(1, rows_each * len(panels) + 1, rows_each), panels, strict=True):
         series = live.series(panel.shown, max_moments)
         _add_areas(fig, panel, series, classes, scale, row)
@@ -270,7 +272,6 @@ def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: i
     t_ns = panel.peak.t_ns - _origin_ns(panel)
     x, y = max(t_ns, 0) / scale.ns, panel.peak.num_bytes / scale.num_bytes
     left = t_ns > (last_ns(panel.shown.rows) - _origin_ns(panel)) / 2
-    words = [theme.escape(line) for line in textwrap.wrap(describe_peak(header, panel.peak), PEAK_COLUMNS)]
     fig.add_annotation(
         x=x,
         y=y,
@@ -279,7 +280,8 @@ def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: i
         xanchor="right" if left else "left",
         yanchor="bottom",
         align="right" if left else "left",
-        text="<br>".join([f"<b>peak {theme.format_bytes(panel.peak.num_bytes)}</b>", *words]),
+        text=f"<b>peak {theme.format_bytes(panel.peak.num_bytes)}</b>",
+        hovertext=theme.escape(describe_peak(header, panel.peak)),
         arrowcolor=theme.INK,
         arrowhead=6,
         arrowwidth=1,

@@ -15,7 +15,7 @@ STRIP_HEIGHT = 20  # pixels over the plot, its distance from it included
 MAX_PIECES = 40
 """Pieces of a strip; more would be a flicker, and nothing is drawn."""
 
-_LETTER = 0.009  # of the plot's width
+_LETTER = 0.02  # of the narrowest plot's width
 
 
 def add_phases(fig: go.Figure, rows: Rows, ns_per_x: int, *, row: int | None = None, col: int | None = None) -> None:

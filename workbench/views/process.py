@@ -19,9 +19,9 @@ from workbench.views import theme
 HEIGHT = 150  # pixels
 MAX_MOMENTS = 400
 
-BASELINE = "before sharding (interpreter, libraries)"
-NOT_OWNED = "not owned by the engine (activations, Python, libraries)"
-OWNED = "owned by the engine (all classes)"
+BASELINE = "before sharding"
+NOT_OWNED = "not the engine's"
+OWNED = "the engine's"
 
 _LOOKS = {
     BASELINE: (theme.GRID, "."),

@@ -15,7 +15,7 @@ from workbench.replay.alike import groups, label
 from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.spans import last_ns, of_kind
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
-from workbench.replay.units import unit_name
+from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Kind, UnitState
 from workbench.views import theme
@@ -60,8 +60,7 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         _subtitle(trace.header, drawn.rank, alike, len(units) - MAX_UNITS, cuts),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
-        legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
-        margin_b=theme.LEGEND_MARGIN,
+        **theme.legend_below(len(UnitState) + (len(cuts) > 0)),
     )
     axis = _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
     add_holds(fig, cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
@@ -74,20 +73,11 @@ def _changes(rank_trace: RankTrace) -> bytes:
 
 
 def _units(header: Header, drawn: RankTrace) -> list[int]:
-    """Return the units to draw from the top: each root, then its units in the order of their first forward.
-
-    A retired unit is drawn only if it did anything.
-    """
-    rows = drawn.rows[of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
-    live = {unit.index for unit in header.units if not unit.retired}
-    roots = {unit.index: unit.root if unit.root >= 0 else unit.index for unit in header.units}
-    forwards = rows["unit"][rows["kind"] == Kind.FORWARD].tolist()
-    order = {unit: place for place, unit in enumerate(dict.fromkeys(forwards))}
-
-    def key(unit: int) -> tuple[int, bool, int, int]:
-        return roots.get(unit, unit), roots.get(unit) != unit, order.get(unit, len(order)), unit
-
-    return sorted({*rows["unit"].tolist(), *live}, key=key)
+    """Return the units to draw from the top of the model; a retired one only if it did anything."""
+    did = drawn.rows["unit"][of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
+    wanted = {*did.tolist(), *(unit.index for unit in header.units if not unit.retired)}
+    known = [unit for unit in model_order(header) if unit in wanted]
+    return [*known, *sorted(wanted - set(known))]
 
 
 def _title(shown: Window, found: StateSpans, num_units: int) -> str:
@@ -127,10 +117,11 @@ def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int]
     begin_ns, end_ns = int(drawn.rows["t_ns"][0]), last_ns(drawn.rows)
     axis = time_axis(begin_ns, end_ns)
     bars = for_screen(_bars(found, units))
-    names = {unit: theme.escape(theme.shorten(unit_name(header, unit))) for unit in units}
+    names = {unit: theme.escape(theme.shorten(unit_name(header, unit), 28)) for unit in units}
+    whole = {unit: theme.full(unit_name(header, unit)) for unit in units}
     looks = {int(state): (theme.label(state), theme.UNIT_STATE_COLOURS[state]) for state in UnitState}
     height = np.where(bars.colour == UnitState.SHARDED, 0.16, 0.74)
-    add_bars(fig, bars, looks, bars.lane.astype(np.float64), height, _hovers(bars, names, axis), axis)
+    add_bars(fig, bars, looks, bars.lane.astype(np.float64), height, _hovers(bars, whole, axis), axis)
     add_phases(fig, drawn.rows, axis.ns)
     fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT)
     fig.update_xaxes(title_text=f"time from the start [{axis.unit}]", range=[0, max(end_ns - begin_ns, 1) / axis.ns])

@@ -32,19 +32,8 @@ CLEAR = "rgba(0,0,0,0)"
 WRONG = "#d6336c"
 """What differs from what was expected, and nothing else in a table."""
 
-LEGEND_BELOW = {
-    "orientation": "h",
-    "xref": "container",
-    "x": 0.99,
-    "xanchor": "right",
-    "yref": "container",
-    "y": 0.01,
-    "yanchor": "bottom",
-    "bgcolor": CLEAR,
-}
-"""A legend under the plot that takes no width; give the figure a bottom margin of :data:`LEGEND_MARGIN`."""
-
-LEGEND_MARGIN = 72  # pixels
+NARROWEST = 600
+"""Pixels that a page is wide at least; every figure is readable from there on (a test measures them)."""
 
 FONT_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
@@ -120,15 +109,48 @@ def escape(text: str) -> str:
 
 
 def shorten(text: str, width: int = 32) -> str:
-    """Return plain ``text`` with its middle left out when it is longer than ``width`` characters.
+    """Return plain ``text`` without its begin when it is longer than ``width`` characters.
 
-    The end of a parameter's name says more than its middle: ``"transformer.blocks.11.attention.qkv.weight"`` ->
-    ``"transformer…ention.qkv.weight"``. Escape afterwards, or half an entity may be left.
+    Names of a model begin alike and differ at their end: ``"base_model.model.model.layers.11.mlp"`` in 24 characters
+    is ``"….model.model.layers.11.mlp"``. Escape afterwards, or half an entity may be left.
     """
-    if len(text) <= width:
-        return text
-    head = (width - 1) * 2 // 5
-    return f"{text[:head]}…{text[head + 1 - width :]}"
+    return text if len(text) <= width else f"…{text[1 - width :]}"
+
+
+HOVER_WIDTH = 120
+"""Characters of a name in a hover: all of it, unless somebody means harm."""
+
+
+def full(text: str) -> str:
+    """Return a plain name as a hover says it, escaped."""
+    return escape(shorten(text, HOVER_WIDTH))
+
+
+_LEGEND_LINE, _LEGEND_ENTRY = 19, 142  # pixels of an entry: high, and wide at most, its mark included
+_BELOW_AXIS = 60  # pixels that labels and title of an axis take
+
+
+def legend_below(num_entries: int, plot_width: int = 430) -> dict[str, Any]:
+    """Return the layout of a figure whose legend lies under the plot, with room for it on the narrowest page.
+
+    Args:
+        num_entries: of the legend, or of what it may hold at most.
+        plot_width: pixels of the plot on that page: the legend's lines are no longer.
+    """
+    in_a_line = max(plot_width // _LEGEND_ENTRY, 1)
+    legend = {
+        "orientation": "h",
+        "xref": "container",
+        "x": 0.99,
+        "xanchor": "right",
+        "yref": "container",
+        "y": 0,
+        "yanchor": "bottom",
+        "bgcolor": CLEAR,
+        "traceorder": "normal",
+        "entrywidth": 0,
+    }
+    return {"legend": legend, "margin_b": _BELOW_AXIS + _LEGEND_LINE * max(-(-num_entries // in_a_line), 1)}
 
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -195,7 +217,7 @@ def _template() -> go.layout.Template:
             "font": {"family": FONT_FAMILY, "size": 12, "color": INK},
             "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 16}, "font": {"size": 17}},
             "colorway": list(CATEGORY_COLOURS.values()),
-            "hoverlabel": {"align": "left", "namelength": -1, "font": {"family": FONT_FAMILY}},
+            "hoverlabel": {"align": "left", "namelength": -1, "font": {"family": FONT_FAMILY, "size": 13}},
             "legend": {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top"},
             "modebar": {"bgcolor": CLEAR, "color": GRID, "activecolor": INK},
             "margin": {"l": 24, "r": 24, "t": 84, "b": 36},
@@ -210,6 +232,7 @@ TEMPLATE = _template()
 """The plotly template of every figure; handed to each one, so that no global default is changed."""
 
 _TITLE_LINE, _SUBTITLE_LINE = 24, 17  # pixels
+_TITLE_LETTERS, _SUBTITLE_LETTERS = 62, 78  # of a line on the narrowest page
 
 
 def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: object) -> go.Figure:
@@ -217,11 +240,12 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
 
     Args:
         title: plain text (escaped here): what the picture answers, as a sentence where it can.
-        subtitle: plain text (escaped here), wrapped at 115 characters.
+        subtitle: plain text (escaped here), wrapped for the narrowest page.
         height: of the whole figure, in pixels; the width follows the page.
         layout: further ``go.Layout`` fields.
     """
-    titles, subtitles = textwrap.wrap(title, 76), textwrap.wrap(subtitle, 115)
+    titles = textwrap.wrap(title, _TITLE_LETTERS, break_on_hyphens=False)
+    subtitles = textwrap.wrap(subtitle, _SUBTITLE_LETTERS, break_on_hyphens=False)
     top = 38 + _TITLE_LINE * len(titles) + _SUBTITLE_LINE * len(subtitles)
     first_line = {"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 14 + 10 * (len(titles) - 1)}}
     heading: dict[str, Any] = {"text": _lines(titles), **first_line}
@@ -251,7 +275,7 @@ def _lines(lines: list[str]) -> str:
 def empty(sentence: str, title: str = "") -> go.Figure:
     """Return a figure that says in one plain sentence why there is nothing to draw and what to do about it."""
     fig = figure(title, height=200, xaxis_visible=False, yaxis_visible=False)
-    text = _lines(textwrap.wrap(sentence, 90))
+    text = _lines(textwrap.wrap(sentence, 62))
     fig.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=15)
     return fig
 

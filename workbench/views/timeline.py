@@ -95,8 +95,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
         _subtitle(trace.header, folded, cuts, has_collectives=len(grid.tracks) > 1),
         height=round(170 + grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high)),
         barmode="overlay",
-        legend={**theme.LEGEND_BELOW, "traceorder": "normal"},
-        margin_b=theme.LEGEND_MARGIN,
+        **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
     )
     _draw(fig, trace.header, blocks, grid, bars, cuts)
     return fig
@@ -192,7 +191,7 @@ def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: Tim
 
 
 def _unit(header: Header, unit: int) -> str:
-    return f" of {theme.escape(theme.shorten(unit_name(header, unit)))}" if unit >= 0 else ""
+    return f" of {theme.full(unit_name(header, unit))}" if unit >= 0 else ""
 
 
 def _amount(bars: Rectangles, i: int) -> str:

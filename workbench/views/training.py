@@ -34,12 +34,12 @@ def training(trace: Trace) -> go.Figure:
     if not panels:
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
     shown = panels[:MAX_PANELS]
-    num_columns = min(len(shown), 2 if len(shown) <= 4 else 3)
+    num_columns = min(len(shown), 2)
     num_rows = -(-len(shown) // num_columns)
     fig = theme.figure(
         _title(result), _subtitle(result, len(panels) - len(shown)), height=110 + _PANEL_HEIGHT * num_rows
     )
-    make_subplots(num_rows, num_columns, figure=fig, vertical_spacing=0.27 / num_rows, horizontal_spacing=0.09)
+    make_subplots(num_rows, num_columns, figure=fig, vertical_spacing=0.27 / num_rows, horizontal_spacing=0.14)
     for place, (series, axis) in enumerate(shown):
         _add_panel(fig, series, result.cuts, axis, row=place // num_columns + 1, col=place % num_columns + 1)
     return fig

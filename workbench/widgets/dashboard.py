@@ -28,11 +28,11 @@ import anywidget
 import traitlets
 
 from workbench.errors import WorkbenchError
-from workbench.replay.units import unit_name
+from workbench.replay.units import model_order, unit_name
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
-from workbench.trace.schema import COLLECTIVES, Category, Header, Kind, Unit, UnitState
+from workbench.trace.schema import COLLECTIVES, Category, Header, Kind, UnitState
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed
@@ -249,13 +249,8 @@ def dashboard(workbench: Watched) -> Dashboard:
 
 
 def _order(header: Header) -> list[int]:
-    """The units that were not undone, from the top: each root, then its own by name, numbers as numbers."""
-
-    def key(unit: Unit) -> tuple[object, ...]:
-        parts = [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in unit.name.split(".")]
-        return unit.root if unit.root >= 0 else unit.index, unit.index != unit.root, parts
-
-    return [unit.index for unit in sorted((unit for unit in header.units if not unit.retired), key=key)]
+    """The units that were not undone, from the top."""
+    return [unit for unit in model_order(header) if not header.units[unit].retired]
 
 
 def _origin_ns(trace: Trace) -> int:

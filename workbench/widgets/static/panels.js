@@ -68,9 +68,7 @@ function timeInWords(us) {
 }
 
 function shortened(text, width) {
-  if (text.length <= width) return text;
-  const head = Math.floor(((width - 1) * 2) / 5);
-  return `${text.slice(0, head)}\u2026${text.slice(head + 1 - width)}`;
+  return text.length <= width ? text : `\u2026${text.slice(1 - width)}`;
 }
 
 // -- a canvas
@@ -224,11 +222,17 @@ function drawMemoryScale(ctx, axis, base, room, top, skin) {
   });
 }
 
+/** Beside the plot, or in its corner where there is no room beside the numbers of its scale. */
 function drawMemoryLabel(ctx, group, y, left, skin) {
-  ctx.textAlign = "left";
-  ctx.textBaseline = "top";
-  ctx.fillStyle = skin.ink;
-  ctx.fillText(shortened(group.label, left > 120 ? 13 : 5), 2, y);
+  const isBeside = left > 120, text = shortened(group.label, isBeside ? 13 : 24);
+  if (!isBeside) {
+    ctx.globalAlpha = 0.85;
+    ctx.fillStyle = skin.page;
+    ctx.fillRect(left, y, ctx.measureText(text).width + 8, 16);
+    ctx.globalAlpha = 1;
+  }
+  Object.assign(ctx, { textAlign: "left", textBaseline: "top", fillStyle: skin.ink });
+  ctx.fillText(text, isBeside ? 2 : left + 4, y + (isBeside ? 0 : 2));
 }
 
 function drawPeak(ctx, peak, { axis, base, scale, skin, width }) {

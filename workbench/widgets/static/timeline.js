@@ -59,11 +59,9 @@ function formatDuration(us) {
   return `${threeDigits(us / divisor)} ${unit}`;
 }
 
-/** The middle left out of what is longer than `width` letters. */
+/** The begin left out of what is longer than `width` letters: names differ at their end. */
 function shorten(text, width) {
-  if (text.length <= width) return text;
-  const head = Math.floor(((width - 1) * 2) / 5);
-  return `${text.slice(0, head)}\u2026${text.slice(head + 1 - width)}`;
+  return text.length <= width ? text : `\u2026${text.slice(1 - width)}`;
 }
 
 // -- searching

@@ -1,0 +1,141 @@
+"""Every view is readable from 600 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from tests.browser import open_offline
+from tests.trace.holding import stopped_before
+from tests.trace.simulation import Setup, simulate
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Kind
+from workbench.views import VIEWS, compare, draw
+from workbench.views.talk import for_talk
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
+
+WIDTHS = (600, 700, 1000, 1400, 2000)
+
+_PAGE = "<!doctype html><meta charset=utf-8><body style='margin:0'><div id=place></div><script>PLOTLY</script>"
+
+_DRAW = """async ([figure, width]) => {
+    const place = document.getElementById("place");
+    Plotly.purge(place);
+    place.style.width = `${width}px`;
+    await Plotly.newPlot(place, figure.data, figure.layout, {displayModeBar: false});
+    const box = (element) => {
+        const {left, right, top, bottom} = element.getBoundingClientRect();
+        return [left, top, right, bottom];
+    };
+    const isSeen = (text) => text.textContent.trim() && text.getBoundingClientRect().width > 1 &&
+        getComputedStyle(text).visibility !== "hidden" && text.getAttribute("transform") !== "scale(0)";
+    const texts = [...place.querySelectorAll("svg text")].filter(isSeen)
+        .filter((text) => !text.closest(".hoverlayer, .table, .modebar"));
+    const whole = box(place.querySelector("svg.main-svg"));
+    const cells = [...place.querySelectorAll(".table .column-cell")].map((cell) => {
+        const [rect, text] = [cell.querySelector("rect"), cell.querySelector("text")];
+        return {text: text.textContent, cell: box(rect), box: box(text)};
+    });
+    const {_size: {l, t, w, h}} = place._fullLayout;
+    const legends = [...place.querySelectorAll(".legend .bg")].map(box);
+    return {texts: texts.map((text) => ({text: text.textContent, box: box(text)})), whole, legends, cells,
+        plot: [l, t, l + w, t + h]};
+}"""
+
+_ENDINGS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "mlp.up": "mlp.gate_up_proj"}
+
+
+def long_names(trace):
+    """The trace of a model whose names are as long as those of published ones."""
+
+    def named(text):
+        text = text.replace("blocks.", "base_model.model.layers.").replace("attn.", "self_attn.")
+        for short, long in _ENDINGS.items():
+            text = text.replace(short, long)
+        return text
+
+    units = tuple(
+        replace(u, name=named(u.name), params=tuple(replace(p, fqn=named(p.fqn)) for p in u.params))
+        for u in trace.header.units
+    )
+    return Trace(replace(trace.header, units=units), trace.ranks)
+
+
+@cache
+def figures():
+    deep = long_names(simulate(Setup(num_ranks=4, num_units=13, steps=3, samples=True)))
+    kept = long_names(simulate(Setup(num_ranks=4, num_units=13, steps=3, reshard_after_forward=False)))
+    held = stopped_before(long_names(simulate(Setup(num_ranks=2, num_units=4, steps=3))), Kind.BACKWARD, number=9)
+    copies = long_names(simulate(Setup(num_ranks=8, copies=2, num_units=4, steps=3, compute_itemsize=2)))
+    traces = {"deep": deep, "held": held, "copies": copies}
+    found = {f"{name} of {what}": draw(name, trace) for name in VIEWS for what, trace in traces.items()}
+    found["memory with the process"] = draw("memory", deep, process=True)
+    found["memory of three steps"] = draw("memory", deep, steps=3)
+    found["compare"] = compare.draw(deep, kept, names=("before.trace", "last, steps 3..5"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(chromium, tmp_path_factory):
+    file = tmp_path_factory.mktemp("widths") / "page.html"
+    file.write_text(_PAGE.replace("PLOTLY", get_plotlyjs()), encoding="utf-8")
+    with open_offline(chromium, file) as opened:
+        opened.page.set_viewport_size({"width": 2100, "height": 1200})
+        yield opened.page
+
+
+def overlap(first, second):
+    """By how many pixels two boxes lie over each other, the smaller of both directions."""
+    across = min(first[2], second[2]) - max(first[0], second[0])
+    down = min(first[3], second[3]) - max(first[1], second[1])
+    return min(across, down)
+
+
+def complaints(measured):
+    left, top, right, bottom = measured["whole"]
+    texts = measured["texts"]
+    for place, one in enumerate(texts):
+        x0, y0, x1, y1 = one["box"]
+        if x0 < left - 1 or x1 > right + 1 or y0 < top - 1 or y1 > bottom + 1:
+            yield f"{one['text']!r} is cut off"
+        for other in texts[place + 1 :]:
+            if overlap(one["box"], other["box"]) > 2:
+                yield f"{one['text']!r} lies over {other['text']!r}"
+    for legend in measured["legends"]:
+        if overlap(legend, measured["plot"]) > 1:
+            yield "the legend covers the plot"
+    for cell in measured["cells"]:
+        if cell["box"][2] > cell["cell"][2] + 1 or cell["box"][3] > cell["cell"][3] + 1:
+            yield f"{cell['text']!r} does not fit into its cell"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_overlaps_and_nothing_is_cut_off(page, width):
+    found = []
+    for name, figure in figures().items():
+        measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), width])
+        found += [f"{name}: {complaint}" for complaint in complaints(measured)]
+    assert found == []
+
+
+@pytest.mark.parametrize("width", [900, 2000])
+def test_a_figure_for_a_projector_is_readable_as_well(page, width):
+    found = []
+    for name, figure in figures().items():
+        measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), width])
+        found += [f"{name}: {complaint}" for complaint in complaints(measured)]
+    assert found == []
+
+
+def test_the_measure_sees_what_overlaps(page):
+    """A legend over the plot, and texts in one place, are told."""
+    figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))
+    figure.update_layout(legend={"x": 0.5, "y": 0.5})
+    figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
+    figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
+    told = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), 600])))
+    assert "the legend covers the plot" in told
+    assert any("lies over" in complaint for complaint in told)
