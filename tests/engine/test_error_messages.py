@@ -201,7 +201,7 @@ def allocates_by_itself(enable: bool) -> None:
     model = fully_shard(Pair())
     own = OwnAllGather()
     model.set_custom_all_gather(own)
-    words = ("custom OwnAllGather", "allocate by themselves", "set_custom_all_gather")
+    words = ("communicates with a custom OwnAllGather", "allocate by themselves", "set_custom_all_gather")
     refused(lambda: model.set_allocate_memory_from_process_group_for_comm(enable), ValueError, words, model)
     model(torch.ones(1, 2)).sum().backward()
     assert model._get_fsdp_state()._fsdp_param_group.comm.gather is own

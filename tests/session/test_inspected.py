@@ -40,7 +40,7 @@ def test_a_column_a_rank_and_each_fact_a_row():
         ("", "max abs", "0.5", "0.5"),
         ("full parameter", "state", "sharded", "sharded"),
         ("", "bytes", "0 B", "0 B"),
-        ("full gradient", "norm", "none", "none"),
+        ("full gradient", "state", "none", "none"),
         ("sharded gradient", "norm", "nan", "nan"),
         ("", "mean", "-0.000125", "-0.000125"),
         ("", "max abs", "0.5", "0.5"),
@@ -65,7 +65,8 @@ def test_a_rank_that_has_more_than_the_others():
     assert ("full parameter", "state", "sharded", "unsharded") in rows
     assert ("", "shape", "", "32x16") in rows
     assert rows[rows.index(("", "shape", "", "32x16")) + 1] == ("", "bytes", "0 B", "2.00 KiB")
-    assert ("full gradient", "norm", "none", "1.825") in rows
+    assert ("full gradient", "state", "none", "") in rows
+    assert ("", "norm", "", "1.825") in rows
     assert ("", "mean", "", "-0.000125") in rows
 
 

@@ -93,7 +93,7 @@ def _full(full: Data) -> dict[str, str]:
 
 
 def _tensor(tensor: Data) -> dict[str, str]:
-    return _content(tensor) if tensor.get("present") else {"norm": "none"}
+    return _content(tensor) if tensor.get("present") else {"state": "none"}
 
 
 def _optimizer(optimizer: Data) -> Cells:
