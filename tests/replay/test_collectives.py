@@ -242,6 +242,22 @@ def test_a_rank_that_did_less_is_told_apart():
     assert sum(row.differs for row in compare(lazy, 0)) == 1
 
 
+def test_parameters_that_are_full_as_a_step_begins_are_not_gathered_in_forward():
+    def kept(rank: RankTrace) -> RankTrace:
+        rows = rank.rows
+        unit, gathers = rows["unit"] == 0, np.isin(rows["kind"], (Kind.ALL_GATHER, Kind.UNSHARD))
+        freed = np.flatnonzero(unit & (rows["step"] == 0) & (rows["kind"] == Kind.RESHARD))[-1:]
+        kinds = np.where(unit & gathers & (rows["step"] == 1), rows["kind"] * 2 + (rows["edge"] == Edge.END), -1)
+        gathered = [np.flatnonzero(kinds == kind)[0] for kind in np.unique(kinds) if kind >= 0]
+        return without(rank, np.isin(np.arange(len(rows)), [*freed, *gathered]))
+
+    trace = example_trace(steps=2)
+    full = Trace(trace.header, tuple(map(kept, trace.ranks)))
+    before, after = (sum(row.calls for row in compare(t, 1)) for t in (trace, full))
+    assert after == before - 1
+    assert not any(row.differs for step in (0, 1) for row in compare(full, step))
+
+
 def test_a_step_that_is_not_whole_is_not_compared():
     trace = example_trace(steps=2)
     cut = Trace(trace.header, tuple(r.cut(0, r.end_seq - 5) for r in trace.ranks))

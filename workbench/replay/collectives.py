@@ -8,7 +8,7 @@ it. Time that a rank was held by a breakpoint or a pause counts for neither. Arr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -199,8 +199,11 @@ class Expected:
     num_bytes: int
 
 
-def closed_form(header: Header) -> tuple[Expected, ...]:
+def closed_form(header: Header, full: Collection[int] = ()) -> tuple[Expected, ...]:
     """Return the collectives of one plain training step on each rank: one forward, one backward, gradients reduced.
+
+    ``full`` are the units whose parameters are full, or on their way, as the step begins: an evaluation before it may
+    have left the root so. Forward does not gather them.
 
     With ``p^ = padded_rows * F * elements of a row``, F the unit's shard size, R its copies, b_c and b_r the bytes per
     element of its all-gathers and reductions:
@@ -215,13 +218,15 @@ def closed_form(header: Header) -> tuple[Expected, ...]:
     Example: G units, only the root kept unsharded after forward -> 2 G - 1 all-gathers and G reduce-scatters.
     """
     live = (unit for unit in header.units if not unit.retired)
-    return tuple(expected for unit in live for expected in _closed_form(unit))
+    return tuple(expected for unit in live for expected in _closed_form(unit, is_full=unit.index in full))
 
 
-def _closed_form(unit: Unit) -> Iterator[Expected]:
+def _closed_form(unit: Unit, *, is_full: bool) -> Iterator[Expected]:
     size, copies = unit.shard_size, unit.replicate_size
     trainable = [param for param in unit.params if param.trainable]
-    for num_ranks, calls in Counter([size, *_backward_gather(unit)]).items():
+    gathers = Counter([size, *_backward_gather(unit)])
+    gathers[size] -= is_full
+    for num_ranks, calls in gathers.items():
         payload = unit.compute_itemsize * sum(_padded_elements(param, num_ranks) for param in unit.params)
         yield _expected(unit, Kind.ALL_GATHER, num_ranks, calls, payload)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
@@ -289,10 +294,13 @@ def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
     first.
     """
     one_step = trace.slice(step=step)
-    forms = {(e.unit, e.kind, e.num_ranks): e for e in closed_form(trace.header)}
+    forms: dict[frozenset[int], dict[Key, Expected]] = {}
     found: dict[tuple[Key, int, int, Expected | None], list[Count]] = {}
     for rank in one_step.ranks:
-        for count, expected in _with_expected(list(_counts(trace.header, rank, step)), rank, step, forms):
+        full = frozenset(rank.start.unit_states)
+        if full not in forms:
+            forms[full] = {(e.unit, e.kind, e.num_ranks): e for e in closed_form(trace.header, full)}
+        for count, expected in _with_expected(list(_counts(trace.header, rank, step)), rank, step, forms[full]):
             key = (count.unit, count.kind, count.num_ranks)
             found.setdefault((key, count.calls, count.num_bytes, expected), []).append(count)
     rows = [_comparison(alike, key[-1]) for key, alike in found.items()]
