@@ -161,9 +161,9 @@ def test_sharing_changes_no_bit(world_size):
 
 def allocated(model: nn.Module) -> int:
     """Bytes of the storages that full parameters and staging lie in, whether used or not."""
-    storages = {
-        u._usual.memory.full.untyped_storage().data_ptr(): u._usual.memory.full.untyped_storage() for u in units(model)
-    }
+    memories = [u._usual.memory for u in units(model)]
+    in_use = [m.full.untyped_storage() for m in memories if m.slot is not None or m.is_held]  # else no page of it is
+    storages = {storage.data_ptr(): storage for storage in in_use}
     ctx = model._get_fsdp_state()._comm_ctx
     blocks = [*ctx.pool._free, *ctx.pool._taken.values()]
     to_cast = [r.scatter.output for r in ctx.reductions._scattering if r.scatter.output.dtype is torch.bfloat16]

@@ -546,6 +546,7 @@ def experts() -> None:
     assert len(model._get_fsdp_state()._fsdp_param_groups) == 2
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, 4)), expected)
+    model.reshard()  # a root keeps its parameters after a forward
     values = {name: p.full_tensor() for name, p in model.named_parameters()}
     unshard_module(model)
     assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())

@@ -77,7 +77,9 @@ class FSDPParamGroup(Unit):
         """
         if self.is_unsharded or self._is_unsharding:
             return
-        self._check_usable()
+        self._check_not_retired()
+        if self.is_sharded and not all(p.is_registered for p in self.fsdp_params):
+            self.adopt_registered()
         probe.event(Kind.UNSHARD, Edge.BEGIN, self.index)
         shard, info = self._source()
         if info.shard_group is not None:
@@ -90,14 +92,12 @@ class FSDPParamGroup(Unit):
                 self._all_gather = collectives.copy_to_device(shard, self.param_dtype, self.device, self._unit)
         self._is_unsharding = True
 
-    def _check_usable(self) -> None:
+    def _check_not_retired(self) -> None:
         if self._retired:
             raise RuntimeError(
                 f"unit {self.name or '(root)'!r} was undone by unshard_module or reshard_module; a backward through a "
                 "forward from before that cannot run: run the forward again"
             )
-        if self.is_sharded and not all(p.is_registered for p in self.fsdp_params):
-            self.adopt_registered()
 
     def _source(self) -> tuple[torch.Tensor, FSDPMeshInfo]:
         """Return the flat shard that full parameters are made from, and whose ranks hold the rest."""
@@ -212,7 +212,12 @@ class FSDPParamGroup(Unit):
         self._recomputed_in = self._place
 
     def go_to(self, home: Home) -> None:
-        """Be in the home of the forward whose backward runs next, unless it was recomputed in another."""
+        """Be in the home of the forward whose backward runs next, unless it was recomputed in another.
+
+        Raises:
+            RuntimeError: the unit was undone since.
+        """
+        self._check_not_retired()
         self._go_to(self._recomputed_in or home)
 
     def pre_backward(self, home: Home) -> None:
