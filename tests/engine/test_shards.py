@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.engine.ranks import run_ranks, simulated_rank, simulating
 from workbench.engine import collectives, fully_shard
 from workbench.engine.collectives import UnitId
+from workbench.engine.flat_shard import in_flat_order
 from workbench.engine.param_group import FSDPParamGroup
 
 UNIT = UnitId(0, "unit")
@@ -74,6 +75,54 @@ def test_shards_are_torch_chunks_rows(shape, world_size):
     assert torch.equal(torch.cat(locals_), full)
 
 
+def in_flat_order_of(unit: FSDPParamGroup, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[int(param.fqn.removeprefix("p"))] for param in unit.fsdp_params]
+
+
+@simulating
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=2).map(tuple), min_size=1, max_size=6), WORLD_SIZES)
+def test_every_parameter_is_aligned_as_its_own_size_is(shapes, world_size):
+    for unit in units_of_all_ranks(numbered(shapes), world_size):
+        slots = sum(p.slot_numel for p in unit.fsdp_params)
+        assert unit.shards.flat.numel() == unit.shards.numel == slots  # and not a byte more
+        padded_fulls = unit._usual.padded_fulls
+        for param, slot, full in zip(unit.fsdp_params, unit.shards._slots(), padded_fulls, strict=True):
+            aligned = min(math.gcd(param.slot_numel, 32) * 4, 64)  # bytes; torch allocates at multiples of 64
+            assert not param.slot_numel or slot.data_ptr() % aligned == 0
+            assert full.storage_offset() * 4 % aligned == 0
+        assert [p.fqn for p in unit.describe().params] == [f"p{i}" for i in range(len(shapes))]
+
+
+def test_slots_of_odd_sizes_come_last():
+    sizes = [1, 96, 6, 64, 3]
+    assert in_flat_order(sizes) == [1, 3, 2, 4, 0]
+    assert in_flat_order([]) == []
+
+
+def with_a_scale_in_front() -> None:
+    """A parameter of one element is defined before all others, and none of them suffers."""
+    module = nn.Module()
+    for name, shape in {"scale": (1,), "weight": (64, 32), "bias": (64,), "odd": (3, 5)}.items():
+        module.register_parameter(name, nn.Parameter(torch.ones(shape)))
+    module.forward = lambda x: sum((p * x).sum() for p in module.parameters())
+    fully_shard(module)
+    for _ in range(3):  # in memory of its own, in a slot
+        module(torch.ones(1)).backward()
+    module.unshard()
+    full = [p.data_ptr() for p in (module.weight, module.bias, module.odd)]
+    module.reshard()
+    wide = (module.weight, module.bias)
+    shards = [p.to_local().data_ptr() for p in wide] + [p.grad.to_local().data_ptr() for p in wide]
+    assert [address % 16 for address in (*full, *shards)] == [0] * 7
+    assert module.scale.grad.full_tensor().item() == 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_of_one_element_leaves_the_others_aligned(world_size):
+    run_ranks(world_size, with_a_scale_in_front)
+
+
 @simulating
 @settings(max_examples=60, deadline=None)
 @given(UNITS, WORLD_SIZES, st.booleans())
@@ -88,7 +137,7 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fuse
     targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
     with kernels(fused):
         collectives.foreach_all_gather_copy_out(gathered, targets, UNIT)
-    for full, tensor in zip(fulls, tensors, strict=True):
+    for full, tensor in zip(fulls, in_flat_order_of(units[0], tensors), strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()
 
@@ -101,7 +150,7 @@ def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size,
     units = units_of_all_ranks(tensors, world_size)
     chunks = torch.full((world_size, units[0].shards.numel), math.nan)
     with kernels(fused):
-        collectives.lay_out(units[0].fsdp_params, tensors, chunks, UNIT)
+        collectives.lay_out(units[0].fsdp_params, in_flat_order_of(units[0], tensors), chunks, UNIT)
     assert torch.equal(chunks, torch.stack([u.shards.flat for u in units]))
 
 

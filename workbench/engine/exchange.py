@@ -90,7 +90,7 @@ class Exchange:
         self._calls = calls
         self._mesh_info = mesh_info  # None: that of each parameter
         self._old = states_below(module)
-        self._params = [p for unit in units_of(self._old) for p in unit.fsdp_params]
+        self._params = [p for unit in units_of(self._old) for p in unit.params_as_defined]
         self._by_place = {(id(m), name): p for p in self._params for m, name in p.info.places}
         self._classes = [(m, type(m), state) for state in self._old for m in state.modules]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,6 +17,18 @@ from workbench.engine.policies import UnitPolicy
 from workbench.engine.probe import Category
 
 CPU = torch.device("cpu")
+
+
+def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
+    """Return the order in which slots of so many elements lie in the flat shard, as indices.
+
+    Those that are whole multiples of more elements come first, up to 32. So a slot begins at a multiple of whatever
+    power of two, up to 32 elements, its own size is a multiple of, and no byte is spent on it; the same is true of the
+    full parameters. What is left out of line are parameters of odd sizes behind others of odd sizes, the smaller ones.
+
+    Example: ``[1, 96, 6, 64, 3]`` -> ``[1, 3, 2, 4, 0]``: the slots begin at 0, 96, 160, 166 and 169.
+    """
+    return sorted(range(len(slot_numels)), key=lambda i: (-math.gcd(slot_numels[i], 32), -slot_numels[i]))
 
 
 class FlatShard:

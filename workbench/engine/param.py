@@ -161,7 +161,7 @@ class FSDPParam:
     """A managed parameter.
 
     Attributes:
-        position: its place among the unit's parameters, as they were defined.
+        position: its place among the unit's parameters, in the order of the flat shard.
         fqn: name relative to the root; relative to the unit's module until the root is known.
         layout: how the full shape is split.
         post_forward: how it is split between forward and backward, if over fewer ranks.
@@ -177,10 +177,8 @@ class FSDPParam:
     _view: FullView  # what that is while it is unsharded
     _newest_version: int
 
-    def __init__(
-        self, position: int, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo
-    ) -> None:
-        self.position = position
+    def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
+        self.position = 0
         self.info = info
         self.fqn = info.path
         self.mesh_info = mesh

@@ -294,7 +294,7 @@ class FSDPParamGroup(Unit):
         """Name the trainable parameters that are not among those reduced."""
         if len(reduced) == len(self.fsdp_params):
             return []
-        return [p.fqn for p in self.fsdp_params if p.trainable and p not in reduced]
+        return [p.fqn for p in self.params_as_defined if p.trainable and p not in reduced]
 
     # ---- gradients
 

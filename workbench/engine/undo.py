@@ -52,8 +52,8 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
     for unit in units:
         unit.reshard()
         unit.adopt_registered()
-    infos = {param.sharded_param: param.info for unit in units for param in unit.fsdp_params}
-    plain = {param.sharded_param: _plain(param) for unit in units for param in unit.fsdp_params}
+    infos = {param.sharded_param: param.info for unit in units for param in unit.params_as_defined}
+    plain = {param.sharded_param: _plain(param) for unit in units for param in unit.params_as_defined}
     commits = [staged(optimizer, plain) for optimizer in held]
     for sharded, param in plain.items():
         infos[sharded].register(param)

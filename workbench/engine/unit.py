@@ -26,7 +26,7 @@ from workbench.engine.comm import (
     group_pair,
 )
 from workbench.engine.comm_context import FSDPCommContext
-from workbench.engine.flat_shard import FlatShard
+from workbench.engine.flat_shard import FlatShard, in_flat_order
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.engine.policies import UnitPolicy
@@ -45,7 +45,8 @@ class Unit:
     Attributes:
         index: number of the unit in this process, never reused; equal on all ranks that make the same calls.
         name: path of its module from the root.
-        fsdp_params: its parameters.
+        fsdp_params: its parameters, in the order of the flat shard.
+        params_as_defined: the same, in the order of their definition.
         shards: this rank's slots, what ``sharded_param`` s are views of.
         policy: precision, offloading, what happens between forward and backward.
         post_forward_mesh_info: over which ranks parameters lie then; None: they stay full.
@@ -73,10 +74,14 @@ class Unit:
         self.comm: CommPair | None = None
         self.needs_comm = True
         self._retired = False
-        self.fsdp_params = [FSDPParam(i, *placed, mesh_info) for i, placed in enumerate(params)]
+        self.params_as_defined = [FSDPParam(*placed, mesh_info) for placed in params]
+        order = in_flat_order([p.slot_numel for p in self.params_as_defined])
+        self.fsdp_params = [self.params_as_defined[i] for i in order]
+        for position, fsdp_param in enumerate(self.fsdp_params):
+            fsdp_param.position = position
         self.shards = FlatShard(self.index, self.fsdp_params)
         self.set_policy(policy)
-        self.shards.fill([p for p, _, _ in params], policy)
+        self.shards.fill([params[i][0] for i in order], policy)
         self._bind()
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()
@@ -342,7 +347,7 @@ class Unit:
         """The unit was undone: announce it and let go of its storage, which cycles would keep until collected."""
         self._retired = True
         self.announce()
-        self.fsdp_params = []
+        self.fsdp_params, self.params_as_defined = [], []
         del self.shards, self._home, self._usual, self._place
 
     def announce(self) -> None:
@@ -356,7 +361,7 @@ class Unit:
             index=self.index,
             name=self.name,
             root=self.root_index,
-            params=tuple(p.describe() for p in self.fsdp_params),
+            params=tuple(p.describe() for p in self.params_as_defined),
             reshard_after_forward=self.reshard_after_forward,
             shard_size=self.mesh_info.shard_mesh_size,
             replicate_size=self.mesh_info.replicate_mesh_size,
