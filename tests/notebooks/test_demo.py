@@ -28,10 +28,11 @@ def printed(*texts):
 
 def without_one_gather(trace):
     """``trace``, as if rank 1 had skipped one all-gather."""
-    rows = trace.rank(1).rows.copy()
+    rows = trace.rank(1).rows
     first = (rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN)
-    gone = rows["comm_seq"] == rows["comm_seq"][first][0]
-    rows["kind"][gone & (rows["kind"] == Kind.ALL_GATHER)] = Kind.LOG
+    gone = (rows["comm_seq"] == rows["comm_seq"][first][0]) & (rows["kind"] == Kind.ALL_GATHER)
+    rows = rows[~gone].copy()
+    rows["seq"] = range(len(rows))
     others = [r for r in trace.ranks if r.rank != 1]
     return Trace(trace.header, (*others, RankTrace(1, rows)))
 
