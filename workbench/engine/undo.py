@@ -93,7 +93,7 @@ def check_undoable(module: nn.Module, states: Sequence[FSDPState], what: str) ->
             "after an exception after reset_iter_state() on the root"
         )
     units = units_of(states)
-    held = [p.fqn for u in units for p in u.fsdp_params if p.has_full_grad or u._reducer.kept is not None]
+    held = [p.fqn for u in units for p in u.params_as_defined if p.has_full_grad or u._reducer.kept is not None]
     if held:
         raise RuntimeError(
             f"{name} holds gradients that were accumulated without sync and not reduced yet, of {', '.join(held)}; "
