@@ -10,7 +10,7 @@ from workbench.errors import UsageError
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, Kind
+from workbench.trace.schema import Category, Kind, UnitState
 from workbench.views import theme
 from workbench.views.memory import MAX_PANELS, MAX_POINTS, memory
 
@@ -145,6 +145,14 @@ def test_before_the_first_step_the_shards_are_shown():
     fig = memory(example_trace(steps=0))
     assert title(fig).startswith("Before the first step: memory peaks at")
     assert "outside forward and backward" in words(fig)
+
+
+def test_what_is_full_from_before_is_named():
+    trace = example_trace(steps=1)
+    full = {0: UnitState.UNSHARDED, 1: UnitState.ALL_GATHER_IN_FLIGHT}
+    ranks = (replace(r, start=replace(r.start, unit_states=full)) for r in trace.ranks)
+    assert "full from before: blocks.0 ·" in subtitle(memory(Trace(trace.header, tuple(ranks)))).replace("<br>", " ")
+    assert "full from before" not in subtitle(memory(trace))
 
 
 def test_ranks_without_a_byte_give_a_sentence():

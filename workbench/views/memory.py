@@ -20,8 +20,9 @@ from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, last_ns
+from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, Edge, Header, Kind
+from workbench.trace.schema import Category, Edge, Header, Kind, UnitState
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
@@ -40,6 +41,7 @@ _PANEL_HEIGHT = 330  # pixels
 _HEADROOM = 1.35  # of the axis over the highest peak: room for the words about it
 _FAR = 2.5  # an unsharded model this many times the highest peak is named, not drawn: it would flatten the areas
 _MAX_MARKED_STEPS = 12
+_MAX_KEPT = 3  # names of units that are full from before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,7 @@ def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unshar
     sentences = [
         _who(panels[0]) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
+        _kept(header, top.shown),
         "bytes the engine owns, exact, in the order the program asked for them",
         "" if measured else "activations are not measured",
         f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
@@ -171,6 +174,14 @@ def _who(panel: Panel) -> str:
     if len(panel.ranks) == 1:
         return label(panel.ranks)
     return f"{label(panel.ranks)} are alike within {ALIKE:.0%}, {label([panel.shown.rank])} is drawn"
+
+
+def _kept(header: Header, shown: RankTrace) -> str:
+    """Name the units that are full from before, as an evaluation leaves the root."""
+    full = [unit for unit, state in shown.start.unit_states.items() if state == UnitState.UNSHARDED]
+    names = [unit_name(header, unit) for unit in sorted(full)[:_MAX_KEPT]]
+    more = ", ..." if len(full) > _MAX_KEPT else ""
+    return f"full from before: {', '.join(names)}{more}" if full else ""
 
 
 def _has(shown: RankTrace, category: Category) -> bool:
