@@ -585,7 +585,7 @@ def test_pipelining_asks_for_nothing_else():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in {"fsdp_module", "distributed_state", "fully_shard", "fsdp_param_group"}
     }
-    assert asked == {
+    assert asked | {"post_backward"} == {  # torch 2.11 asks a state's only unit for it, which has no name there
         "set_is_last_backward",
         "set_reshard_after_backward",
         "set_requires_gradient_sync",
