@@ -105,8 +105,9 @@ def test_a_stopped_run_is_shown_as_if_nobody_had_stopped_it(trace, number, hold_
     shown, found = without_holds(held)
     assert hold_ns <= found.lengths_ns.sum() <= hold_ns + spread
     for before, after in zip(trace.ranks, shown.ranks, strict=True):
-        kept = after.rows[after.rows["kind"] != GATE]
-        assert np.abs(kept["t_ns"] - before.rows["t_ns"]).max() <= spread
+        kept, t_ns = after.rows[after.rows["kind"] != GATE], before.rows["t_ns"]
+        in_order = t_ns == np.maximum.accumulate(t_ns)  # an end that is told late may be put into the stop itself
+        assert np.abs(kept["t_ns"] - t_ns)[in_order].max() <= spread
 
 
 _steps = st.lists(st.tuples(st.sampled_from([WAIT, GATE]), st.integers(0, 5), st.integers(0, 30)), max_size=6)
