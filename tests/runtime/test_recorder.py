@@ -105,18 +105,23 @@ EVENTS = st.lists(
 )
 
 
+def tell(recorder, events):
+    for what, a, b in events:
+        if what == "memory":
+            recorder.memory(a, 0, b)
+        elif what == "unshard":
+            emit(recorder, probe.Kind.UNSHARD, b, unit=a)
+        elif what == "reshard":
+            emit(recorder, probe.Kind.RESHARD, unit=a)
+
+
 @given(EVENTS, st.sampled_from([4, 7, 16, 128]))
 def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, capacity):
     recorder, everything = Recorder(Header(), capacity), Recorder(Header())
     drains = []
     for what, a, b in events:
         for r in (recorder, everything):
-            if what == "memory":
-                r.memory(a, 0, b)
-            elif what == "unshard":
-                emit(r, probe.Kind.UNSHARD, b, unit=a)
-            elif what == "reshard":
-                emit(r, probe.Kind.RESHARD, unit=a)
+            tell(r, [(what, a, b)])
         if what == "drain":
             drains.append(recorder.drain(drains[-1].key_frame.seq if drains else 0))
     drains.append(recorder.drain(drains[-1].key_frame.seq if drains else 0))
@@ -129,16 +134,6 @@ def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, cap
         assert rows["seq"].tolist() == list(range(drained.first_seq, drained.first_seq + len(rows)))
         at = drained.first_seq + len(rows)
         assert drained.key_frame == advance(KeyFrame(), whole[:at])
-
-
-def tell(recorder, events):
-    for what, a, b in events:
-        if what == "memory":
-            recorder.memory(a, 0, b)
-        elif what == "unshard":
-            emit(recorder, probe.Kind.UNSHARD, b, unit=a)
-        elif what == "reshard":
-            emit(recorder, probe.Kind.RESHARD, unit=a)
 
 
 @given(EVENTS, EVENTS, EVENTS)
