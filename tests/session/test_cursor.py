@@ -19,6 +19,12 @@ def logical(rank_trace):
     return rows[["kind", "edge", "unit", "step"]].tolist()
 
 
+def moments(rank_trace):
+    """The logical events up to each moment of a rank: of those known together, there is one moment after the last."""
+    known = np.maximum.accumulate(rank_trace.rows["t_ns"])[~np.isin(rank_trace.rows["kind"], NOT_LOGICAL)]
+    return [place + 1 for place in range(len(known)) if place + 1 == len(known) or known[place] < known[place + 1]]
+
+
 def on_other_clocks(trace, draw):
     """What rank 0 did, done by three ranks at different speeds, one of which began late."""
     rows = trace.rank(0).rows
@@ -36,11 +42,11 @@ def test_ranks_that_did_the_same_are_cut_at_the_same_logical_event(setup, data, 
     cursor, said = back(trace, None, count)
     assume(cursor is not None)
     shown = [logical(r) for r in cut(trace, cursor).ranks]
-    whole = logical(trace.rank(0))
-    assert shown == [whole[: max(len(whole) - count, 1)]] * 3
+    whole, ends = logical(trace.rank(0)), moments(trace.rank(0))
+    assert shown == [whole[: ends[max(len(ends) - 1 - count, 0)]]] * 3
     assert said.startswith("ranks 0-2 after ")
     further, _ = back(trace, cursor, 1)
-    assert [logical(r) for r in cut(trace, further).ranks] == [whole[: max(len(whole) - count - 1, 1)]] * 3
+    assert [logical(r) for r in cut(trace, further).ranks] == [whole[: ends[max(len(ends) - 2 - count, 0)]]] * 3
 
 
 @given(setups(), st.data())
@@ -61,8 +67,8 @@ def test_a_rank_without_the_event_is_cut_by_time_between_those_it_shares():
     rows = np.delete(rows, gone)
     rows["seq"] = np.arange(len(rows))
     trace = Trace(TRACE.header, (lead, RankTrace(1, rows)))
-    after = (~np.isin(lead.rows["kind"][gone + 1 :], NOT_LOGICAL)).sum()
-    cursor, said = back(trace, None, int(after))
+    passed = (~np.isin(lead.rows["kind"][: gone + 1], NOT_LOGICAL)).sum()
+    cursor, said = back(trace, None, sum(end > passed for end in moments(lead)))
     assert cursor.ends[0] == gone + 1
     assert "; rank 1 has no such event:" in said
     assert said.startswith("rank 0 after the end of forward")
@@ -79,6 +85,17 @@ def test_back_goes_event_by_event_and_stays_at_the_first():
     first, said = back(TRACE, None, 10**6)
     assert back(TRACE, first, 1)[0] == first
     assert said.startswith("ranks 0-1 after the begin of ")
+
+
+@given(setups(), st.integers(1, 60))
+def test_a_cursor_is_a_time_as_well(setup, count):
+    """What the lowest rank had told by then is what is shown of it: a line drawn there divides it nowhere else."""
+    trace = simulate(setup)
+    cursor, _ = back(trace, None, count)
+    assume(cursor is not None)
+    lead = trace.ranks[0]
+    known = np.maximum.accumulate(lead.rows["t_ns"])
+    assert len(cut(trace, cursor).ranks[0].rows) == np.searchsorted(known, cursor.t_ns, side="right")
 
 
 def test_back_to_an_earlier_model_says_so():

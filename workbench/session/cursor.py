@@ -1,7 +1,9 @@
 """A cursor over what was recorded: the trace as it was at a moment. Nothing that was computed is undone. Pure.
 
 A moment is a logical event, the same on all ranks (:mod:`workbench.replay.alignment`), and not a time: of ranks that
-stopped at the same event one had recorded it a little later than the other.
+stopped at the same event one had recorded it a little later than the other. On the lowest rank it is a time as well:
+what was known together (an arrival bears an earlier time than the row before it) is not cut apart, so that what is
+drawn over time is what is told.
 """
 
 from __future__ import annotations
@@ -54,14 +56,15 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     lead = next((r for r in trace.ranks if (~of_kind(r.rows, NOT_LOGICAL)).any()), None)
     if lead is None:
         return None, "nothing is recorded yet, so there is nothing to go back to"
-    events = np.flatnonzero(~of_kind(lead.rows, NOT_LOGICAL))
+    events, times = np.flatnonzero(~of_kind(lead.rows, NOT_LOGICAL)), _times(lead)
+    events = events[np.append(np.diff(times[events]) > 0, True)]  # the last one of those known together
     shown = len(lead.rows) if cursor is None else cursor.ends.get(lead.rank, lead.end_seq) - lead.start.seq
     here = int(np.searchsorted(events, shown))
     number = max(here - 1 - count, 0)
     place = int(events[number])
     ends = {r.rank: _end(lead, place, r) for r in trace.ranks}
     found = Cursor(
-        t_ns=int(_times(lead)[place]), ends={rank: trace.rank(rank).start.seq + end for rank, (end, _) in ends.items()}
+        t_ns=int(times[place]), ends={rank: trace.rank(rank).start.seq + end for rank, (end, _) in ends.items()}
     )
     there = [rank for rank, (_, is_same) in ends.items() if is_same]
     others = "".join(f"; {label([rank])} has no such event" for rank in ends if rank not in there)
@@ -72,15 +75,16 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
 
 def _end(lead: RankTrace, place: int, other: RankTrace) -> tuple[int, bool]:
     """How many rows of ``other`` there are up to the event at ``place`` of ``lead``, and whether it has that event."""
+    now_ns = _times(lead)[place]
     if other is lead:
-        return place + 1, True
+        return int(np.searchsorted(_times(lead), now_ns, side="right")), True
     mine, theirs = same_events(lead, other)
     passed = int(np.searchsorted(mine, place, side="right"))
     low = int(theirs[passed - 1]) + 1 if passed else 0
     if passed and mine[passed - 1] == place:
         return low, True
     high = int(theirs[passed]) if passed < len(theirs) else len(other.rows)
-    by_time = int(np.searchsorted(_times(other), _times(lead)[place], side="right"))
+    by_time = int(np.searchsorted(_times(other), now_ns, side="right"))
     return min(max(by_time, low), max(low, high)), False
 
 
