@@ -10,9 +10,10 @@ from typing import Any
 from tests.trace.strategies import example_trace
 from workbench.cluster.pending import Answer, Output, Pending, Reply, settle
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
+from workbench.events import Kind
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header, KeyFrame, Kind
+from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.wire import to_wire
 
 Act = Callable[["FakeCluster", int, Answer], None]

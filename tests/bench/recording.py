@@ -97,7 +97,7 @@ def _cpu_ns(step: Callable[[], None]) -> int:
 
 def _row_ns(gate: Any, repeats: int = 21, num_rows: int = 500) -> float:
     """Median CPU time of telling one event, in nanoseconds, calls included: of the engine and of memory in turns."""
-    from workbench.engine.probe import Category, Comm, Edge, Kind
+    from workbench.events import Category, Comm, Edge, Kind
 
     comm, times = Comm(group=0, seq=0), []
     for _ in range(repeats):

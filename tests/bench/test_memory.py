@@ -8,7 +8,7 @@ from torch.profiler import profile
 
 from tests.bench.memory import Classes, _count_in_all_threads, shared_bytes, totals
 from tests.bench.processes import on_ranks
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 MAPPINGS = """\
 5567-5568 r-xp 00000000 08:01 11  /usr/bin/python3.11

@@ -6,7 +6,7 @@ from tests.bench.cases import OURS_GLOO, Case
 from tests.bench.parts import Meter, MeteredStep, Part, budget, measure_parts
 from tests.bench.processes import on_ranks
 from workbench.engine import probe
-from workbench.engine.probe import Edge, Kind
+from workbench.events import Edge, Kind
 from workbench.zoo import GPTConfig
 
 TINY = Case(

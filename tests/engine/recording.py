@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from workbench.engine import probe
-from workbench.engine.probe import Category, Comm, Edge, Kind, Phase, UnitInfo
+from workbench.events import Category, Comm, Edge, Kind, Phase, Unit
 
 ROOT = "root"
 
@@ -28,7 +28,7 @@ class Recording:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.clear()
-        self.units: dict[int, UnitInfo] = {}
+        self.units: dict[int, Unit] = {}
         self.retired: list[int] = []
         self.groups: dict[int, tuple[int, ...]] = {}
         self.live: Counter[Category] = Counter()

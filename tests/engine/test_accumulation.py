@@ -16,7 +16,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, numel
 from workbench.engine import MixedPrecisionPolicy, UnshardHandle, fully_shard
-from workbench.engine.probe import Category, Kind
+from workbench.events import Category, Kind
 
 MICRO_BATCHES = 3
 

@@ -23,7 +23,7 @@ from tests.engine.models import Block
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from workbench import engine
-from workbench.engine.probe import Category, Kind
+from workbench.events import Category, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
 COUNT = 4

@@ -23,7 +23,7 @@ from workbench.engine.comm import (
 )
 from workbench.engine.groups import CommGroup
 from workbench.engine.pool import BufferPool
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 CPU = torch.device("cpu")
 PAIRS = {

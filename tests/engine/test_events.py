@@ -18,7 +18,7 @@ from tests.engine.recording import (
     span,
 )
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, DIM, FP32, NET, ROOT_SHAPES, UNITS, VOCAB, slots
-from workbench.engine.probe import Edge, Kind, Phase
+from workbench.events import Edge, Kind, Phase
 
 POLICIES = (None, True, False)
 

@@ -28,7 +28,7 @@ from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, slots
 from workbench import engine
 from workbench.engine import order
-from workbench.engine.probe import Edge, Kind
+from workbench.events import Edge, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 F = R = 2

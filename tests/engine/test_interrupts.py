@@ -14,7 +14,7 @@ from tests.engine.recording import Recording, recording
 from tests.engine.sizes import NET
 from tests.waiting import eventually
 from workbench.engine import groups
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 
 class Interrupt(BaseException):

@@ -15,7 +15,7 @@ from tests.engine.recording import recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, numel, slots
 from tests.waiting import eventually
 from workbench.engine import fully_shard, probe, unshard_module
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 SHARDS = Category.SHARDED_PARAMS
 POLICIES = (None, True, False)

@@ -14,7 +14,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from tests.engine.sizes import NET, UNITS
 from workbench import engine
-from workbench.engine.probe import Category, Edge, Kind
+from workbench.events import Category, Edge, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 MICRO_BATCHES = 3

@@ -19,7 +19,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from workbench import engine
-from workbench.engine.probe import Category, Kind
+from workbench.events import Category, Kind
 
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of

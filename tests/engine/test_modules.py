@@ -14,7 +14,7 @@ from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from workbench.engine import fully_shard
-from workbench.engine.probe import Category, Edge, Kind
+from workbench.events import Category, Edge, Kind
 
 # ---- lists
 

@@ -16,7 +16,7 @@ from tests.engine.recording import Recording, recording
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from workbench.engine.call import states_below, units_of
 from workbench.engine.policies import UnitPolicy
-from workbench.engine.probe import Category, Kind
+from workbench.events import Category, Kind
 
 POLICIES = (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False))
 PRECISIONS = {

@@ -15,7 +15,7 @@ from tests.engine.parity import assert_same_shards, average_grads, check_parity,
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, recording
 from workbench.engine import fully_shard
-from workbench.engine.probe import Kind
+from workbench.events import Kind
 
 
 def tied_within_a_unit() -> None:

@@ -20,7 +20,7 @@ from workbench.engine.call import states_below, units_of
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.pool import BufferPool, OverlapRecord
-from workbench.engine.probe import Category, Edge, Kind
+from workbench.events import Category, Edge, Kind
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 4

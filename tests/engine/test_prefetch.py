@@ -17,7 +17,7 @@ from tests.engine.models import Net, batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from workbench import engine
-from workbench.engine.probe import Category, Kind
+from workbench.events import Category, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 COUNT = 4

@@ -36,9 +36,9 @@ from workbench.engine import (
 )
 from workbench.engine.call import states_below, units_of
 from workbench.engine.mesh import mesh_info
-from workbench.engine.probe import Category
 from workbench.engine.root import roots
 from workbench.engine.undo import remap_optimizer
+from workbench.events import Category
 
 Losses = list[float]
 

@@ -16,7 +16,7 @@ from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from workbench import engine
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 

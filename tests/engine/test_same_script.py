@@ -19,7 +19,7 @@ from tests.engine.ranks import on_one_rank, run_ranks, simulating
 from workbench import engine
 from workbench.engine import fully_shard
 from workbench.engine._torch import all_gather_single
-from workbench.engine.probe import Kind
+from workbench.events import Kind
 from workbench.ports import LOOPBACK, reserved_port
 
 # ---- modules as objects

@@ -25,7 +25,7 @@ from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
 from workbench import engine
 from workbench.engine._torch import reduce_scatter_single
-from workbench.engine.probe import Category, Edge, Kind
+from workbench.events import Category, Edge, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 

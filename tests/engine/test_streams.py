@@ -14,9 +14,9 @@ from tests.engine.recording import recording
 from workbench.engine import collectives
 from workbench.engine.collectives import UnitId
 from workbench.engine.comm_context import FSDPCommContext
-from workbench.engine.probe import Category, Edge, Kind
 from workbench.engine.reduction import PartialSum, Reduction, ReductionQueue
 from workbench.engine.streams import Streams
+from workbench.events import Category, Edge, Kind
 
 COMPUTE = "compute"
 

@@ -13,7 +13,7 @@ from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from workbench.engine import RanksDisagreeError, fully_shard, order
-from workbench.engine.probe import Kind
+from workbench.events import Kind
 
 
 class OneOfTwo(nn.Module):

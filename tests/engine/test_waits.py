@@ -21,8 +21,8 @@ from tests.engine.recording import recording
 from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, waits
 from workbench.engine.order import Call
-from workbench.engine.probe import Category, Edge, Kind
 from workbench.engine.waits import PendingWork, cancellation
+from workbench.events import Category, Edge, Kind
 
 REDUCE = Call("reduce-scatter", "", 4)
 

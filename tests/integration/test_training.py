@@ -7,9 +7,9 @@ import pytest
 from tests.integration.model import CELL
 from workbench import Workbench
 from workbench.errors import RankError, UsageError
+from workbench.events import Category, Edge, Kind
 from workbench.replay import collectives
 from workbench.trace import check, load, steps
-from workbench.trace.schema import Category, Edge, Kind
 from workbench.views import VIEWS
 
 pytestmark = pytest.mark.cluster

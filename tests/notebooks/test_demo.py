@@ -9,9 +9,9 @@ import pytest
 from tests.trace.simulation import Setup, simulate
 from workbench import demo, ports
 from workbench.demo import DemoError, communication, heldout_losses, summary
+from workbench.events import Edge, Kind
 from workbench.trace import save
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind
 
 
 def notebook(*sources):

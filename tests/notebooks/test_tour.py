@@ -7,10 +7,10 @@ import pytest
 
 from tests.source import REPO
 from workbench.demo import communication
+from workbench.events import Kind
 from workbench.magics import words
 from workbench.replay import collectives, shards, training
 from workbench.trace import check, load, steps
-from workbench.trace.schema import Kind
 
 pytestmark = pytest.mark.timeout(900)  # the first test that looks at a run waits for it
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, simulate, traces
+from workbench.events import Category, Edge, Kind
 from workbench.replay import memory
 from workbench.replay.alignment import NOT_LOGICAL, _longest_rising, align
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, Edge, Kind
 
 
 def aligned(a: Trace, b: Trace, rank: int = 0):

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from tests.trace.simulation import ITEMSIZE, padded_bytes, padded_elements
 from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
+from workbench.events import COLLECTIVES, Edge, Kind, Param, Unit
 from workbench.replay import collectives
 from workbench.replay.collectives import closed_form, compare, counts, ring_bytes, table
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import COLLECTIVES, Edge, Header, Kind, Param, Unit
+from workbench.trace.schema import Header
 
 
 def make_unit(*params: Param, **changes: object) -> Unit:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 
 from tests.trace.strategies import Setup, example_trace, simulate, traces
+from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay.differences import differences
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, Edge, Kind, Phase
 
 
 def holding_on(trace: Trace, unit: int, ranks: tuple[int, ...]) -> Trace:

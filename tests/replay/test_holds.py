@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from tests.trace.holding import stopped_before
 from tests.trace.strategies import example_trace, traces
+from workbench.events import Edge, Kind, Phase
 from workbench.replay.holds import GrowingCuts, cuts, without_holds
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import ROW_DTYPE, Edge, Header, Kind, Phase, RankInfo
+from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
 
 BEGIN, END = Edge.BEGIN, Edge.END
 STEP, GATE, WAIT = Kind.STEP, Kind.GATE, Kind.WAIT

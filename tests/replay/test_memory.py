@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, cuttings, example_trace, simulate, traces
+from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay import memory
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.keyframe import advance as advance_key_frame
-from workbench.trace.schema import ROW_DTYPE, Category, Edge, Header, KeyFrame, Kind, Phase
+from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 
 
 @st.composite

@@ -1,5 +1,6 @@
+from workbench.events import Param, Unit
 from workbench.replay.models import models
-from workbench.trace.schema import Header, Param, Unit
+from workbench.trace.schema import Header
 
 
 def make_unit(index, root=None, names=("w",), shape=(4, 4), retired=False):

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from tests.replay.test_memory import pooled
 from tests.trace.strategies import Setup, simulate
+from workbench.events import Kind
 from workbench.replay import process
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Kind
 
 
 @given(pooled())

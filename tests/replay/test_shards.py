@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, setups, simulate
+from workbench.events import Category, Param, Unit
 from workbench.replay import shards as replay_shards
 from workbench.replay.shards import AtRest, alike, at_rest, shards, totals, unit_shards
 from workbench.trace.keyframe import advance
-from workbench.trace.schema import Category, Header, Param, Unit
+from workbench.trace.schema import Header
 
 
 def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):

@@ -3,9 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import traces
+from workbench.events import Edge, Kind
 from workbench.replay.spans import durations_ns, last_ns, of_kind, owners, spans
 from workbench.trace.columns import Trace
-from workbench.trace.schema import ROW_DTYPE, Edge, Kind
+from workbench.trace.schema import ROW_DTYPE
 
 
 def rows_of(*entries):

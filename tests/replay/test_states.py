@@ -3,10 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import cuttings, example_trace, traces
+from workbench.events import Edge, Kind, UnitState
 from workbench.replay import states
 from workbench.replay.spans import last_ns
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import ROW_DTYPE, Edge, KeyFrame, Kind, UnitState
+from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
 
 def states_by_hand(rank: RankTrace, unit: int) -> list[UnitState]:

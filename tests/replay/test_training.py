@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.replay.test_models import make_unit
 from tests.trace.strategies import any_packed_rows, cuttings, example_trace, rows_from, traces
+from workbench.events import Edge, Kind
 from workbench.replay import training
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Edge, Header, Kind
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header
 
 LOSS, OTHER = 0, 1
 STRINGS = ("loss", "tokens/s")

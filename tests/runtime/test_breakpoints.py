@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import UsageError
+from workbench.events import Edge, Kind, Phase
 from workbench.runtime.breakpoints import (
     EVENTS,
     Breakpoint,
@@ -15,7 +16,6 @@ from workbench.runtime.breakpoints import (
     parse_all,
     parse_event,
 )
-from workbench.trace.schema import Edge, Kind, Phase
 
 
 def event(kind=Kind.ALL_GATHER, edge=Edge.BEGIN, **fields):

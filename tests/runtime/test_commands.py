@@ -12,11 +12,12 @@ from tests.runtime.job import drain, execute, namespace, prepare, run
 from workbench.commands import Shard, Step, Unshard, Verify
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.errors import UsageError
+from workbench.events import Category, Edge, Kind
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.rules import check
-from workbench.trace.schema import ROW_DTYPE, Category, Edge, KeyFrame, Kind
+from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
 
 def trace_of(content, buffers):

@@ -16,9 +16,9 @@ from tests.runtime.test_commands import trace_of
 from tests.waiting import PATIENCE_S
 from workbench.commands import Shard, Step, Verify
 from workbench.engine import StepAborted
+from workbench.events import Edge, Kind
 from workbench.runtime import rank as rank_module
 from workbench.trace.rules import check
-from workbench.trace.schema import Edge, Kind
 
 
 def sharded(**options):

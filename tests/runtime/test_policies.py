@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 from tests.runtime.job import drain, execute, namespace, prepare, run
 from workbench.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.engine import FSDPModule
+from workbench.events import Category, Kind
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
 from workbench.runtime import prefetch
 from workbench.trace import header_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.rules import check
-from workbench.trace.schema import ROW_DTYPE, Category, KeyFrame, Kind
+from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
 POLICIES = {
     "plain": {},

@@ -1,49 +1,33 @@
-"""The ring, its key frames, and the translation of the engine's words."""
+"""The ring and its key frames."""
 
 import gc
 import threading
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine import probe
-from workbench.runtime import recorder as recorder_module
+from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import advance
-from workbench.trace.schema import ROW, ROW_DTYPE, Category, CommGroup, Edge, Header, KeyFrame, Kind, Phase, UnitState
+from workbench.trace.schema import ROW, ROW_DTYPE, CommGroup, Header, KeyFrame
 
-COMM = probe.Comm(group=0, seq=3)
+COMM = Comm(group=0, seq=3)
 
 
 def rows_of(drained):
     return np.frombuffer(drained.rows, ROW_DTYPE)
 
 
-def emit(recorder, kind, edge=probe.Edge.INSTANT, unit=0, num_bytes=0, comm=None, t_ns=None):
+def emit(recorder, kind, edge=Edge.INSTANT, unit=0, num_bytes=0, comm=None, t_ns=None):
     recorder.event(kind, edge, unit, num_bytes, comm, t_ns)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(probe.Kind, Kind), (probe.Edge, Edge), (probe.Phase, Phase), (probe.Category, Category)],
-)
-def test_every_word_of_the_engine_has_its_own_in_the_trace(source, target):
-    table = {
-        probe.Kind: recorder_module._KIND,
-        probe.Edge: recorder_module._EDGE,
-        probe.Phase: recorder_module._PHASE,
-        probe.Category: recorder_module._CATEGORY,
-    }[source]
-    assert [target(table[member]).name for member in source] == [member.name for member in source]
 
 
 def test_an_event_becomes_one_row():
     recorder = Recorder(Header())
     recorder.comm_group(0, (0, 1))
-    recorder.phase(probe.Phase.BACKWARD)
-    emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.END, unit=2, num_bytes=64, comm=COMM, t_ns=77)
+    recorder.phase(Phase.BACKWARD)
+    emit(recorder, Kind.ALL_GATHER, Edge.END, unit=2, num_bytes=64, comm=COMM, t_ns=77)
     (row,) = rows_of(recorder.drain())
     assert row["seq"] == 0
     assert row["t_ns"] == 77
@@ -57,8 +41,8 @@ def test_an_event_becomes_one_row():
 
 def test_memory_is_signed_and_has_its_category():
     recorder = Recorder(Header())
-    recorder.memory(probe.Category.SHARDED_GRADS, 1, 100)
-    recorder.memory(probe.Category.SHARDED_GRADS, 1, -40)
+    recorder.memory(Category.SHARDED_GRADS, 1, 100)
+    recorder.memory(Category.SHARDED_GRADS, 1, -40)
     drained = recorder.drain()
     assert [Kind(k) for k in rows_of(drained)["kind"]] == [Kind.ALLOC, Kind.FREE]
     assert drained.key_frame.bytes_by_category[Category.SHARDED_GRADS] == 60
@@ -96,8 +80,8 @@ def test_a_step_given_up_has_no_end():
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("memory"), st.sampled_from(list(probe.Category)), st.integers(-50, 50).filter(bool)),
-        st.tuples(st.just("unshard"), st.integers(0, 3), st.sampled_from([probe.Edge.BEGIN, probe.Edge.END])),
+        st.tuples(st.just("memory"), st.sampled_from(list(Category)), st.integers(-50, 50).filter(bool)),
+        st.tuples(st.just("unshard"), st.integers(0, 3), st.sampled_from([Edge.BEGIN, Edge.END])),
         st.tuples(st.just("reshard"), st.integers(0, 3), st.none()),
         st.tuples(st.just("drain"), st.none(), st.none()),
     ),
@@ -110,9 +94,9 @@ def tell(recorder, events):
         if what == "memory":
             recorder.memory(a, 0, b)
         elif what == "unshard":
-            emit(recorder, probe.Kind.UNSHARD, b, unit=a)
+            emit(recorder, Kind.UNSHARD, b, unit=a)
         elif what == "reshard":
-            emit(recorder, probe.Kind.RESHARD, unit=a)
+            emit(recorder, Kind.RESHARD, unit=a)
 
 
 @given(EVENTS, st.sampled_from([4, 7, 16, 128]))
@@ -145,12 +129,12 @@ def test_what_is_off_the_record_leaves_only_what_it_changed(before, between, aft
     with recorder.unrecorded():
         tell(recorder, between)
         recorder.metric("never", 1.0)
-        emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.BEGIN, unit=-1, comm=COMM)
+        emit(recorder, Kind.ALL_GATHER, Edge.BEGIN, unit=-1, comm=COMM)
     told = rows_of(recorder.drain(frame.seq))
     tell(recorder, after)
-    emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.END, unit=-1, comm=COMM)
+    emit(recorder, Kind.ALL_GATHER, Edge.END, unit=-1, comm=COMM)
     assert set(told["kind"]) <= {Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD}
-    assert len(told) <= len(probe.Category) + 2 * 4
+    assert len(told) <= len(Category) + 2 * 4
     expected = everything.drain().key_frame
     assert recorder.drain().key_frame.bytes_by_category == expected.bytes_by_category
     assert recorder.drain().key_frame.unit_states == expected.unit_states
@@ -160,9 +144,9 @@ def test_what_is_off_the_record_leaves_only_what_it_changed(before, between, aft
 
 def test_off_the_record_what_began_on_it_ends_on_it():
     recorder = Recorder(Header())
-    emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.BEGIN, comm=COMM)
+    emit(recorder, Kind.ALL_GATHER, Edge.BEGIN, comm=COMM)
     with recorder.unrecorded():
-        emit(recorder, probe.Kind.ALL_GATHER, probe.Edge.END, comm=COMM)
+        emit(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM)
     assert rows_of(recorder.drain())["edge"].tolist() == [Edge.BEGIN, Edge.END]
 
 
@@ -171,7 +155,7 @@ def test_what_the_garbage_collector_announces_within_an_append_is_kept():
 
     class Dies:
         def __del__(self):
-            recorder.memory(probe.Category.SHARDED_GRADS, 0, 1)
+            recorder.memory(Category.SHARDED_GRADS, 0, 1)
 
     before = gc.get_threshold()
     gc.set_threshold(1)
@@ -179,7 +163,7 @@ def test_what_the_garbage_collector_announces_within_an_append_is_kept():
         for _ in range(200):
             cycle = Dies()
             cycle.self = cycle
-            emit(recorder, probe.Kind.FORWARD, probe.Edge.BEGIN)
+            emit(recorder, Kind.FORWARD, Edge.BEGIN)
     finally:
         gc.set_threshold(*before)
     del cycle
@@ -201,7 +185,7 @@ def test_drains_from_another_thread_lose_nothing():
     thread = threading.Thread(target=drain)
     thread.start()
     for _ in range(count):
-        emit(recorder, probe.Kind.FORWARD, probe.Edge.BEGIN)
+        emit(recorder, Kind.FORWARD, Edge.BEGIN)
     done.set()
     thread.join()
     seqs = np.concatenate([rows_of(d)["seq"] for d in got])
@@ -211,7 +195,7 @@ def test_drains_from_another_thread_lose_nothing():
 def test_a_drain_can_be_asked_for_again():
     recorder = Recorder(Header())
     for _ in range(3):
-        emit(recorder, probe.Kind.FORWARD, probe.Edge.BEGIN)
+        emit(recorder, Kind.FORWARD, Edge.BEGIN)
     assert recorder.drain(1) == recorder.drain(1)
     assert rows_of(recorder.drain(1))["seq"].tolist() == [1, 2]
     assert recorder.drain(3).rows == b""
@@ -219,7 +203,7 @@ def test_a_drain_can_be_asked_for_again():
 
 def test_units_are_described_and_replaced():
     recorder = Recorder(Header())
-    param = probe.ParamInfo(
+    param = Param(
         fqn="w",
         shape=(3, 5),
         global_shape=(6, 5),
@@ -241,9 +225,9 @@ def test_units_are_described_and_replaced():
         "offload": True,
         "comm": "gloo",
     }
-    recorder.unit(probe.UnitInfo(index=4, root=-1, name="", params=(param,), retired=False, **policy))
+    recorder.unit(Unit(index=4, root=-1, name="", params=(param,), retired=False, **policy))
     version = recorder.header_version
-    recorder.unit(probe.UnitInfo(index=4, root=-1, name="blocks.0", params=(param,), retired=True, **policy))
+    recorder.unit(Unit(index=4, root=-1, name="blocks.0", params=(param,), retired=True, **policy))
     (unit,) = recorder.header.units
     assert (unit.name, unit.retired) == ("blocks.0", True)
     assert {name: getattr(unit, name) for name in policy} == policy
@@ -254,9 +238,9 @@ def test_units_are_described_and_replaced():
 def test_a_slot_that_is_taken_and_given_back_moves_between_classes():
     recorder = Recorder(Header())
     for category, delta in (
-        (probe.Category.UNSHARDED_PARAMS, 64),
-        (probe.Category.UNSHARDED_PARAMS, -64),
-        (probe.Category.RESERVED, 64),
+        (Category.UNSHARDED_PARAMS, 64),
+        (Category.UNSHARDED_PARAMS, -64),
+        (Category.RESERVED, 64),
     ):
         recorder.memory(category, 0, delta)
     live = recorder.drain().key_frame.bytes_by_category
@@ -265,10 +249,10 @@ def test_a_slot_that_is_taken_and_given_back_moves_between_classes():
 
 def test_a_reset_leaves_the_unit_sharded():
     recorder = Recorder(Header())
-    emit(recorder, probe.Kind.UNSHARD, probe.Edge.END, unit=1)
-    emit(recorder, probe.Kind.REDUCE_SCATTER, probe.Edge.BEGIN, unit=1, comm=COMM)
+    emit(recorder, Kind.UNSHARD, Edge.END, unit=1)
+    emit(recorder, Kind.REDUCE_SCATTER, Edge.BEGIN, unit=1, comm=COMM)
     assert recorder.drain().key_frame.unit_states == {1: UnitState.UNSHARDED}
-    emit(recorder, probe.Kind.RESET, unit=1)
+    emit(recorder, Kind.RESET, unit=1)
     frame = recorder.drain().key_frame
     assert frame.unit_states == {}
     assert frame.reducing == {}

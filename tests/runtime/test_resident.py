@@ -4,11 +4,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench.engine import probe
+from workbench.events import Edge, Kind, Phase
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.resident import EVERY_NS, Resident
 from workbench.trace import TraceBuilder, check
-from workbench.trace.schema import Edge, Header, Kind, Phase
+from workbench.trace.schema import Header
 
 has_statm = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux tells it")
 
@@ -93,7 +93,7 @@ def test_a_phase_is_sampled_at_its_end_and_the_rows_are_valid():
     recorder = Recorder(Header(world_size=1))
     recorder.on_phase = lambda: recorder.resident(4096)
     recorder.begin_step()
-    for phase in (probe.Phase.FORWARD, probe.Phase.PRE_BACKWARD, probe.Phase.IDLE):
+    for phase in (Phase.FORWARD, Phase.PRE_BACKWARD, Phase.IDLE):
         recorder.phase(phase)
     recorder.optimizer_edge(Edge.BEGIN)
     recorder.optimizer_edge(Edge.END)

@@ -6,12 +6,13 @@ import torch
 
 from tests.runtime.job import drain, execute, namespace, prepare, run
 from workbench.commands import Shard, Step, Verify
+from workbench.events import Category, Kind, UnitState
 from workbench.replay import memory, training
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.rules import check
-from workbench.trace.schema import ROW_DTYPE, Category, Kind, UnitState
+from workbench.trace.schema import ROW_DTYPE
 from workbench.views import VIEWS, draw
 
 LEAVES = (Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD)

@@ -5,10 +5,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, setups, simulate, traces
+from workbench.events import Edge, Kind
 from workbench.replay.alignment import NOT_LOGICAL, same_events
 from workbench.session.cursor import Cursor, back, cut
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind
 
 TRACE = example_trace(num_ranks=2, num_units=2, steps=2)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from workbench.events import Edge, Kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind
 
 HOLD_NS = 17_900_000_000
 

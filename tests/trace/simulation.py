@@ -12,20 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.events import Category, Edge, Kind, Param, Phase, Unit
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import (
-    NO_CATEGORY,
-    ROW_DTYPE,
-    Category,
-    CommGroup,
-    Edge,
-    Header,
-    Kind,
-    Param,
-    Phase,
-    RankInfo,
-    Unit,
-)
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, CommGroup, Header, RankInfo
 
 ITEMSIZE = 4
 START_NS = 5_000_000_000  # a monotonic clock does not start at 0

@@ -6,20 +6,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.trace.simulation import Setup, example_trace, simulate
+from workbench.events import Category, Param, Unit, UnitState
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import (
-    ROW,
-    ROW_DTYPE,
-    Category,
-    CommGroup,
-    Header,
-    KeyFrame,
-    Param,
-    RankInfo,
-    Rows,
-    Unit,
-    UnitState,
-)
+from workbench.trace.schema import ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows
 
 __all__ = [
     "Setup",

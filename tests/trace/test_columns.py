@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from tests.trace.strategies import any_traces, example_trace, traces
 from workbench.errors import TraceError
+from workbench.events import Kind
 from workbench.trace import RankTrace, Trace, advance, merge, steps
-from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Kind
+from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 
 
 def copy_of(trace: Trace) -> Trace:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from tests.trace.strategies import any_traces, example_trace, traces
 from workbench.errors import TraceError
+from workbench.events import Category
 from workbench.replay.collectives import compare
 from workbench.trace import Trace, check, header_from_dict, header_to_dict, load, save
-from workbench.trace.schema import SCHEMA_VERSION, Category, CommGroup, Header
+from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header
 from workbench.views import VIEWS, draw
 
 

@@ -7,9 +7,10 @@ from hypothesis import given
 
 from tests.trace.strategies import any_headers, any_key_frames, example_trace
 from workbench.errors import TraceError
+from workbench.events import UnitState
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.header import join, translate
-from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, RankInfo, UnitState
+from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, RankInfo
 
 
 @given(any_headers())

@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import traces
+from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.trace import partners
-from workbench.trace.schema import COLLECTIVES, ROW_DTYPE, Edge, Kind, Rows
+from workbench.trace.schema import ROW_DTYPE, Rows
 
 
 def slow_partners(rows: Rows) -> list[int]:

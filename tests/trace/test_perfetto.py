@@ -6,17 +6,9 @@ import numpy as np
 from hypothesis import given
 
 from tests.trace.strategies import example_trace, traces
+from workbench.events import COLLECTIVES, Category, Edge, Kind, Phase
 from workbench.trace import RankTrace, Trace, advance, to_perfetto
-from workbench.trace.schema import (
-    COLLECTIVES,
-    NO_CATEGORY,
-    ROW_DTYPE,
-    Category,
-    Edge,
-    Header,
-    Kind,
-    Phase,
-)
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header
 
 
 def events_of(trace: Trace, *types: str) -> list[dict]:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 
 from tests.trace.strategies import any_traces, example_trace
+from workbench.events import Category, Edge, Kind
 from workbench.trace import RankTrace, Trace, check
-from workbench.trace.schema import Category, Edge, Header, KeyFrame, Kind, Rows
+from workbench.trace.schema import Header, KeyFrame, Rows
 
 EXAMPLE = example_trace(num_ranks=2, num_units=2, steps=1)
 

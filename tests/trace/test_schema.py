@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 
 from tests.trace.strategies import any_packed_rows, rows_from
-from workbench.trace.schema import ROW, ROW_DTYPE, Category, Header, KeyFrame
+from workbench.events import Category
+from workbench.trace.schema import ROW, ROW_DTYPE, Header, KeyFrame
 
 
 def test_row_and_dtype_have_the_same_size_and_offsets():

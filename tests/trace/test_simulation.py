@@ -6,8 +6,8 @@ from hypothesis import given
 
 from tests.trace.simulation import full_bytes, padded_bytes
 from tests.trace.strategies import example_trace, setups, simulate, traces
+from workbench.events import Category, Edge, Kind
 from workbench.trace import advance, check, steps
-from workbench.trace.schema import Category, Edge, Kind
 
 
 @given(traces())

@@ -9,8 +9,8 @@ import pytest
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
+from workbench.events import Edge, Kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind
 from workbench.views import theme
 from workbench.views.comms import MAX_ROWS, comms
 

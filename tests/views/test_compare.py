@@ -9,8 +9,9 @@ from tests.trace.strategies import Setup, traces
 from tests.views.figures import num_marks, subtitle, title, words
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.errors import UsageError
+from workbench.events import Kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header, Kind
+from workbench.trace.schema import Header
 from workbench.views.compare import MAX_POINTS, draw
 
 simulate = cache(strategies.simulate)

@@ -6,7 +6,7 @@ import pytest
 from tests.trace.holding import HOLD_NS, stopped_before
 from tests.trace.strategies import example_trace
 from tests.views.figures import subtitle, title
-from workbench.trace.schema import Kind
+from workbench.events import Kind
 from workbench.views import draw
 from workbench.views.holds import MAX_MARKS, NAME
 

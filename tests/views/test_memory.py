@@ -7,10 +7,10 @@ from tests.replay.test_memory import with_pool
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
+from workbench.events import Category, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, Kind, UnitState
 from workbench.views import theme
 from workbench.views.memory import MAX_PANELS, MAX_POINTS, memory
 

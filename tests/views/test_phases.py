@@ -3,7 +3,7 @@ from itertools import pairwise
 import plotly.graph_objects as go
 
 from tests.trace.strategies import example_trace
-from workbench.trace.schema import Kind
+from workbench.events import Kind
 from workbench.views import theme
 from workbench.views.phases import MAX_PIECES, add_phases
 

@@ -6,9 +6,9 @@ import pytest
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
+from workbench.events import Edge, Kind, UnitState
 from workbench.replay.states import spans
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind, UnitState
 from workbench.views import theme
 from workbench.views.states import MAX_UNITS, states
 

@@ -7,7 +7,7 @@ import numpy as np
 import plotly.io as pio
 import pytest
 
-from workbench.trace.schema import Category, Kind, UnitState
+from workbench.events import Category, Kind, UnitState
 from workbench.views import theme
 
 DARK_PAGE = "#111111"  # JupyterLab's dark theme

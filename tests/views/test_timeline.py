@@ -7,9 +7,9 @@ import pytest
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
+from workbench.events import Edge, Kind
 from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind
 from workbench.views import theme
 from workbench.views.timeline import MAX_ARROWS, MAX_RANKS, timeline
 

@@ -8,7 +8,8 @@ from tests.replay.test_models import make_unit
 from tests.replay.test_training import logged, make_trace, of_models, row, step_rows
 from tests.trace.strategies import example_trace
 from tests.views.figures import subtitle, title, words
-from workbench.trace.schema import Header, Kind
+from workbench.events import Kind
+from workbench.trace.schema import Header
 from workbench.views.training import MAX_PANELS, MAX_POINTS, training
 
 STEP_NS = 1_000_000

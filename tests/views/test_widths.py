@@ -10,8 +10,8 @@ from plotly.offline import get_plotlyjs
 from tests.browser import open_offline
 from tests.trace.holding import stopped_before
 from tests.trace.simulation import Setup, simulate
+from workbench.events import Kind
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Kind
 from workbench.views import VIEWS, compare, draw
 from workbench.views.talk import for_talk
 

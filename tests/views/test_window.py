@@ -3,8 +3,8 @@ import pytest
 
 from tests.trace.strategies import example_trace
 from workbench.errors import UsageError
+from workbench.events import Kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Kind
 from workbench.views.window import window
 
 

@@ -15,11 +15,11 @@ from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from tests.widgets.test_timeline import Page, shares
 from workbench.errors import UsageError
+from workbench.events import Kind
 from workbench.magics.shell import register, unregister
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Kind
 from workbench.widgets.canvas import Canvas, canvas
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.pace import BYTES_PER_S

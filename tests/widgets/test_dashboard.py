@@ -12,12 +12,12 @@ from tests.trace.holding import HOLD_NS, stopped_before
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
+from workbench.events import Kind
 from workbench.magics.shell import register, unregister
 from workbench.replay.memory import MOVES
 from workbench.session.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Kind
 from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, script
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace

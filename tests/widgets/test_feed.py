@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tests.trace.holding import stopped_before
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
+from workbench.events import Edge, Kind, UnitState
 from workbench.replay import memory, states, training
 from workbench.replay.holds import without_holds
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind, UnitState
 from workbench.widgets.feed import Feed
 from workbench.widgets.packing import COLUMNS, pack
 from workbench.widgets.spans import thinned

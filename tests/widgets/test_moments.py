@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
+from workbench.events import Kind
 from workbench.replay import states
 from workbench.replay.alignment import NOT_LOGICAL
 from workbench.trace import advance
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Kind
 from workbench.widgets import moments
 from workbench.widgets.feed import offset_ns
 from workbench.widgets.moments import Moments

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from tests.trace.strategies import cuttings, traces
 from tests.widgets.long_trace import long_trace
+from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.trace import check
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import COLLECTIVES, Edge, Kind
 from workbench.widgets.spans import TRACKS, RankSpans
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]

@@ -13,9 +13,9 @@ from tests.source import REPO
 from tests.trace.simulation import example_trace
 from tests.trace.strategies import Setup, simulate, traces
 from tests.widgets.timeline_page import recorded
+from workbench.events import Edge, Kind
 from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind
 from workbench.views.tracks import COMPUTE, tracks
 from workbench.widgets import timeline as module
 from workbench.widgets.busy import answer_while_busy

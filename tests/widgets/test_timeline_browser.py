@@ -6,8 +6,8 @@ import pytest
 
 from tests.trace.simulation import example_trace
 from tests.widgets.timeline_page import as_sent, open_page, recorded
+from workbench.events import Kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Kind
 from workbench.views import theme
 from workbench.widgets import timeline as module
 from workbench.widgets.timeline import Timeline

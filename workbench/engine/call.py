@@ -13,7 +13,7 @@ from workbench.engine._torch import set_composed
 from workbench.engine.comm_context import FSDPCommContext, RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.probe import Phase
+from workbench.events import Phase
 
 
 class ShardedCall:

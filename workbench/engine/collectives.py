@@ -26,8 +26,8 @@ from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.engine.param import FSDPParam
 from workbench.engine.pool import NO_UNIT
-from workbench.engine.probe import Category, Comm, Edge, Kind
 from workbench.engine.waits import PendingWork
+from workbench.events import Category, Comm, Edge, Kind
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.pool import OverlapRecord
-from workbench.engine.probe import Category
 from workbench.engine.root import roots
 from workbench.engine.state import FSDPState, state_of, states_below
 from workbench.engine.undo import NewParams, laid_out, staged, undo
+from workbench.events import Category
 
 CPU = torch.device("cpu")
 Place = tuple[int, str]  # id of a module, name in it

@@ -14,7 +14,7 @@ from workbench.engine import probe
 from workbench.engine._torch import local_of
 from workbench.engine.param import FSDPParam, check_uniform, local_tensor
 from workbench.engine.policies import UnitPolicy
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 CPU = torch.device("cpu")
 

@@ -23,6 +23,7 @@ from workbench.engine._torch import default_store, new_group
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.order import Board, Call, Order
 from workbench.engine.waits import SLICE_S, PendingWork, Work, cancellation
+from workbench.events import Comm
 
 _indices = itertools.count()
 
@@ -100,9 +101,9 @@ class CommGroup:
         self._in_flight.clear()
         self.process_group = None
 
-    def next_comm(self) -> probe.Comm:
+    def next_comm(self) -> Comm:
         """Number the next collective of this group."""
-        comm = probe.Comm(group=self.index, seq=self._seq)
+        comm = Comm(group=self.index, seq=self._seq)
         self._seq += 1
         return comm
 

@@ -43,7 +43,7 @@ from workbench.engine._torch import (
 )
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo, names_of
-from workbench.engine.probe import ParamInfo
+from workbench.events import Param
 
 
 class ShardedState(Enum):
@@ -420,11 +420,11 @@ class FSDPParam:
             local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)
         return cast("DTensor", self.sharded_param.grad)
 
-    def describe(self) -> ParamInfo:
+    def describe(self) -> Param:
         """Return the probe's description."""
         layout = self.layout
         bounds = [layout.rows_of(r) for r in range(layout.num_shards)]
-        return ParamInfo(
+        return Param(
             fqn=self.fqn,
             shape=tuple(layout.shape),
             global_shape=tuple(self.global_shape),

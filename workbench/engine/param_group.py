@@ -16,10 +16,10 @@ from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
-from workbench.engine.probe import Category, Edge, Kind, Phase
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unit import Unit
 from workbench.engine.unshard_memory import Home
+from workbench.events import Category, Edge, Kind, Phase
 
 
 class TrainingState(Enum):

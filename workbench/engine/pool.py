@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from workbench.engine import probe
-from workbench.engine.probe import Category
+from workbench.events import Category, Probe
 
 NO_UNIT = -1
 
@@ -22,7 +22,7 @@ class _Block:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._probe: probe.Probe | None = None
+        self._probe: Probe | None = None
         self._told = 0  # bytes that count as RESERVED for that probe
 
     @property

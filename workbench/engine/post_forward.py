@@ -11,7 +11,7 @@ from workbench.engine import probe
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 
 class PostForwardShard:

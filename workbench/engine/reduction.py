@@ -33,8 +33,8 @@ from workbench.engine.collectives import (
 from workbench.engine.comm import ReduceScatter
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
-from workbench.engine.probe import Category, Edge, Kind
 from workbench.engine.streams import Streams, used_here
+from workbench.events import Category, Edge, Kind
 
 CPU = torch.device("cpu")
 

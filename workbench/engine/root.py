@@ -15,9 +15,9 @@ from workbench.engine.call import ShardedCall, state_of, units_of
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.param import ShardedState
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
-from workbench.engine.probe import Phase
 from workbench.engine.signature import check_same_units
 from workbench.engine.tensors import unrecorded
+from workbench.events import Phase
 
 roots: weakref.WeakSet[ShardedCall] = weakref.WeakSet()
 """Every root that has run; recovery after a failure resets them."""

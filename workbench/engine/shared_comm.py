@@ -33,9 +33,9 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.comm import sum_in_order
 from workbench.engine.pool import NO_UNIT
-from workbench.engine.probe import Category
 from workbench.engine.shared_memory import SharedMemory, barrier
 from workbench.engine.waits import PendingWork, Work
+from workbench.events import Category
 
 _ALIGNMENT = 64  # bytes, a cache line
 

@@ -14,10 +14,10 @@ from itertools import zip_longest
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.groups import CommGroup
 from workbench.engine.order import Call
-from workbench.engine.probe import UnitInfo
+from workbench.events import Unit
 
 
-def _lines(units: Sequence[UnitInfo]) -> list[str]:
+def _lines(units: Sequence[Unit]) -> list[str]:
     """Return one line per parameter, in the order collectives see them."""
     return [
         f"{unit.name or '(root)'}: {p.fqn} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}"
@@ -44,7 +44,7 @@ def _has(ranks: Sequence[int], text: str) -> str:
     return f"ranks {', '.join(map(str, ranks))} have {text}"
 
 
-def check_same_units(units: Sequence[UnitInfo], group: CommGroup) -> None:
+def check_same_units(units: Sequence[Unit], group: CommGroup) -> None:
     """Compare ``units`` across the ranks of ``group``; raises as :func:`check_same_lines`."""
     check_same_lines(_lines(units), group)
 

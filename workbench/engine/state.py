@@ -24,9 +24,9 @@ from workbench.engine.call import ShardedCall, units_of
 from workbench.engine.comm_context import RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.probe import Phase
 from workbench.engine.root import RootContext, join_root
 from workbench.engine.tensors import cast_floats, differentiable_in, map_tensors, tensors_in
+from workbench.events import Phase
 
 
 class FSDPState(ShardedCall):

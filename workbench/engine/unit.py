@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from workbench import events
 from workbench.engine import probe
 from workbench.engine.collectives import UnitId
 from workbench.engine.comm import (
@@ -31,7 +32,6 @@ from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.pool import UnshardSlot
-from workbench.engine.probe import UnitInfo
 from workbench.engine.reduction import GradientSync, Reducer
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home, UnshardMemory
@@ -355,9 +355,9 @@ class Unit:
         if probe.active is not None:
             probe.active.unit(self.describe())
 
-    def describe(self) -> UnitInfo:
+    def describe(self) -> events.Unit:
         """Return the probe's description."""
-        return UnitInfo(
+        return events.Unit(
             index=self.index,
             name=self.name,
             root=self.root_index,

@@ -13,7 +13,7 @@ from workbench.engine._torch import allow_reading, forbid_reading
 from workbench.engine.pages import Pages
 from workbench.engine.param import FullView
 from workbench.engine.pool import Tenant, UnshardSlot
-from workbench.engine.probe import Category
+from workbench.events import Category
 
 
 class UnshardMemory:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.events import Category, Edge, Kind
 from workbench.replay.memory import MOVES, in_use
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Category, Edge, Header, Kind, Rows
+from workbench.trace.schema import Header, Rows
 
 NOT_LOGICAL = (*MOVES, Kind.METRIC, Kind.LOG, Kind.GATE, Kind.RESIDENT)
 """Kinds whose rows are no logical events."""

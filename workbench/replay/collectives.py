@@ -14,9 +14,10 @@ from math import prod
 
 import numpy as np
 
+from workbench.events import COLLECTIVES, Edge, Kind, Param, Unit
 from workbench.replay.spans import Ints, Spans, closed, durations_ns, spans
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import COLLECTIVES, Edge, Header, Kind, Param, Rows, Unit
+from workbench.trace.schema import Header, Rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

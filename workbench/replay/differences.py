@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.events import Category, Kind, Phase
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
 from workbench.replay.memory import MOVES
 from workbench.replay.spans import Ints, closed, exclusive, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace, steps
-from workbench.trace.schema import Category, Header, Kind, Phase
+from workbench.trace.schema import Header
 
 _WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 _TELLING = 0.01  # of the step: less exposed time more or less is noise

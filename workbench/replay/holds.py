@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import Edge, Kind, Phase
 from workbench.replay.spans import Ints, of_kind, within_ns
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Header, Kind, Phase, Rows
+from workbench.trace.schema import Header, Rows
 
 _TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.RESET)
 

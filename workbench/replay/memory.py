@@ -2,7 +2,7 @@
 
 Bytes are those the engine owns and tells of: exact, in the order the rank's program asked for them. A class's bytes
 are *in use*, except those of RESERVED: pools keep them, nobody uses them, and no peak counts them. Arrays: ``C``
-memory classes (:class:`~workbench.trace.schema.Category`), ``M`` ALLOC / FREE rows, ``N`` moments asked for.
+memory classes (:class:`~workbench.events.Category`), ``M`` ALLOC / FREE rows, ``N`` moments asked for.
 """
 
 from __future__ import annotations
@@ -12,22 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.events import Category, Edge, Kind, Phase, UnitState
 from workbench.replay import states
 from workbench.replay.spans import Ints, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import (
-    NO_CATEGORY,
-    ROW_DTYPE,
-    Category,
-    Edge,
-    Header,
-    KeyFrame,
-    Kind,
-    Phase,
-    Rows,
-    UnitState,
-)
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header, KeyFrame, Rows
 
 MOVES = (Kind.ALLOC, Kind.FREE)
 """The kinds of rows that move bytes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from workbench.trace.schema import Header, Unit
+from workbench.events import Unit
+from workbench.trace.schema import Header
 
 
 def models(header: Header) -> tuple[int, ...]:

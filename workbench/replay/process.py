@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.events import Category, Kind
 from workbench.replay.memory import MOVES, envelope
 from workbench.replay.spans import Ints, of_kind
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Category, Header, Kind
+from workbench.trace.schema import Header
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

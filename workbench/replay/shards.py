@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
+from workbench.events import Param, Unit
 from workbench.replay.alike import pattern
-from workbench.trace.schema import Header, Param, Unit
+from workbench.trace.schema import Header
 
 
 @dataclass(frozen=True, kw_only=True)

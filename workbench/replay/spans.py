@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import Edge, Kind
 from workbench.trace.pairs import partners
-from workbench.trace.schema import Edge, Kind, Rows
+from workbench.trace.schema import Rows
 
 Ints = NDArray[np.int64]
 

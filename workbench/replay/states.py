@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.events import Edge, Kind, UnitState
 from workbench.replay.spans import Ints, last_ns, of_kind
 from workbench.trace.columns import RankTrace
 from workbench.trace.keyframe import REDUCTIONS, STATE_AFTER
 from workbench.trace.keyframe import advance as advance_key_frame
-from workbench.trace.schema import ROW_DTYPE, Edge, KeyFrame, Kind, Rows, UnitState
+from workbench.trace.schema import ROW_DTYPE, KeyFrame, Rows
 
 CHANGING_KINDS = (*(kind for kind, _ in STATE_AFTER), *REDUCTIONS)
 """The kinds of rows that can change a unit's state."""

@@ -16,9 +16,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import Edge, Kind
 from workbench.replay.models import models
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import ROW_DTYPE, Edge, Header, Kind, Rows
+from workbench.trace.schema import ROW_DTYPE, Header, Rows
 
 LOSS = "loss"
 """The metric that a step's return value is logged as."""

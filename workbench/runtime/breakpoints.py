@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 from workbench.errors import UsageError
-from workbench.trace.schema import COLLECTIVES, Edge, Kind, Phase
+from workbench.events import COLLECTIVES, Edge, Kind, Phase
 
 ROOT = "(root)"
 """How the unit that the root's own parameters make is written."""

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from workbench.engine.call import units_of
-from workbench.engine.probe import ParamInfo, UnitInfo
 from workbench.engine.state import state_of, states_below
+from workbench.events import Param, Unit
 
 
 def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> dict[str, Any]:
@@ -36,12 +36,12 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
     }
 
 
-def unit_infos(model: nn.Module) -> list[UnitInfo]:
+def unit_infos(model: nn.Module) -> list[Unit]:
     """Return what the engine says of each unit in the tree."""
     return [unit.describe() for unit in units_of(states_below(model))]
 
 
-def policy_words(infos: Sequence[UnitInfo], prefetch: int = 0) -> list[str]:
+def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     """Return how units are kept and computed, a phrase each; nothing for what is the plain way.
 
     Example: two copies, computed in bfloat16 -> ``["2 copies, each on 2 ranks", "computes in bfloat16"]``.
@@ -60,7 +60,7 @@ def policy_words(infos: Sequence[UnitInfo], prefetch: int = 0) -> list[str]:
     return [phrase for phrase in said if phrase]
 
 
-def _after_forward(infos: Iterable[UnitInfo]) -> str:
+def _after_forward(infos: Iterable[Unit]) -> str:
     policies = {info.reshard_after_forward for info in infos}
     numbers = {policy for policy in policies if not isinstance(policy, bool)}
     if numbers:
@@ -78,7 +78,7 @@ def _unit_names(model: nn.Module) -> list[str]:
     return [name or "(root)" for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 
-def _bytes_at_rest(param: ParamInfo) -> int:
+def _bytes_at_rest(param: Param) -> int:
     """Return the bytes of one shard, with padding."""
     others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
     return param.padded_rows * math.prod(others) * param.itemsize

@@ -25,11 +25,11 @@ from typing import Any
 from workbench.engine import probe, waits
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
+from workbench.events import COLLECTIVES, Comm, Edge, Kind
 from workbench.runtime import breakpoints, jobs
 from workbench.runtime.breakpoints import ROOT, Breakpoint, Event, Wanted
 from workbench.runtime.interrupts import Interrupts
-from workbench.runtime.recorder import EDGE_OF, KIND_OF, NO_STEP, Recorder
-from workbench.trace.schema import COLLECTIVES, Edge, Kind
+from workbench.runtime.recorder import NO_STEP, Recorder
 
 Inbox = SimpleQueue[tuple[str, dict[str, Any]] | None]
 """Tickets with their jobs; None wakes the held thread up."""
@@ -40,7 +40,7 @@ _RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
 
 
 class Gate:
-    """See the module docstring; implements :class:`workbench.engine.probe.Probe`.
+    """See the module docstring; implements :class:`workbench.events.Probe`.
 
     Args:
         recorder: what is recorded when the gate has been asked.
@@ -112,14 +112,14 @@ class Gate:
 
     def _asked(
         self,
-        kind: probe.Kind,
-        edge: probe.Edge,
+        kind: Kind,
+        edge: Edge,
         unit: int,
         num_bytes: int,
-        comm: probe.Comm | None,
+        comm: Comm | None,
         t_ns: int | None,
     ) -> None:
-        self._ask(Kind(KIND_OF[kind]), Edge(EDGE_OF[edge]), unit, num_bytes)
+        self._ask(kind, edge, unit, num_bytes)
         self._recorder.event(kind, edge, unit, num_bytes, comm, t_ns)
 
     def _ask_own(self, kind: Kind, edge: Edge) -> None:

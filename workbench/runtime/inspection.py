@@ -23,9 +23,9 @@ from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.root import roots
 from workbench.engine.state import states_below
 from workbench.errors import UsageError
+from workbench.events import Edge, Kind, Phase
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
-from workbench.trace.schema import Edge, Kind, Phase
 from workbench.trace.step_names import step_name
 
 _LOOK_BACK = 20_000

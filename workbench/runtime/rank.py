@@ -19,6 +19,7 @@ from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, f
 from workbench.engine import groups
 from workbench.engine._torch import untried
 from workbench.errors import ClusterError
+from workbench.events import Edge, Kind, Phase
 from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
 from workbench.runtime.gate import OPERATIONS, Gate
@@ -31,7 +32,7 @@ from workbench.runtime.training import Trainer
 from workbench.runtime.user_line import user_line
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
-from workbench.trace.schema import Edge, Header, Kind, Phase, RankInfo
+from workbench.trace.schema import Header, RankInfo
 from workbench.trace.wire import to_wire
 
 

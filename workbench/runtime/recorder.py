@@ -1,4 +1,4 @@
-"""The engine's probe on a rank: every event becomes one packed row of the trace.
+"""The probe of a rank: every event becomes one packed row of the trace.
 
 The ring holds the newest :data:`CAPACITY` rows. An append costs one ``struct.pack_into`` under a re-entrant lock (a
 freed gradient can announce itself from within an append, through the garbage collector) and never looks at a
@@ -17,31 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
-from workbench.engine import probe
+from workbench.events import COLLECTIVES, Category, Comm, Edge, Kind, Phase, Unit, UnitState
 from workbench.trace import advance
 from workbench.trace.keyframe import STATE_AFTER
-from workbench.trace.schema import (
-    COLLECTIVES,
-    NO_CATEGORY,
-    ROW,
-    ROW_DTYPE,
-    Category,
-    CommGroup,
-    Edge,
-    Header,
-    KeyFrame,
-    Kind,
-    Param,
-    Phase,
-    RankInfo,
-    Rows,
-    Unit,
-    UnitState,
-)
+from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows
 
 CAPACITY = 2**18
 NO_STEP = -1
@@ -55,22 +37,6 @@ _BESIDE = (
     Kind.GATE,
     Kind.RESIDENT,
 )  # do not say where a rank is
-
-E = TypeVar("E", Kind, Edge, Phase, Category)
-
-
-def _translation(source: type[probe.Kind | probe.Edge | probe.Phase | probe.Category], target: type[E]) -> list[int]:
-    """Return the trace's number for each of the engine's, by name; index 0 is unused."""
-    table = [0] * (max(source) + 1)
-    for member in source:
-        table[member] = int(target[member.name])
-    return table
-
-
-_KIND = KIND_OF = _translation(probe.Kind, Kind)
-_EDGE = EDGE_OF = _translation(probe.Edge, Edge)
-_PHASE = _translation(probe.Phase, Phase)
-_CATEGORY = _translation(probe.Category, Category)
 
 
 @dataclass(frozen=True)
@@ -121,7 +87,7 @@ class _Unrecorded:
 
 
 class Recorder:
-    """See the module docstring; implements :class:`workbench.engine.probe.Probe`.
+    """See the module docstring; implements :class:`workbench.events.Probe`.
 
     Attributes:
         header: what this rank knows of the trace's header.
@@ -153,7 +119,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._head = 0
         self._key_frame = KeyFrame()
-        self._phase = int(Phase.IDLE)
+        self._phase = Phase.IDLE
         self._strings: dict[str, int] = {}
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
@@ -163,39 +129,39 @@ class Recorder:
 
     def event(
         self,
-        kind: probe.Kind,
-        edge: probe.Edge,
+        kind: Kind,
+        edge: Edge,
         unit: int,
         num_bytes: int,
-        comm: probe.Comm | None,
+        comm: Comm | None,
         t_ns: int | None,
     ) -> None:
         """Record an event of the engine."""
         self.ordinal += 1
         if comm is None:
-            self._append(_KIND[kind], _EDGE[edge], unit, num_bytes)
+            self._append(kind, edge, unit, num_bytes)
         else:
             pair = (comm.seq, self._groups.get(comm.group, -1))
-            if self.is_recording and pair in self._begun_unrecorded and kind != probe.Kind.WAIT:
+            if self.is_recording and pair in self._begun_unrecorded and kind != Kind.WAIT:
                 self._begun_unrecorded.discard(pair)  # given up off the record; this is its end
                 return
-            self._append(_KIND[kind], _EDGE[edge], unit, num_bytes, comm=pair, t_ns=t_ns)
+            self._append(kind, edge, unit, num_bytes, comm=pair, t_ns=t_ns)
 
-    def memory(self, category: probe.Category, unit: int, delta_bytes: int) -> None:
-        """Record bytes that came to life or died."""
-        self.memory_of(_CATEGORY[category], unit, delta_bytes)
+    def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
+        """Record bytes (signed, not 0) that came to life or died."""
+        self._append(Kind.ALLOC if delta_bytes > 0 else Kind.FREE, Edge.INSTANT, unit, delta_bytes, category=category)
 
-    def phase(self, phase: probe.Phase) -> None:
+    def phase(self, phase: Phase) -> None:
         """Stamp the rows that follow with ``phase``."""
-        if phase == probe.Phase.FORWARD and self.step == NO_STEP:
+        if phase == Phase.FORWARD and self.step == NO_STEP:
             self.on_forward()
         self.on_phase()
-        self._phase = _PHASE[phase]
+        self._phase = phase
 
-    def unit(self, info: probe.UnitInfo) -> None:
+    def unit(self, info: Unit) -> None:
         """Put a new or changed unit into the header."""
         others = tuple(u for u in self.header.units if u.index != info.index)
-        units = tuple(sorted((*others, _unit(info)), key=lambda u: u.index))
+        units = tuple(sorted((*others, info), key=lambda u: u.index))
         self._change(dataclasses.replace(self.header, units=units))
 
     def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
@@ -207,20 +173,15 @@ class Recorder:
 
     # ---- what the runtime itself records
 
-    def memory_of(self, category: int, unit: int, delta_bytes: int) -> None:
-        """Record ``delta_bytes`` (signed, not 0) of a trace category."""
-        kind = Kind.ALLOC if delta_bytes > 0 else Kind.FREE
-        self._append(int(kind), int(Edge.INSTANT), unit, delta_bytes, category=category)
-
     def metric(self, name: str, value: float) -> None:
         """Record a number under ``name``."""
         if self._unrecorded is not None:
             return
-        self._append(int(Kind.METRIC), int(Edge.INSTANT), -1, 0, module=self._intern(name), value=value)
+        self._append(Kind.METRIC, Edge.INSTANT, -1, 0, module=self._intern(name), value=value)
 
     def resident(self, num_bytes: int) -> None:
         """Record that ``num_bytes`` (more than 0) of this process are in memory."""
-        self._append(int(Kind.RESIDENT), int(Edge.INSTANT), -1, num_bytes)
+        self._append(Kind.RESIDENT, Edge.INSTANT, -1, num_bytes)
 
     def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
         """Put this rank and the mesh into the header."""
@@ -245,32 +206,32 @@ class Recorder:
         """Record an event that the engine does not announce."""
         self.before_own(kind, edge)
         self.ordinal += 1
-        self._append(int(kind), int(edge), -1, 0)
+        self._append(kind, edge, -1, 0)
 
     def give_up_step(self) -> None:
         """Leave a step that raised without an END: it has none."""
         self.step = NO_STEP
-        self._phase = int(Phase.IDLE)
+        self._phase = Phase.IDLE
 
     def optimizer_edge(self, edge: Edge) -> None:
         """Record the begin or end of an optimizer's step."""
         self.on_phase()
         if edge is Edge.BEGIN:
-            self._phase = int(Phase.OPTIMIZER)
+            self._phase = Phase.OPTIMIZER
         self._own(Kind.OPTIMIZER, edge)
         if edge is Edge.END:
-            self._phase = int(Phase.IDLE)
+            self._phase = Phase.IDLE
 
     @contextmanager
     def held(self, unit: int) -> Iterator[None]:
         """Record that this rank is held before an event of ``unit``, as long as the body runs."""
         begin_ns = time.monotonic_ns()
-        self._append(int(Kind.GATE), int(Edge.BEGIN), unit, 0, t_ns=begin_ns)
+        self._append(Kind.GATE, Edge.BEGIN, unit, 0, t_ns=begin_ns)
         try:
             yield
         finally:
             end_ns = time.monotonic_ns()
-            self._append(int(Kind.GATE), int(Edge.END), unit, 0, t_ns=end_ns)
+            self._append(Kind.GATE, Edge.END, unit, 0, t_ns=end_ns)
             self.held_ns += end_ns - begin_ns
 
     @contextmanager
@@ -313,15 +274,15 @@ class Recorder:
         """Record what was left changed off the record."""
         for (category, unit), delta_bytes in left.deltas.items():
             if delta_bytes:
-                self.memory_of(category, unit, delta_bytes)
+                self.memory(Category(category), unit, delta_bytes)
         for unit, state in left.states.items():
             if state == self._key_frame.unit_states.get(unit, UnitState.SHARDED):
                 continue
             if state == UnitState.SHARDED:
-                self._append(int(Kind.RESHARD), int(Edge.INSTANT), unit, 0)
+                self._append(Kind.RESHARD, Edge.INSTANT, unit, 0)
             elif state == UnitState.UNSHARDED:  # one in flight was given up, and is reset
-                self._append(int(Kind.UNSHARD), int(Edge.BEGIN), unit, 0)
-                self._append(int(Kind.UNSHARD), int(Edge.END), unit, 0)
+                self._append(Kind.UNSHARD, Edge.BEGIN, unit, 0)
+                self._append(Kind.UNSHARD, Edge.END, unit, 0)
 
     def _append(  # noqa: PLR0913 - the columns of a row
         self,
@@ -401,7 +362,7 @@ class Recorder:
     @property
     def phase_now(self) -> Phase:
         """The phase that the next row gets."""
-        return Phase(self._phase)
+        return self._phase
 
     def newest(self, count: int) -> Rows:
         """Return the newest rows, at most ``count``, in their order; from any thread."""
@@ -415,9 +376,3 @@ class Recorder:
         found = rows[~np.isin(rows["kind"], _BESIDE)]
         last: np.void | None = found[-1] if len(found) else rows[-1] if len(rows) else None
         return last
-
-
-def _unit(info: probe.UnitInfo) -> Unit:
-    """Return the trace's description of a unit."""
-    fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(info)}
-    return Unit(**fields | {"params": tuple(Param(**vars(param)) for param in info.params)})

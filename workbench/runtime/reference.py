@@ -16,9 +16,9 @@ from torch.nn.utils import parametrize
 from workbench.engine.call import units_of
 from workbench.engine.param import FSDPParam
 from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.probe import UnitInfo
 from workbench.engine.state import states_below
 from workbench.engine.tensors import cast_floats
+from workbench.events import Unit
 
 UPDATE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.05}
 """By how much a parameter's update may differ in norm, by the coarsest dtype that is computed or reduced in.
@@ -28,7 +28,7 @@ are all sign. An update that misses another rank's gradients differs by more tha
 """
 
 
-def coarsest_dtype(infos: Sequence[UnitInfo]) -> str:
+def coarsest_dtype(infos: Sequence[Unit]) -> str:
     """Return the dtype with the fewest bits of mantissa that a unit computes or reduces in, ``"float32"`` without."""
     found = {dtype for info in infos for dtype in (info.compute_dtype, info.reduce_dtype)}
     return max(found, key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps, default="float32")

@@ -21,9 +21,9 @@ from workbench.engine import StepAborted
 from workbench.engine._torch import local_of
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
+from workbench.events import Category, Edge
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
-from workbench.trace.schema import Category, Edge
 
 
 def find_step_function(name: str) -> Callable[[], Any]:
@@ -171,7 +171,7 @@ class _StateBytes:
         """Record the difference to what was known."""
         delta, self._num_bytes = num_bytes - self._num_bytes, num_bytes
         if delta:
-            self._recorder.memory_of(Category.OPTIMIZER_STATE, -1, delta)
+            self._recorder.memory(Category.OPTIMIZER_STATE, -1, delta)
 
     def __del__(self) -> None:
         self.set(0)

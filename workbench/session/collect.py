@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from workbench.cluster.pending import Reply
+from workbench.events import Category
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Category
 from workbench.trace.wire import from_wire
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.events import Edge, Kind, Phase
 from workbench.replay import training
 from workbench.replay.alignment import NOT_LOGICAL, same_events
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.session.places import event_words, unit_names
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Kind, Phase
 from workbench.trace.step_names import step_name
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from workbench.events import Unit
 from workbench.replay.alike import label
-from workbench.trace.schema import Header, Unit
+from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
 Position = Mapping[str, Any]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from workbench.cluster.pending import Pending, Reply
 from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, WorkbenchError
+from workbench.events import Phase
 from workbench.replay.alike import label
 from workbench.session.breakpoints import UNTIL, Breakpoints
 from workbench.session.collect import Collector
@@ -32,7 +33,6 @@ from workbench.session.stop_reports import StopReport
 from workbench.session.until import came
 from workbench.session.watch import ASK_S, PATIENT_S, Interruptible, Outcome, Tick, Watch
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Phase
 
 RUNTIME = "workbench.runtime.rank"
 """The rank side, in the ranks' processes; here it is only a name."""

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from workbench.events import Edge, Kind
 from workbench.replay.spans import of_kind
 from workbench.session.breakpoints import EVENTS, ROOT, nearest
 from workbench.session.places import unit_names
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Edge, Header, Kind, Rows
+from workbench.trace.schema import Header, Rows
 
 MAX_CAME = 6
 """Events that are named."""

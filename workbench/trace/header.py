@@ -13,7 +13,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import numpy as np
 
 from workbench.errors import TraceError
-from workbench.trace.schema import SCHEMA_VERSION, Category, CommGroup, Header, KeyFrame, Rows
+from workbench.events import Category
+from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, Rows
 from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
 _LIMIT = 2**63  # a file may say anything, and folds count in 64 bits

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.trace.schema import Category, Edge, KeyFrame, Kind, Rows, UnitState
+from workbench.events import Category, Edge, Kind, UnitState
+from workbench.trace.schema import KeyFrame, Rows
 
 STATE_AFTER: dict[tuple[Kind, Edge], UnitState] = {
     (Kind.ALL_GATHER, Edge.BEGIN): UnitState.ALL_GATHER_IN_FLIGHT,

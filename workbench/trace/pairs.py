@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.trace.schema import COLLECTIVES, Edge, Rows
+from workbench.events import COLLECTIVES, Edge
+from workbench.trace.schema import Rows
 
 
 def partners(rows: Rows) -> NDArray[np.int64]:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import COLLECTIVES, Category, Edge, Kind, Phase
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
-from workbench.trace.schema import COLLECTIVES, ROW_DTYPE, Category, Edge, Header, Kind, Phase
+from workbench.trace.schema import ROW_DTYPE, Header
 
 Event = dict[str, Any]
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import COLLECTIVES, Category, Edge, Kind, Param, Phase
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
-from workbench.trace.schema import COLLECTIVES, NO_CATEGORY, Category, Edge, Header, Kind, Param, Phase
+from workbench.trace.schema import NO_CATEGORY, Header
 
 MAX_RANKS = 2**16
 """Ranks of a world; views go through all of them."""

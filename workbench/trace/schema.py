@@ -1,22 +1,19 @@
-"""The words of a trace: what a row holds, which values its columns take, what the header says.
+"""What a trace is made of: what a row holds, and what the header says; its words are :mod:`workbench.events`.
 
 One row is one *instant* on one rank. A span is a BEGIN row and an END row, never one finished record, so that a
 hang shows what was begun. Rows are packed with :data:`ROW` on the rank and read as :data:`ROW_DTYPE` in the kernel;
 the two describe the same 52 bytes.
-
-Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
-a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the
-bytes on the wire.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
+from workbench.events import Category, Unit, UnitState
 
 SCHEMA_VERSION = 2
 
@@ -45,144 +42,6 @@ Rows = NDArray[np.void]
 """A 1-D array of :data:`ROW_DTYPE`."""
 
 NO_CATEGORY = 255
-
-
-class Kind(IntEnum):
-    """What a row is about. BEGIN / END come in pairs except where the comment says INSTANT."""
-
-    STEP = 0  # one training step
-    FORWARD = 1  # a unit's forward
-    BACKWARD = 2  # a unit's backward: from the gradient of its output to the gradients of its parameters
-    OPTIMIZER = 3  # optimizer.step()
-    UNSHARD = 4  # BEGIN: all-gather asked for; END: parameters usable
-    RESHARD = 5  # INSTANT: full parameters given up
-    ALL_GATHER = 6  # BEGIN: issued; END: its last byte arrived (may precede the row before it in time)
-    REDUCE_SCATTER = 7
-    ALL_REDUCE = 8
-    BROADCAST = 9
-    COPY_IN = 10  # into a collective's input
-    COPY_OUT = 11  # out of a collective's output
-    WAIT = 12  # compute blocked on communication: exposed communication
-    ALLOC = 13  # INSTANT: num_bytes > 0 of category came to life
-    FREE = 14  # INSTANT: num_bytes < 0 of category died
-    OFFLOAD = 15  # copy between device and host for offloading
-    GATE = 16  # held by a breakpoint or a pause
-    METRIC = 17  # INSTANT: module names it, value holds it
-    LOG = 18  # INSTANT: module holds the text
-    RESET = 19  # INSTANT: the unit's iteration was given up: it is SHARDED and nothing of it is in flight
-    RESIDENT = 20  # INSTANT: num_bytes of the process are in memory, whoever owns them
-
-
-COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
-
-
-class Edge(IntEnum):
-    """Which end of a span a row is."""
-
-    BEGIN = 0
-    END = 1
-    INSTANT = 2
-
-
-class Phase(IntEnum):
-    """Where in the step the rank was when the row was written."""
-
-    IDLE = 0
-    FORWARD = 1
-    PRE_BACKWARD = 2
-    BACKWARD = 3
-    POST_BACKWARD = 4
-    OPTIMIZER = 5
-
-
-class Category(IntEnum):
-    """Memory class of an ALLOC / FREE row: whose bytes they are."""
-
-    SHARDED_PARAMS = 0  # this rank's shards, padded storage
-    UNSHARDED_PARAMS = 1  # full parameters of a unit between unshard and reshard
-    ALL_GATHER_BUFFERS = 2  # input and output staging of an all-gather
-    UNSHARDED_GRADS = 3  # full gradients between backward and reduce-scatter
-    REDUCE_SCATTER_BUFFERS = 4  # staging of a reduce-scatter
-    SHARDED_GRADS = 5  # this rank's part of the averaged gradients
-    OPTIMIZER_STATE = 6
-    ACTIVATIONS = 7  # saved for backward
-    OTHER = 8
-    RESERVED = 9  # kept by pools for reuse, and nobody's now: what a slot holds while it is taken counts elsewhere
-
-
-class UnitState(IntEnum):
-    """Where a unit's parameters are; :class:`KeyFrame` and the ``states`` fold use it."""
-
-    SHARDED = 0  # each rank holds its shard only
-    ALL_GATHER_IN_FLIGHT = 1  # shard, and an all-gather output filling up
-    UNSHARDED = 2  # shard and full parameters
-    REDUCING = 3  # a gradient reduction of the unit is in flight (parameters may be sharded or not)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Param:
-    """One parameter of a unit.
-
-    Attributes:
-        fqn: name relative to the root module.
-        shape: what FSDP shards, in elements: under tensor parallelism this rank's part.
-        global_shape: before tensor parallelism; equal to ``shape`` without.
-        dtype: e.g. ``"float32"``.
-        itemsize: bytes per element.
-        shard_dim: tensor dimension that is split.
-        rows_per_rank: rows of ``shard_dim`` that each shard-rank really holds, without padding.
-        padded_rows: rows of ``shard_dim`` each shard-rank's storage has room for; ``ceil(shape[shard_dim] / F)``.
-        trainable: whether it takes a gradient.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    shard_dim: int
-    rows_per_rank: tuple[int, ...]
-    padded_rows: int
-    trainable: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """One ``fully_shard`` call: one communication group of parameters.
-
-    Attributes:
-        index: the ``unit`` column's value; never reused within a trace.
-        name: module path relative to the root, ``""`` for the root itself.
-        root: index of the root unit of its model (its own index for the root; -1 before the first forward).
-        params: its parameters, in order.
-        reshard_after_forward: the policy in force (``None`` resolved to a bool once the root is known); a number: after
-            forward the parameters are sharded over that many of the F ranks only.
-        shard_size: ranks that share one copy, F.
-        replicate_size: copies whose gradients are averaged by an all-reduce, R; 1 without replication.
-        compute_dtype: of the all-gather and of forward and backward, e.g. ``"bfloat16"``.
-        reduce_dtype: of the gradients on their way.
-        compute_itemsize: bytes per element of ``compute_dtype``.
-        reduce_itemsize: bytes per element of ``reduce_dtype``.
-        offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
-        comm: what carries its collectives: ``"gloo"``, ``"shared memory"``, ``"c10d"``, ``"custom"``; ``""`` on one
-            rank or not known.
-        retired: True once the unit was undone by ``unshard_module``.
-    """
-
-    index: int
-    name: str
-    root: int
-    params: tuple[Param, ...]
-    reshard_after_forward: bool | int
-    shard_size: int
-    replicate_size: int = 1
-    compute_dtype: str
-    reduce_dtype: str
-    compute_itemsize: int
-    reduce_itemsize: int
-    offload: bool = False
-    comm: str = ""
-    retired: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

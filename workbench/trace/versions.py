@@ -12,7 +12,8 @@ import re
 from typing import Any
 
 from workbench.errors import TraceError
-from workbench.trace.schema import SCHEMA_VERSION, Category
+from workbench.events import Category
+from workbench.trace.schema import SCHEMA_VERSION
 
 _RANKS = re.compile(r"ranks? (\d[\d, -]*)$")
 _MAX_RANKS = 2**16  # a file may say anything

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 
+from workbench.events import Kind
 from workbench.replay.alike import join_names, label, pattern
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Header, Kind
+from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.window import Window, window

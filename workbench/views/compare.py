@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.errors import UsageError
+from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay.alignment import Alignment, Side
 from workbench.replay.alike import join_names, label, pattern, ranges
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
@@ -19,7 +20,6 @@ from workbench.replay.holds import without_holds
 from workbench.replay.spans import Ints
 from workbench.replay.units import by_number
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Category, Edge, Kind, Phase
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.talk import for_talk

@@ -8,9 +8,9 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from workbench.events import Kind
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints
-from workbench.trace.schema import Kind
 from workbench.views import theme
 
 MAX_MARKS = 60

@@ -15,11 +15,12 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
+from workbench.events import Unit
 from workbench.replay.alike import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Totals, alike, at_rest, shards, totals, unit_shards
 from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Header, Unit
+from workbench.trace.schema import Header
 from workbench.views import theme
 
 MAX_UNFOLDED = 32

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
+from workbench.events import Category, Edge, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.alike import label
 from workbench.replay.holds import Cuts, clock_offset_ns
@@ -22,7 +23,7 @@ from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, last_ns
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, Edge, Header, Kind, UnitState
+from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.events import Kind
 from workbench.replay.spans import closed, exclusive, last_ns, spans
-from workbench.trace.schema import Kind, Rows
+from workbench.trace.schema import Rows
 from workbench.views import theme
 
 STRIP_HEIGHT = 20  # pixels over the plot, its distance from it included

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.events import Category
 from workbench.replay.process import ProcessSeries, series
 from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Category, Header
+from workbench.trace.schema import Header
 from workbench.views import theme
 
 HEIGHT = 150  # pixels

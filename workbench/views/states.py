@@ -11,13 +11,14 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.events import Kind, UnitState
 from workbench.replay.alike import groups, label
 from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.spans import last_ns, of_kind
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header, Kind, UnitState
+from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases

@@ -19,7 +19,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale, sequential
 
-from workbench.trace.schema import Category, Header, Kind, UnitState
+from workbench.events import Category, Kind, UnitState
+from workbench.trace.schema import Header
 
 INK = "#757575"
 """Text and axis lines: legible on white and on dark pages."""

@@ -13,12 +13,13 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from workbench.events import COLLECTIVES, Kind
 from workbench.replay.alike import groups, label
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, durations_ns, last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import COLLECTIVES, Header, Kind
+from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis

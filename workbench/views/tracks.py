@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.events import Kind
 from workbench.replay.collectives import Collectives, table
 from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Kind
 from workbench.views.rectangles import Rectangles, joined, rectangles
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.COPY_IN, Kind.COPY_OUT, Kind.OFFLOAD, Kind.GATE)

@@ -14,10 +14,10 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
+from workbench.events import Kind
 from workbench.replay.holds import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Kind
 from workbench.views import theme
 
 MAX_PANELS = 12

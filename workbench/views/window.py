@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import UsageError
+from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.replay.alike import ranges
 from workbench.replay.holds import Cuts, without_holds
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace, steps
-from workbench.trace.schema import COLLECTIVES, Edge, KeyFrame, Kind, Rows
+from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
 
 _WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, *COLLECTIVES)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.events import Category, Edge, Kind
 from workbench.replay.spans import of_kind
 from workbench.replay.states import CHANGING_KINDS
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.keyframe import REDUCTIONS
-from workbench.trace.schema import Category, Edge, Kind, Rows
+from workbench.trace.schema import Rows
 
 ALIKE = 0.02
 """Ranks are alike if no class of memory differs by more than this part of all, as in the memory view."""

@@ -28,11 +28,12 @@ import anywidget
 import traitlets
 
 from workbench.errors import WorkbenchError
+from workbench.events import COLLECTIVES, Category, Kind, UnitState
 from workbench.replay.units import model_order, unit_name
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
-from workbench.trace.schema import COLLECTIVES, Category, Header, Kind, UnitState
+from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import Category
 from workbench.replay import memory, states
 from workbench.replay.holds import Cuts, GrowingCuts, clock_offset_ns
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Category, KeyFrame
+from workbench.trace.schema import KeyFrame
 from workbench.widgets.alike import Alike
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 from workbench.widgets.steps import Steps

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from workbench.events import Edge, Kind, Phase
 from workbench.replay import memory, states
 from workbench.replay.alignment import NOT_LOGICAL
 from workbench.replay.alike import label
@@ -22,7 +23,7 @@ from workbench.replay.units import unit_name
 from workbench.session.cursor import Cursor
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import ROW_DTYPE, Edge, Header, KeyFrame, Kind, Phase, Rows
+from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 from workbench.views import theme
 from workbench.widgets.alike import ALIKE
 from workbench.widgets.feed import offset_ns

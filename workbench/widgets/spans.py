@@ -12,10 +12,11 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import COLLECTIVES, Kind
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, Spans, closed, exclusive, spans
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import COLLECTIVES, Kind, Rows
+from workbench.trace.schema import Rows
 from workbench.views.tracks import COMPUTE
 
 TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (

@@ -16,12 +16,12 @@ import numpy as np
 import traitlets
 from numpy.typing import NDArray
 
+from workbench.events import COLLECTIVES, Kind
 from workbench.replay.alike import groups, label
 from workbench.replay.holds import Cuts, GrowingCuts
 from workbench.replay.spans import last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import COLLECTIVES, Kind
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.packing import told_holds
