@@ -1,7 +1,9 @@
 """The words of what happens on a rank: said by whoever runs the training, stored in traces, read by everything else.
 
 A *source* of events calls a :class:`Probe`: the workbench's engine is one, a loop of one's own can be another. It says
-what it does *before* it does it. The numbers are those of the trace file: they never change, new ones come at the end.
+what it does *before* it does it. Each word is one row of its enum, with all that is to be known of it, and whoever
+treats some kinds alike asks what is known of them: a kind that is added has its row here and is missed nowhere. The
+numbers are those of the trace file: they never change, and new ones come at the end.
 
 Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
 a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the
@@ -10,81 +12,295 @@ bytes on the wire. All byte counts are logical bytes (elements x itemsize).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Protocol
+from enum import Enum, IntEnum, auto
+from typing import Any, Protocol, Self
 
 
-class Kind(IntEnum):
-    """What a row is about. BEGIN / END come in pairs except where the comment says INSTANT."""
+class Colour(Enum):
+    """What is drawn in a colour of its own; :data:`workbench.views.theme.COLOURS` says in which."""
 
-    STEP = 0  # one training step
-    FORWARD = 1  # a unit's forward
-    BACKWARD = 2  # a unit's backward: from the gradient of its output to the gradients of its parameters
-    OPTIMIZER = 3  # optimizer.step()
-    UNSHARD = 4  # BEGIN: all-gather asked for; END: parameters usable
-    RESHARD = 5  # INSTANT: full parameters given up
-    ALL_GATHER = 6  # BEGIN: issued; END: its last byte arrived (may precede the row before it in time)
-    REDUCE_SCATTER = 7
-    ALL_REDUCE = 8
-    BROADCAST = 9
-    COPY_IN = 10  # into a collective's input
-    COPY_OUT = 11  # out of a collective's output
-    WAIT = 12  # compute blocked on communication: exposed communication
-    ALLOC = 13  # INSTANT: num_bytes > 0 of category came to life
-    FREE = 14  # INSTANT: num_bytes < 0 of category died
-    OFFLOAD = 15  # copy between device and host for offloading
-    GATE = 16  # held by a breakpoint or a pause
-    METRIC = 17  # INSTANT: module names it, value holds it
-    LOG = 18  # INSTANT: module holds the text
-    RESET = 19  # INSTANT: the unit's iteration was given up: it is SHARDED and nothing of it is in flight
-    RESIDENT = 20  # INSTANT: num_bytes of the process are in memory, whoever owns them
+    SHARDED_PARAMS = auto()
+    UNSHARDED_PARAMS = auto()
+    ALL_GATHER = auto()
+    UNSHARDED_GRADS = auto()
+    REDUCE_SCATTER = auto()
+    SHARDED_GRADS = auto()
+    OPTIMIZER_STATE = auto()
+    ACTIVATIONS = auto()
+    RESERVED = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    OPTIMIZER = auto()
+    COPY_IN = auto()
+    COPY_OUT = auto()
+    OFFLOAD = auto()
+    WAIT = auto()
+    GIVEN_UP = auto()
+    PLAIN = auto()
 
 
-COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
+class Track(Enum):
+    """Where a timeline draws a span, from the top; the value is the track's name."""
+
+    COMPUTE = "compute"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    OTHER = "other"
+    WAIT = "wait"
 
 
-class Edge(IntEnum):
+@dataclass(frozen=True, kw_only=True)
+class WordInfo:
+    """What is to be known of a word: ``words`` is how people write it."""
+
+    words: str
+
+
+class Word(IntEnum):
+    """A value of a column of the trace: its row is its number, and its ``info`` what is to be known of it."""
+
+    words: str
+
+    def __new__(cls, *row: Any) -> Self:  # noqa: ANN401 - a number and an info; from a number alone members are found
+        """Return the member that a row declares."""
+        number, info = row
+        member = int.__new__(cls, number)
+        member._value_, member.words = number, info.words
+        vars(member)["info"] = info
+        return member
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeInfo(WordInfo):
+    """An edge, and what a span does there."""
+
+    verb: str
+
+
+class Edge(Word):
     """Which end of a span a row is."""
 
-    BEGIN = 0
-    END = 1
-    INSTANT = 2
+    info: EdgeInfo
+
+    BEGIN = 0, EdgeInfo(words="begin", verb="begins")
+    END = 1, EdgeInfo(words="end", verb="ends")
+    INSTANT = 2, EdgeInfo(words="instant", verb="")
 
 
-class Phase(IntEnum):
+@dataclass(frozen=True, kw_only=True)
+class ColouredInfo(WordInfo):
+    """A word that has a colour."""
+
+    colour: Colour
+
+
+class UnitState(Word):
+    """Where a unit's parameters are."""
+
+    info: ColouredInfo
+
+    # each rank holds its shard only
+    SHARDED = 0, ColouredInfo(words="sharded", colour=Colour.SHARDED_PARAMS)
+    # shard, and an all-gather output filling up
+    ALL_GATHER_IN_FLIGHT = 1, ColouredInfo(words="all-gather in flight", colour=Colour.ALL_GATHER)
+    # shard and full parameters
+    UNSHARDED = 2, ColouredInfo(words="unsharded", colour=Colour.UNSHARDED_PARAMS)
+    # a gradient reduction of the unit is in flight (parameters may be sharded or not)
+    REDUCING = 3, ColouredInfo(words="reducing", colour=Colour.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindInfo(ColouredInfo):
+    """What is to be known of a kind of event.
+
+    Attributes:
+        is_span: its rows are BEGIN and END, in pairs; else INSTANT.
+        is_event: it says where a rank is, and is counted; else it is told beside: bytes, what is logged, a hold.
+        is_stop: a breakpoint can be set on it.
+        track: where its spans are drawn; None: nowhere.
+        is_work: what a step is for.
+        is_collective: its rows bear ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
+        is_reduction: with a unit it is a gradient reduction of it.
+        memory_sign: its ``num_bytes`` of ``category`` come to life (1) or die (-1).
+        has_text: ``module`` names it.
+        states: where the unit's parameters are after one of its edges.
+    """
+
+    is_span: bool
+    is_event: bool
+    is_stop: bool
+    track: Track | None
+    is_work: bool = False
+    is_collective: bool = False
+    is_reduction: bool = False
+    memory_sign: int = 0
+    has_text: bool = False
+    states: tuple[tuple[Edge, UnitState], ...] = ()
+
+
+def _span(words: str, colour: Colour, track: Track | None, **more: Any) -> KindInfo:  # noqa: ANN401 - fields
+    """Return a kind that begins and ends, and at which breakpoints stop."""
+    usual = {"is_span": True, "is_event": True, "is_stop": True}
+    return KindInfo(words=words, colour=colour, track=track, **usual | more)
+
+
+def _instant(words: str, colour: Colour, **more: Any) -> KindInfo:  # noqa: ANN401 - fields
+    """Return a kind that is told beside the events, at once."""
+    usual = {"is_span": False, "is_event": False, "is_stop": False, "track": None}
+    return KindInfo(words=words, colour=colour, **usual | more)
+
+
+class Kind(Word):
+    """What a row is about; what else is to be known of each is said in :class:`KindInfo`."""
+
+    info: KindInfo
+
+    # one training step
+    STEP = 0, _span("step", Colour.PLAIN, Track.COMPUTE)
+    # a unit's forward
+    FORWARD = 1, _span("forward", Colour.FORWARD, Track.COMPUTE, is_work=True)
+    # a unit's backward: from the gradient of its output to the gradients of its parameters
+    BACKWARD = 2, _span("backward", Colour.BACKWARD, Track.COMPUTE, is_work=True)
+    # a step of the optimizer
+    OPTIMIZER = 3, _span("optimizer", Colour.OPTIMIZER, Track.COMPUTE, is_work=True)
+    # BEGIN: all-gather asked for; END: parameters usable. No picture: it is an all-gather, its wait and its copies
+    UNSHARD = 4, _span("unshard", Colour.UNSHARDED_PARAMS, None, states=((Edge.END, UnitState.UNSHARDED),))
+    # full parameters given up
+    RESHARD = (
+        5,
+        _instant(
+            "reshard",
+            Colour.SHARDED_PARAMS,
+            is_event=True,
+            is_stop=True,
+            states=((Edge.INSTANT, UnitState.SHARDED),),
+        ),
+    )
+    # BEGIN: issued; END: its last byte arrived (may precede the row before it in time)
+    ALL_GATHER = (
+        6,
+        _span(
+            "all-gather",
+            Colour.ALL_GATHER,
+            Track.ALL_GATHER,
+            is_collective=True,
+            states=((Edge.BEGIN, UnitState.ALL_GATHER_IN_FLIGHT),),
+        ),
+    )
+    REDUCE_SCATTER = (
+        7,
+        _span("reduce-scatter", Colour.REDUCE_SCATTER, Track.REDUCE_SCATTER, is_collective=True, is_reduction=True),
+    )
+    ALL_REDUCE = 8, _span("all-reduce", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True, is_reduction=True)
+    BROADCAST = 9, _span("broadcast", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True, is_stop=False)
+    # into a collective's input
+    COPY_IN = 10, _span("copy-in", Colour.COPY_IN, Track.COMPUTE)
+    # out of a collective's output
+    COPY_OUT = 11, _span("copy-out", Colour.COPY_OUT, Track.COMPUTE)
+    # compute blocked on communication: exposed communication
+    WAIT = 12, _span("wait", Colour.WAIT, Track.WAIT)
+    # num_bytes > 0 of category came to life
+    ALLOC = 13, _instant("alloc", Colour.PLAIN, memory_sign=1)
+    # num_bytes < 0 of category died
+    FREE = 14, _instant("free", Colour.PLAIN, memory_sign=-1)
+    # copy between device and host for offloading
+    OFFLOAD = 15, _span("offload", Colour.OFFLOAD, Track.COMPUTE)
+    # held by a breakpoint or a pause
+    GATE = 16, _span("held at a gate", Colour.PLAIN, Track.COMPUTE, is_event=False, is_stop=False)
+    # module names it, value holds it
+    METRIC = 17, _instant("metric", Colour.SHARDED_PARAMS, has_text=True)
+    # module holds the text
+    LOG = 18, _instant("log", Colour.PLAIN, has_text=True)
+    # the unit's iteration was given up: it is SHARDED and nothing of it is in flight
+    RESET = 19, _instant("reset", Colour.GIVEN_UP, is_event=True, states=((Edge.INSTANT, UnitState.SHARDED),))
+    # num_bytes (> 0) of the process are in memory, whoever owns them
+    RESIDENT = 20, _instant("resident", Colour.PLAIN)
+
+
+def _kinds(**known: bool) -> Iterator[Kind]:
+    """Yield the kinds of whose info all of ``known`` holds."""
+    return (kind for kind in Kind if known.items() <= vars(kind.info).items())
+
+
+COLLECTIVES = tuple(_kinds(is_collective=True))
+REDUCTIONS = tuple(_kinds(is_reduction=True))
+WORK = tuple(_kinds(is_work=True))
+BESIDE = tuple(_kinds(is_event=False))
+"""Kinds whose rows do not say where a rank is."""
+
+STOPS = {kind.name.lower(): kind for kind in _kinds(is_stop=True)}
+"""What a breakpoint can be set on, by the name it is given there."""
+
+MOVES = tuple(kind for kind in Kind if kind.info.memory_sign)
+"""Kinds whose rows are bytes of a class that come to life or die."""
+
+STATE_AFTER = {(kind, edge): state for kind in Kind for edge, state in kind.info.states}
+"""The rows that change where a unit's parameters are, and the state they leave it in."""
+
+
+def on_track(track: Track) -> tuple[Kind, ...]:
+    """Return the kinds whose spans are drawn on ``track``."""
+    return tuple(kind for kind in Kind if kind.info.track is track)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseInfo(WordInfo):
+    """A phase of a step.
+
+    Attributes:
+        part: the kind of work that it is a part of; None: of none.
+        doing: what the rank does then, in words.
+    """
+
+    part: Kind | None
+    doing: str
+
+
+class Phase(Word):
     """Where in the step the rank was when the row was written."""
 
-    IDLE = 0
-    FORWARD = 1
-    PRE_BACKWARD = 2
-    BACKWARD = 3
-    POST_BACKWARD = 4
-    OPTIMIZER = 5
+    info: PhaseInfo
+
+    IDLE = 0, PhaseInfo(words="idle", part=None, doing="outside forward and backward")
+    FORWARD = 1, PhaseInfo(words="forward", part=Kind.FORWARD, doing="forward")
+    PRE_BACKWARD = 2, PhaseInfo(words="pre-backward", part=Kind.BACKWARD, doing="backward")
+    BACKWARD = 3, PhaseInfo(words="backward", part=Kind.BACKWARD, doing="backward")
+    POST_BACKWARD = 4, PhaseInfo(words="post-backward", part=Kind.BACKWARD, doing="end of backward")
+    OPTIMIZER = 5, PhaseInfo(words="optimizer", part=Kind.OPTIMIZER, doing="optimizer step")
 
 
-class Category(IntEnum):
+@dataclass(frozen=True, kw_only=True)
+class CategoryInfo(ColouredInfo):
+    """A memory class; ``is_engines``: told by what shards; else by the runtime around it."""
+
+    is_engines: bool = True
+
+
+class Category(Word):
     """Memory class of an ALLOC / FREE row: whose bytes they are."""
 
-    SHARDED_PARAMS = 0  # this rank's shards, padded storage
-    UNSHARDED_PARAMS = 1  # full parameters of a unit between unshard and reshard
-    ALL_GATHER_BUFFERS = 2  # input and output staging of an all-gather
-    UNSHARDED_GRADS = 3  # full gradients between backward and reduce-scatter
-    REDUCE_SCATTER_BUFFERS = 4  # staging of a reduce-scatter
-    SHARDED_GRADS = 5  # this rank's part of the averaged gradients
-    OPTIMIZER_STATE = 6
-    ACTIVATIONS = 7  # saved for backward
-    OTHER = 8
-    RESERVED = 9  # kept by pools for reuse, and nobody's now: what a slot holds while it is taken counts elsewhere
+    info: CategoryInfo
 
-
-class UnitState(IntEnum):
-    """Where a unit's parameters are; :class:`KeyFrame` and the ``states`` fold use it."""
-
-    SHARDED = 0  # each rank holds its shard only
-    ALL_GATHER_IN_FLIGHT = 1  # shard, and an all-gather output filling up
-    UNSHARDED = 2  # shard and full parameters
-    REDUCING = 3  # a gradient reduction of the unit is in flight (parameters may be sharded or not)
+    # this rank's shards, padded storage
+    SHARDED_PARAMS = 0, CategoryInfo(words="sharded params", colour=Colour.SHARDED_PARAMS)
+    # full parameters of a unit between unshard and reshard
+    UNSHARDED_PARAMS = 1, CategoryInfo(words="unsharded params", colour=Colour.UNSHARDED_PARAMS)
+    # input and output staging of an all-gather
+    ALL_GATHER_BUFFERS = 2, CategoryInfo(words="all-gather buffers", colour=Colour.ALL_GATHER)
+    # full gradients between backward and reduce-scatter
+    UNSHARDED_GRADS = 3, CategoryInfo(words="unsharded grads", colour=Colour.UNSHARDED_GRADS)
+    # staging of a reduce-scatter
+    REDUCE_SCATTER_BUFFERS = 4, CategoryInfo(words="reduce-scatter buffers", colour=Colour.REDUCE_SCATTER)
+    # this rank's part of the averaged gradients
+    SHARDED_GRADS = 5, CategoryInfo(words="sharded grads", colour=Colour.SHARDED_GRADS)
+    OPTIMIZER_STATE = 6, CategoryInfo(words="optimizer state", colour=Colour.OPTIMIZER_STATE, is_engines=False)
+    # saved for backward
+    ACTIVATIONS = 7, CategoryInfo(words="activations", colour=Colour.ACTIVATIONS, is_engines=False)
+    OTHER = 8, CategoryInfo(words="other", colour=Colour.PLAIN, is_engines=False)
+    # kept by pools for reuse, and nobody's now: what a slot holds while it is taken counts elsewhere
+    RESERVED = 9, CategoryInfo(words="reserved", colour=Colour.RESERVED)
 
 
 @dataclass(frozen=True, kw_only=True)

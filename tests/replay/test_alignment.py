@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, simulate, traces
-from workbench.events import Category, Edge, Kind
+from workbench.events import BESIDE, Category, Edge, Kind
 from workbench.replay import memory
-from workbench.replay.alignment import NOT_LOGICAL, _longest_rising, align
+from workbench.replay.alignment import _longest_rising, align
 from workbench.trace.columns import RankTrace, Trace
 
 
@@ -76,8 +76,8 @@ def test_the_curve_has_the_peak_and_no_more(trace):
 def test_holds_and_measurements_are_no_events():
     rows = example_trace().rank(0).rows
     found = aligned(example_trace(), example_trace())
-    assert not np.isin(rows["kind"][found.a.place], NOT_LOGICAL).any()
-    assert {Kind.GATE, Kind.RESIDENT, Kind.METRIC, Kind.ALLOC} <= set(NOT_LOGICAL)
+    assert not np.isin(rows["kind"][found.a.place], BESIDE).any()
+    assert {Kind.GATE, Kind.RESIDENT, Kind.METRIC, Kind.ALLOC} <= set(BESIDE)
 
 
 def test_an_event_that_one_side_lacks_is_the_first_difference():

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind, Phase
+from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.runtime.breakpoints import (
-    EVENTS,
     Breakpoint,
     Condition,
     Event,
@@ -176,5 +175,5 @@ def test_a_rank_stops_at_the_first_event_that_is_not_before_its_target(target, p
 
 
 def test_every_event_can_be_set_a_breakpoint_on():
-    for name, kind in EVENTS.items():
+    for name, kind in STOPS.items():
         assert parse_event(name)[0] is kind

@@ -5,8 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, setups, simulate, traces
-from workbench.events import Edge, Kind
-from workbench.replay.alignment import NOT_LOGICAL, same_events
+from workbench.events import BESIDE, Edge, Kind
+from workbench.replay.alignment import same_events
 from workbench.session.cursor import Cursor, back, cut
 from workbench.trace.columns import RankTrace, Trace
 
@@ -15,13 +15,13 @@ TRACE = example_trace(num_ranks=2, num_units=2, steps=2)
 
 def logical(rank_trace):
     """The logical events of a rank: kind, edge, unit, step, in their order."""
-    rows = rank_trace.rows[~np.isin(rank_trace.rows["kind"], NOT_LOGICAL)]
+    rows = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
     return rows[["kind", "edge", "unit", "step"]].tolist()
 
 
 def moments(rank_trace):
     """The logical events up to each moment of a rank: of those known together, there is one moment after the last."""
-    known = np.maximum.accumulate(rank_trace.rows["t_ns"])[~np.isin(rank_trace.rows["kind"], NOT_LOGICAL)]
+    known = np.maximum.accumulate(rank_trace.rows["t_ns"])[~np.isin(rank_trace.rows["kind"], BESIDE)]
     return [place + 1 for place in range(len(known)) if place + 1 == len(known) or known[place] < known[place + 1]]
 
 
@@ -67,7 +67,7 @@ def test_a_rank_without_the_event_is_cut_by_time_between_those_it_shares():
     rows = np.delete(rows, gone)
     rows["seq"] = np.arange(len(rows))
     trace = Trace(TRACE.header, (lead, RankTrace(1, rows)))
-    passed = (~np.isin(lead.rows["kind"][: gone + 1], NOT_LOGICAL)).sum()
+    passed = (~np.isin(lead.rows["kind"][: gone + 1], BESIDE)).sum()
     cursor, said = back(trace, None, sum(end > passed for end in moments(lead)))
     assert cursor.ends[0] == gone + 1
     assert "; rank 1 has no such event:" in said

@@ -70,9 +70,7 @@ def test_the_last_counter_is_the_state_at_the_end(trace):
         counters = [e for e in events_of(trace, "C") if e["pid"] == rank.rank and e["name"] == "live bytes"]
         live = advance(rank.start, rank.rows).bytes_by_category
         if counters:
-            assert counters[-1]["args"] == {
-                word: live[c] for c in Category if (word := c.name.lower().replace("_", " ")) in counters[-1]["args"]
-            }
+            assert counters[-1]["args"] == {c.words: live[c] for c in Category if c.words in counters[-1]["args"]}
             assert sum(counters[-1]["args"].values()) == sum(live)
 
 
@@ -83,7 +81,7 @@ def test_the_example_has_an_arrow_per_collective_and_its_loss():
     assert len([e for e in events_of(trace, "C") if e["name"] == "loss"]) == 6
     processes = [e["args"]["name"] for e in events_of(trace, "M") if e["name"] == "process_name"]
     assert processes == ["rank 0 (localhost, cpu)", "rank 1 (localhost, cpu)"]
-    assert {"forward blocks.0", "forward (root)", "all gather blocks.1", "step"} <= {
+    assert {"forward blocks.0", "forward (root)", "all-gather blocks.1", "step"} <= {
         e["name"] for e in events_of(trace, "X")
     }
 
@@ -114,7 +112,7 @@ def test_a_span_that_never_ends_reaches_to_the_last_row_and_says_so():
     )
     step, gate = events_of(Trace(Header(), (RankTrace(0, rows),)), "X")
     assert (step["name"], step["dur"], step["args"]["unfinished"]) == ("step", 2.0, True)
-    assert (gate["name"], gate["dur"], "unfinished" in gate["args"]) == ("gate", 1.0, False)
+    assert (gate["name"], gate["dur"], "unfinished" in gate["args"]) == ("held at a gate", 1.0, False)
 
 
 def test_logged_texts_are_marks_and_numbers_without_a_json_word_are_left_out():

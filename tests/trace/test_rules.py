@@ -80,7 +80,7 @@ def free_too_much(rows):
         (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), "comm_seq does not rise within its comm_group"),
         (drop(Kind.FORWARD, Edge.BEGIN), "END without its BEGIN"),
         (end_before_begin, "END is earlier than its BEGIN"),
-        (put("module", -1, Kind.METRIC), "METRIC / LOG without a string"),
+        (put("module", -1, Kind.METRIC), "METRIC and LOG without a string"),
     ],
 )
 def test_a_broken_row_is_reported_with_its_rank_and_rule(change, sentence):

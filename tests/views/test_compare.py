@@ -64,7 +64,7 @@ def test_events_alone_are_said_where_nothing_else_differs():
     fewer = rows[rows["kind"] != Kind.COPY_OUT].copy()
     fewer["seq"] = range(len(fewer))
     fig = draw(trace, Trace(trace.header, (RankTrace(0, fewer),)))
-    assert "events fewer, first at begin of copy out of " in title(fig)
+    assert "events fewer, first at begin of copy-out of " in title(fig)
 
 
 def test_both_curves_reach_their_peaks_and_share_the_axis():

@@ -51,7 +51,7 @@ def test_the_areas_are_the_bytes_of_each_class_in_order():
     fig, part = memory(trace), trace.slice(step=2).rank(0)
     series = live.series(part)
     shown = [c for c in Category if series.num_bytes[:, c].any()]
-    assert [t.name for t in areas(fig)] == [theme.label(c) for c in shown]
+    assert [t.name for t in areas(fig)] == [c.words for c in shown]
     for area, category in zip(areas(fig), shown, strict=True):
         assert np.array(area.y[:-1]) * MIB == pytest.approx(series.num_bytes[:, category])
         assert area.line.shape == "hv"

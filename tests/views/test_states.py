@@ -14,7 +14,7 @@ from workbench.views.states import MAX_UNITS, states
 
 
 def bar(fig, state):
-    return next((t for t in fig.data if t.name == theme.label(state)), None)
+    return next((t for t in fig.data if t.name == state.words), None)
 
 
 def test_rows_are_the_units_with_the_root_on_top():

@@ -167,9 +167,9 @@ def test_plural(count, text):
 
 
 def test_labels_are_words():
-    assert theme.label(Category.ALL_GATHER_BUFFERS) == "all-gather buffers"
-    assert theme.label(UnitState.ALL_GATHER_IN_FLIGHT) == "all-gather in flight"
-    assert theme.label(Kind.REDUCE_SCATTER) == "reduce-scatter"
+    assert Category.ALL_GATHER_BUFFERS.words == "all-gather buffers"
+    assert UnitState.ALL_GATHER_IN_FLIGHT.words == "all-gather in flight"
+    assert Kind.REDUCE_SCATTER.words == "reduce-scatter"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from workbench.errors import UsageError
 from workbench.events import Edge, Kind
 from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
-from workbench.views import theme
 from workbench.views.timeline import MAX_ARROWS, MAX_RANKS, timeline
 
 
@@ -56,7 +55,7 @@ def test_collectives_are_drawn_from_issue_to_their_true_end():
     found = table(part)
     origin = part.rows["t_ns"].min()
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        drawn, mine = bars(fig)[theme.label(kind)], found.kind == kind
+        drawn, mine = bars(fig)[kind.words], found.kind == kind
         order = np.argsort(drawn.base)
         assert drawn.base[order] == pytest.approx((found.issue_ns[mine] - origin) / 1e6)
         assert drawn.x[order] == pytest.approx((found.end_ns - found.issue_ns)[mine] / 1e6)

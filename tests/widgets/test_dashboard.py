@@ -12,9 +12,8 @@ from tests.trace.holding import HOLD_NS, stopped_before
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
-from workbench.events import Kind
+from workbench.events import MOVES, Kind
 from workbench.magics.shell import register, unregister
-from workbench.replay.memory import MOVES
 from workbench.session.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace

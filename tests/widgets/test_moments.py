@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
-from workbench.events import Kind
+from workbench.events import BESIDE, Kind
 from workbench.replay import states
-from workbench.replay.alignment import NOT_LOGICAL
 from workbench.trace import advance
 from workbench.trace.columns import Trace
 from workbench.widgets import moments
@@ -57,7 +56,7 @@ def test_ranks_alike_are_told_once():
 def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
     trace, found = example_trace(num_ranks=2), Moments()
     rows = trace.rank(0).rows
-    events = rows["seq"][~np.isin(rows["kind"], NOT_LOGICAL)].tolist()
+    events = rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
     seen, seq = [events[0]], events[0]
     for _ in range(10):
         seq = found.beside(trace, 0, seq, 1)["seq"]

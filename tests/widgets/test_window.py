@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.trace.simulation import Setup, simulate
 from tests.trace.strategies import traces
 from tests.widgets.long_trace import long_trace
+from workbench.events import BESIDE
 from workbench.replay import memory
-from workbench.replay.alignment import NOT_LOGICAL
 from workbench.trace import advance
 from workbench.trace.columns import Trace
 from workbench.widgets import moments
@@ -155,4 +155,4 @@ def test_of_too_many_rows_nothing_is_told(monkeypatch):
 
 def test_events_are_what_arrow_keys_stop_at():
     rows = simulate(Setup(num_ranks=2, steps=1)).rank(0).rows
-    assert (~np.isin(rows["kind"], NOT_LOGICAL)).sum() > 20  # so the law above looks at many
+    assert (~np.isin(rows["kind"], BESIDE)).sum() > 20  # so the law above looks at many

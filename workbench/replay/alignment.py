@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import Category, Edge, Kind
-from workbench.replay.memory import MOVES, in_use
+from workbench.events import BESIDE, MOVES, Category, Edge, Kind
+from workbench.replay.memory import in_use
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
-
-NOT_LOGICAL = (*MOVES, Kind.METRIC, Kind.LOG, Kind.GATE, Kind.RESIDENT)
-"""Kinds whose rows are no logical events."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +128,7 @@ def _countable(rank: RankTrace) -> tuple[Ints, Ints]:
     rows = rank.rows
     begins = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN))
     first = 0 if rank.start.seq == 0 else int(begins[0]) if len(begins) else len(rows)
-    place = np.flatnonzero(~of_kind(rows[first:], NOT_LOGICAL)) + first
+    place = np.flatnonzero(~of_kind(rows[first:], BESIDE)) + first
     step = rows["step"][place].astype(np.int64)
     latest = np.maximum.accumulate(step) if len(step) else step
     kind, edge, unit = (rows[name][place].astype(np.int64) for name in ("kind", "edge", "unit"))
@@ -142,7 +139,7 @@ def _side(header: Header, rank: RankTrace, names: tuple[str, ...]) -> Side:
     rows = rank.rows
     numbers = {name: number for number, name in enumerate(names)}
     table = np.array([*(numbers[unit_name(header, unit.index)] for unit in header.units), -1], np.int64)
-    is_event = ~of_kind(rows, NOT_LOGICAL)
+    is_event = ~of_kind(rows, BESIDE)
     has_steps = bool((rows["step"] >= 0).any())
     place = np.flatnonzero(is_event & (rows["step"] >= 0) if has_steps else is_event)
     step = rows["step"][place].astype(np.int64)

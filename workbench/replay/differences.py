@@ -11,16 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import Category, Kind, Phase
+from workbench.events import MOVES, WORK, Category, Kind, Phase
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
-from workbench.replay.memory import MOVES
 from workbench.replay.spans import Ints, closed, exclusive, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import Header
 
-_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 _TELLING = 0.01  # of the step: less exposed time more or less is noise
 
 
@@ -234,9 +232,9 @@ def _costs(header: Header, rank: RankTrace) -> dict[Cost, float]:
 
 def _pieces(rank: RankTrace) -> Iterator[tuple[int, int, int, int]]:
     """Yield kind, unit, step and nanoseconds: computing, neither waiting nor held, and waiting for a collective."""
-    found = closed(spans(rank.rows, (*_WORK, Kind.WAIT, Kind.GATE)), rank.rows)
+    found = closed(spans(rank.rows, (*WORK, Kind.WAIT, Kind.GATE)), rank.rows)
     owner, begin_ns, end_ns = exclusive(found)
-    work = np.isin(found.kind[owner], _WORK)
+    work = np.isin(found.kind[owner], WORK)
     owner, took = owner[work], (end_ns - begin_ns)[work]
     yield from zip(
         *(column[owner].tolist() for column in (found.kind, found.unit, found.step)), took.tolist(), strict=True

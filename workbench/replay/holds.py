@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Edge, Kind, Phase
+from workbench.events import WORK, Edge, Kind, Phase
 from workbench.replay.spans import Ints, of_kind, within_ns
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 
-_TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.RESET)
+_TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, *WORK, Kind.RESET)
 
 
 def _no_times() -> Ints:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.events import Category, Edge, Kind, Phase, UnitState
+from workbench.events import MOVES, Category, Edge, Kind, Phase, UnitState
 from workbench.replay import states
 from workbench.replay.spans import Ints, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header, KeyFrame, Rows
 
-MOVES = (Kind.ALLOC, Kind.FREE)
 """The kinds of rows that move bytes."""
 
 
@@ -274,20 +273,10 @@ def _nearest(rows: Rows, edge: Edge, which: int, default: int) -> int:
     return int(rows["unit"][found[which]]) if len(found) else default
 
 
-_DOING = {
-    Phase.IDLE: "outside forward and backward",
-    Phase.FORWARD: "forward",
-    Phase.PRE_BACKWARD: "backward",
-    Phase.BACKWARD: "backward",
-    Phase.POST_BACKWARD: "end of backward",
-    Phase.OPTIMIZER: "optimizer step",
-}
-
-
 def moment(header: Header, found: Peak) -> str:
     """Say what a rank was doing at a peak, such as ``"backward of blocks.3"``; plain text, names as they are."""
     in_unit = found.unit >= 0 and found.phase not in (Phase.IDLE, Phase.OPTIMIZER)
-    return _DOING[found.phase] + (f" of {unit_name(header, found.unit)}" if in_unit else "")
+    return found.phase.info.doing + (f" of {unit_name(header, found.unit)}" if in_unit else "")
 
 
 def describe_peak(header: Header, found: Peak) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import Category, Kind
-from workbench.replay.memory import MOVES, envelope
+from workbench.events import MOVES, Category, Kind
+from workbench.replay.memory import envelope
 from workbench.replay.spans import Ints, of_kind
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header

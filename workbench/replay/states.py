@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import Edge, Kind, UnitState
+from workbench.events import REDUCTIONS, STATE_AFTER, Edge, Kind, UnitState
 from workbench.replay.spans import Ints, last_ns, of_kind
 from workbench.trace.columns import RankTrace
-from workbench.trace.keyframe import REDUCTIONS, STATE_AFTER
 from workbench.trace.keyframe import advance as advance_key_frame
 from workbench.trace.schema import ROW_DTYPE, KeyFrame, Rows
 

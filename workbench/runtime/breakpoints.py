@@ -14,32 +14,10 @@ from types import CodeType
 from typing import Any
 
 from workbench.errors import UsageError
-from workbench.events import COLLECTIVES, Edge, Kind, Phase
+from workbench.events import COLLECTIVES, STOPS, Edge, Kind, Phase
 
 ROOT = "(root)"
 """How the unit that the root's own parameters make is written."""
-
-EVENTS = {
-    kind.name.lower(): kind
-    for kind in (
-        Kind.ALL_GATHER,
-        Kind.REDUCE_SCATTER,
-        Kind.ALL_REDUCE,
-        Kind.UNSHARD,
-        Kind.RESHARD,
-        Kind.FORWARD,
-        Kind.BACKWARD,
-        Kind.OPTIMIZER,
-        Kind.STEP,
-        Kind.WAIT,
-        Kind.COPY_IN,
-        Kind.COPY_OUT,
-        Kind.OFFLOAD,
-    )
-}
-"""What a breakpoint can be set on."""
-
-_INSTANTS = (Kind.RESHARD,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +209,10 @@ def parse_event(text: str) -> tuple[Kind, Edge]:
         UsageError: there is no such event, or it has no such edge.
     """
     name, _, edge = text.strip().partition(".")
-    kind = EVENTS.get(name.replace("-", "_"))
+    kind = STOPS.get(name.replace("-", "_"))
     if kind is None:
-        raise UsageError(f"there is no event {name!r}; there are: {', '.join(EVENTS)}")
-    if kind in _INSTANTS:
+        raise UsageError(f"there is no event {name!r}; there are: {', '.join(STOPS)}")
+    if not kind.info.is_span:
         if edge:
             raise UsageError(f"{name} is an instant: write {name}, not {text}")
         return kind, Edge.INSTANT
@@ -254,14 +232,6 @@ def parse_all(data: Sequence[dict[str, Any]], rank: int) -> tuple[Breakpoint, ..
 
 
 # ---- next
-
-_COARSE = {
-    Phase.FORWARD: Phase.FORWARD,
-    Phase.PRE_BACKWARD: Phase.BACKWARD,
-    Phase.BACKWARD: Phase.BACKWARD,
-    Phase.POST_BACKWARD: Phase.BACKWARD,
-    Phase.OPTIMIZER: Phase.OPTIMIZER,
-}
 
 
 def _is_collective(event: Event) -> bool:
@@ -283,12 +253,12 @@ def next_after(what: str, phase: Phase) -> Callable[[Event], bool]:
     Raises:
         UsageError: another word.
     """
-    now = _COARSE.get(phase)
+    now = phase.info.part
     rules: dict[str, Callable[[Event], bool]] = {
         "event": lambda event: True,
         "collective": _is_collective,
         "unit": _is_unit,
-        "phase": lambda event: event.phase in _COARSE and _COARSE[event.phase] is not now,
+        "phase": lambda event: event.phase.info.part not in (None, now),
     }
     if what not in rules:
         raise UsageError(f"next goes to the next {', '.join(rules)}, not {what!r}")

@@ -213,7 +213,7 @@ def _unshard_row(unit: int, recorder: Recorder) -> dict[str, Any] | None:
     if not len(places):
         return None
     row = rows[places[-1]]
-    phase = Phase(row["phase"]).name.lower().replace("_", "-")
+    phase = Phase(row["phase"]).words
     return {"step": int(row["step"]), "phase": phase, "t_ns": int(row["t_ns"])}
 
 

@@ -20,23 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import COLLECTIVES, Category, Comm, Edge, Kind, Phase, Unit, UnitState
+from workbench.events import BESIDE, COLLECTIVES, STATE_AFTER, Category, Comm, Edge, Kind, Phase, Unit, UnitState
 from workbench.trace import advance
-from workbench.trace.keyframe import STATE_AFTER
 from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows
 
 CAPACITY = 2**18
 NO_STEP = -1
 _NAN = math.nan
 _LOOK_BACK = 256
-_BESIDE = (
-    Kind.ALLOC,
-    Kind.FREE,
-    Kind.METRIC,
-    Kind.LOG,
-    Kind.GATE,
-    Kind.RESIDENT,
-)  # do not say where a rank is
 
 
 @dataclass(frozen=True)
@@ -373,6 +364,6 @@ class Recorder:
     def last_event(self) -> np.void | None:
         """Return the newest row that tells what the rank does, None if there is none."""
         rows = self.newest(_LOOK_BACK)
-        found = rows[~np.isin(rows["kind"], _BESIDE)]
+        found = rows[~np.isin(rows["kind"], BESIDE)]
         last: np.void | None = found[-1] if len(found) else rows[-1] if len(rows) else None
         return last

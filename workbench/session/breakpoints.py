@@ -11,24 +11,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from workbench.errors import UsageError
+from workbench.events import STOPS
 
-SPANS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "unshard",
-    "forward",
-    "backward",
-    "optimizer",
-    "step",
-    "wait",
-    "copy_in",
-    "copy_out",
-    "offload",
-)
+EVENTS = tuple(STOPS)
+SPANS = tuple(name for name, kind in STOPS.items() if kind.info.is_span)
 """Events that begin and end."""
 
-EVENTS = (*SPANS, "reshard")
 EDGES = ("begin", "end")
 ROOT = "(root)"
 UNTIL = 0

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import Edge, Kind, Phase
+from workbench.events import BESIDE, Edge, Kind, Phase
 from workbench.replay import training
-from workbench.replay.alignment import NOT_LOGICAL, same_events
+from workbench.replay.alignment import same_events
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.session.places import event_words, unit_names
@@ -53,10 +53,10 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
         cursor: where it is; None: at the newest event.
         count: at least 1; the first event is not passed.
     """
-    lead = next((r for r in trace.ranks if (~of_kind(r.rows, NOT_LOGICAL)).any()), None)
+    lead = next((r for r in trace.ranks if (~of_kind(r.rows, BESIDE)).any()), None)
     if lead is None:
         return None, "nothing is recorded yet, so there is nothing to go back to"
-    events, times = np.flatnonzero(~of_kind(lead.rows, NOT_LOGICAL)), _times(lead)
+    events, times = np.flatnonzero(~of_kind(lead.rows, BESIDE)), _times(lead)
     events = events[np.append(np.diff(times[events]) > 0, True)]  # the last one of those known together
     shown = len(lead.rows) if cursor is None else cursor.ends.get(lead.rank, lead.end_seq) - lead.start.seq
     here = int(np.searchsorted(events, shown))
@@ -107,5 +107,5 @@ def _said(trace: Trace, row: np.void) -> str:
     begins = "the begin of " if edge == "begin" else ""
     step = f", {step_name(int(row['step']))}" if row["step"] >= 0 else ""
     phase = Phase(row["phase"])
-    during = f", {phase.name.lower().replace('_', '-')}" if phase != Phase.IDLE else ""
+    during = f", {phase.words}" if phase != Phase.IDLE else ""
     return f"{begins}{what}{step}{during}"

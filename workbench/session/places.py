@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workbench.events import Unit
+from workbench.events import Kind, Unit
 from workbench.replay.alike import label
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -17,13 +17,7 @@ from workbench.trace.step_names import step_name
 Position = Mapping[str, Any]
 State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
 
-_COMPOUND = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "copy_in": "copy-in",
-    "copy_out": "copy-out",
-}
+_WORDS = {kind.name.lower(): kind.words for kind in Kind}
 _OF_ALL_UNITS = {"optimizer", "step"}
 
 
@@ -132,7 +126,7 @@ def state_of(position: Position, asked: State = "idle") -> State:
 
 def event_words(kind: str, edge: str, unit: str | None) -> str:
     """Return an event in words: ``("all_gather", "end", "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
-    what = _COMPOUND.get(kind, kind)
+    what = _WORDS.get(kind, kind)
     of = "" if unit is None or kind in _OF_ALL_UNITS else f" of {unit or '(root)'}"
     return f"{'the end of ' if edge == 'end' else ''}{what}{of}"
 

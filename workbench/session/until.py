@@ -6,17 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from workbench.events import Edge, Kind
+from workbench.events import STOPS, Edge, Kind
 from workbench.replay.spans import of_kind
-from workbench.session.breakpoints import EVENTS, ROOT, nearest
+from workbench.session.breakpoints import ROOT, nearest
 from workbench.session.places import unit_names
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 
 MAX_CAME = 6
 """Events that are named."""
-
-_STOPPABLE = tuple(Kind[name.upper()] for name in EVENTS)
 
 
 def came(trace: Trace, since: Mapping[int, int], event: str) -> list[str]:
@@ -42,7 +40,7 @@ def _since(rank: RankTrace, seq: int) -> Rows:
 
 def _names(rows: Rows, header: Header, edge: Edge, *, with_unit: bool) -> set[str]:
     units = {index: name or ROOT for index, name in unit_names(header).items()}
-    rows = rows[of_kind(rows, _STOPPABLE) & np.isin(rows["edge"], (edge, Edge.INSTANT))]
+    rows = rows[of_kind(rows, STOPS.values()) & np.isin(rows["edge"], (edge, Edge.INSTANT))]
     distinct = set(zip(*(rows[name].tolist() for name in ("kind", "edge", "unit")), strict=True))
     return {
         Kind(kind).name.lower()

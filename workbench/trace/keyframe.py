@@ -8,24 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Category, Edge, Kind, UnitState
+from workbench.events import MOVES, REDUCTIONS, STATE_AFTER, Category, Edge, Kind, UnitState
 from workbench.trace.schema import KeyFrame, Rows
-
-STATE_AFTER: dict[tuple[Kind, Edge], UnitState] = {
-    (Kind.ALL_GATHER, Edge.BEGIN): UnitState.ALL_GATHER_IN_FLIGHT,
-    (Kind.UNSHARD, Edge.END): UnitState.UNSHARDED,
-    (Kind.RESHARD, Edge.INSTANT): UnitState.SHARDED,
-    (Kind.RESET, Edge.INSTANT): UnitState.SHARDED,
-}
-"""The rows that change where a unit's parameters are, and the state they leave it in."""
-
-REDUCTIONS = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-"""Kinds that, with a unit, are a gradient reduction of it."""
 
 Kinds = NDArray[np.uint8]
 
 # indexed by the columns ``kind`` and ``edge``, which may hold any byte
-_IS_MOVE = np.isin(np.arange(256), (Kind.ALLOC, Kind.FREE))
+_IS_MOVE = np.isin(np.arange(256), MOVES)
 _IS_REDUCTION = np.isin(np.arange(256), REDUCTIONS)
 _STATE_AFTER = np.full((256, 256), -1, np.int8)
 for (_kind, _edge), _state in STATE_AFTER.items():

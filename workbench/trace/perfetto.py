@@ -1,9 +1,9 @@
 """A trace as Chrome's trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-One process per rank. Its tracks: compute, all-gather, reduce-scatter, wait, other collectives; spans of one track
-that overlap without nesting stand on further tracks of the same name. An arrow leads from where a collective was
-issued to where it was waited for; counters show live bytes and logged numbers. All times are in microseconds from
-the earliest row, on rank 0's clock.
+One process per rank, with the tracks of :class:`workbench.events.Track`; spans of one track that overlap without
+nesting stand on further tracks of the same name. An arrow leads from where a collective was issued to where it was
+waited for; counters show live bytes and logged numbers. All times are in microseconds from the earliest row, on rank
+0's clock.
 """
 
 from __future__ import annotations
@@ -16,30 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Category, Edge, Kind, Phase
+from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Phase, Track, on_track
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import ROW_DTYPE, Header
 
 Event = dict[str, Any]
 
-# UNSHARD is no span here: it is an all-gather, its wait and its copies
-_TRACKS: dict[str, tuple[Kind, ...]] = {
-    "compute": (
-        Kind.STEP,
-        Kind.FORWARD,
-        Kind.BACKWARD,
-        Kind.OPTIMIZER,
-        Kind.COPY_IN,
-        Kind.COPY_OUT,
-        Kind.OFFLOAD,
-        Kind.GATE,
-    ),
-    "all-gather": (Kind.ALL_GATHER,),
-    "reduce-scatter": (Kind.REDUCE_SCATTER,),
-    "wait": (Kind.WAIT,),
-    "other collectives": (Kind.ALL_REDUCE, Kind.BROADCAST),
-}
+_MARKS = frozenset(kind for kind in Kind if kind.info.is_event and not kind.info.is_span)
 _COMPUTE_THREAD = 0
 _THREADS_PER_TRACK = 1000
 
@@ -101,8 +85,9 @@ def _rank_events(process: _Process) -> Iterator[Event]:
     where = f" ({info.host}, {info.device})" if info else ""
     yield _name(process, "process_name", 0, f"rank {process.rank.rank}{where}")
     partner = partners(process.rank.rows)
-    for track, (name, kinds) in enumerate(_TRACKS.items()):
-        yield from _track(process, name, _spans(process, kinds, partner), track * _THREADS_PER_TRACK)
+    for place, track in enumerate(Track):
+        found = _spans(process, on_track(track), partner)
+        yield from _track(process, track.value, found, place * _THREADS_PER_TRACK)
     yield from _arrows(process)
     yield from _memory(process)
     yield from _instants(process)
@@ -147,12 +132,12 @@ def _fits(span: _Span, open_ends: list[int]) -> bool:
 
 def _span_event(process: _Process, span: _Span, thread: int) -> Event:
     row = {name: column[span.place] for name, column in process.columns.items()}
-    args: dict[str, Any] = {"step": row["step"], "phase": _word(Phase(row["phase"])), "seq": row["seq"]}
+    args: dict[str, Any] = {"step": row["step"], "phase": Phase(row["phase"]).words, "seq": row["seq"]}
     if row["num_bytes"]:
         args["bytes"] = row["num_bytes"]
     if not span.is_finished:
         args["unfinished"] = True
-    name = f"{_word(Kind(row['kind']))} {_unit_name(process.header, row['unit'])}".strip()
+    name = f"{Kind(row['kind']).words} {_unit_name(process.header, row['unit'])}".strip()
     duration = (span.end_ns - span.begin_ns) / 1000
     return process.event("X", name, span.place, tid=thread, dur=duration, args=args)
 
@@ -175,21 +160,21 @@ def _arrows(process: _Process) -> Iterator[Event]:
 def _memory(process: _Process) -> Iterator[Event]:
     """Live bytes by category, after each row that changes them."""
     category, num_bytes = process.columns["category"], process.columns["num_bytes"]
-    moves = np.flatnonzero(np.isin(process.rank.rows["kind"], (Kind.ALLOC, Kind.FREE))).tolist()
+    moves = np.flatnonzero(np.isin(process.rank.rows["kind"], MOVES)).tolist()
     start = process.rank.start.bytes_by_category
     moved = {category[place] for place in moves}
-    live = {_word(c): start[c] for c in Category if start[c] or c in moved}
+    live = {c.words: start[c] for c in Category if start[c] or c in moved}
     for place in moves:
-        live[_word(Category(category[place]))] += num_bytes[place]
+        live[Category(category[place]).words] += num_bytes[place]
         yield process.event("C", "live bytes", place, args=dict(live))
 
 
 def _instants(process: _Process) -> Iterator[Event]:
-    """Reshards and logged texts as marks, logged numbers as counters."""
+    """Events that are no spans and logged texts as marks, logged numbers as counters."""
     columns = process.columns
     for place, kind in enumerate(columns["kind"]):
-        if kind == Kind.RESHARD:
-            name = f"reshard {_unit_name(process.header, columns['unit'][place])}"
+        if kind in _MARKS:
+            name = f"{Kind(kind).words} {_unit_name(process.header, columns['unit'][place])}".strip()
             yield process.event("i", name, place, tid=_COMPUTE_THREAD, s="t")
         elif kind == Kind.LOG:
             text = process.header.strings[columns["module"][place]]
@@ -203,7 +188,3 @@ def _instants(process: _Process) -> Iterator[Event]:
 
 def _unit_name(header: Header, unit: int) -> str:
     return (header.units[unit].name or "(root)") if unit >= 0 else ""
-
-
-def _word(member: Kind | Phase | Category) -> str:
-    return member.name.lower().replace("_", " ")

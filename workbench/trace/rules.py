@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Category, Edge, Kind, Param, Phase
+from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Param, Phase
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import NO_CATEGORY, Header
@@ -21,8 +21,8 @@ _MAX_BYTES, _MAX_ITEMSIZE = 2**56, 64
 
 Rule = Callable[[Header, RankTrace], Iterator[str]]
 
-INSTANTS = (Kind.RESHARD, Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG, Kind.RESET, Kind.RESIDENT)
-"""Kinds whose rows are no spans."""
+_INSTANTS = tuple(kind for kind in Kind if not kind.info.is_span)
+_TEXTS = tuple(kind for kind in Kind if kind.info.has_text)
 
 
 def check(trace: Trace) -> list[str]:
@@ -42,6 +42,11 @@ def _report(rank: RankTrace, broken: NDArray[Any], what: str) -> Iterator[str]:
     places = np.flatnonzero(broken)
     if len(places):
         yield f"row {rank.start.seq + places[0]}: {what} ({len(places)} such rows)"
+
+
+def _listed(kinds: Sequence[Kind]) -> str:
+    *most, last = (kind.name for kind in kinds)
+    return f"{', '.join(most)} and {last}"
 
 
 def _header_fits(header: Header) -> Iterator[str]:
@@ -116,9 +121,9 @@ def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
 
 
 def _edges_fit_kinds(_: Header, rank: RankTrace) -> Iterator[str]:
-    is_instant = np.isin(rank.rows["kind"], INSTANTS)
+    is_instant = np.isin(rank.rows["kind"], _INSTANTS)
     wrong = is_instant != (rank.rows["edge"] == Edge.INSTANT)
-    message = "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET and RESIDENT, BEGIN / END to the rest"
+    message = f"INSTANT belongs to {_listed(_INSTANTS)}, BEGIN / END to the rest"
     yield from _report(rank, wrong, message)
 
 
@@ -145,7 +150,7 @@ def _memory_rows_fit(_: Header, rank: RankTrace) -> Iterator[str]:
 
 def _live_bytes_stay_positive(_: Header, rank: RankTrace) -> Iterator[str]:
     rows = rank.rows
-    moves = np.flatnonzero(np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE)))
+    moves = np.flatnonzero(np.isin(rows["kind"], MOVES))
     moved, deltas = rows["category"][moves], rows["num_bytes"][moves]
     for category in Category:
         own = moved == category
@@ -178,8 +183,8 @@ def _spans_close(_: Header, rank: RankTrace) -> Iterator[str]:
 
 
 def _texts_are_named(_: Header, rank: RankTrace) -> Iterator[str]:
-    nameless = np.isin(rank.rows["kind"], (Kind.METRIC, Kind.LOG)) & (rank.rows["module"] < 0)
-    yield from _report(rank, nameless, "METRIC / LOG without a string")
+    nameless = np.isin(rank.rows["kind"], _TEXTS) & (rank.rows["module"] < 0)
+    yield from _report(rank, nameless, f"{_listed(_TEXTS)} without a string")
 
 
 RULES: tuple[Rule, ...] = (

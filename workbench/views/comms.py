@@ -150,7 +150,7 @@ def _totals(rows: Sequence[Comparison]) -> str:
     for kind in sorted({row.kind for row in rows}):
         some = [row for row in rows if row.kind == kind]
         expected = sum(row.expected.calls for row in some if row.expected)
-        parts.append(f"{theme.label(kind)}s {sum(row.calls for row in some)} of {expected}")
+        parts.append(f"{kind.words}s {sum(row.calls for row in some)} of {expected}")
     return ", ".join(parts)
 
 
@@ -245,7 +245,7 @@ def _add_bars(fig: go.Figure, header: Header, rows: list[Row]) -> None:
     for kind in sorted({row.said.kind for row in rows}):
         some = {y: row.said for y, row in enumerate(rows) if row.said.kind == kind}
         hidden = {y: max(said.time_ns - said.exposed_ns, 0) / divisor for y, said in some.items()}
-        _add_bar(fig, hidden, names, (theme.label(kind), theme.KIND_COLOURS[kind], unit))
+        _add_bar(fig, hidden, names, (kind.words, theme.KIND_COLOURS[kind], unit))
     exposed = {y: row.said.exposed_ns / divisor for y, row in enumerate(rows)}
     _add_bar(fig, exposed, names, ("exposed", theme.KIND_COLOURS[Kind.WAIT], unit))
 
@@ -275,7 +275,7 @@ def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
     over = f" over {row.said.num_ranks}" if size else ""
     several = f", {len(row.units)} x" if len(row.units) > 1 else ""
     ranks = "" if all_ranks else f", {theme.shorten(label(row.said.ranks), 10)}"
-    return f"{name}<br>{theme.label(row.said.kind)}{over}{several}{ranks}"
+    return f"{name}<br>{row.said.kind.words}{over}{several}{ranks}"
 
 
 def _name(header: Header, row: Row) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.errors import UsageError
-from workbench.events import Category, Edge, Kind, Phase
+from workbench.events import WORK, Category, Edge, Kind
 from workbench.replay.alignment import Alignment, Side
 from workbench.replay.alike import join_names, label, pattern, ranges
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
@@ -32,8 +32,6 @@ NOTICED = 0.05
 """A step time that differs by less is not spoken of: it does so from step to step."""
 
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
-_COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
-_BACKWARD = {Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD}
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 44, 76, 22  # pixels; a row of the table has two lines
 _MAX_TICKS, _MAX_DETAILED = 8, 2
 
@@ -104,9 +102,9 @@ def _peak_words(peak: PeakChange) -> str:
     amount = f"peak {_signed(theme.format_bytes(abs(delta)), delta)}"
     who = _names(peak.units)
     if peak.category is Category.UNSHARDED_PARAMS:
-        through = "backward" if _BACKWARD & set(peak.phases) else "forward"
+        through = "backward" if Kind.BACKWARD in {phase.info.part for phase in peak.phases} else "forward"
         return f"{amount}: {who or 'units'} {'' if delta > 0 else 'no longer '}unsharded through {through}"
-    return f"{amount}: {'more' if delta > 0 else 'less'} {theme.label(peak.category)}{f' of {who}' if who else ''}"
+    return f"{amount}: {'more' if delta > 0 else 'less'} {peak.category.words}{f' of {who}' if who else ''}"
 
 
 def _collective_words(changes: Sequence[CollectiveChange]) -> str:
@@ -120,10 +118,10 @@ def _collective_words(changes: Sequence[CollectiveChange]) -> str:
     who = _names([change.unit for change in most])
     more = calls[1] - calls[0]
     if more:
-        noun = theme.label(kind) + ("" if abs(more) == 1 else "s")
+        noun = kind.words + ("" if abs(more) == 1 else "s")
         return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step" + (f" ({who})" if who else "")
     payload = [sum(change.num_bytes[side] for change in most) for side in (0, 1)]
-    return f"{theme.label(kind)} payload {theme.format_bytes(payload[0])} -> {theme.format_bytes(payload[1])} a step"
+    return f"{kind.words} payload {theme.format_bytes(payload[0])} -> {theme.format_bytes(payload[1])} a step"
 
 
 def _time_words(found: Differences) -> str:
@@ -136,9 +134,9 @@ def _time_words(found: Differences) -> str:
 
 def _cost_words(change: TimeChange) -> str:
     of = f" of {theme.shorten(change.unit)}" if change.unit else ""
-    what = "" if change.kind in _COMPUTING else "exposed "
+    what = "" if change.kind in WORK else "exposed "
     amount = _signed(theme.format_duration(abs(change.delta_ns)), change.delta_ns)
-    return f"{what}{theme.label(change.kind)}{of} {amount}"
+    return f"{what}{change.kind.words}{of} {amount}"
 
 
 def _event_words(found: Differences) -> str:
@@ -160,9 +158,9 @@ def _event(aligned: Alignment, place: int) -> str:
     side, number = (aligned.b, aligned.in_b) if aligned.in_a[place] < 0 else (aligned.a, aligned.in_a)
     event = int(number[place])
     row, unit = side.rows[side.place[event]], int(side.unit[event])
-    edge = "" if row["edge"] == Edge.INSTANT else f"{theme.label(Edge(row['edge']))} of "
+    edge = "" if row["edge"] == Edge.INSTANT else f"{Edge(row['edge']).words} of "
     of = f" of {theme.shorten(aligned.names[unit])}" if unit >= 0 else ""
-    return f"{edge}{theme.label(Kind(row['kind']))}{of}, {step_name(int(row['step']))}"
+    return f"{edge}{Kind(row['kind']).words}{of}, {step_name(int(row['step']))}"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -250,7 +248,7 @@ def _ticks(aligned: Alignment) -> dict[int, str]:
         for place, kind, step in _begins(aligned, (Kind.FORWARD, Kind.BACKWARD)):
             if (step, kind) not in seen:
                 seen.add((step, kind))
-                found.setdefault(place, theme.label(kind))
+                found.setdefault(place, kind.words)
     return found
 
 
@@ -291,7 +289,7 @@ def _add_table(fig: go.Figure, rows: Sequence[CollectiveChange], top: float) -> 
     """What each side issued and waited for, a step."""
     columns = {
         "unit": [theme.escape(theme.shorten(row.unit, 24)) or "-" for row in rows],
-        "collective": [theme.label(row.kind) for row in rows],
+        "collective": [row.kind.words for row in rows],
         "calls": [_pair(*(f"{n:.3g}" for n in row.calls)) for row in rows],
         "payload": [_pair(*(theme.format_bytes(n) for n in row.num_bytes)) for row in rows],
         "exposed": [_pair(*(theme.format_duration(n) for n in row.exposed_ns)) for row in rows],

@@ -250,7 +250,7 @@ def _add_areas(
         fig.add_scatter(
             **common,
             y=np.append(amount, amount[-1]),
-            name=theme.label(category),
+            name=category.words,
             legendgroup=category.name,
             stackgroup="live",
             line={"shape": "hv", "width": 0, "color": colour},

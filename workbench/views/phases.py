@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.events import Kind
+from workbench.events import WORK, Kind
 from workbench.replay.spans import closed, exclusive, last_ns, spans
 from workbench.trace.schema import Rows
 from workbench.views import theme
@@ -24,7 +24,7 @@ def add_phases(fig: go.Figure, rows: Rows, ns_per_x: int, *, row: int | None = N
     pieces = list(_pieces(rows))
     origin_ns, whole_ns = int(rows["t_ns"][0]), max(last_ns(rows) - int(rows["t_ns"][0]), 1)
     for kind, begin_ns, end_ns in pieces if len(pieces) <= MAX_PIECES else ():
-        text = theme.label(kind)
+        text = kind.words
         fig.add_shape(
             x0=(begin_ns - origin_ns) / ns_per_x,
             x1=(end_ns - origin_ns) / ns_per_x,
@@ -45,7 +45,7 @@ def add_phases(fig: go.Figure, rows: Rows, ns_per_x: int, *, row: int | None = N
 
 def _pieces(rows: Rows) -> Iterator[tuple[Kind, int, int]]:
     """Yield ``(kind, begin_ns, end_ns)`` of forward, backward and optimizer of each step, units taken together."""
-    found = closed(spans(rows, (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)), rows)
+    found = closed(spans(rows, WORK), rows)
     owner, begin_ns, end_ns = exclusive(found)
     kind, step = found.kind[owner], found.step[owner]
     first = np.flatnonzero((np.diff(kind, prepend=-1) != 0) | (np.diff(step, prepend=-2) != 0))

@@ -120,7 +120,7 @@ def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int]
     bars = for_screen(_bars(found, units))
     names = {unit: theme.escape(theme.shorten(unit_name(header, unit), 28)) for unit in units}
     whole = {unit: theme.full(unit_name(header, unit)) for unit in units}
-    looks = {int(state): (theme.label(state), theme.UNIT_STATE_COLOURS[state]) for state in UnitState}
+    looks = {int(state): (state.words, theme.UNIT_STATE_COLOURS[state]) for state in UnitState}
     height = np.where(bars.colour == UnitState.SHARDED, 0.16, 0.74)
     add_bars(fig, bars, looks, bars.lane.astype(np.float64), height, _hovers(bars, whole, axis), axis)
     add_phases(fig, drawn.rows, axis.ns)
@@ -151,7 +151,7 @@ def _hovers(bars: Rectangles, names: dict[int, str], axis: TimeAxis) -> list[str
         times = f"{bars.count[i]} times, together " if bars.count[i] > 1 else ""
         begin, end = axis(bars.begin_ns[i : i + 1])[0], axis(bars.end_ns[i : i + 1])[0]
         said.append(
-            f"<b>{names[int(bars.unit[i])]}</b> {theme.label(UnitState(bars.colour[i]))}<br>"
+            f"<b>{names[int(bars.unit[i])]}</b> {UnitState(bars.colour[i]).words}<br>"
             f"{times}{theme.format_duration(bars.duration_ns[i])}, from {begin:.4g} to {end:.4g} {axis.unit}"
         )
     return said

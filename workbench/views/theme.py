@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import html
 import textwrap
-from enum import IntEnum
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale, sequential
 
-from workbench.events import Category, Kind, UnitState
+from workbench.events import Category, Colour, Kind, UnitState
 from workbench.trace.schema import Header
 
 INK = "#757575"
@@ -38,63 +37,34 @@ NARROWEST = 600
 
 FONT_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
-CATEGORY_COLOURS: dict[Category, str] = {
-    Category.SHARDED_PARAMS: "#5c70c6",
-    Category.UNSHARDED_PARAMS: "#5fb6f1",
-    Category.ALL_GATHER_BUFFERS: "#1a969d",
-    Category.UNSHARDED_GRADS: "#b43806",
-    Category.REDUCE_SCATTER_BUFFERS: "#eba51c",
-    Category.SHARDED_GRADS: "#dbafc7",
-    Category.OPTIMIZER_STATE: "#5740a6",
-    Category.ACTIVATIONS: "#968b35",
-    Category.OTHER: "#8a8c83",
-    Category.RESERVED: "#b8b8a4",
+COLOURS: dict[Colour, str] = {
+    Colour.SHARDED_PARAMS: "#5c70c6",
+    Colour.UNSHARDED_PARAMS: "#5fb6f1",
+    Colour.ALL_GATHER: "#1a969d",
+    Colour.UNSHARDED_GRADS: "#b43806",
+    Colour.REDUCE_SCATTER: "#eba51c",
+    Colour.SHARDED_GRADS: "#dbafc7",
+    Colour.OPTIMIZER_STATE: "#5740a6",
+    Colour.ACTIVATIONS: "#968b35",
+    Colour.RESERVED: "#b8b8a4",
+    Colour.FORWARD: "#69b0ee",
+    Colour.BACKWARD: "#274b8e",
+    Colour.OPTIMIZER: "#8760b0",
+    Colour.COPY_IN: "#8d8929",
+    Colour.COPY_OUT: "#a9a96b",
+    Colour.OFFLOAD: "#6b6b1f",
+    Colour.WAIT: "#c2185b",
+    Colour.GIVEN_UP: WRONG,
+    Colour.PLAIN: "#8a8c83",
 }
-"""One colour per memory class. Blues: parameters; reds: gradients; teal and amber: what communication holds; pale: what
-nobody uses."""
+"""Blues: parameters; reds: gradients; teal and amber: what communication holds; pale: what nobody uses. Exposed
+communication has its own."""
 
-UNIT_STATE_COLOURS: dict[UnitState, str] = {
-    UnitState.SHARDED: CATEGORY_COLOURS[Category.SHARDED_PARAMS],
-    UnitState.ALL_GATHER_IN_FLIGHT: CATEGORY_COLOURS[Category.ALL_GATHER_BUFFERS],
-    UnitState.UNSHARDED: CATEGORY_COLOURS[Category.UNSHARDED_PARAMS],
-    UnitState.REDUCING: CATEGORY_COLOURS[Category.REDUCE_SCATTER_BUFFERS],
-}
+CATEGORY_COLOURS = {category: COLOURS[category.info.colour] for category in Category}
+UNIT_STATE_COLOURS = {state: COLOURS[state.info.colour] for state in UnitState}
 """A state has the colour of the memory class it brings to life."""
 
-KIND_COLOURS: dict[Kind, str] = {
-    Kind.STEP: "#8a8c83",
-    Kind.FORWARD: "#69b0ee",
-    Kind.BACKWARD: "#274b8e",
-    Kind.OPTIMIZER: "#8760b0",
-    Kind.UNSHARD: "#5fb6f1",
-    Kind.RESHARD: "#5c70c6",
-    Kind.ALL_GATHER: "#1a969d",
-    Kind.REDUCE_SCATTER: "#eba51c",
-    Kind.ALL_REDUCE: "#b43806",
-    Kind.BROADCAST: "#dbafc7",
-    Kind.COPY_IN: "#8d8929",
-    Kind.COPY_OUT: "#a9a96b",
-    Kind.WAIT: "#c2185b",
-    Kind.ALLOC: "#8a8c83",
-    Kind.FREE: "#8a8c83",
-    Kind.OFFLOAD: "#6b6b1f",
-    Kind.GATE: "#8a8c83",
-    Kind.METRIC: "#5c70c6",
-    Kind.LOG: "#8a8c83",
-    Kind.RESET: "#d6336c",
-    Kind.RESIDENT: "#8a8c83",
-}
-"""One colour per kind of event; WAIT, exposed communication, has its own."""
-
-_COMPOUND = {"ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_REDUCE": "all-reduce"}
-
-
-def label(word: IntEnum) -> str:
-    """Return an enum member as people write it: ``Category.ALL_GATHER_BUFFERS`` -> ``"all-gather buffers"``."""
-    name = word.name
-    for compound, written in _COMPOUND.items():
-        name = name.replace(compound, written)
-    return name.lower().replace("_", " ")
+KIND_COLOURS = {kind: COLOURS[kind.info.colour] for kind in Kind}
 
 
 def rank_colours(num_ranks: int) -> list[tuple[str, str]]:

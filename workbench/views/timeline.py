@@ -183,9 +183,9 @@ def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: Tim
     texts = []
     for i, (lane, colour) in enumerate(zip(bars.lane.tolist(), bars.colour.tolist(), strict=True)):
         what = Kind(colour)
-        said = f"{theme.label(what)}{names[int(bars.unit[i])]}"
+        said = f"{what.words}{names[int(bars.unit[i])]}"
         if what == Kind.WAIT:
-            said = f"wait for {theme.label(Kind(bars.waits_for[i]))}{names[int(bars.unit[i])]}"
+            said = f"wait for {Kind(bars.waits_for[i]).words}{names[int(bars.unit[i])]}"
         where = f"{ranks[lane // (LANES * len(TRACKS))]}, from {begin[i]:.4g} {axis.unit}"
         texts.append(f"<b>{said}</b><br>{_amount(bars, i)}<br>{where}")
     return texts
@@ -243,7 +243,7 @@ def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, b
 
 
 def _legend(kind: Kind) -> str:
-    return {Kind.WAIT: "wait (exposed)", Kind.GATE: "held at a gate"}.get(kind, theme.label(kind))
+    return f"{kind.words} (exposed)" if kind is Kind.WAIT else kind.words
 
 
 def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis) -> None:

@@ -6,25 +6,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.events import Kind
+from workbench.events import Kind, Track, on_track
 from workbench.replay.collectives import Collectives, table
 from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
 from workbench.trace.columns import RankTrace
 from workbench.views.rectangles import Rectangles, joined, rectangles
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.COPY_IN, Kind.COPY_OUT, Kind.OFFLOAD, Kind.GATE)
+COMPUTE = tuple(kind for kind in on_track(Track.COMPUTE) if kind is not Kind.STEP)
 """Kinds drawn as compute: what the rank's own thread does. Of nested ones the innermost is drawn."""
 
-TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    ("compute", COMPUTE),
-    ("all-gather", (Kind.ALL_GATHER,)),
-    ("reduce-scatter", (Kind.REDUCE_SCATTER,)),
-    ("other", (Kind.ALL_REDUCE, Kind.BROADCAST)),
-    ("wait", (Kind.WAIT,)),
+TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = tuple(
+    (track.value, COMPUTE if track is Track.COMPUTE else on_track(track)) for track in Track
 )
 """Name and kinds of each track of a rank, from the top."""
 
-WAIT_TRACK = len(TRACKS) - 1
+WAIT_TRACK = list(Track).index(Track.WAIT)
 
 LANES = 3
 """Lanes of a track: all of it, its upper and its lower half, for collectives that are in flight at the same time."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import UsageError
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import COLLECTIVES, WORK, Edge, Kind
 from workbench.replay.alike import ranges
 from workbench.replay.holds import Cuts, without_holds
 from workbench.replay.spans import of_kind
@@ -15,7 +15,7 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
 
-_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, *COLLECTIVES)
+_WORK = (*WORK, *COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True)

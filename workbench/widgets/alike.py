@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.events import Category, Edge, Kind
+from workbench.events import COLLECTIVES, Category, Edge, Kind
 from workbench.replay.spans import of_kind
 from workbench.replay.states import CHANGING_KINDS
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.keyframe import REDUCTIONS
 from workbench.trace.schema import Rows
 
 ALIKE = 0.02
@@ -67,7 +66,7 @@ def _program(rows: Rows) -> bytes:
     """What the rank's program did to its units, in its order; when a collective arrives is not its doing."""
     places = np.flatnonzero(of_kind(rows, CHANGING_KINDS))
     kind, edge, unit = (rows[name][places] for name in ("kind", "edge", "unit"))  # three columns: less to copy
-    did = ~(np.isin(kind, (Kind.ALL_GATHER, *REDUCTIONS)) & (edge == Edge.END))
+    did = ~(np.isin(kind, COLLECTIVES) & (edge == Edge.END))
     return b"".join(column[did].tobytes() for column in (kind, edge, unit))
 
 

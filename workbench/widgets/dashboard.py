@@ -267,7 +267,7 @@ def _about(buttons: Sequence[str]) -> dict[str, Any]:
         "kinds": {int(kind): [OPTIONS["names"][str(int(kind))], theme.KIND_COLOURS[kind]] for kind in Kind},
         "collectives": [int(kind) for kind in COLLECTIVES],
         "exposed_kind": int(Kind.WAIT),
-        "classes": [[theme.label(category), theme.CATEGORY_COLOURS[category]] for category in Category],
+        "classes": [[category.words, theme.CATEGORY_COLOURS[category]] for category in Category],
         "reserved": int(Category.RESERVED),
-        "states": [[theme.label(state), theme.UNIT_STATE_COLOURS[state]] for state in UnitState],
+        "states": [[state.words, theme.UNIT_STATE_COLOURS[state]] for state in UnitState],
     }

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from workbench.events import Edge, Kind, Phase
+from workbench.events import BESIDE, MOVES, Edge, Kind, Phase
 from workbench.replay import memory, states
-from workbench.replay.alignment import NOT_LOGICAL
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
@@ -33,7 +32,6 @@ EVERY = 16_384
 
 _T = TypeVar("_T")
 _NEAR = 512  # rows within which an event is looked for
-_EDGES = {Edge.BEGIN: "begins", Edge.END: "ends", Edge.INSTANT: ""}
 
 
 class Moments:
@@ -88,7 +86,7 @@ class Moments:
         rank_trace, ahead_ns = trace.rank(rank), offset_ns(trace, rank)
         begin, end = self._between(trace, rank, begin_ns, end_ns)
         rows = rank_trace.rows[begin:end]
-        told = of_kind(rows, (*memory.MOVES, *states.CHANGING_KINDS))
+        told = of_kind(rows, (*MOVES, *states.CHANGING_KINDS))
         found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[told]])
         found["kind"][0], found["unit"][0] = Kind.LOG, -1
         found["t_ns"][0] = max(begin_ns + ahead_ns, int(rank_trace.rows["t_ns"][0]))
@@ -156,7 +154,7 @@ class Moments:
         row = rank_trace.rows[_event_at(rank_trace.rows, named)]
         found = states.start(frame)
         units = tuple(int(found[unit.index]) for unit in trace.header.units)
-        phase = "" if row["phase"] == Phase.IDLE else f"{theme.label(Phase(row['phase']))} · "
+        phase = "" if row["phase"] == Phase.IDLE else f"{Phase(row['phase']).words} · "
         doing = f"{phase}{describe(trace.header, row)}"
         return _Entry(rank=rank_trace.rank, doing=doing, units=units, num_bytes=frame.bytes_by_category)
 
@@ -222,19 +220,19 @@ def describe(header: Header, row: np.void) -> str:
     kind = Kind(row["kind"])
     about = f" of {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else ""
     size = f" ({theme.format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
-    return f"{theme.label(kind)}{about} {_EDGES[Edge(row['edge'])]}".strip() + size
+    return f"{kind.words}{about} {Edge(row['edge']).info.verb}".strip() + size
 
 
 def _event_at(rows: Rows, place: int) -> int:
     """Position of the last event up to ``place``; ``place`` itself if there is none near."""
     first = max(place - _NEAR, 0)
-    events = np.flatnonzero(~of_kind(rows[first : place + 1], NOT_LOGICAL))
+    events = np.flatnonzero(~of_kind(rows[first : place + 1], BESIDE))
     return first + int(events[-1]) if len(events) else place
 
 
 def _event_beside(rows: Rows, place: int, by: int) -> int:
     """Position of the event ``by`` events after the one at ``place``; the last or first one if there are fewer."""
-    events = np.flatnonzero(~of_kind(rows, NOT_LOGICAL))
+    events = np.flatnonzero(~of_kind(rows, BESIDE))
     if not len(events):
         return place
     here = int(np.searchsorted(events, place, side="right")) - 1

@@ -12,7 +12,7 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Kind
+from workbench.events import COLLECTIVES, REDUCTIONS, Kind
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, Spans, closed, exclusive, spans
 from workbench.trace.columns import RankTrace
@@ -21,8 +21,8 @@ from workbench.views.tracks import COMPUTE
 
 TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("compute", (*COMPUTE, Kind.WAIT)),
-    ("all-gather", (Kind.ALL_GATHER, Kind.BROADCAST)),
-    ("reduce", (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)),
+    ("all-gather", tuple(kind for kind in COLLECTIVES if kind not in REDUCTIONS)),
+    ("reduce", REDUCTIONS),
 )
 """Name and kinds of each track of a rank, from the top; a wait is something the rank's own thread does."""
 

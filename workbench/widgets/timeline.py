@@ -45,7 +45,7 @@ COLUMNS = (
 """Name and type of each column, in the order in which they follow each other in a buffer; times in microseconds."""
 
 OPTIONS: dict[str, Any] = {
-    "names": {str(int(kind)): theme.label(kind) for kind in Kind} | {str(int(Kind.GATE)): "held at a gate"},
+    "names": {str(int(kind)): kind.words for kind in Kind},
     "exposedKind": int(Kind.WAIT),
     "collectives": [int(kind) for kind in COLLECTIVES],
 }

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.replay import memory, states
+from workbench.events import MOVES
+from workbench.replay import states
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace
@@ -76,5 +77,5 @@ def _is_told(trace: Trace, moments: Moments, ranks: Sequence[int], begin_ns: int
 
 
 def _is_few(part: RankTrace) -> bool:
-    kinds = (memory.MOVES, states.CHANGING_KINDS)
+    kinds = (MOVES, states.CHANGING_KINDS)
     return all(int(of_kind(part.rows, wanted).sum()) <= MOST for wanted in kinds)

@@ -1,0 +1,112 @@
+import ast
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import readme
+from tests.source import REPO, sources
+from workbench.events import (
+    BESIDE,
+    COLLECTIVES,
+    STOPS,
+    Category,
+    Colour,
+    Edge,
+    Kind,
+    Phase,
+    Track,
+    UnitState,
+    on_track,
+)
+from workbench.trace.keyframe import advance
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, KeyFrame
+from workbench.views import theme
+
+# what files hold; a number that is in one stays what it is
+NUMBERS = {
+    Kind: "STEP FORWARD BACKWARD OPTIMIZER UNSHARD RESHARD ALL_GATHER REDUCE_SCATTER ALL_REDUCE BROADCAST COPY_IN "
+    "COPY_OUT WAIT ALLOC FREE OFFLOAD GATE METRIC LOG RESET RESIDENT",
+    Edge: "BEGIN END INSTANT",
+    Phase: "IDLE FORWARD PRE_BACKWARD BACKWARD POST_BACKWARD OPTIMIZER",
+    Category: "SHARDED_PARAMS UNSHARDED_PARAMS ALL_GATHER_BUFFERS UNSHARDED_GRADS REDUCE_SCATTER_BUFFERS SHARDED_GRADS "
+    "OPTIMIZER_STATE ACTIVATIONS OTHER RESERVED",
+    UnitState: "SHARDED ALL_GATHER_IN_FLIGHT UNSHARDED REDUCING",
+}
+
+
+@pytest.mark.parametrize("words", NUMBERS, ids=lambda words: words.__name__)
+def test_numbers_of_old_files_stay(words):
+    known = NUMBERS[words].split()
+    assert [member.name for member in words][: len(known)] == known
+    assert [int(member) for member in words] == list(range(len(words))), "indexed by them"
+
+
+@pytest.mark.parametrize("words", NUMBERS, ids=lambda words: words.__name__)
+def test_words_are_written_as_people_write_them(words):
+    written = [member.words for member in words]
+    assert len(set(written)) == len(written)
+    assert all(word == word.lower() and "_" not in word and word.strip() for word in written)
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_what_is_known_of_a_kind_fits_together(kind):
+    info = kind.info
+    assert kind < NO_CATEGORY, "a byte holds it"
+    assert info.is_span or info.track is None, "a track holds spans"
+    assert info.is_event or not info.is_stop, "ranks stop at what they count"
+    assert info.is_span or not (info.is_collective or info.is_work)
+    assert info.is_collective or not info.is_reduction
+    assert not info.is_collective or info.track in {Track.ALL_GATHER, Track.REDUCE_SCATTER, Track.OTHER}
+    assert info.memory_sign in {-1, 0, 1}
+    assert all((edge is Edge.INSTANT) != info.is_span for edge, _ in info.states)
+    assert all(state is not UnitState.REDUCING for _, state in info.states), "that is counted"
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_tables_hold_every_kind_by_what_is_known_of_it(kind):
+    info = kind.info
+    assert (kind in COLLECTIVES, kind in BESIDE) == (info.is_collective, not info.is_event)
+    assert (STOPS.get(kind.name.lower()) is kind) == info.is_stop
+    assert [track for track in Track if kind in on_track(track)] == ([info.track] if info.track else [])
+    assert theme.KIND_COLOURS[kind] == theme.COLOURS[info.colour]
+    for edge in Edge:
+        row = np.zeros(1, ROW_DTYPE)
+        row["kind"], row["edge"], row["num_bytes"], row["category"] = kind, edge, 8, Category.OTHER
+        after = advance(KeyFrame(), row)
+        state = dict(info.states).get(edge, UnitState.SHARDED)
+        assert after.unit_states == ({0: state} if state is not UnitState.SHARDED else {})
+        assert after.bytes_by_category[Category.OTHER] == (8 if info.memory_sign else 0)
+        assert bool(after.reducing) == info.is_reduction
+
+
+def test_every_colour_is_used_and_there():
+    used = {member.info.colour for words in (Kind, Category, UnitState) for member in words}
+    assert used == set(Colour) == set(theme.COLOURS)
+
+
+def test_the_engine_tells_the_classes_that_are_the_engines():
+    """The others are told by the runtime, or by nobody of ours."""
+    told = {
+        node.attr
+        for source in sources()
+        if source.part == "engine"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Category"
+    }
+    assert told == {category.name for category in Category if category.info.is_engines}
+
+
+def test_the_readme_names_every_event_that_can_be_stopped_at():
+    line = next(line for line in readme.text().split("\n\n") if "An event is `" in line)
+    named = readme.code(line[line.index("An event is `") : line.index("with `.end`")])
+    assert sorted(named) == sorted(STOPS)
+
+
+def test_a_kind_is_one_row():
+    """With two rows in the text of ``events.py``, and nothing else, two kinds more are found wherever kinds are."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
