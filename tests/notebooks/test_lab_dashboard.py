@@ -188,7 +188,7 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
 
 
 DRAWN = """(() => {
-    const {memory: [memory], states: [units]} = d.shown, width = d.about.classes.length;
+    const {memory: [memory], states: [units]} = d.shown, width = d.moment.ranks[0].bytes.length;
     const last = memory.last("t", d.cursor);
     return {
         at: d.cursor,

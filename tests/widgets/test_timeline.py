@@ -264,4 +264,4 @@ def test_the_wheel_takes_the_scripts_along():
     """Hatch takes every file of the package that git does not ignore."""
     ignored = (REPO / ".gitignore").read_text().split()
     assert not any(pattern in {"*.js", "static", "static/"} for pattern in ignored)
-    assert {path.name for path in STATIC.iterdir()} >= {"timeline.js", "timeline_widget.js"}
+    assert {path.name for path in STATIC.iterdir()} >= {"events.js", "timeline.js", "timeline_widget.js"}

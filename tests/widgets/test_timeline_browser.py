@@ -226,7 +226,7 @@ def test_many_are_drawn_as_mean_colours_and_few_alike(page):
 _COMPARE = """async (seed) => {
     const {Track, paint, makeLook} = await load(given.drawing + "\\nexport {Track, paint, makeLook};");
     const random = () => ((seed = (seed * 16807) % 2147483647) / 2147483647);
-    const n = 500, width = 200, look = makeLook(given.palette, 12), track = new Track({name: "a", rank: 0});
+    const n = 500, width = 200, look = makeLook(), track = new Track({name: "a", rank: 0});
     const items = {start: new Float64Array(n), end: new Float64Array(n), bytes: new Float64Array(n),
       arrowFrom: new Float64Array(n), unit: new Int16Array(n), kind: new Uint8Array(n), exposed: new Uint8Array(n)};
     for (let k = 0; k < n; k++) { // some overlap, some leave a gap, some are wide, some nothing; out of order

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 
 from tests.browser import open_offline
-from workbench.widgets.timeline import OPTIONS, PALETTE, Timeline
+from workbench.widgets.timeline import Timeline
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>
 <style>
@@ -31,7 +31,6 @@ async function draw(tracks, data, units) {
   const begin = performance.now();
   window.timeline = createTimeline(canvas, given.options);
   timeline.setTracks(tracks);
-  timeline.setPalette(given.palette);
   timeline.setUnits(units);
   data.forEach((items, track) => timeline.append(track, items));
   await frame();
@@ -72,7 +71,7 @@ function made(perTrack, numRanks) {
 // -- the widget, with a model that stands for the kernel
 
 function makeModel() {
-  const listeners = {}, state = {_options: given.options, cursor_us: null};
+  const listeners = {}, state = {cursor_us: null};
   return {
     sent: [], saved: 0, state,
     get: (name) => state[name],
@@ -113,8 +112,9 @@ function show() {
 @contextmanager
 def open_page(chromium, folder):
     """Open the page: see its functions ``draw``, ``open`` and ``show``."""
-    drawing = (files("workbench.widgets") / "static" / "timeline.js").read_text(encoding="utf-8")
-    given = {"drawing": drawing, "widget": str(Timeline._esm), "options": OPTIONS, "palette": PALETTE}
+    static = files("workbench.widgets") / "static"
+    drawing = "".join((static / name).read_text(encoding="utf-8") for name in ("events.js", "timeline.js"))
+    given = {"drawing": drawing, "widget": str(Timeline._esm), "options": {}}
     page = folder / "page.html"
     page.write_text(_PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, page) as opened:

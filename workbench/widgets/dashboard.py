@@ -28,13 +28,11 @@ import anywidget
 import traitlets
 
 from workbench.errors import WorkbenchError
-from workbench.events import COLLECTIVES, Category, Kind, UnitState
 from workbench.replay.units import model_order, unit_name
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
-from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed
 from workbench.widgets.moments import Moments
@@ -42,7 +40,6 @@ from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.packing import COLUMNS, pack, told_holds
 from workbench.widgets.peaks import Peaks
 from workbench.widgets.spans import TRACKS
-from workbench.widgets.timeline import OPTIONS
 from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out, health, said
 from workbench.widgets.window import window
 
@@ -60,14 +57,15 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 _ALL_NS = 1 << 62  # later than anything
 
 _STATIC = Path(__file__).parent / "static"
-_PROGRAMS = ("panels.js", "closeup.js", "dashboard.js")
+_PROGRAMS = ("events.js", "timeline.js", "panels.js", "closeup.js", "dashboard.js")
 
 
 def script() -> str:
-    """Return the widget's program: the timeline's module, enclosed, and the dashboard's own files, without imports."""
-    timeline = (_STATIC / "timeline.js").read_text("utf-8").replace("export function", "function")
+    """Return the widget's program: the words of events, the timeline's module, enclosed, and the dashboard's files."""
+    events, timeline, *own = ((_STATIC / name).read_text("utf-8") for name in _PROGRAMS)
+    timeline = timeline.replace("export function", "function")
     enclosed = f"const createTimeline = (() => {{\n{timeline}\nreturn createTimeline;\n}})();\n"
-    return enclosed + "\n".join((_STATIC / name).read_text("utf-8") for name in _PROGRAMS)
+    return "\n".join((events, enclosed, *own))
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -259,15 +257,9 @@ def _origin_ns(trace: Trace) -> int:
 
 
 def _about(buttons: Sequence[str]) -> dict[str, Any]:
-    """What the browser has to know from the beginning: names, colours, and the columns of the tables."""
+    """What the browser has to know from the beginning, besides ``events.js``."""
     return {
         "buttons": list(buttons),
         "columns": {table: [list(column) for column in columns] for table, columns in COLUMNS.items()},
         "tracks": [name for name, _ in TRACKS],
-        "kinds": {int(kind): [OPTIONS["names"][str(int(kind))], theme.KIND_COLOURS[kind]] for kind in Kind},
-        "collectives": [int(kind) for kind in COLLECTIVES],
-        "exposed_kind": int(Kind.WAIT),
-        "classes": [[category.words, theme.CATEGORY_COLOURS[category]] for category in Category],
-        "reserved": int(Category.RESERVED),
-        "states": [[state.words, theme.UNIT_STATE_COLOURS[state]] for state in UnitState],
     }

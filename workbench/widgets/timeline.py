@@ -16,13 +16,12 @@ import numpy as np
 import traitlets
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Kind
+from workbench.events import Kind
 from workbench.replay.alike import groups, label
 from workbench.replay.holds import Cuts, GrowingCuts
 from workbench.replay.spans import last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.packing import told_holds
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
@@ -44,28 +43,18 @@ COLUMNS = (
 )
 """Name and type of each column, in the order in which they follow each other in a buffer; times in microseconds."""
 
-OPTIONS: dict[str, Any] = {
-    "names": {str(int(kind)): kind.words for kind in Kind},
-    "exposedKind": int(Kind.WAIT),
-    "collectives": [int(kind) for kind in COLLECTIVES],
-}
-"""What the drawing module is told about kinds of events."""
-
-PALETTE = {str(int(kind)): colour for kind, colour in theme.KIND_COLOURS.items()}
-"""CSS colour by number of the kind."""
-
 _OPEN_ROWS = 4096  # at the end of a rank's trace, among which what has not ended is looked for
 
 
 def script(widget: str) -> str:
-    """Return one ES module: the drawing module, without its export, and the widget's file behind it.
+    """Return one ES module: the words of events, the drawing module without its export, and the widget's file.
 
     Args:
         widget: name of a file in ``workbench/widgets/static``.
     """
     static = files("workbench.widgets") / "static"
-    drawing = (static / "timeline.js").read_text(encoding="utf-8")
-    return drawing.replace("\nexport function", "\nfunction") + (static / widget).read_text(encoding="utf-8")
+    events, drawing, own = ((static / name).read_text("utf-8") for name in ("events.js", "timeline.js", widget))
+    return events + drawing.replace("\nexport function", "\nfunction") + own
 
 
 def pack(found: NDArray[np.void], origin_ns: int) -> bytes:
@@ -128,7 +117,6 @@ class Timeline(anywidget.AnyWidget):
     """
 
     _esm = script("timeline_widget.js")
-    _options = traitlets.Dict(OPTIONS).tag(sync=True)
     cursor_us: traitlets.Float[Any, Any] = traitlets.Float(None, allow_none=True).tag(sync=True)
 
     def __init__(self, trace: Trace, *, ranks: Sequence[int] | None = None) -> None:
@@ -215,7 +203,6 @@ class Timeline(anywidget.AnyWidget):
         return {
             "tracks": [{"name": name, "rank": rank, "label": label([rank])} for rank in ranks for name, _ in TRACKS],
             "units": [unit_name(trace.header, unit) for unit in range(len(trace.header.units))],
-            "palette": PALETTE,
             "holds": told_holds(self._growing.cuts, self._origin_ns or 0),
         }
 

@@ -8,10 +8,10 @@ const PATIENCE_MS = 700; // until it is said that the answer is not there
 const MARGIN = 0.25; // of the view, asked for on either side: small moves need no answer
 
 /** Add the table of memory to a series per group. */
-function fillMemory(series, { t, bytes, group }, numClasses) {
+function fillMemory(series, { t, bytes, group }) {
   t.forEach((when, k) => {
-    series[group[k]] ??= new Series({ t: [Float64Array, 1], bytes: [Float32Array, numClasses] });
-    series[group[k]].push({ t: when, bytes: bytes.subarray(k * numClasses, (k + 1) * numClasses) });
+    series[group[k]] ??= new Series({ t: [Float64Array, 1], bytes: [Float32Array, CATEGORIES.length] });
+    series[group[k]].push({ t: when, bytes: bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length) });
   });
 }
 
@@ -69,10 +69,10 @@ class Closeup {
   }
 
   /** Keep an answer; returns whether it is for the last question. */
-  take({ number, from_us: from, to_us: to, exact }, { memory, states }, numClasses) {
+  take({ number, from_us: from, to_us: to, exact }, { memory, states }) {
     if (number !== this.number || !this.asked) return false;
     this.found = { ...this.asked, from, to, exact, memory: [], states: [] };
-    fillMemory(this.found.memory, memory, numClasses);
+    fillMemory(this.found.memory, memory);
     fillStates(this.found.states, states);
     this.asked = null;
     return true;

@@ -1,7 +1,7 @@
 // The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
 // cursor it asks for as well. Text from the kernel (names of units, ranks, metrics) becomes text, never HTML.
-// `createTimeline` comes from timeline.js, the panels from panels.js, what they show of a view that holds still from
-// closeup.js: Python puts the four together.
+// The tables of events come from events.js, `createTimeline` from timeline.js, the panels from panels.js, what they show of a view that holds still from
+// closeup.js: Python puts the five together.
 
 const SILENT_MS = 2500; // without an answer, that is said
 const ASK_AGAIN_MS = 6000;
@@ -11,14 +11,14 @@ const MAX_UNITS = 200;
 const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
 
 /** The tables of an increment: `{table: {column: typed array}}`. */
-function unpack(columns, counts, numClasses, data) {
+function unpack(columns, counts, data) {
   const buffer = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // aligned
   const tables = {};
   let at = 0;
   for (const [table, wanted] of Object.entries(columns)) {
     tables[table] = {};
     for (const [name, code] of wanted) {
-      const length = counts[table] * (table === "memory" && name === "bytes" ? numClasses : 1);
+      const length = counts[table] * (table === "memory" && name === "bytes" ? CATEGORIES.length : 1);
       tables[table][name] = new TYPES[code](buffer, at, length);
       at += Math.ceil(tables[table][name].byteLength / 8) * 8;
     }
@@ -132,7 +132,7 @@ class DashboardView {
     this.timelineBox = make("div", "fw-timeline");
     timeline.append(this.timelineBox);
     timelineNote.textContent = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
-    refill(this.statesLegend, 1, () => this.about.states.map(([word, colour]) => swatch(word, colour)));
+    refill(this.statesLegend, 1, () => UNIT_STATES.map(({ words, colour }) => swatch(words, colour)));
   }
 
   begin() {
@@ -140,10 +140,7 @@ class DashboardView {
     this.timelineBox.replaceChildren();
     const canvas = document.createElement("canvas");
     this.timelineBox.append(canvas);
-    const { kinds, exposed_kind: exposedKind, collectives } = this.about;
-    const names = Object.fromEntries(Object.entries(kinds).map(([kind, [name]]) => [kind, name]));
-    this.timeline = createTimeline(canvas, { names, exposedKind, collectives, onFollow: (on) => on || this.hold() });
-    this.timeline.setPalette(Object.fromEntries(Object.entries(kinds).map(([kind, [, colour]]) => [kind, colour])));
+    this.timeline = createTimeline(canvas, { onFollow: (on) => on || this.hold() });
     this.timeline.onCursor((us) => us !== null && this.putCursor(us));
     this.timeline.setUnits(this.units);
     if (this.isLive) this.timeline.follow(true);
@@ -257,10 +254,10 @@ class DashboardView {
       this.timeline.setHolds(news.holds);
     }
     if (news.peaks) this.peaks = news.peaks;
-    const tables = unpack(this.about.columns, news.counts, this.about.classes.length, data);
+    const tables = unpack(this.about.columns, news.counts, data);
     this.takeTracks(news.tracks);
     this.takeSpans(tables.spans);
-    fillMemory(this.memory, tables.memory, this.about.classes.length);
+    fillMemory(this.memory, tables.memory);
     fillStates(this.states, tables.states);
     if (news.counts.memory || news.counts.states) this.news += 1;
     for (let k = 0; k < news.counts.steps; k++) {
@@ -330,9 +327,8 @@ class DashboardView {
 
   /** Every change in view; what is said of the cursor is asked for again: ranks may have told something since. */
   takeWindow(answer, data) {
-    const { columns, classes } = this.about;
-    const tables = unpack(columns, answer.counts, classes.length, data);
-    if (!this.closeup.take(answer, tables, classes.length)) return;
+    const tables = unpack(this.about.columns, answer.counts, data);
+    if (!this.closeup.take(answer, tables)) return;
     if (this.isLive || !this.moment || this.isWaiting) return;
     const { rank, seq } = this.moment;
     this.want(this.moves ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
@@ -540,7 +536,7 @@ class DashboardView {
       const found = here >= 0 ? steps[value][here] : NaN;
       const text = Number.isFinite(found) ? (value === "ms" ? timeInWords(found * 1000) : found.toPrecision(4)) : "\u2013";
       if (number.textContent !== text) number.textContent = text;
-      const colour = value === "loss" ? this.about.states[0][1] : this.about.kinds[3][1];
+      const { colour } = value === "loss" ? UNIT_STATES[UNIT_STATE.SHARDED] : KINDS[KIND.OPTIMIZER];
       sheet.paint(40, { steps, value, colour, at: step, skin });
     }
   }
@@ -551,19 +547,19 @@ class DashboardView {
   }
 
   drawMemoryPanel(at, axis, skin) {
-    const { classes, reserved } = this.about, { holds, cursor, end } = this;
+    const { holds, cursor, end } = this;
     const groups = this.groups
       .map((ranks, place) => ({ label: inWords(ranks), series: this.shown.memory[place], peak: this.peaks[place] }))
       .filter(({ series }) => series);
     const count = Math.min(groups.length, MAX_AREAS);
     const height = Math.max(count, 1) * MEMORY_HEIGHTS[count > 1 ? 1 : 0];
-    this.memorySheet.paint(height, { groups, axis, classes, reserved, holds, cursor, skin, end });
+    this.memorySheet.paint(height, { groups, axis, holds, cursor, skin, end });
     this.drawPeakNote(groups);
     const rank = at?.ranks[0];
-    const held = rank ? rank.bytes.map((bytes, place) => [...classes[place], bytes]).filter(([, , bytes]) => bytes > 0) : [];
+    const held = rank ? rank.bytes.map((bytes, place) => ({ ...CATEGORIES[place], bytes })).filter(({ bytes }) => bytes > 0) : [];
     refill(this.memoryLegend, [held, rank?.label], () => [
       ...(rank ? [swatch(`${rank.label}: in use`, "", bytesInWords(rank.in_use))] : []),
-      ...held.map(([word, colour, bytes]) => swatch(word, colour, bytesInWords(bytes))),
+      ...held.map(({ words, colour, bytes }) => swatch(words, colour, bytesInWords(bytes))),
     ]);
   }
 
@@ -589,8 +585,8 @@ class DashboardView {
     const shown = (this.order ?? []).filter((unit) => found[unit]).slice(0, MAX_UNITS);
     const units = shown.map((unit) => ({ name: this.units[unit], series: found[unit] }));
     const now = shown.map((unit) => told[unit]);
-    const colours = this.about.states, { holds, cursor, end } = this;
-    this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, colours, now, holds, cursor, skin, end });
+    const { holds, cursor, end } = this;
+    this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, now, holds, cursor, skin, end });
     const note = this.groups.length > 1 ? `${inWords(this.groups[0])} shown` : this.groups.length ? `${inWords(this.groups[0])}${this.groups[0].length > 1 ? " alike" : ""}` : "";
     if (this.statesNote.textContent !== note) this.statesNote.textContent = note;
   }

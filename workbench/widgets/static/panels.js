@@ -139,18 +139,18 @@ const MEMORY_HEIGHTS = [132, 84];
 const MAX_AREAS = 4; // groups of ranks that are drawn
 
 /** Of each pixel the moment with most bytes: `[pixels + 1][classes]`, and the total in use. */
-function memoryColumns(series, axis, numClasses, reserved) {
+function memoryColumns(series, axis) {
   const pixels = Math.ceil(axis.width);
-  const columns = new Float64Array((pixels + 1) * numClasses), totals = new Float64Array(pixels + 1).fill(-1);
+  const columns = new Float64Array((pixels + 1) * CATEGORIES.length), totals = new Float64Array(pixels + 1).fill(-1);
   let k = Math.max(series.last("t", axis.t0), 0), filled = -1;
   for (; k < series.length && series.t[k] <= axis.t1; k++) {
     const from = Math.max(Math.floor(axis.x(series.t[k]) - axis.left), 0);
     const until = k + 1 < series.length ? Math.floor(axis.x(series.t[k + 1]) - axis.left) : pixels;
-    const bytes = series.bytes.subarray(k * numClasses, (k + 1) * numClasses);
-    const total = bytes.reduce((sum, part) => sum + part, 0) - bytes[reserved];
+    const bytes = series.bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length);
+    const total = bytes.reduce((sum, part) => sum + part, 0) - bytes[CATEGORY.RESERVED];
     for (let x = Math.min(from, pixels); x <= Math.min(until, pixels); x++) {
       if (x <= filled && totals[x] >= total) continue;
-      columns.set(bytes, x * numClasses);
+      columns.set(bytes, x * CATEGORIES.length);
       totals[x] = total;
     }
     filled = Math.max(filled, Math.min(until, pixels));
@@ -158,16 +158,16 @@ function memoryColumns(series, axis, numClasses, reserved) {
   return { columns, totals, pixels };
 }
 
-function drawMemory(ctx, width, height, { groups, axis, classes, reserved, holds, cursor, skin, end }) {
+function drawMemory(ctx, width, height, { groups, axis, holds, cursor, skin, end }) {
   const shown = groups.slice(0, MAX_AREAS), each = height / Math.max(shown.length, 1);
-  const found = shown.map((group) => memoryColumns(group.series, axis, classes.length, reserved));
-  const top = 1.12 * Math.max(1, ...found.map(({ columns, totals }) => highest(columns, totals, classes.length, reserved)));
+  const found = shown.map((group) => memoryColumns(group.series, axis));
+  const top = 1.12 * Math.max(1, ...found.map(({ columns, totals }) => highest(columns, totals)));
   const last = Math.min(axis.x(end), width);
   shown.forEach((group, place) => {
     const base = (place + 1) * each - 6, room = each - 12;
     ctx.fillStyle = skin.row;
     ctx.fillRect(axis.left, base - room, axis.width, room);
-    drawAreas(ctx, found[place], { axis, base, scale: room / top, classes, reserved, last, skin });
+    drawAreas(ctx, found[place], { axis, base, scale: room / top, last, skin });
     drawMemoryScale(ctx, axis, base, room, top, skin);
     drawMemoryLabel(ctx, group, base - room, axis.left, skin);
     if (group.peak) drawPeak(ctx, group.peak, { axis, base, scale: room / top, skin, width });
@@ -176,25 +176,25 @@ function drawMemory(ctx, width, height, { groups, axis, classes, reserved, holds
   drawCursorLine(ctx, axis, cursor, height, skin);
 }
 
-function highest(columns, totals, numClasses, reserved) {
+function highest(columns, totals) {
   let most = 0;
   totals.forEach((total, x) => {
-    if (total >= 0) most = Math.max(most, total + columns[x * numClasses + reserved]);
+    if (total >= 0) most = Math.max(most, total + columns[x * CATEGORIES.length + CATEGORY.RESERVED]);
   });
   return most;
 }
 
-function drawAreas(ctx, { columns, totals, pixels }, { axis, base, scale, classes, reserved, last, skin }) {
+function drawAreas(ctx, { columns, totals, pixels }, { axis, base, scale, last, skin }) {
   const below = new Float64Array(pixels + 1);
   const until = Math.min(pixels, Math.floor(last - axis.left));
-  classes.forEach(([, colour], index) => {
+  CATEGORIES.forEach(({ colour }, index) => {
     ctx.fillStyle = colour;
-    ctx.globalAlpha = index === reserved ? 0.3 : 1;
+    ctx.globalAlpha = index === CATEGORY.RESERVED ? 0.3 : 1;
     for (let x = 0; x < until; x++) {
-      const bytes = totals[x] < 0 ? 0 : columns[x * classes.length + index];
+      const bytes = totals[x] < 0 ? 0 : columns[x * CATEGORIES.length + index];
       if (bytes <= 0) continue;
       let run = x + 1; // equal neighbours become one rectangle
-      while (run < until && columns[run * classes.length + index] === bytes && below[run] === below[x] && totals[run] >= 0) run++;
+      while (run < until && columns[run * CATEGORIES.length + index] === bytes && below[run] === below[x] && totals[run] >= 0) run++;
       ctx.fillRect(axis.left + x, base - (below[x] + bytes) * scale, run - x, bytes * scale);
       for (; x < run; x++) below[x] += bytes;
       x -= 1;
@@ -264,16 +264,16 @@ function unitHeight(count) {
 }
 
 /** `units`: a name and a series each; `now`: the state of each at the cursor. */
-function drawStates(ctx, width, height, { units, axis, colours, now, holds, cursor, skin, end }) {
+function drawStates(ctx, width, height, { units, axis, now, holds, cursor, skin, end }) {
   const each = unitHeight(units.length), last = Math.min(axis.x(end), width);
   const every = Math.ceil(14 / each);
   units.forEach(({ name, series }, place) => {
     const y = place * each;
     ctx.fillStyle = skin.row;
     ctx.fillRect(axis.left, y + 1, axis.width, each - 2);
-    drawUnit(ctx, series, { axis, y, each, colours, last });
+    drawUnit(ctx, series, { axis, y, each, last });
     if (now?.[place] !== undefined) {
-      ctx.fillStyle = colours[now[place]][1];
+      ctx.fillStyle = UNIT_STATES[now[place]].colour;
       ctx.fillRect(axis.left - 14, y + 2, 8, each - 4);
     }
     if (place % every) return;
@@ -284,14 +284,14 @@ function drawStates(ctx, width, height, { units, axis, colours, now, holds, curs
   drawCursorLine(ctx, axis, cursor, height, skin);
 }
 
-function drawUnit(ctx, series, { axis, y, each, colours, last }) {
+function drawUnit(ctx, series, { axis, y, each, last }) {
   const from = Math.max(series.last("t", axis.t0), 0);
   for (let k = from; k < series.length && series.t[k] <= axis.t1; k++) {
     const begin = Math.max(axis.x(series.t[k]), axis.left);
     const end = Math.min(k + 1 < series.length ? axis.x(series.t[k + 1]) : last, axis.left + axis.width, last);
     if (end <= begin) continue;
-    const state = series.state[k], thin = state === 0 && each > 8 ? each * 0.36 : 1; // sharded holds little
-    ctx.fillStyle = colours[state][1];
+    const state = series.state[k], thin = state === UNIT_STATE.SHARDED && each > 8 ? each * 0.36 : 1; // sharded holds little
+    ctx.fillStyle = UNIT_STATES[state].colour;
     ctx.fillRect(begin, y + thin, Math.max(end - begin, 0.7), each - 2 * thin);
   }
 }

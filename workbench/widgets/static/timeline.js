@@ -293,17 +293,13 @@ function rgb(hex) {
   return [1, 3, 5].map((at) => Number.parseInt(hex.slice(at, at + 2), 16));
 }
 
-function makeLook(palette, exposedKind) {
-  const look = { css: new Map(), dark: new Map(), red: new Uint8Array(256), green: new Uint8Array(256),
-    blue: new Uint8Array(256) };
-  look.red.fill(138), look.green.fill(140), look.blue.fill(131);
-  for (const [kind, hex] of Object.entries(palette)) {
-    [look.red[kind], look.green[kind], look.blue[kind]] = rgb(hex);
-    look.css.set(Number(kind), hex);
-  }
-  look.exposed = [look.red[exposedKind], look.green[exposedKind], look.blue[exposedKind]];
-  look.exposedCss = look.css.get(exposedKind) ?? "#c2185b";
-  look.colour = (kind) => look.css.get(kind) ?? "#8a8c83";
+/** The colour of each kind; that of a wait means exposed. */
+function makeLook() {
+  const look = { red: new Uint8Array(256), green: new Uint8Array(256), blue: new Uint8Array(256) };
+  KINDS.forEach(({ colour }, kind) => ([look.red[kind], look.green[kind], look.blue[kind]] = rgb(colour)));
+  look.exposedCss = KINDS[KIND.WAIT].colour;
+  look.exposed = rgb(look.exposedCss);
+  look.colour = (kind) => KINDS[kind].colour;
   look.textOn = (kind) =>
     look.red[kind] * 0.299 + look.green[kind] * 0.587 + look.blue[kind] * 0.114 > 140 ? "#10151b" : "#ffffff";
   return look;
@@ -319,8 +315,7 @@ function isDark() {
 /**
  * Draw a timeline on `canvas`, which may be any size: it takes the width of its parent, and the height it needs.
  *
- * `options`: `names` {kind: word}, `exposedKind` (whose colour means exposed), `collectives` [kind],
- * `onFollow(isFollowing)`, `maxItems` that are kept.
+ * `options`: `onFollow(isFollowing)`, `maxItems` that are kept. KINDS and KIND are those of events.js.
  */
 export function createTimeline(canvas, options = {}) {
   return new Timeline(canvas, options).face();
@@ -328,14 +323,13 @@ export function createTimeline(canvas, options = {}) {
 
 class Timeline {
   constructor(canvas, options) {
-    Object.assign(this, { canvas, options, ctx: canvas.getContext("2d"), names: options.names ?? {} });
-    Object.assign(this, { tracks: [], holds: [], units: [], kinds: new Set(), palette: {}, rows: [], waiting: 0,
+    Object.assign(this, { canvas, options, ctx: canvas.getContext("2d") });
+    Object.assign(this, { tracks: [], holds: [], units: [], kinds: new Set(), rows: [], waiting: 0,
       pending: [] });
     Object.assign(this, { t0: 0, t1: 1, low: Infinity, high: -Infinity, isTouched: false, isFollowing: false });
     Object.assign(this, { cursor: null, selected: 0, hovered: null, drag: null, frames: 0, drawMs: 0 });
     Object.assign(this, { onCursor: [], onHover: [], born: performance.now(), firstPaintMs: null });
-    this.exposedKind = options.exposedKind ?? 12;
-    this.look = makeLook({}, this.exposedKind);
+    this.look = makeLook();
     this.image = document.createElement("canvas");
     this.ender = new AbortController();
     this.dress();
@@ -350,7 +344,6 @@ class Timeline {
       append: (track, items) => this.append(track, items),
       skip: (track, count) => this.skip(track, count),
       setOpen: (track, items) => this.setOpen(track, items),
-      setPalette: (palette) => this.setPalette(palette),
       setUnits: (units) => this.changed(() => (this.units = units.map(String))),
       setView: (t0, t1) => this.changed(() => this.touch(() => this.view(t0, t1))),
       fit: () => this.changed(() => this.whole()),
@@ -473,13 +466,6 @@ class Timeline {
     }
     if (this.isFollowing) this.showLatest();
     else if (!this.isTouched) this.whole();
-  }
-
-  setPalette(palette) {
-    this.palette = Object.fromEntries(Object.entries(palette).map(([kind, colour]) => [kind, colour.colour ?? colour]));
-    this.look = makeLook(this.palette, this.exposedKind);
-    this.tracks.forEach((track) => (track.summed = 0));
-    this.draw();
   }
 
   // -- what is in view
@@ -630,12 +616,12 @@ class Timeline {
     const kind = items.kind[k], duration = items.end[k] - items.start[k];
     const unit = items.unit[k] >= 0 ? this.units[items.unit[k]] ?? `unit ${items.unit[k]}` : "";
     const cause = Number.isNaN(items.arrowFrom[k]) ? null : this.issue(track, items.arrowFrom[k]);
-    const word = this.names[kind] ?? `kind ${kind}`;
-    const what = kind === this.exposedKind && cause ? `wait for ${this.names[cause.track.kind[cause.k]]}` : word;
+    const word = KINDS[kind].words;
+    const what = kind === KIND.WAIT && cause ? `wait for ${KINDS[cause.track.kind[cause.k]].words}` : word;
     const exposed = duration * share(items.exposed[k]);
     return { kind, word, unit, duration, bytes: items.bytes[k], rank: track.rank, label: track.label,
       start: items.start[k], end: items.end[k], exposed, isExposed: items.exposed[k] > 0, hasEnded: items !== track.open,
-      isCommunication: (this.options.collectives ?? []).includes(kind), title: unit ? `${what} of ${unit}` : what };
+      isCommunication: KINDS[kind].isCollective, title: unit ? `${what} of ${unit}` : what };
   }
 
   /** The collective of a wait's rank that began at `start`. */
@@ -656,7 +642,7 @@ class Timeline {
     const said = this.describe(this.hovered);
     const size = said.bytes ? `${formatBytes(said.bytes)} \u00b7 ` : "";
     const lines = [said.title, `${size}${formatDuration(said.duration)}${said.hasEnded ? "" : ", not ended"}`];
-    if (said.kind === this.exposedKind) lines.push("exposed: compute stood still");
+    if (said.kind === KIND.WAIT) lines.push("exposed: compute stood still");
     else if (said.isCommunication) lines.push(exposure(said));
     lines.push(`${said.label}, from ${formatDuration(said.start)}`);
     this.putTip(lines, x, y);
@@ -879,8 +865,8 @@ class Timeline {
     const { ctx } = this;
     ctx.font = `12px ${FONT}`;
     const entries = [...this.kinds].sort((a, b) => a - b).map((kind) => {
-      const word = this.names[kind] ?? `kind ${kind}`;
-      const text = kind === this.exposedKind ? `${word} (exposed)` : word;
+      const word = KINDS[kind].words;
+      const text = kind === KIND.WAIT ? `${word} (exposed)` : word;
       return [kind, text, 18 + ctx.measureText(text).width + 14];
     });
     const forgotten = this.forgotten();
@@ -1046,7 +1032,7 @@ class Timeline {
     ctx.globalAlpha = 1;
     const whole = this.x(items.end[k]) - this.x(items.start[k]);
     const exposed = whole * share(items.exposed[k]);
-    if (exposed > 0 && kind !== this.exposedKind) {
+    if (exposed > 0 && kind !== KIND.WAIT) {
       const begin = Math.max(snap(this.x(items.end[k]) - exposed), from);
       ctx.fillStyle = look.exposedCss;
       if (begin < from + width) ctx.fillRect(begin, y, from + width - begin, height);
@@ -1056,7 +1042,7 @@ class Timeline {
 
   drawName(items, k, x, y, width, height) {
     const { ctx } = this, kind = items.kind[k];
-    const isUnit = items.unit[k] >= 0, name = isUnit ? this.units[items.unit[k]] ?? "" : this.names[kind] ?? "";
+    const isUnit = items.unit[k] >= 0, name = isUnit ? this.units[items.unit[k]] ?? "" : KINDS[kind].words;
     const size = Math.min(11, height - 3);
     const letters = Math.floor((width - 6) / (0.55 * size));
     if (!name || letters < (isUnit ? Math.min(name.length, 9) : name.length)) return; // what a colour says: all or nothing

@@ -41,7 +41,7 @@ class Sight {
     this.timeline?.destroy();
     const canvas = document.createElement("canvas");
     this.place.replaceChildren(canvas);
-    this.timeline = createTimeline(canvas, this.model.get("_options"));
+    this.timeline = createTimeline(canvas);
     this.timeline.onCursor((us) => {
       this.model.set("cursor_us", us);
       this.model.save_changes();
@@ -53,9 +53,8 @@ class Sight {
     this.timeline.setCursor(this.model.get("cursor_us"));
   }
 
-  describe({ tracks, units, palette, holds }) {
+  describe({ tracks, units, holds }) {
     this.timeline.setTracks(tracks);
-    this.timeline.setPalette(palette);
     this.timeline.setUnits(units);
     this.timeline.setHolds(holds);
   }

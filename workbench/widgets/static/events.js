@@ -1,0 +1,86 @@
+// Made of workbench/events.py and workbench/views/theme.py by: python -m workbench.widgets.words
+
+const KINDS = [
+  {"words": "step", "colour": "#8a8c83", "isCollective": false},
+  {"words": "forward", "colour": "#69b0ee", "isCollective": false},
+  {"words": "backward", "colour": "#274b8e", "isCollective": false},
+  {"words": "optimizer", "colour": "#8760b0", "isCollective": false},
+  {"words": "unshard", "colour": "#5fb6f1", "isCollective": false},
+  {"words": "reshard", "colour": "#5c70c6", "isCollective": false},
+  {"words": "all-gather", "colour": "#1a969d", "isCollective": true},
+  {"words": "reduce-scatter", "colour": "#eba51c", "isCollective": true},
+  {"words": "all-reduce", "colour": "#b43806", "isCollective": true},
+  {"words": "broadcast", "colour": "#dbafc7", "isCollective": true},
+  {"words": "copy-in", "colour": "#8d8929", "isCollective": false},
+  {"words": "copy-out", "colour": "#a9a96b", "isCollective": false},
+  {"words": "wait", "colour": "#c2185b", "isCollective": false},
+  {"words": "alloc", "colour": "#8a8c83", "isCollective": false},
+  {"words": "free", "colour": "#8a8c83", "isCollective": false},
+  {"words": "offload", "colour": "#6b6b1f", "isCollective": false},
+  {"words": "held at a gate", "colour": "#8a8c83", "isCollective": false},
+  {"words": "metric", "colour": "#5c70c6", "isCollective": false},
+  {"words": "log", "colour": "#8a8c83", "isCollective": false},
+  {"words": "reset", "colour": "#d6336c", "isCollective": false},
+  {"words": "resident", "colour": "#8a8c83", "isCollective": false},
+];
+const KIND = {
+  STEP: 0,
+  FORWARD: 1,
+  BACKWARD: 2,
+  OPTIMIZER: 3,
+  UNSHARD: 4,
+  RESHARD: 5,
+  ALL_GATHER: 6,
+  REDUCE_SCATTER: 7,
+  ALL_REDUCE: 8,
+  BROADCAST: 9,
+  COPY_IN: 10,
+  COPY_OUT: 11,
+  WAIT: 12,
+  ALLOC: 13,
+  FREE: 14,
+  OFFLOAD: 15,
+  GATE: 16,
+  METRIC: 17,
+  LOG: 18,
+  RESET: 19,
+  RESIDENT: 20,
+};
+
+const CATEGORIES = [
+  {"words": "sharded params", "colour": "#5c70c6"},
+  {"words": "unsharded params", "colour": "#5fb6f1"},
+  {"words": "all-gather buffers", "colour": "#1a969d"},
+  {"words": "unsharded grads", "colour": "#b43806"},
+  {"words": "reduce-scatter buffers", "colour": "#eba51c"},
+  {"words": "sharded grads", "colour": "#dbafc7"},
+  {"words": "optimizer state", "colour": "#5740a6"},
+  {"words": "activations", "colour": "#968b35"},
+  {"words": "other", "colour": "#8a8c83"},
+  {"words": "reserved", "colour": "#b8b8a4"},
+];
+const CATEGORY = {
+  SHARDED_PARAMS: 0,
+  UNSHARDED_PARAMS: 1,
+  ALL_GATHER_BUFFERS: 2,
+  UNSHARDED_GRADS: 3,
+  REDUCE_SCATTER_BUFFERS: 4,
+  SHARDED_GRADS: 5,
+  OPTIMIZER_STATE: 6,
+  ACTIVATIONS: 7,
+  OTHER: 8,
+  RESERVED: 9,
+};
+
+const UNIT_STATES = [
+  {"words": "sharded", "colour": "#5c70c6"},
+  {"words": "all-gather in flight", "colour": "#1a969d"},
+  {"words": "unsharded", "colour": "#5fb6f1"},
+  {"words": "reducing", "colour": "#eba51c"},
+];
+const UNIT_STATE = {
+  SHARDED: 0,
+  ALL_GATHER_IN_FLIGHT: 1,
+  UNSHARDED: 2,
+  REDUCING: 3,
+};
