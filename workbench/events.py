@@ -12,7 +12,7 @@ bytes on the wire. All byte counts are logical bytes (elements x itemsize).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Any, Protocol, Self
@@ -217,6 +217,8 @@ class Kind(Word):
     RESET = 19, _instant("reset", Colour.GIVEN_UP, is_event=True, states=((Edge.INSTANT, UnitState.SHARDED),))
     # num_bytes (> 0) of the process are in memory, whoever owns them
     RESIDENT = 20, _instant("resident", Colour.PLAIN)
+    # when a device came to what an earlier row told of: value holds the seq of that row, module names the stream
+    DEVICE = 21, _instant("device", Colour.PLAIN, has_text=True)
 
 
 def _kinds(**known: bool) -> Iterator[Kind]:
@@ -382,6 +384,12 @@ class Probe(Protocol):
 
     def event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
         """Told of an event; ``t_ns`` is set when the event lies in the past (the true end of a collective)."""
+
+    def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
+        """Told that a collective was issued on a device; ``wait()`` lets the current stream, not the host, wait for it.
+
+        Not told of collectives between hosts, nor of those that nobody but the engine may wait for.
+        """
 
     def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
         """Told that ``delta_bytes`` (signed) of ``category`` came to life or died."""

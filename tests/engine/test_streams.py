@@ -67,6 +67,7 @@ class Step:
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name = device, name
         self.output, self.lease = torch.ones(1), None
+        self.flight = SimpleNamespace(unit=UnitId(0, name), comm=None)
 
     def finish(self, total: object = None) -> torch.Tensor:
         self.device.do(f"{self.name} {'set' if total is not None else 'scattered'}")
@@ -87,6 +88,7 @@ def reduction(device: Device, name: str, *, replicas: bool) -> Reduction:
 class AllReduced:
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name = device, name
+        self.flight = SimpleNamespace(unit=UnitId(0, name), comm=None)
 
     def finish(self) -> None:
         self.device.do(f"{self.name} all-reduced")

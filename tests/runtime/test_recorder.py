@@ -4,12 +4,15 @@ import gc
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.device import FakeDevice
+from workbench.engine.device_clock import DeviceClock
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
-from workbench.trace import advance
+from workbench.trace import RankTrace, Trace, advance, check
 from workbench.trace.schema import ROW, ROW_DTYPE, CommGroup, Header, KeyFrame
 
 COMM = Comm(group=0, seq=3)
@@ -256,3 +259,164 @@ def test_a_reset_leaves_the_unit_sharded():
     frame = recorder.drain().key_frame
     assert frame.unit_states == {}
     assert frame.reducing == {}
+
+
+# ---- on a device
+
+
+def on_device() -> tuple[Recorder, FakeDevice]:
+    """A recorder of a device that does nothing by itself."""
+    device = FakeDevice()
+    recorder = Recorder(Header(world_size=2))
+    recorder.device_clock = DeviceClock(device, device.now_ns)
+    recorder.comm_group(0, (0, 1))
+    return recorder, device
+
+
+def tell_one(recorder, kind, edge=Edge.INSTANT, comm=None, num_bytes=0):
+    emit(recorder, kind, edge, unit=-1, comm=comm, num_bytes=num_bytes)
+
+
+def told(rows):
+    """When the device came to each row, and in which stream, by the row's number."""
+    found = rows[rows["kind"] == Kind.DEVICE]
+    return {int(row["value"]): (int(row["t_ns"]), int(row["module"])) for row in found}
+
+
+def gather(recorder, device, *, ends=True):
+    """An all-gather in a stream of its own that takes longer than the host takes to wait for it."""
+    side = device.stream("nccl")
+    side.wait_stream(device.current)
+    tell_one(recorder, Kind.ALL_GATHER, Edge.BEGIN, comm=COMM, num_bytes=8)
+    with device.on(side):
+        device.give(50_000_000)
+    recorder.issued(COMM, lambda: device.current.wait_stream(side))
+    if ends:
+        tell_one(recorder, Kind.WAIT, Edge.BEGIN, comm=COMM)
+        device.current.wait_stream(side)
+        tell_one(recorder, Kind.WAIT, Edge.END, comm=COMM)
+        tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM, num_bytes=8)
+    return side
+
+
+def checked(recorder):
+    """All that was recorded, which obeys the rules of a trace."""
+    rows = rows_of(recorder.drain())
+    assert check(Trace(recorder.header, (RankTrace(0, rows),))) == []
+    return rows
+
+
+def test_the_device_tells_of_every_event_when_it_has_come_to_it_and_the_host_goes_on():
+    recorder, device = on_device()
+    recorder.begin_step()
+    tell_one(recorder, Kind.FORWARD, Edge.BEGIN)
+    device.give(80_000_000)
+    tell_one(recorder, Kind.FORWARD, Edge.END)
+    recorder.optimizer_edge(Edge.BEGIN)
+    recorder.optimizer_edge(Edge.END)
+    recorder.end_step()
+    early = rows_of(recorder.drain())
+    assert sorted(told(early)) == [0, 1]  # the host has done all, the device begins its forward
+    recorder.wait_for_device()
+    rows = checked(recorder)
+    times = told(rows)
+    assert sorted(times) == list(range(6))
+    assert [times[row][0] for row in range(6)] == sorted(t_ns for t_ns, _ in times.values())
+    assert times[2][0] - times[1][0] == pytest.approx(80_000_000, abs=100_000)
+    assert {recorder.header.strings[stream] for _, stream in times.values()} == {"compute"}
+
+
+def test_a_collective_ends_where_the_device_ends_it_and_compute_waits_until_then():
+    recorder, device = on_device()
+    begin = device.compute.until_ns
+    gather(recorder, device)
+    recorder.wait_for_device()
+    rows = checked(recorder)
+    times, kinds = told(rows), rows["kind"].tolist()
+    issued, waits, waited, ended = (times[row] for row in range(4))
+    assert kinds[:4] == [Kind.ALL_GATHER, Kind.WAIT, Kind.WAIT, Kind.ALL_GATHER]
+    assert ended[0] == pytest.approx(issued[0] + 50_000_000, abs=100_000)
+    assert recorder.header.strings[ended[1]] == "communication"
+    assert waited[0] >= ended[0] > waits[0] > begin  # what compute waited for is what is exposed
+    assert rows["t_ns"][3] < ended[0]  # the host had passed it long before
+
+
+def test_a_step_given_up_claims_no_end_that_was_not():
+    recorder, device = on_device()
+    recorder.begin_step()
+    gather(recorder, device, ends=False)
+    recorder.give_up_step()
+    recorder.wait_for_device()
+    rows = checked(recorder)
+    assert sorted(told(rows)) == [0, 1]
+    assert [Edge(edge) for edge in rows["edge"][:2]] == [Edge.BEGIN, Edge.BEGIN]
+    tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM)  # of an older one, told after all
+    recorder.wait_for_device()
+    assert len(told(checked(recorder))) == 3
+
+
+@given(st.lists(st.sampled_from(["forward", "gather", "drain", "pass", "step"]), max_size=40))
+def test_drains_in_the_middle_of_a_step_lose_nothing_of_the_device(doing):
+    recorder, device = on_device()
+    drains, at = [], 0
+    for what in doing:
+        if what == "forward":
+            tell_one(recorder, Kind.FORWARD, Edge.BEGIN)
+            device.give(3_000_000)
+            tell_one(recorder, Kind.FORWARD, Edge.END)
+        elif what == "gather":
+            recorder.comm_group(len(recorder.header.comm_groups), (0, 1))
+            comm = Comm(group=len(recorder.header.comm_groups) - 1, seq=0)
+            tell_one(recorder, Kind.ALL_GATHER, Edge.BEGIN, comm=comm)
+            recorder.issued(comm, lambda: None)
+            tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=comm)
+        elif what == "drain":
+            drains.append(rows_of(recorder.drain(at)))
+            at += len(drains[-1])
+        elif what == "pass":
+            device.now_ns.ns += 2_000_000
+        else:
+            recorder.begin_step()
+    recorder.wait_for_device()
+    rows = np.concatenate([*drains, rows_of(recorder.drain(at))])
+    assert rows["seq"].tolist() == list(range(len(rows)))
+    of_host = rows["seq"][rows["kind"] != Kind.DEVICE]
+    assert sorted(told(rows)) == of_host.tolist()
+    assert len(rows) == 2 * len(of_host)
+    checked(recorder)
+
+
+def test_what_the_device_tells_is_no_event_and_no_place_where_a_rank_is():
+    recorder, device = on_device()
+    recorder.begin_step()
+    for _ in range(400):
+        tell_one(recorder, Kind.RESHARD)
+    before = recorder.ordinal, recorder.last_event()["seq"]
+    recorder.wait_for_device()
+    assert (recorder.newest(300)["kind"] == Kind.DEVICE).all()
+    assert (recorder.ordinal, recorder.last_event()["seq"]) == before
+    assert device.events < 500
+
+
+def test_off_the_record_nothing_is_marked_and_what_was_marked_before_is_told_later():
+    recorder, device = on_device()
+    tell_one(recorder, Kind.FORWARD, Edge.BEGIN)
+    with recorder.unrecorded():
+        made = device.events
+        gather(recorder, device)
+        recorder.drain()
+        assert device.events == made
+        device.synchronize()
+        recorder.drain()
+    rows = rows_of(recorder.drain())
+    assert rows["kind"].tolist() == [Kind.FORWARD, Kind.DEVICE]
+
+
+def test_a_host_that_computes_marks_nothing():
+    recorder = Recorder(Header())
+    tell_one(recorder, Kind.FORWARD, Edge.BEGIN)
+    recorder.issued(COMM, lambda: pytest.fail("nothing waits"))
+    recorder.begin_step()
+    recorder.end_step()
+    recorder.wait_for_device()
+    assert Kind.DEVICE not in rows_of(recorder.drain())["kind"]

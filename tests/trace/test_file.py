@@ -294,7 +294,7 @@ def npy_with_header(text: bytes) -> bytes:
         (edited_meta(lambda meta: meta["header"].pop("strings") and None), r"header lacks \['strings'\]"),
         (
             edited_meta(lambda meta: meta["header"].update(schema_version=SCHEMA_VERSION + 1)),
-            "schema version 3, this workbench reads up to 2: update fsdp-workbench to read it",
+            "schema version 4, this workbench reads up to 3: update fsdp-workbench to read it",
         ),
     ],
 )
@@ -323,6 +323,15 @@ def test_a_file_of_version_1_still_loads_and_is_written_anew_as_this_version(tmp
     assert sum(trace.rank(0).start.bytes_by_category) > 0
     save(trace, tmp_path / "again.trace")
     assert load(tmp_path / "again.trace") == trace
+
+
+def test_a_header_of_version_2_is_read_as_this_version():
+    data = header_to_dict(example_trace().header) | {"schema_version": 2}
+    for rank in data["ranks"]:
+        del rank["device_error_ns"]
+    assert header_from_dict(data) == example_trace().header
+    with pytest.raises(TraceError, match="header says schema version 2, and its units, ranks or comm_groups are not"):
+        header_from_dict(data | {"ranks": 3})
 
 
 def test_every_view_draws_a_file_of_version_1():

@@ -31,7 +31,7 @@ def test_a_key_frame_survives_json(key_frame):
 
 def test_a_newer_schema_is_refused_whatever_else_it_holds():
     data = {"schema_version": SCHEMA_VERSION + 1, "surprise": []}
-    with pytest.raises(TraceError, match="schema version 3, this workbench reads up to 2: update fsdp-workbench"):
+    with pytest.raises(TraceError, match="schema version 4, this workbench reads up to 3: update fsdp-workbench"):
         header_from_dict(data)
 
 

@@ -50,20 +50,49 @@ def free_too_much(rows):
     return rows
 
 
+def tell_of(**columns):
+    """A change that puts a device's time for row 0 at the end of the trace."""
+
+    def change(rows):
+        more = rows[-1:].copy()
+        more["kind"], more["edge"], more["num_bytes"] = Kind.DEVICE, Edge.INSTANT, 0
+        more["seq"] += 1
+        for name, value in ({"value": 0, "module": 0, "unit": -1} | columns).items():
+            more[name] = value
+        return np.concatenate([rows, more])
+
+    return change
+
+
+def tell_twice(rows):
+    return tell_of()(tell_of()(rows))
+
+
+FORWARD_AT = first(EXAMPLE.rank(1).rows, Kind.FORWARD, Edge.BEGIN)
+ALLOC_AT = first(EXAMPLE.rank(1).rows, Kind.ALLOC)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (tell_of(value=10**6), "DEVICE does not tell of an earlier row"),
+        (tell_of(value=float("nan")), "DEVICE does not tell of an earlier row"),
+        (tell_of(value=0.5), "DEVICE does not tell of an earlier row"),
+        (tell_of(value=ALLOC_AT), "DEVICE tells of what no device does"),
+        (tell_of(value=FORWARD_AT, t_ns=0), "DEVICE is earlier than the row it tells of"),
+        (tell_of(value=FORWARD_AT, module=-1), "METRIC, LOG and DEVICE without a string"),
+        (tell_twice, "DEVICE tells of a row that another one tells of"),
         (lambda rows: np.delete(rows, 5), "row 5: seq does not count up by one from the key frame's"),
         (put("kind", 99, Kind.WAIT, Edge.BEGIN), "unknown kind"),
         (put("edge", 3, Kind.WAIT, Edge.BEGIN), "unknown edge"),
         (put("phase", 6, Kind.WAIT, Edge.BEGIN), "unknown phase"),
         (
             put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN),
-            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET and RESIDENT",
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE",
         ),
         (
             put("edge", Edge.BEGIN, Kind.RESHARD),
-            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET and RESIDENT",
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE",
         ),
         (put("unit", 2, Kind.RESHARD), "unit is not in the header's table of 2"),
         (put("unit", -2, Kind.RESHARD), "unit is not in the header's table of 2"),
@@ -80,7 +109,7 @@ def free_too_much(rows):
         (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), "comm_seq does not rise within its comm_group"),
         (drop(Kind.FORWARD, Edge.BEGIN), "END without its BEGIN"),
         (end_before_begin, "END is earlier than its BEGIN"),
-        (put("module", -1, Kind.METRIC), "METRIC and LOG without a string"),
+        (put("module", -1, Kind.METRIC), "METRIC, LOG and DEVICE without a string"),
     ],
 )
 def test_a_broken_row_is_reported_with_its_rank_and_rule(change, sentence):
@@ -138,6 +167,13 @@ def test_a_header_that_does_not_add_up_is_reported(changes, sentence):
     found = check(Trace(header_with(**changes)))
     assert len(found) == 1
     assert sentence in found[0]
+
+
+def test_a_device_may_end_a_collective_before_the_host_waits_for_it():
+    at = first(EXAMPLE.rank(1).rows, Kind.ALL_GATHER, Edge.END)
+    rank = EXAMPLE.rank(1)
+    rows = tell_of(value=at, t_ns=rank.rows["t_ns"][at] - 1)(rank.rows)
+    assert check(Trace(EXAMPLE.header, (dataclasses.replace(rank, rows=rows),))) == []
 
 
 def test_an_empty_trace_is_valid():

@@ -54,6 +54,11 @@ class InFlight:
     comm: Comm
     payload: int
 
+    def __post_init__(self) -> None:
+        wait = self.pending.lets_stream_wait
+        if wait is not None and probe.active is not None:
+            probe.active.issued(self.comm, wait)
+
     def wait(self) -> None:
         """Wait interruptibly; the collective counts as unfinished if the wait is given up.
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from workbench.engine import probe
 from workbench.engine.comm_selection import CommSelection, CommUser
 from workbench.engine.pool import BufferPool, OverlapRecord, SlotUser, make_slots
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.streams import Streams
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home
+from workbench.events import Edge, Kind
 
 CPU = torch.device("cpu")
 
@@ -76,6 +78,21 @@ class FSDPCommContext:
             for unit in group:
                 unit.use_slot(slot)
         overlaps.is_settled = True
+
+    def join(self, *, all_streams: bool = False) -> None:
+        """Let compute wait for reduce-scatters that others waited for, or for all that reductions do.
+
+        Nothing on the CPU. On a device this, and not the wait in a stream of its own, is where compute may stand still.
+        """
+        ended, self.reductions.ended = self.reductions.ended, None
+        join = self.streams.join_all if all_streams else self.streams.join
+        if ended is None or not self.streams.are_there:
+            join()
+            return
+        unit, comm = ended
+        probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=comm)
+        join()
+        probe.event(Kind.WAIT, Edge.END, unit, comm=comm)
 
     def release_buffers(self, units: Sequence[SlotUser]) -> None:
         """Free what is kept for the next step; what is in use, or a recorded forward refers to, is kept."""

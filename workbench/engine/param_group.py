@@ -288,7 +288,7 @@ class FSDPParamGroup(Unit):
             else:
                 reduction = self._reducer.start_kept(self._unused([]))
             ctx.reductions.add(reduction)
-        ctx.streams.join()  # what backward allocates next may lie where these gradients were
+        ctx.join()  # what backward allocates next may lie where these gradients were
 
     def _unused(self, reduced: list[FSDPParam]) -> list[str]:
         """Name the trainable parameters that are not among those reduced."""

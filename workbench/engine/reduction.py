@@ -34,7 +34,7 @@ from workbench.engine.comm import ReduceScatter
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
 from workbench.engine.streams import Streams, used_here
-from workbench.events import Category, Edge, Kind
+from workbench.events import Category, Comm, Edge, Kind
 
 CPU = torch.device("cpu")
 
@@ -302,10 +302,13 @@ class ReductionQueue:
 
     Attributes:
         max_scatters: reduce-scatters in flight at once: each holds an input buffer.
+        ended: what compute waits for when it joins the streams of reductions: unit and number of the newest collective
+            that they waited for since it did so last; None: there is none.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.max_scatters = 1
+        self.ended: tuple[int, Comm] | None = None
         self._streams = streams
         self._scattering: deque[Reduction] = deque()
         self._all_reducing: Reduction | None = None
@@ -341,6 +344,7 @@ class ReductionQueue:
 
     def _end_oldest(self) -> None:
         reduction = self._scattering[0]
+        self._note(reduction.scatter)
         reduction.end_scatter()
         self._scattering.popleft()  # not before: a wait that is given up leaves it to be abandoned
         self._go_on(reduction)
@@ -354,5 +358,11 @@ class ReductionQueue:
         """Let ``reduction`` be the one whose all-reduce is in flight, and finish the one before it."""
         before, self._all_reducing = self._all_reducing, reduction
         if before is not None:
+            if reduction is None:  # else compute does not join the trailing stream now
+                self._note(before.all_reduce)
             with self._streams.trailing():
                 before.end_all_reduce()
+
+    def _note(self, state: ReduceScatterState | AllReduceState | None) -> None:
+        if state is not None:
+            self.ended = state.flight.unit.index, state.flight.comm

@@ -120,7 +120,7 @@ class RootContext:
             unit.training_state = TrainingState.IDLE
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
-        ctx.streams.join_all()
+        ctx.join(all_streams=True)
         ctx.comms.order_reads()
         for unit in units_of(self.states):
             unit.wait_for_host()

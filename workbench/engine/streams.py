@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from workbench.engine.device_clock import name_stream
+
 
 class Streams:
     """Streams of one communication context.
@@ -32,6 +34,8 @@ class Streams:
         self.copy_in = torch.cuda.Stream(device, priority=-1) if is_cuda else None
         self.reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
         self.trail = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+        for stream, name in ((self.copy_in, "copy-in"), (self.reduce, "reduce"), (self.trail, "trail")):
+            name_stream(stream, name)
 
     @property
     def are_there(self) -> bool:

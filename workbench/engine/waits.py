@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from workbench.engine.errors import CollectiveFailed, StepAborted
 
@@ -174,14 +175,20 @@ class PendingWork:
         self._done.set()
 
     @property
+    def lets_stream_wait(self) -> Callable[[], object] | None:
+        """On a device, what lets the current stream wait for the collective, if others than the engine may call it."""
+        return None
+
+    @property
     def has_ended(self) -> bool:
         """True once the collective has ended, well or badly."""
         return self._done.is_set()
 
     def block(self) -> None:
-        """Wait until the collective has ended, well or badly; on a device, return at once.
+        """Wait until the collective has ended, well or badly; on a device, let the current stream wait, and return.
 
         Raises:
+            CollectiveFailed: on a device, the collective is known to have failed.
             StepAborted: cancelled meanwhile; the collective is still unfinished.
             RanksDisagreeError: another rank is about to do something else; it is unfinished for good.
         """
@@ -201,8 +208,6 @@ class PendingWork:
     def finish(self) -> None:
         """Take the result; call after :meth:`block` (completion also means failure).
 
-        On a device that lets the current stream wait for it.
-
         Raises:
             CollectiveFailed: the collective ended in an error.
         """
@@ -221,7 +226,16 @@ class _PendingOnDevice(PendingWork):
         """Nothing on the host: c10d's future would complete when the work is enqueued."""
 
     def _wait_in_slices(self) -> None:
-        """Nothing on the host."""
+        """Let the current stream wait for it; the host goes on."""
+        super().finish()
+
+    def finish(self) -> None:
+        """Nothing: the current stream waits since :meth:`block`."""
+
+    @property
+    def lets_stream_wait(self) -> Callable[[], object] | None:
+        """What lets the current stream wait, for others to call; c10d's own may be called again and again."""
+        return self._work.wait if isinstance(self._work, dist.Work) else None
 
     @property
     def has_ended(self) -> bool:

@@ -2,8 +2,8 @@
 
 A *logical event* is (step, kind, edge, unit, n-th occurrence): steps are counted from the first one of each side, units
 are known by name, and an occurrence is counted within the other four. What is no doing of the engine's is no event
-here: bytes that move (they are a curve over the events), what is logged or measured, and holds at a gate.
-Arrays: ``N`` places on the common axis; ``R`` rows of one side.
+here: bytes that move (they are a curve over the events), what is logged or measured, holds at a gate, and when a
+device came to what. Arrays: ``N`` places on the common axis; ``R`` rows of one side.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Gate:
         self.interrupts = Interrupts(self._on_interrupt)
         self.event = recorder.event
         self.memory, self.phase = recorder.memory, recorder.phase
-        self.unit, self.comm_group = recorder.unit, recorder.comm_group
+        self.unit, self.comm_group, self.issued = recorder.unit, recorder.comm_group, recorder.issued
 
     def install(self) -> None:
         """Stand before the recorder, and stop in waits."""

@@ -18,6 +18,7 @@ import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks
 from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, from_dict
 from workbench.engine import groups
 from workbench.engine._torch import untried
+from workbench.engine.device_clock import Cuda, DeviceClock
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
 from workbench.runtime import sharding
@@ -211,12 +212,14 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
     """
     runtime = _this_rank()
     runtime.groups.join(*address)
+    runtime.recorder.device_clock = clock = _device_clock(runtime.groups.device)
     mine = RankInfo(
         rank=runtime.groups.rank,
         host=socket.gethostname(),
         device=str(runtime.groups.device),
         pid=os.getpid(),
         baseline_bytes=_sample_memory(runtime),
+        device_error_ns=0 if clock is None else clock.error_ns,
     )
     runtime.recorder.set_run(mine, mesh_shape=(runtime.groups.world_size,), mesh_axes=("shard",))
     user_namespace().update(
@@ -227,6 +230,10 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
         log_metric=runtime.recorder.metric,
     )
     return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid, "notice": untried()}
+
+
+def _device_clock(device: torch.device) -> DeviceClock | None:
+    return DeviceClock(Cuda(device)) if device.type == "cuda" else None
 
 
 def _sample_memory(runtime: RankRuntime) -> int:

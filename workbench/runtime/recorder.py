@@ -4,6 +4,10 @@ The ring holds the newest :data:`CAPACITY` rows. An append costs one ``struct.pa
 freed gradient can announce itself from within an append, through the garbage collector) and never looks at a
 tensor's data. The key frame is folded from the rows themselves, at a drain or when half a ring has passed without
 one, so a drain always comes with the exact state it leaves off at.
+
+Where a device computes, every event is also marked in the stream that is current there, and told once more, by a row of
+its own, when the device has come to it (:attr:`Recorder.device_clock`). The end of a collective is marked where the
+collective really ends, not where somebody waits for it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.engine.device_clock import NOBODYS, DeviceClock, Mark
 from workbench.events import BESIDE, COLLECTIVES, STATE_AFTER, Category, Comm, Edge, Kind, Phase, Unit, UnitState
 from workbench.trace import advance
 from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows
@@ -88,6 +93,7 @@ class Recorder:
         ordinal: events announced since that step began: the number of the next one; equal on ranks at the same event.
         held_ns: how long this rank was held by a gate, all holds together.
         is_aside: what runs now is no part of the step; see :meth:`aside` and :meth:`unrecorded`.
+        device_clock: when a device came to what it was given; None where the host computes.
         on_forward: called when a forward begins outside of any step.
         on_phase: called when a step has begun and when the phase is about to change.
         before_own: called before an event that the engine does not see: edges of steps and optimizers.
@@ -100,6 +106,7 @@ class Recorder:
         self.ordinal = 0
         self.held_ns = 0
         self.is_aside = False
+        self.device_clock: DeviceClock | None = None
         self.on_forward: Callable[[], None] = lambda: None
         self.on_phase: Callable[[], None] = lambda: None
         self.before_own: Callable[[Kind, Edge], None] = lambda kind, edge: None
@@ -115,6 +122,7 @@ class Recorder:
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
         self._begun_unrecorded: set[tuple[int, int]] = set()  # collectives, as (comm_seq, comm_group)
+        self._ends: dict[tuple[int, int], Mark] = {}  # of collectives in flight on a device, as (comm_seq, comm_group)
 
     # ---- Probe
 
@@ -129,14 +137,23 @@ class Recorder:
     ) -> None:
         """Record an event of the engine."""
         self.ordinal += 1
-        if comm is None:
-            self._append(kind, edge, unit, num_bytes)
-        else:
+        pair = (-1, -1)
+        if comm is not None:
             pair = (comm.seq, self._groups.get(comm.group, -1))
             if self.is_recording and pair in self._begun_unrecorded and kind != Kind.WAIT:
                 self._begun_unrecorded.discard(pair)  # given up off the record; this is its end
                 return
+        if self.device_clock is None:
             self._append(kind, edge, unit, num_bytes, comm=pair, t_ns=t_ns)
+        else:
+            self._append_marked(kind, edge, unit, num_bytes, comm=pair)
+
+    def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
+        """Mark where a collective on a device ends."""
+        if self.device_clock is not None and self.is_recording:
+            mark = self.device_clock.mark_end(wait, comm.group)
+            if mark is not None:
+                self._ends[comm.seq, self._groups.get(comm.group, -1)] = mark
 
     def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
         """Record bytes (signed, not 0) that came to life or died."""
@@ -181,6 +198,10 @@ class Recorder:
     def begin_step(self) -> None:
         """Open the next step; one that is still open ends."""
         self.end_step()
+        if self.device_clock is not None:
+            with self._lock:
+                self._take_marks(self.device_clock)
+                self.device_clock.compare_if_idle()
         self.step = self.next_step
         self.next_step += 1
         self.ordinal = 0
@@ -193,14 +214,24 @@ class Recorder:
             self._own(Kind.STEP, Edge.END)
             self.step = NO_STEP
 
+    def wait_for_device(self) -> None:
+        """Wait until a device has done what it was given, so that the record says when it did; not within a step."""
+        if self.device_clock is not None:
+            self.device_clock.synchronize()
+            with self._lock:
+                self._take_marks(self.device_clock)
+
     def _own(self, kind: Kind, edge: Edge) -> None:
         """Record an event that the engine does not announce."""
         self.before_own(kind, edge)
         self.ordinal += 1
-        self._append(kind, edge, -1, 0)
+        self._append_marked(kind, edge, -1, 0)
 
     def give_up_step(self) -> None:
-        """Leave a step that raised without an END: it has none."""
+        """Leave a step that raised without an END: it has none, and nor have the collectives in flight."""
+        for mark in self._ends.values():
+            mark.row = NOBODYS
+        self._ends.clear()
         self.step = NO_STEP
         self._phase = Phase.IDLE
 
@@ -270,10 +301,28 @@ class Recorder:
             if state == self._key_frame.unit_states.get(unit, UnitState.SHARDED):
                 continue
             if state == UnitState.SHARDED:
-                self._append(Kind.RESHARD, Edge.INSTANT, unit, 0)
+                self._append_marked(Kind.RESHARD, Edge.INSTANT, unit, 0)
             elif state == UnitState.UNSHARDED:  # one in flight was given up, and is reset
-                self._append(Kind.UNSHARD, Edge.BEGIN, unit, 0)
-                self._append(Kind.UNSHARD, Edge.END, unit, 0)
+                self._append_marked(Kind.UNSHARD, Edge.BEGIN, unit, 0)
+                self._append_marked(Kind.UNSHARD, Edge.END, unit, 0)
+
+    def _append_marked(
+        self, kind: int, edge: int, unit: int, num_bytes: int, *, comm: tuple[int, int] = (-1, -1)
+    ) -> None:
+        """Record an event, and mark it on the device; without the lock, for a full device lets nobody mark."""
+        clock = self.device_clock
+        if clock is None or not self.is_recording:
+            self._append(kind, edge, unit, num_bytes, comm=comm)
+            return
+        ends = kind in COLLECTIVES and edge == Edge.END
+        mark = (self._ends.pop(comm, None) if ends else None) or clock.mark()
+        mark.row = self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=clock.now_ns() if ends else mark.made_ns)
+
+    def _take_marks(self, clock: DeviceClock) -> None:
+        """Record when the device came to what it has come to since the last time; off the record, later."""
+        for mark in clock.read() if self.is_recording else ():
+            stream = self._intern(mark.stream)
+            self._append(Kind.DEVICE, Edge.INSTANT, -1, 0, t_ns=mark.t_ns, module=stream, value=float(mark.row))
 
     def _append(  # noqa: PLR0913 - the columns of a row
         self,
@@ -287,10 +336,11 @@ class Recorder:
         t_ns: int | None = None,
         module: int = -1,
         value: float = _NAN,
-    ) -> None:
+    ) -> int:
+        """Record a row and return its number; NOBODYS if it is off the record."""
         with self._lock:
             if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
-                return
+                return NOBODYS
             seq = next(self._seq)
             ROW.pack_into(
                 self._ring,
@@ -312,6 +362,7 @@ class Recorder:
             self._head = max(self._head, seq + 1)
             if self._head - self._key_frame.seq >= self._capacity // 2:
                 self._fold()
+            return seq
 
     def _fold(self) -> None:
         """Bring the key frame up to the newest row, while its rows are still in the ring."""
@@ -344,6 +395,8 @@ class Recorder:
     def drain(self, next_seq: int = 0) -> Drained:
         """Hand over the rows from number ``next_seq`` on that the ring still has; called from another thread."""
         with self._lock:
+            if self.device_clock is not None:
+                self._take_marks(self.device_clock)
             first = max(min(next_seq, self._head), self._head - self._capacity)
             lost = max(first - next_seq, 0)
             rows = self._copy(first, self._head)
@@ -363,7 +416,12 @@ class Recorder:
 
     def last_event(self) -> np.void | None:
         """Return the newest row that tells what the rank does, None if there is none."""
-        rows = self.newest(_LOOK_BACK)
-        found = rows[~np.isin(rows["kind"], BESIDE)]
+        count = _LOOK_BACK
+        while True:
+            rows = self.newest(count)
+            found = rows[~np.isin(rows["kind"], BESIDE)]
+            if len(found) or len(rows) < count:
+                break
+            count *= 8  # a device tells of a whole step at once
         last: np.void | None = found[-1] if len(found) else rows[-1] if len(rows) else None
         return last

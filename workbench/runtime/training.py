@@ -92,6 +92,7 @@ class Trainer:
                 begin_ns = time.monotonic_ns() - self._recorder.held_ns
                 losses.append(self._one_step(function))
                 seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
+            self._recorder.wait_for_device()
         except RuntimeError as error:
             reason = self._translated(error)
             if reason is error:

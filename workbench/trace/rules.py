@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Param, Phase
+from workbench.events import BESIDE, COLLECTIVES, MOVES, Category, Edge, Kind, Param, Phase
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import NO_CATEGORY, Header
@@ -187,6 +187,33 @@ def _texts_are_named(_: Header, rank: RankTrace) -> Iterator[str]:
     yield from _report(rank, nameless, f"{_listed(_TEXTS)} without a string")
 
 
+def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
+    """Each tells of an earlier row that a device can come to, no two of the same, and not of before it was given."""
+    rows = rank.rows
+    places = np.flatnonzero(rows["kind"] == Kind.DEVICE)
+    value = rows["value"][places]
+    is_seq = (value >= 0) & (value < rows["seq"][places]) & (value == np.floor(value))
+    told = np.where(is_seq, value, -1).astype(np.int64)
+    yield from _report(rank, _at(rank, places[~is_seq]), "DEVICE does not tell of an earlier row")
+    first = np.unique(told, return_index=True)[1]
+    again = is_seq & ~np.isin(np.arange(len(told)), first)
+    yield from _report(rank, _at(rank, places[again]), "DEVICE tells of a row that another one tells of")
+    of = told - rank.start.seq
+    here = is_seq & (of >= 0) & (of < places)  # the others are before the trace's left edge
+    places, of = places[here], of[here]
+    wrong = np.isin(rows["kind"][of], BESIDE)
+    yield from _report(rank, _at(rank, places[wrong]), "DEVICE tells of what no device does")
+    ends = np.isin(rows["kind"][of], COLLECTIVES) & (rows["edge"][of] == Edge.END)  # told where it was waited for
+    early = ~ends & (rows["t_ns"][places] < rows["t_ns"][of])
+    yield from _report(rank, _at(rank, places[early]), "DEVICE is earlier than the row it tells of")
+
+
+def _at(rank: RankTrace, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    found = np.zeros(len(rank.rows), np.bool_)
+    found[places] = True
+    return found
+
+
 RULES: tuple[Rule, ...] = (
     _rank_is_known,
     _key_frame_fits,
@@ -199,5 +226,6 @@ RULES: tuple[Rule, ...] = (
     _collectives_are_numbered,
     _spans_close,
     _texts_are_named,
+    _device_rows_tell_of_others,
 )
 """What holds of every rank's rows."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Category, Unit, UnitState
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 ROW = struct.Struct("<qqqdiiihhBBBB")
 """One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""
@@ -23,11 +23,11 @@ ROW = struct.Struct("<qqqdiiihhBBBB")
 ROW_DTYPE = np.dtype(
     [
         ("seq", "<i8"),  # gap-free per rank, from 0
-        ("t_ns", "<i8"),  # the rank's monotonic clock; an END may be earlier than the row before it (see below)
+        ("t_ns", "<i8"),  # the rank's monotonic clock; an END, or DEVICE, may be earlier than the row before it
         ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; of RESIDENT; else 0
-        ("value", "<f8"),  # METRIC: the number logged; else NaN
+        ("value", "<f8"),  # METRIC: the number logged; DEVICE: seq of the row it tells of; else NaN
         ("step", "<i4"),  # training step, from 0; -1 outside any step
-        ("module", "<i4"),  # index into Header.strings: metric name, log text, module path; -1 none
+        ("module", "<i4"),  # index into Header.strings: metric name, log text, stream of a device; -1 none
         ("comm_seq", "<i4"),  # n-th collective issued on comm_group; pairs it across ranks; -1 none
         ("unit", "<i2"),  # index into Header.units; -1 none
         ("comm_group", "<i2"),  # index into Header.comm_groups; -1 none
@@ -69,6 +69,7 @@ class RankInfo:
         clock_offset_ns: its clock relative to rank 0's; 0 on one host.
         clock_error_ns: how far that may be off; 0 on one host.
         baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if not known.
+        device_error_ns: how far times of DEVICE rows may be off the rank's clock; 0 where the host computes.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class RankInfo:
     clock_offset_ns: int = 0
     clock_error_ns: int = 0
     baseline_bytes: int = 0
+    device_error_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class Header:
     def is_enqueued(self) -> bool:
         """True if ranks compute on a device: times are then the host's, which hands work over and does not wait.
 
-        A row says when work was enqueued; when the device began and ended it is not recorded.
+        A row says when work was enqueued; a DEVICE row, that follows later or never, when the device came to it.
         """
         return any(info.device.startswith("cuda") for info in self.ranks)
 

@@ -1,5 +1,7 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
+Version 3 added to a rank ``device_error_ns``, and the kind DEVICE.
+
 Version 2 added to a unit ``replicate_size``, the dtypes of its collectives, ``offload`` and ``comm``; to a parameter
 ``global_shape``; to a communication group its ranks; to a rank ``baseline_bytes``; the memory class RESERVED; and the
 kind RESIDENT. What a version-1 trace could not know is filled with what the engine of that time did: one copy, one
@@ -25,15 +27,24 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TraceError: it says to be of an older version and is not like it.
     """
-    if data.get("schema_version") != 1:
+    version = data.get("schema_version")
+    if version not in (1, 2):
         return data
     try:
-        units = [_unit(unit) for unit in data["units"]]
-        groups = [{"name": name, "ranks": _ranks_in(name)} for name in data["comm_groups"]]
-        ranks = [{"baseline_bytes": 0} | rank for rank in data["ranks"]]
+        data = _second(data) if version == 1 else data
+        ranks = [{"device_error_ns": 0} | rank for rank in data["ranks"]]
     except (KeyError, TypeError, IndexError) as error:
-        raise TraceError("header says schema version 1, and its units, ranks or comm_groups are not") from error
-    return data | {"schema_version": SCHEMA_VERSION, "units": units, "comm_groups": groups, "ranks": ranks}
+        what = "units, ranks or comm_groups"
+        raise TraceError(f"header says schema version {version}, and its {what} are not") from error
+    return data | {"schema_version": SCHEMA_VERSION, "ranks": ranks}
+
+
+def _second(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a header of version 1 as version 2 wrote it."""
+    units = [_unit(unit) for unit in data["units"]]
+    groups = [{"name": name, "ranks": _ranks_in(name)} for name in data["comm_groups"]]
+    ranks = [{"baseline_bytes": 0} | rank for rank in data["ranks"]]
+    return data | {"units": units, "comm_groups": groups, "ranks": ranks}
 
 
 def upgrade_key_frame(data: dict[str, Any], version: int) -> dict[str, Any]:

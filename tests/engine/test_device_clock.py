@@ -1,0 +1,247 @@
+"""One contract of clocks of devices, for the real one and the one that tests use in its place; and what CUDA rounds."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.device import LATENCY_NS, FakeDevice, HostClock
+from workbench.engine.device_clock import COMPUTE, NOBODYS, REBASE_NS, Cuda, DeviceClock, name_stream
+
+MS = 1_000_000
+
+
+class Counted:
+    """A device that counts its events."""
+
+    def __init__(self, device) -> None:
+        self.device, self.events = device, 0
+
+    def event(self):
+        self.events += 1
+        return self.device.event()
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+
+class OnFake:
+    """The fake with work to do."""
+
+    def __init__(self) -> None:
+        self.device = FakeDevice()
+        self.now_ns = self.device.now_ns
+
+    def work(self, ms: int) -> None:
+        self.device.give(ms * MS)
+
+    @contextmanager
+    def other_stream(self):
+        with self.device.on(self.device.stream("side")):
+            yield
+
+    def wait_for_other(self) -> None:
+        self.device.current.wait_stream(self.device.stream("side"))
+
+
+class OnCuda:
+    """A GPU with work to do: a kernel that spins."""
+
+    def __init__(self) -> None:
+        self.device = Cuda(torch.device("cuda", torch.cuda.current_device()))
+        self.now_ns = time.monotonic_ns
+        self.side = torch.cuda.Stream()
+        name_stream(self.side, "side")
+        self.work(1)  # loads the kernel
+        torch.cuda.synchronize()
+        begin_ns = self.now_ns()
+        torch.cuda._sleep(10_000_000)
+        torch.cuda.synchronize()
+        self.cycles_per_ms = 10_000_000 * MS // (self.now_ns() - begin_ns)
+
+    def work(self, ms: int) -> None:
+        torch.cuda._sleep(ms * getattr(self, "cycles_per_ms", 1_000_000))
+
+    @contextmanager
+    def other_stream(self):
+        with torch.cuda.stream(self.side):
+            yield
+
+    def wait_for_other(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.side)
+
+
+@pytest.fixture(
+    params=[
+        OnFake,
+        pytest.param(
+            OnCuda,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+                pytest.mark.filterwarnings("ignore"),  # whatever torch's own warn of
+            ],
+        ),
+    ],
+    ids=["fake", "cuda"],
+)
+def on(request):
+    return request.param()
+
+
+def numbered(*marks):
+    for row, mark in enumerate(marks):
+        mark.row = row
+    return marks
+
+
+def test_a_mark_lies_where_the_device_comes_to_it_and_the_host_does_not_wait(on):
+    clock = DeviceClock(on.device, on.now_ns)
+    begin_ns = on.now_ns()
+    first = clock.mark()
+    on.work(40)
+    last = clock.mark()
+    numbered(first, last)
+    assert last not in clock.read()  # 40 ms have not passed, and nobody waited for them
+    clock.synchronize()
+    end_ns = on.now_ns()
+    clock.read()
+    assert begin_ns <= first.made_ns <= first.t_ns < last.t_ns <= end_ns + clock.error_ns
+    assert last.t_ns - first.t_ns >= 20 * MS
+    assert (first.stream, last.stream) == (COMPUTE, COMPUTE)
+
+
+def test_each_mark_is_read_once_in_the_order_of_its_stream(on):
+    clock = DeviceClock(on.device, on.now_ns)
+    marks = numbered(*(clock.mark() for _ in range(20)))
+    clock.synchronize()
+    read = clock.read()
+    assert [mark.row for mark in read] == list(range(20))
+    assert [mark.t_ns for mark in marks] == sorted(mark.t_ns for mark in marks)
+    assert clock.read() == []
+
+
+def test_streams_do_not_wait_for_each_other(on):
+    clock = DeviceClock(on.device, on.now_ns)
+    with on.other_stream():
+        on.work(40)
+        late = clock.mark()
+    early = clock.mark()
+    numbered(late, early)
+    clock.synchronize()
+    clock.read()
+    assert (late.stream, early.stream) == ("side", COMPUTE)
+    assert early.t_ns < late.t_ns
+
+
+def test_a_collective_ends_where_it_ends_whoever_waits_for_it_later(on):
+    clock = DeviceClock(on.device, on.now_ns)
+    with on.other_stream():
+        on.work(20)
+    end = clock.mark_end(on.wait_for_other, group=0)
+    on.work(60)  # compute is busy for longer
+    on.wait_for_other()
+    waited = clock.mark()
+    numbered(end, waited)
+    clock.synchronize()
+    clock.read()
+    assert waited.t_ns - end.t_ns > 20 * MS
+
+
+def test_what_cannot_be_waited_for_has_no_end(on):
+    def fail():
+        raise RuntimeError("the communicator was aborted")
+
+    clock = DeviceClock(on.device, on.now_ns)
+    assert clock.mark_end(fail, group=0) is None
+    numbered(after := clock.mark())
+    clock.synchronize()
+    assert clock.read() == [after]
+    assert after.stream == COMPUTE
+
+
+def test_a_mark_that_has_no_row_yet_is_told_when_it_has_and_never_if_it_is_nobodys(on):
+    clock = DeviceClock(on.device, on.now_ns)
+    later, never = clock.mark(), clock.mark()
+    clock.synchronize()
+    assert clock.read() == []
+    later.row, never.row = 7, NOBODYS
+    assert clock.read() == [later]
+    assert clock._passed == []
+
+
+def test_events_are_used_again(on):
+    device = Counted(on.device)
+    clock = DeviceClock(device, on.now_ns)
+    made = []
+    for _ in range(5):
+        numbered(*(clock.mark() for _ in range(10)))
+        clock.synchronize()
+        clock.read()
+        made.append(device.events)
+    assert made == made[:1] * 5
+
+
+def test_an_idle_device_gives_a_new_reference_and_a_busy_one_does_not(on):
+    clock = DeviceClock(on.device, on.now_ns)
+    clock.synchronize()
+    before = clock._reference
+    on.work(40)
+    clock.compare_if_idle()
+    assert clock._reference is before
+    clock.synchronize()
+    for _ in range(100):  # one of them is as quick as the first ones were
+        clock.compare_if_idle()
+    assert clock._reference is not before
+    (mark,) = numbered(clock.mark())
+    clock.synchronize()
+    clock.read()
+    assert mark.made_ns <= mark.t_ns <= on.now_ns()
+
+
+# ---- what only a clock that can be moved shows
+
+
+def worst_error_ns(clock, device, host, num_steps, step_ns) -> int:
+    """How far off the worst mark is of a loop that keeps the device busy all the time."""
+    worst_ns = 0
+    for _ in range(num_steps):
+        at_ns = max(device.compute.until_ns, host.ns + LATENCY_NS)
+        (mark,) = numbered(clock.mark())
+        device.give(step_ns)
+        host.ns += step_ns
+        assert clock.read() == [mark]
+        worst_ns = max(worst_ns, abs(mark.t_ns - at_ns))
+    return worst_ns
+
+
+def test_32_bit_milliseconds_stay_exact_in_a_loop_that_never_waits():
+    host = HostClock(tick_ns=0)
+    device = FakeDevice(host)
+    clock = DeviceClock(device, host)
+    assert worst_error_ns(clock, device, host, 12_000, 77_777_777) < clock.error_ns + 6_000
+    assert device.compute.until_ns > 400 * REBASE_NS  # a quarter of an hour: one reference would be off by 30 us
+
+
+@given(st.floats(0.9999, 1.0001), st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), max_size=30))
+def test_no_mark_lies_before_it_was_made_or_after_it_was_read_whatever_the_clocks_say(rate, steps):
+    host = HostClock()
+    device = FakeDevice(host, rate=rate)
+    clock = DeviceClock(device, host)
+    marks = []
+    for work_ns, pause_ns in steps:
+        marks.append(clock.mark())
+        device.give(work_ns)
+        host.ns += pause_ns
+        numbered(*marks)
+        for mark in clock.read():
+            assert mark.made_ns <= mark.t_ns <= host.ns
+    clock.synchronize()
+    clock.read()
+    assert [mark.t_ns for mark in marks] == sorted(mark.t_ns for mark in marks)
+    assert all(mark.made_ns <= mark.t_ns <= host.ns for mark in marks)
