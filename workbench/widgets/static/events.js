@@ -22,6 +22,7 @@ const KINDS = [
   {"words": "log", "colour": "#8a8c83", "isCollective": false},
   {"words": "reset", "colour": "#d6336c", "isCollective": false},
   {"words": "resident", "colour": "#8a8c83", "isCollective": false},
+  {"words": "device", "colour": "#8a8c83", "isCollective": false},
 ];
 const KIND = {
   STEP: 0,
@@ -45,6 +46,7 @@ const KIND = {
   LOG: 18,
   RESET: 19,
   RESIDENT: 20,
+  DEVICE: 21,
 };
 
 const CATEGORIES = [
