@@ -28,7 +28,7 @@ def no_leaks_in_module():
 @pytest.fixture(autouse=True)
 def no_leaks_in_test(request):
     lasts = request.node.get_closest_marker("lasting_browser")
-    with nullcontext() if lasts else leaks.guard():
+    with nullcontext() if lasts else leaks.guard(with_orphans=False):
         yield
 
 

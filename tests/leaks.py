@@ -2,7 +2,8 @@
 
 A census counts what belongs to this test run: processes below this one (also those that lost their parent: they carry
 a marker in their environment), threads, listening ports, torch's process group.
-``tests/conftest.py`` compares the census before and after every test and every test module.
+``tests/conftest.py`` compares the census before and after every test and every test module; processes that lost their
+parent are looked for after every module (it means to read the environment of every process of the machine).
 """
 
 import os
@@ -41,35 +42,40 @@ def mark():
     os.environ[MARKER] = uuid.uuid4().hex
 
 
-def census():
+def census(*, with_orphans=True):
+    found = _descendants() | (_orphans() if with_orphans else set())
     return Census(
-        processes=frozenset(p for p in _descendants() if _is_running(p)),
+        processes=frozenset(p for p in found if _is_running(p)),
         threads=frozenset(threading.enumerate()),
         ports=frozenset(c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"),
         groups=frozenset(_process_groups()),
     )
 
 
-def left_over(before, deadline_s=30.0):
+def left_over(before, deadline_s=30.0, *, with_orphans=True):
     """Return what is there and was not ``before``; what is just ending gets ``deadline_s`` seconds to do so."""
     deadline = time.monotonic() + deadline_s
-    while (left := census().describe_beyond(before)) and time.monotonic() < deadline:
+    while (left := census(with_orphans=with_orphans).describe_beyond(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
 @contextmanager
-def guard():
+def guard(*, with_orphans=True):
     """Fail when the body leaves something behind."""
-    before = census()
+    before = census(with_orphans=with_orphans)
     yield
-    left = left_over(before)
+    left = left_over(before, with_orphans=with_orphans)
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
 def _descendants():
-    found = set(psutil.Process().children(recursive=True))
+    return set(psutil.Process().children(recursive=True))
+
+
+def _orphans():
+    found = set()
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == os.environ[MARKER]:

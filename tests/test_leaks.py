@@ -52,7 +52,7 @@ def test_the_guard_fails_with_the_names_of_what_was_left():
     thread = threading.Thread(target=end.wait, name="forgotten")
 
     def leave_a_thread(monkeypatch):
-        monkeypatch.setattr(leaks, "left_over", lambda before: leaks.census().describe_beyond(before))
+        monkeypatch.setattr(leaks, "left_over", lambda before, **kwargs: leaks.census().describe_beyond(before))
         with leaks.guard():
             thread.start()
 
