@@ -1,4 +1,4 @@
-# make demo | test | test-torch | coverage | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
+# make demo | lint | check | test | test-torch | coverage | lab | bench | bench-check | clean. Each makes what it needs, once; see README.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
@@ -15,18 +15,23 @@ TORCH := 2.13.0
 OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
 OTHER_TESTS := tests/engine tests/runtime# what depends on torch's version: the engine, the recorder, the ranks
 
+CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
+FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch coverage lab bench bench-check clean
+.PHONY: help demo lint check test test-torch coverage lab bench bench-check clean
 .PRECIOUS: .venv-torch-%/installed
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
+	@echo "make lint         ruff and mypy alone"
+	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
 	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
 	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
@@ -47,10 +52,16 @@ bench: $(VENV)/installed
 bench-check: $(VENV)/installed
 	@$(BIN)/python -m tests.bench --check $(BENCH_FLAGS)
 
-test: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint
+	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --quiet \
+	  --hypothesis-profile=few -k "$(FEW)" $(CHECKED)
+
+test: lint
 	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile
 
 test-torch: $(OTHER_TORCH:%=test-torch-%)

@@ -12,6 +12,7 @@ from tests import leaks
 settings.register_profile(
     "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
+settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.load_profile("laws")
 
 
