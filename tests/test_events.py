@@ -10,6 +10,7 @@ from tests.source import REPO, sources
 from workbench.events import (
     BESIDE,
     COLLECTIVES,
+    ROOT,
     STOPS,
     Category,
     Colour,
@@ -19,6 +20,7 @@ from workbench.events import (
     Track,
     UnitState,
     on_track,
+    unit_words,
 )
 from workbench.trace.keyframe import advance
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, KeyFrame
@@ -102,6 +104,17 @@ def test_the_readme_names_every_event_that_can_be_stopped_at():
     line = next(line for line in readme.text().split("\n\n") if "An event is `" in line)
     named = readme.code(line[line.index("An event is `") : line.index("with `.end`")])
     assert sorted(named) == sorted(STOPS)
+
+
+def test_a_root_unit_is_named_in_one_place():
+    assert (unit_words(""), unit_words("blocks.0")) == (ROOT, "blocks.0")
+    named = {
+        (str(source.path), node.value)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and node.value in {ROOT, ROOT.strip("()")}
+    }
+    assert named == {("events.py", ROOT)}
 
 
 def test_a_kind_is_one_row():

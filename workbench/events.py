@@ -3,7 +3,8 @@
 A *source* of events calls a :class:`Probe`: the workbench's engine is one, a loop of one's own can be another. It says
 what it does *before* it does it. Each word is one row of its enum, with all that is to be known of it, and whoever
 treats some kinds alike asks what is known of them: a kind that is added has its row here and is missed nowhere. The
-numbers are those of the trace file: they never change, and new ones come at the end.
+numbers are those of the trace file: they never change, and new ones come at the end. After a change,
+``python -m workbench.widgets.words`` tells the front end.
 
 Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
 a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the
@@ -338,7 +339,7 @@ class Unit:
 
     Attributes:
         index: the ``unit`` column's value; never reused within a trace.
-        name: module path relative to the root, ``""`` for the root itself.
+        name: module path relative to the root, ``""`` for the root itself; :func:`unit_words` writes it.
         root: index of the root unit of its model (its own index for the root; -1 before the first forward).
         params: its parameters, in order.
         reshard_after_forward: the policy in force (``None`` resolved to a bool once the root is known); a number: after
@@ -369,6 +370,15 @@ class Unit:
     offload: bool = False
     comm: str = ""
     retired: bool = False
+
+
+ROOT = "(root)"
+"""How people write the name of a root unit, which is empty in descriptions."""
+
+
+def unit_words(name: str) -> str:
+    """Return how people write the unit called ``name``: its path, or :data:`ROOT`."""
+    return name or ROOT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ def test_the_words_name_what_else_was_going_on():
     }
     sentence = memory.describe_peak(header, memory.Peak(**(vars(found) | words)))
     assert (
-        sentence == "forward of root: 2 units unsharded, 2 all-gathers in flight, gradients of blocks.2 being reduced"
+        sentence == "forward of (root): 2 units unsharded, 2 all-gathers in flight, gradients of blocks.2 being reduced"
     )
 
 

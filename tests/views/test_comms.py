@@ -51,7 +51,7 @@ def test_the_title_says_that_counts_are_those_of_the_closed_form():
 
 def test_the_table_shows_each_unit_and_kind_beside_the_closed_form():
     fig = comms(example_trace())
-    assert labels(fig)[:3] == ["root all-gather", "root reduce-scatter", "blocks.0 all-gather"]
+    assert labels(fig)[:3] == ["(root) all-gather", "(root) reduce-scatter", "blocks.0 all-gather"]
     assert labels(fig)[-1] == "blocks.2 reduce-scatter"
     assert column(fig, "calls") == ["1", "1", "2", "1", "2", "1", "2", "1"]
     assert column(fig, "payload")[2:4] == ["385 KiB", "193 KiB"]
@@ -116,8 +116,8 @@ def test_a_retired_unit_is_measured_without_a_closed_form():
 def test_many_units_that_are_alike_share_a_row():
     fig = comms(simulate(Setup(num_units=33, steps=1)))
     assert labels(fig) == [
-        "root all-gather",
-        "root reduce-scatter",
+        "(root) all-gather",
+        "(root) reduce-scatter",
         "blocks.0-31 all-gather, 32 x",
         "blocks.0-31 reduce-scatter, 32 x",
     ]

@@ -18,7 +18,7 @@ def bar(fig, state):
 
 
 def test_rows_are_the_units_with_the_root_on_top():
-    assert states(example_trace()).layout.yaxis.ticktext == ("root", "blocks.0", "blocks.1", "blocks.2")
+    assert states(example_trace()).layout.yaxis.ticktext == ("(root)", "blocks.0", "blocks.1", "blocks.2")
 
 
 def test_units_are_in_the_order_of_their_forward_whatever_their_numbers():
@@ -31,7 +31,7 @@ def test_units_are_in_the_order_of_their_forward_whatever_their_numbers():
         rows["unit"] = np.where(rows["unit"] >= 0, 3 - rows["unit"], -1)
         ranks.append(RankTrace(rank.rank, rows))
     fig = states(Trace(replace(trace.header, units=units), tuple(ranks)))
-    assert fig.layout.yaxis.ticktext == ("root", "blocks.0", "blocks.1", "blocks.2")
+    assert fig.layout.yaxis.ticktext == ("(root)", "blocks.0", "blocks.1", "blocks.2")
 
 
 @pytest.mark.parametrize("state", list(UnitState))
@@ -63,7 +63,7 @@ def test_the_title_counts_what_is_unsharded_at_once():
 
 def test_a_bar_says_which_unit_what_and_for_how_long():
     hover = bar(states(example_trace()), UnitState.UNSHARDED).hovertext[0]
-    assert hover.startswith("<b>root</b> unsharded<br>")
+    assert hover.startswith("<b>(root)</b> unsharded<br>")
     assert " ms, from " in hover
 
 

@@ -88,7 +88,7 @@ def test_compute_and_waits_never_overlap_and_the_root_does_not_cover_its_units()
     rows = part.rows
     forward = rows[(rows["kind"] == Kind.FORWARD) & (rows["unit"] == 3)]["t_ns"]
     drawn = bars(fig)["forward"]
-    of_root = [text.startswith("<b>forward of root</b>") for text in drawn.hovertext]
+    of_root = [text.startswith("<b>forward of (root)</b>") for text in drawn.hovertext]
     assert 0 < np.sum(drawn.x[of_root]) * 1e6 < 0.5 * (forward[1] - forward[0])
 
 
@@ -113,7 +113,7 @@ def test_a_hover_says_what_how_many_bytes_how_long_and_what_was_exposed():
     assert text.startswith("<b>reduce-scatter of blocks.2</b><br>193 KiB, ")
     assert " exposed, " in text
     assert " hidden<br>rank 0, from " in text
-    assert bars(fig)["wait (exposed)"].hovertext[0].startswith("<b>wait for all-gather of root</b><br>")
+    assert bars(fig)["wait (exposed)"].hovertext[0].startswith("<b>wait for all-gather of (root)</b><br>")
     assert ", exposed<br>" in bars(fig)["wait (exposed)"].hovertext[0]
 
 

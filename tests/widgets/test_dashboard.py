@@ -77,7 +77,7 @@ def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
     whole, buffers = ask(widget)
     assert whole["restart"]
     assert whole["groups"] == ((0, 1, 2, 3),)
-    assert [whole["units"][unit] for unit in whole["order"]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert [whole["units"][unit] for unit in whole["order"]] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
     assert whole["peaks"][0]["num_bytes"] > 0
     assert whole["now"]["ranks"][0]["label"] == "ranks 0-3"
     assert len(buffers[0]) > 10_000

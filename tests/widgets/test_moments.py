@@ -84,5 +84,5 @@ def test_rows_read_as_sentences():
     trace = example_trace(num_ranks=2, num_units=2)
     said = {moments.describe(trace.header, row) for row in trace.rank(0).rows}
     assert any(text.startswith("all-gather of blocks.0 begins (") for text in said)
-    assert "wait of root ends" in said
+    assert "wait of (root) ends" in said
     assert "optimizer begins" in said

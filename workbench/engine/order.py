@@ -39,6 +39,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
 from workbench.engine.waits import cancellation
+from workbench.events import unit_words
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.01
 ANSWERS_S = 3.0
@@ -62,7 +63,7 @@ class Call:
     num_bytes: int
 
     def __str__(self) -> str:
-        return self.kind if self.unit is None else f"{self.kind} of unit {self.unit or '(root)'}"
+        return self.kind if self.unit is None else f"{self.kind} of unit {unit_words(self.unit)}"
 
     def sized(self) -> str:
         """Return the text with the bytes, such as ``all-gather of unit blocks.0 (1,024 bytes)``."""

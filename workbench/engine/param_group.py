@@ -19,7 +19,7 @@ from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unit import Unit
 from workbench.engine.unshard_memory import Home
-from workbench.events import Category, Edge, Kind, Phase
+from workbench.events import Category, Edge, Kind, Phase, unit_words
 
 
 class TrainingState(Enum):
@@ -95,7 +95,7 @@ class FSDPParamGroup(Unit):
     def _check_not_retired(self) -> None:
         if self._retired:
             raise RuntimeError(
-                f"unit {self.name or '(root)'!r} was undone by unshard_module or reshard_module; a backward through a "
+                f"unit {unit_words(self.name)!r} was undone by unshard_module or reshard_module; a backward through a "
                 "forward from before that cannot run: run the forward again"
             )
 

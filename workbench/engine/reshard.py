@@ -17,6 +17,7 @@ from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.state import FSDPState, state_of, states_below
 from workbench.engine.undo import NewParams, check_undoable, optimizers_in
+from workbench.events import unit_words
 
 
 class Keep:
@@ -148,7 +149,7 @@ class Change:
                 raise ValueError(f"the model lies on ranks {present}; a mesh of ranks {wanted} must hold the same ones")
             if unit.sync.hook_stream is not None and self.mesh.ndim > 1:
                 raise ValueError(
-                    f"unit {unit.name or '(root)'!r} has an all-reduce hook with a stream, which replicas do not "
+                    f"unit {unit_words(unit.name)!r} has an all-reduce hook with a stream, which replicas do not "
                     "allow; call set_all_reduce_hook without one first"
                 )
         return mesh_info(self.mesh)

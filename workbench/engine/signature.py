@@ -14,13 +14,13 @@ from itertools import zip_longest
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.groups import CommGroup
 from workbench.engine.order import Call
-from workbench.events import Unit
+from workbench.events import Unit, unit_words
 
 
 def _lines(units: Sequence[Unit]) -> list[str]:
     """Return one line per parameter, in the order collectives see them."""
     return [
-        f"{unit.name or '(root)'}: {p.fqn} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}"
+        f"{unit_words(unit.name)}: {p.fqn} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}"
         f"{'' if unit.reshard_after_forward else ', kept after forward'}"
         for unit in units
         for p in unit.params

@@ -323,9 +323,9 @@ class Unit:
         """
         if self.comm is not None and self.comm.name == CUSTOM:
             raise ValueError(
-                f"unit {self.name or '(root)'!r} communicates with a custom {type(self.comm.gather).__name__} and "
-                f"{type(self.comm.reduce).__name__}, which allocate by themselves: "
-                "set_allocate_memory_from_process_group_for_comm does not go with set_custom_all_gather or "
+                f"unit {events.unit_words(self.name)!r} communicates with a custom "
+                f"{type(self.comm.gather).__name__} and {type(self.comm.reduce).__name__}, which allocate by "
+                "themselves: set_allocate_memory_from_process_group_for_comm does not go with set_custom_all_gather or "
                 "set_custom_reduce_scatter"
             )
         group = self.mesh_info.shard_group

@@ -16,6 +16,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from workbench.commands import Command, Continue, Next, Step
 from workbench.errors import UsageError, WorkbenchError
+from workbench.events import unit_words
 from workbench.magics.complete import matcher_for
 from workbench.magics.parser import HelpAsked, Kind
 from workbench.magics.show import emit, result_is_dropped, say, show
@@ -29,7 +30,7 @@ from workbench.magics.words import (
     split,
     to_command,
 )
-from workbench.session.breakpoints import EVENTS, ROOT
+from workbench.session.breakpoints import EVENTS
 from workbench.session.names import everywhere
 from workbench.session.places import live_units
 from workbench.session.reports import CellReport, Report
@@ -241,7 +242,7 @@ class FsdpMagics(Magics):
             return []
         units = live_units(self.workbench.pulse().trace.header)  # which waits for a busy rank a moment only
         if kind == "units":
-            return [unit.name or ROOT for unit in units]
+            return [unit_words(unit.name) for unit in units]
         if kind == "fqns":
             return [param.fqn for unit in units for param in unit.params]
         names = everywhere(self.workbench.names(), kind)

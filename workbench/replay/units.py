@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from workbench.events import Unit
+from workbench.events import Unit, unit_words
 from workbench.trace.schema import Header
 
 
 def unit_name(header: Header, unit: int) -> str:
-    """Return how a person calls a unit: its module path, ``"root"`` for the root module itself; plain text.
+    """Return how a person calls a unit: its module path, ``(root)`` for the root module itself; plain text.
 
     A unit the header does not (yet) describe is called by its number, ``"unit 7"``.
     """
     if 0 <= unit < len(header.units):
-        return header.units[unit].name or "root"
+        return unit_words(header.units[unit].name)
     return f"unit {unit}"
 
 

@@ -16,9 +16,6 @@ from typing import Any
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, STOPS, Edge, Kind, Phase
 
-ROOT = "(root)"
-"""How the unit that the root's own parameters make is written."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

@@ -10,7 +10,7 @@ from torch import nn
 
 from workbench.engine.call import units_of
 from workbench.engine.state import state_of, states_below
-from workbench.events import Param, Unit
+from workbench.events import Param, Unit, unit_words
 
 
 def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _listed(words: Iterable[str]) -> str:
 def _unit_names(model: nn.Module) -> list[str]:
     """Return the paths of the units, ``(root)`` for the model's own; a call that found no parameters made none."""
     states = ((name, state_of(module)) for name, module in model.named_modules())
-    return [name or "(root)" for name, s in states if s is not None and s._fsdp_param_group is not None]
+    return [unit_words(name) for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 
 def _bytes_at_rest(param: Param) -> int:

@@ -25,9 +25,9 @@ from typing import Any
 from workbench.engine import probe, waits
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
-from workbench.events import COLLECTIVES, Comm, Edge, Kind
+from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
 from workbench.runtime import breakpoints, jobs
-from workbench.runtime.breakpoints import ROOT, Breakpoint, Event, Wanted
+from workbench.runtime.breakpoints import Breakpoint, Event, Wanted
 from workbench.runtime.interrupts import Interrupts
 from workbench.runtime.recorder import NO_STEP, Recorder
 
@@ -188,7 +188,7 @@ class Gate:
     def _name_of(self, unit: int) -> str:
         version = self._recorder.header_version
         if self._names[0] != version:
-            self._names = version, {u.index: u.name or ROOT for u in self._recorder.header.units}
+            self._names = version, {u.index: unit_words(u.name) for u in self._recorder.header.units}
         return self._names[1].get(unit, "")
 
     # ---- held

@@ -23,7 +23,7 @@ from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.root import roots
 from workbench.engine.state import states_below
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind, Phase
+from workbench.events import Edge, Kind, Phase, unit_words
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.trace.step_names import step_name
@@ -62,7 +62,7 @@ def inspect(fqn: str, recorder: Recorder) -> dict[str, Any]:
     return {
         "fqn": found.fqn,
         "model": found.model,
-        "unit": unit.name or "(root)",
+        "unit": unit_words(unit.name),
         "unit_index": unit.index,
         "global_shape": list(param.global_shape),
         "trainable": param.trainable,

@@ -11,14 +11,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from workbench.errors import UsageError
-from workbench.events import STOPS
+from workbench.events import STOPS, unit_words
 
 EVENTS = tuple(STOPS)
 SPANS = tuple(name for name, kind in STOPS.items() if kind.info.is_span)
 """Events that begin and end."""
 
 EDGES = ("begin", "end")
-ROOT = "(root)"
 UNTIL = 0
 """Number of the breakpoint of ``step --until``."""
 
@@ -85,7 +84,7 @@ def parse_event(text: str, units: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _check_unit(unit: str, units: Sequence[str]) -> str:
-    known = [name or ROOT for name in units]
+    known = [unit_words(name) for name in units]
     if not known:
         raise UsageError(f"nothing is sharded yet, so there is no unit {unit!r}: first %fsdp shard MODEL")
     if not any(name == unit or fnmatchcase(name, unit) for name in known):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from workbench.errors import RankDied, RankError, WorkbenchError
+from workbench.events import unit_words
 from workbench.replay.alike import label
 from workbench.trace.step_names import step_name
 
@@ -85,7 +86,7 @@ class Position:
         if self.phase and self.phase != "idle":
             parts.append(self.phase)
         if self.unit is not None:
-            parts.append(f"unit {self.unit or '(root)'}")
+            parts.append(f"unit {unit_words(self.unit)}")
         return ", ".join(parts)
 
 

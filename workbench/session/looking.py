@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.events import unit_words
 from workbench.session.places import State, event_words, state_of, unit_names
 from workbench.session.session import Session
 from workbench.session.stop_reports import WhereReport, WhereRow
@@ -70,7 +71,7 @@ def row_of(
         state=state,
         step=str(here["step"]) if here.get("step", -1) >= 0 else "",
         phase=str(here.get("phase", "")).replace("_", "-"),
-        unit="" if unit is None else unit or "(root)",
+        unit="" if unit is None else unit_words(unit),
         event=f"{prefix}{event_words(kind, edge, None)}" + synchronised if kind else "",
         since=format_duration(max(now_ns - since, 0)) if since is not None else "",
         stacks=stacks,

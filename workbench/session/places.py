@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workbench.events import Kind, Unit
+from workbench.events import Kind, Unit, unit_words
 from workbench.replay.alike import label
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -127,7 +127,7 @@ def state_of(position: Position, asked: State = "idle") -> State:
 def event_words(kind: str, edge: str, unit: str | None) -> str:
     """Return an event in words: ``("all_gather", "end", "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
     what = _WORDS.get(kind, kind)
-    of = "" if unit is None or kind in _OF_ALL_UNITS else f" of {unit or '(root)'}"
+    of = "" if unit is None or kind in _OF_ALL_UNITS else f" of {unit_words(unit)}"
     return f"{'the end of ' if edge == 'end' else ''}{what}{of}"
 
 

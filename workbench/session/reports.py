@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from workbench.events import unit_words
 from workbench.replay.alike import label
 from workbench.views.theme import format_bytes, format_duration, plural
 
@@ -352,14 +353,9 @@ class StartReport(Report):
         return [("notice", self.notice)] if self.notice else []
 
 
-def unit_name(name: str) -> str:
-    """Return how a person names a unit: the root, whose name is empty, is ``(root)``."""
-    return name or "(root)"
-
-
 def _names(units: Sequence[str], limit: int = 12) -> str:
     """List units by name; the middle of a long list is left out."""
-    names = [unit_name(name) for name in units]
+    names = [unit_words(name) for name in units]
     if len(names) > limit:
         names = [*names[: limit - 2], f"... {len(names) - limit + 1} more ...", names[-1]]
     return ", ".join(names)

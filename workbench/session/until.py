@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from workbench.events import STOPS, Edge, Kind
+from workbench.events import STOPS, Edge, Kind, unit_words
 from workbench.replay.spans import of_kind
-from workbench.session.breakpoints import ROOT, nearest
+from workbench.session.breakpoints import nearest
 from workbench.session.places import unit_names
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
@@ -39,7 +39,7 @@ def _since(rank: RankTrace, seq: int) -> Rows:
 
 
 def _names(rows: Rows, header: Header, edge: Edge, *, with_unit: bool) -> set[str]:
-    units = {index: name or ROOT for index, name in unit_names(header).items()}
+    units = {index: unit_words(name) for index, name in unit_names(header).items()}
     rows = rows[of_kind(rows, STOPS.values()) & np.isin(rows["edge"], (edge, Edge.INSTANT))]
     distinct = set(zip(*(rows[name].tolist() for name in ("kind", "edge", "unit")), strict=True))
     return {

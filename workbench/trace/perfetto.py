@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Phase, Track, on_track
+from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Phase, Track, on_track, unit_words
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import ROW_DTYPE, Header
@@ -187,4 +187,4 @@ def _instants(process: _Process) -> Iterator[Event]:
 
 
 def _unit_name(header: Header, unit: int) -> str:
-    return (header.units[unit].name or "(root)") if unit >= 0 else ""
+    return unit_words(header.units[unit].name) if unit >= 0 else ""

@@ -15,7 +15,7 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from workbench.events import Unit
+from workbench.events import Unit, unit_words
 from workbench.replay.alike import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Totals, alike, at_rest, shards, totals, unit_shards
 from workbench.replay.units import model_order
@@ -145,7 +145,7 @@ def _places(groups: list[Group]) -> Iterator[Place]:
 
 def _heading(members: list[Group]) -> str:
     units = {part.unit.index: part.unit for group in members for part in group}
-    name = theme.shorten(join_names([unit.name for unit in units.values()]), _HEADING_LETTERS) or "root"
+    name = theme.shorten(join_names([unit_words(unit.name) for unit in units.values()]), _HEADING_LETTERS)
     at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
     several = f", {len(units)} units alike: {at_rest} of each" if len(units) > 1 else f": {at_rest}"
     return f"{name}{several} on a rank{_policy(members[0][0].unit)}"
