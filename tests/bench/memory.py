@@ -1,9 +1,10 @@
 """Bytes of some steps, as the process allocates them and as the engine names them; runs on the ranks.
 
 ``peak`` is the most that is allocated at once within steps that follow a warm-up, in bytes: the allocator's own running
-total, which is counted from before the model is built, plus this rank's part of the shared memory it has mapped, which
-no allocator sees. What the engine's pools keep counts in full, used or not. Everything else is in it too: activations,
-optimizer state, the batch. So ours and torch's differ by what the engines do.
+total, which is counted from before the model is built, plus what no allocator sees: this rank's part of the shared
+memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not.
+Everything else is in it too: activations, optimizer state, the batch. So ours and torch's differ by what the engines
+do.
 
 The total comes with torch.profiler's allocation events. The events' own bytes do not add up to it: a profiler sees the
 thread that started it, but many a buffer dies in one of gloo's. So the allocator is told to count for all threads.
@@ -12,6 +13,7 @@ thread that started it, but many a buffer dies in one of gloo's. So the allocato
 import ctypes
 import gc
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -77,6 +79,7 @@ class Bytes:
     Attributes:
         peak: see the module docstring.
         shared: the part of ``peak`` that is mapped shared memory.
+        pages: the part of it that is pages of full parameters, used or spare; 0 for torch's.
         classes: the peak of each of the engine's classes; empty for torch's.
         classes_peak: the most that all classes hold together at one moment.
         comm: how units communicate, in the engine's words; empty for torch's, or if it does not say.
@@ -84,6 +87,7 @@ class Bytes:
 
     peak: int
     shared: int
+    pages: int
     classes: dict[str, int]
     classes_peak: int
     comm: list[str]
@@ -100,8 +104,9 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
             training.step()
     shared = shared_bytes(_MAPPINGS.read_text()) - before
     dist.barrier()  # a peer that ends takes its part of the shared memory with it
-    peak = max(totals(profiler.profiler.kineto_results.experimental_event_tree())) + shared
-    return Bytes(peak, shared, dict(classes.peak), classes.total_peak, sorted(classes.comm - {""}))
+    pages = page_bytes(gc.get_objects())
+    peak = max(totals(profiler.profiler.kineto_results.experimental_event_tree())) + shared + pages
+    return Bytes(peak, shared, pages, dict(classes.peak), classes.total_peak, sorted(classes.comm - {""}))
 
 
 def _count_in_all_threads() -> None:
@@ -133,6 +138,12 @@ def totals(events: Iterable[Any]) -> Iterator[int]:
         todo += event.children
         if event.tag == _EventType.Allocation:
             yield event.extra_fields.total_allocated
+
+
+def page_bytes(objects: Iterable[object]) -> int:
+    """Return the bytes of the engine's pages of full parameters among all objects; they are as many in every step."""
+    pages = sys.modules.get("workbench.engine.pages")
+    return 0 if pages is None else sum(each.num_bytes for each in objects if type(each) is pages.KeptPages)
 
 
 def shared_bytes(mappings: str) -> int:

@@ -55,7 +55,7 @@ def parts(case: Tree) -> Iterator[str]:
 
 def memory(case: Tree) -> Iterator[str]:
     """Lines on the bytes of a step."""
-    titles = ("", "peak MB", "/ torch", "shared", "engine's classes", "kept unused", "communication")
+    titles = ("", "peak MB", "/ torch", "shared", "full params", "engine's classes", "kept unused", "communication")
     if case["bytes"]:
         yield "  most bytes at once within steps, of the rank that needs most (what they are: tests/bench/memory.py):"
         yield from table(titles, (_bytes(name, row) for name, row in case["bytes"].items()))
@@ -69,6 +69,7 @@ def _bytes(name: str, row: Tree) -> tuple[str, ...]:
         number(row["peak"] / 1e6, 1),
         number(row.get("to_torch"), 3),
         number(row["shared"] / 1e6, 1),
+        number(row["pages"] / 1e6, 1),
         *(("-", "-") if is_theirs else ours),
         "-" if is_theirs else ", ".join(row["comm"]) or "not told",
     )

@@ -1,13 +1,17 @@
 """Bytes: of mappings, of classes, of a process whose buffers die in other threads."""
 
+import gc
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.profiler import profile
 
-from tests.bench.memory import Classes, _count_in_all_threads, shared_bytes, totals
+from tests.bench.memory import Classes, _count_in_all_threads, page_bytes, shared_bytes, totals
 from tests.bench.processes import on_ranks
+from workbench.engine import pages
+from workbench.engine.pages import Pages, SparePages
 from workbench.events import Category
 
 MAPPINGS = """\
@@ -30,6 +34,19 @@ Pss:                   3 kB
 def test_shared_mappings_count_in_proportion():
     assert shared_bytes(MAPPINGS) == (32 + 3) * 1024
     assert shared_bytes("") == 0
+
+
+@pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
+def test_pages_of_full_parameters_count_used_or_not():
+    spare, (used, unused) = SparePages(), (Pages(numel, torch.float32) for numel in (7, 5))
+    for memory in (used, unused):
+        memory.fill(spare)
+    unused.empty(spare)
+    kept = [used._kept, *spare._free]
+    assert page_bytes([*kept, spare, "others"]) == (7 + 5) * 4
+    assert page_bytes(gc.get_objects()) >= (7 + 5) * 4
+    spare.release()
+    assert page_bytes([kept[0]]) == 7 * 4
 
 
 def test_classes_know_their_peaks_and_that_of_all_together():

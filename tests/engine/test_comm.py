@@ -22,7 +22,6 @@ from workbench.engine.comm import (
     input_nbytes,
 )
 from workbench.engine.groups import CommGroup
-from workbench.engine.pool import BufferPool
 from workbench.events import Category
 
 CPU = torch.device("cpu")
@@ -67,12 +66,12 @@ def test_what_the_collectives_compute(world_size, name, numel, dtype):
             assert torch.equal(total, sums[rank])  # in rank order: bit for bit
         else:
             torch.testing.assert_close(total, sums[rank], rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
-        received = world_size if rank == 1 and world_size == 3 else world_size - 1  # its own part too, in the middle
+        received = {2: 0, 3: 3 if rank == 1 else 2}.get(world_size, 0)  # of two: into the output; in the middle all
         assert staging == (numel * received * dtype.itemsize if name == "fast" else 0)
 
 
 def pair_for(device: torch.device) -> tuple[tuple[type, type], str]:
-    pair = default_pair(device, BufferPool())
+    pair = default_pair(device)
     return (type(pair.gather), type(pair.reduce)), pair.name
 
 
@@ -101,7 +100,7 @@ def test_training_is_the_same_with_either_pair(monkeypatch):
     default = run_ranks(2, losses_and_peak)
     for (losses, peak), (default_losses, default_peak) in zip(fast, default, strict=True):
         assert losses == pytest.approx(default_losses, rel=1e-6)
-        assert peak == 1.5 * default_peak  # the fast pair stages what it receives from the other rank
+        assert peak == default_peak
 
 
 def on_part_of_the_ranks() -> list[tuple[int, ...]]:

@@ -28,7 +28,6 @@ from workbench.engine import (
 )
 from workbench.engine.comm import DefaultAllGather, GlooReduceScatter
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.pool import BufferPool
 
 Words = tuple[str, ...]
 
@@ -224,7 +223,7 @@ def test_a_mesh_info_without_an_axis_to_shard_over():
 def test_a_reduction_that_is_no_sum(op):
     like = torch.ones(2)
     with pytest.raises(ValueError, match="GlooReduceScatter sums; it got"):
-        GlooReduceScatter(BufferPool())(like, like, dist.group.WORLD, op)
+        GlooReduceScatter()(like, like, dist.group.WORLD, op)
 
 
 # ---- at the first forward

@@ -1,62 +1,139 @@
-"""Memory that is emptied under tensors which still point to it."""
+"""Memory that is emptied under tensors which still point to it, and filled with the pages of others."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.ranks import on_one_rank
+from tests.engine.recording import recording
 from workbench.engine import pages
-from workbench.engine.pages import Pages
+from workbench.engine.pages import Pages, SparePages
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+SIZES = (0, 1, 1000, pages._ALIGNMENT // 4 + 5, pages._TILE // 2 + 3)
+MOVES = pytest.param(True, marks=pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages"))
+
+
+@pytest.fixture
+def spare():
+    return SparePages()
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.fixture(params=[MOVES, False], ids=["moved", "fresh"])
+def moves(request, monkeypatch):
+    monkeypatch.setattr(pages, "_can_move", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("numel", [0, 1, 1000, pages._TILE // 2 + 3])
-def test_what_points_to_empty_memory_reads_as_nan_and_to_filled_memory_what_was_written(numel, dtype):
+@pytest.mark.parametrize("numel", SIZES)
+def test_what_points_to_empty_memory_reads_as_nan_and_to_filled_memory_what_was_written(numel, dtype, moves, spare):
     memory = Pages(numel, dtype)
     alias = memory.tensor.detach()[1:]
     for value in (2.0, 3.0):
-        memory.fill()
+        assert alias.isnan().all()
+        memory.fill(spare)
         memory.tensor.fill_(value)
         assert alias.eq(value).all()
-        memory.empty()
+        memory.empty(spare)
         assert alias.isnan().all()
         assert memory.tensor.isnan().all()
 
 
-def test_what_is_written_to_empty_memory_harms_nobody():
+@pytest.mark.parametrize("numel", SIZES)
+def test_memory_that_is_filled_at_the_same_time_is_nobody_elses(numel, moves, spare):
+    """Whatever the order: sizes differ, so a range also gets a part of another one's pages."""
+    memories = [Pages(max(0, numel - i % 3), torch.float32) for i in range(4)]
+    for turn in range(3):
+        order = memories[turn:] + memories[:turn]
+        for value, memory in enumerate(order[:3]):
+            memory.fill(spare)
+            memory.tensor.fill_(value)
+        for value, memory in enumerate(order[:3]):
+            assert memory.tensor.eq(value).all()
+        assert order[3].tensor.isnan().all()
+        for memory in order[:3]:
+            memory.empty(spare)
+        assert all(memory.tensor.isnan().all() for memory in memories)
+
+
+def test_what_is_written_to_empty_memory_harms_nobody(moves, spare):
     first, second = Pages(10, torch.float32), Pages(10, torch.float32)
-    first.empty()
-    second.empty()
     first.tensor.zero_()
     assert second.tensor.isnan().all()
-    first.fill()
-    first.empty()
+    first.fill(spare)
+    first.empty(spare)
     assert first.tensor.isnan().all()
 
 
+@pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
 @on_one_rank
-def test_empty_memory_takes_no_pages():
-    num_bytes = 20 * pages._TILE
+def test_memory_that_is_filled_after_another_was_emptied_needs_no_fresh_page():
+    spare, numel = SparePages(), 5 * pages._ALIGNMENT // 4 + 5
+    memories = [Pages(numel, torch.float32) for _ in range(3)]
+    num_pages = memories[0].tensor.nbytes // os.sysconf("SC_PAGE_SIZE")
+
+    def use(memory: Pages) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        memory.fill(spare)
+        memory.tensor.fill_(1)
+        memory.empty(spare)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert use(memories[0]) >= num_pages
+    assert all(use(memory) < num_pages // 10 for memory in (*memories, *memories))
+
+
+@on_one_rank
+def test_empty_memory_takes_no_pages_once_the_spare_ones_are_released():
+    spare, num_bytes = SparePages(), 20 * pages._TILE
     memory = Pages(num_bytes, torch.uint8)
     before = resident_bytes()
-    memory.fill()
+    memory.fill(spare)
     memory.tensor.fill_(1)
     assert resident_bytes() > before + num_bytes // 2
-    memory.empty()
+    memory.empty(spare)
+    spare.release()
     assert resident_bytes() < before + num_bytes // 2
 
 
-@on_one_rank
-def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much():
+@pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
+def test_spare_pages_are_as_many_as_were_used_at_once_and_count_while_nobody_uses_them(spare):
+    small, large, larger = (Pages(numel, torch.float32) for numel in (2, 8, 16))
+    with recording() as record:
+        for memory in (large, small):
+            memory.fill(spare)
+        assert record.reserved == 0
+        for memory in (large, small):
+            memory.empty(spare)
+        assert record.reserved == 40
+        small.fill(spare)  # the smallest that are enough
+        assert record.reserved == 32
+        larger.fill(spare)  # none are enough: the most make room for them
+        assert record.reserved == 0
+        larger.empty(spare)
+        small.empty(spare)
+        assert record.reserved == 72
+        large.fill(spare)
+        assert record.reserved == 72 - 32
+        spare.release()
+        assert record.reserved == 64 - 32  # of what is used
+        large.empty(spare)
+        assert record.reserved == 64
+        del spare._free[:]
+        assert record.reserved == 0
+
+
+def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much(monkeypatch, spare):
+    monkeypatch.setattr(pages, "_can_move", lambda: False)
     memory = Pages(10, torch.float32)
     memory._num_bytes = 2**62
     with pytest.raises(OSError, match=f"{2**62} bytes for full parameters cannot be mapped"):
-        memory.fill()
+        memory.fill(spare)

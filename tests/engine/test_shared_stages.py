@@ -41,7 +41,7 @@ def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], 
     """Go through ``plan`` as an engine does; returns whether all sums are right."""
     n, rank = plan.num_outstanding, dist.get_rank()
     reduce = SharedMemoryReduceScatter(shared, torch.float32, n, plan.num_stages)
-    outstanding, totals = [], [torch.empty(4) for _ in range(plan.number)]
+    outstanding, totals = [], [value(rank, number).view(2, 4)[rank].clone() for number in range(plan.number)]
 
     def read_oldest() -> None:
         oldest, pending = outstanding.pop(0)
@@ -52,8 +52,8 @@ def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], 
     for number, total in enumerate(totals):
         if plan.reads_first and len(outstanding) == n:
             read_oldest()
-        chunks = reduce.allocate([8], dtype=torch.float32, device=CPU)
-        chunks.copy_(value(rank, number))
+        chunks = reduce.allocate([4], dtype=torch.float32, device=CPU)
+        chunks.copy_(value(rank, number).view(2, 4)[1 - rank])
         written(number)
         if len(outstanding) == n:
             read_oldest()

@@ -20,12 +20,11 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine._torch import chunk_cat, premultiplied_sum
-from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes
+from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes, takes_own_in_output
 from workbench.engine.groups import CommGroup
 from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.engine.param import FSDPParam
-from workbench.engine.pool import NO_UNIT
 from workbench.engine.waits import PendingWork
 from workbench.events import Category, Comm, Edge, Kind
 
@@ -223,7 +222,7 @@ def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, num_bytes)
     lease = getattr(reduce, "lease", None)
     if lease is not None and lease.is_told:
-        probe.memory(Category.RESERVED, NO_UNIT, -num_bytes)
+        probe.memory(Category.RESERVED, probe.NO_UNIT, -num_bytes)
 
 
 @dataclass
@@ -231,7 +230,7 @@ class ReduceScatterState:
     """A reduce-scatter in flight.
 
     Attributes:
-        chunks: its input ``[F * S]``; must stay alive until it has ended.
+        chunks: its input ``[F * S]``, or less, see :func:`takes_own_in_output`; must stay alive until it has ended.
         output: ``[S]``.
         lease: of its bytes.
     """
@@ -271,14 +270,22 @@ class ReduceScatterState:
         give_back(self.reduce, self.chunks)
 
 
-def lay_out(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: torch.Tensor, unit: UnitId) -> None:
-    """Copy full gradients into ``chunks`` ``[F, S]``, cast to its dtype."""
-    probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, chunks.nbytes)
-    _copy_in([p.layout for p in params], grads, chunks)
-    probe.event(Kind.COPY_IN, Edge.END, unit.index, chunks.nbytes)
+def lay_out(
+    params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor], unit: UnitId
+) -> None:
+    """Copy full gradients, cast, into ``chunks``: ``[n, S]`` each, of so many ranks one after another, F in all."""
+    num_bytes = sum(part.nbytes for part in chunks)
+    probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, num_bytes)
+    layouts, first_rank = [p.layout for p in params], 0
+    for part in chunks:
+        _copy_in(layouts, grads, part, first_rank)
+        first_rank += len(part)
+    probe.event(Kind.COPY_IN, Edge.END, unit.index, num_bytes)
 
 
-def _copy_in(layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor) -> None:
+def _copy_in(
+    layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor, first_rank: int = 0
+) -> None:
     if (
         _is_fused(chunks)
         and all(layout.dim == 0 and grad.numel() for layout, grad in zip(layouts, grads, strict=True))
@@ -287,7 +294,9 @@ def _copy_in(layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chun
         chunk_cat([grad.contiguous() for grad in grads], len(chunks), out=chunks)
         return
     slots = chunks.split([layout.slot_numel for layout in layouts], dim=1)
-    pairs = [pair for la, g, s in zip(layouts, grads, slots, strict=True) for pair in la.copy_in_pairs(g, s)]
+    pairs = [
+        pair for la, g, s in zip(layouts, grads, slots, strict=True) for pair in la.copy_in_pairs(g, s, first_rank)
+    ]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
@@ -338,16 +347,22 @@ def foreach_reduce(
     """Start summing the full gradients ``grads``; empties the list, so that they can be freed."""
     slot_numel = sum(p.slot_numel for p in params)
     device, dtype, scaling = grads[0].device, mode.dtype, mode.scaling
-    chunks = reduce.allocate((slot_numel * group.size,), dtype=dtype, device=device)
+    num_bytes = slot_numel * group.size * dtype.itemsize
+    own = torch.empty(slot_numel, dtype=dtype, device=device) if takes_own_in_output(reduce) else None
+    num_staged = group.size if own is None else group.size - 1
+    chunks = reduce.allocate((slot_numel * num_staged,), dtype=dtype, device=device)
     with _alive_unless_raised(partial(_use_staging, reduce, unit), input_nbytes(reduce, chunks, group)):
-        lay_out(params, grads, chunks.view(group.size, slot_numel), unit)
+        rows = chunks.view(num_staged, slot_numel)
+        parts = [rows] if own is None else [rows[: group.rank], own.view(1, -1), rows[group.rank :]]
+        lay_out(params, grads, parts, unit)
         drop_full_grads(grads, unit)
-        scaling.before(chunks)
-        output = torch.empty(slot_numel, dtype=dtype, device=device)
+        for part in (chunks,) if own is None else (chunks, own):
+            scaling.before(part)
+        output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
         lease = probe.Lease(mode.category, unit.index, output.nbytes)
-        comm, call = _announce(unit, Kind.REDUCE_SCATTER, group, chunks.nbytes, mode.exception)
+        comm, call = _announce(unit, Kind.REDUCE_SCATTER, group, num_bytes, mode.exception)
         pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), call)
-    flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, chunks.nbytes)
+    flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, num_bytes)
     return ReduceScatterState(chunks, output, lease, reduce, flight)
 
 

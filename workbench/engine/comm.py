@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,7 +19,6 @@ import torch.distributed as dist
 
 from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
 from workbench.engine.groups import CommGroup
-from workbench.engine.pool import BufferPool
 from workbench.engine.waits import Work
 
 CHOICES = ("", "gloo", "default")
@@ -66,18 +64,11 @@ class ReduceScatter(Protocol):
 
 
 class Allocator:
-    """Where the engine's own pairs get their buffers; what they do not need any more goes back to it."""
-
-    def __init__(self, pool: BufferPool | None = None) -> None:
-        self._pool = pool if pool is not None else BufferPool()
+    """Where the engine's own pairs get their buffers."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised buffer of ``size``."""
-        return self._pool.take(math.prod(size), dtype, device).view(tuple(size))
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back."""
-        self._pool.give_back(buffer)
+        return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
 def give_back(comm: AllGather | ReduceScatter, buffer: torch.Tensor) -> None:
@@ -96,6 +87,11 @@ def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: CommGroup) 
     """Bytes a reduce-scatter costs while in flight: its input, and what it needs beside."""
     beside = getattr(reduce, "staging_nbytes", None)
     return chunks.nbytes + (beside(chunks.nbytes, group) if beside is not None else 0)
+
+
+def takes_own_in_output(reduce: ReduceScatter) -> bool:
+    """Whether this rank's own chunk ``[S]`` goes into the output, and only the others' into what is allocated."""
+    return getattr(reduce, "own_in_output", False)
 
 
 class DefaultAllGather(Allocator):
@@ -157,13 +153,14 @@ class GlooReduceScatter(Allocator):
     """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic.
 
     The first and the last rank send what lies in one piece around their own part; that part is summed where it is.
-    Ranks between them would have two pieces, so they let gloo copy their own part along.
+    Ranks between them would have two pieces, so they let gloo copy their own part along. Of two ranks each receives
+    into the output, and adds its own part to that.
     """
 
     @staticmethod
     def staging_nbytes(num_bytes: int, group: CommGroup) -> int:
         """Bytes it needs beside an input of ``num_bytes``, for what is received."""
-        return num_bytes // group.size * _num_received(group.rank, group.size)
+        return 0 if group.size == 2 else num_bytes // group.size * _num_received(group.rank, group.size)
 
     def __call__(
         self,
@@ -178,14 +175,14 @@ class GlooReduceScatter(Allocator):
             raise ValueError(f"GlooReduceScatter sums; it got {op}")
         numel, size, rank = output_tensor.numel(), group.size(), group.rank()
         num_received = _num_received(rank, size)
-        received = self.allocate((numel * num_received,), dtype=input_tensor.dtype, device=input_tensor.device)
+        received = output_tensor if size == 2 else input_tensor.new_empty(numel * num_received)
         sent, splits, parts = input_tensor, [numel] * size, list(received.view(num_received, numel).unbind(0))
         if num_received < size:
             sent = input_tensor[numel:] if rank == 0 else input_tensor[: numel * rank]
             splits[rank] = 0
             parts.insert(rank, input_tensor[numel * rank : numel * (rank + 1)])
         exchange = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
-        work = _SumAfterExchange(cast("Work", exchange), parts, output_tensor, partial(self.free, received))
+        work = _SumAfterExchange(cast("Work", exchange), parts, output_tensor)
         if async_op:
             return work
         work.wait()
@@ -200,21 +197,19 @@ def _num_received(rank: int, size: int) -> int:
 class _SumAfterExchange:
     """An all-to-all whose ``wait`` also sums, in rank order: independent of the order of arrival."""
 
-    def __init__(
-        self, work: Work, parts: Sequence[torch.Tensor], output: torch.Tensor, received_is_free: Callable[[], None]
-    ) -> None:
+    def __init__(self, work: Work, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         self._work, self._parts, self._output = work, parts, output  # F times [S], [S]
-        self._received_is_free = received_is_free
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
         """Future of the exchange."""
         return self._work.get_future()
 
     def wait(self) -> None:
-        """Finish the exchange and sum into the output."""
+        """Finish the exchange and sum into the output; later calls do nothing."""
         self._work.wait()
-        sum_in_order(self._parts, self._output)
-        self._received_is_free()
+        if self._parts:
+            sum_in_order(self._parts, self._output)
+            self._parts = ()
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
@@ -254,15 +249,15 @@ def comm_choice() -> str:
     return choice
 
 
-def default_pair(device: torch.device, pool: BufferPool) -> CommPair:
+def default_pair(device: torch.device) -> CommPair:
     """Choose the pair for tensors on ``device`` that works between any ranks.
 
     Raises:
         ValueError: see :func:`comm_choice`.
     """
     if device.type == "cpu" and comm_choice() != "default":
-        return CommPair(GlooAllGather(pool), GlooReduceScatter(pool), "gloo")
-    return CommPair(DefaultAllGather(pool), DefaultReduceScatter(pool), "c10d")
+        return CommPair(GlooAllGather(), GlooReduceScatter(), "gloo")
+    return CommPair(DefaultAllGather(), DefaultReduceScatter(), "c10d")
 
 
 class FromGroup(Allocator):

@@ -10,7 +10,7 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.comm_selection import CommSelection, CommUser
-from workbench.engine.pool import BufferPool, OverlapRecord, SlotUser, make_slots
+from workbench.engine.pages import SparePages
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.streams import Streams
 from workbench.engine.tensors import unrecorded
@@ -37,9 +37,8 @@ class FSDPCommContext:
     """Buffers, streams and order of one model's communication, or of several models that share it.
 
     Attributes:
-        pool: staging.
         comms: comm pairs of the units.
-        overlaps: which units were unsharded together.
+        pages: those of full parameters that no unit uses now.
         reductions: reductions in flight.
         streams: CUDA streams.
         post_forward_order: calls (FSDPState) of this iteration whose backward comes, in the order their forwards ended.
@@ -48,9 +47,8 @@ class FSDPCommContext:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        self.pool = BufferPool()
         self.comms = CommSelection()
-        self.overlaps = OverlapRecord()
+        self.pages = SparePages()
         self.streams = Streams(device)
         self.reductions = ReductionQueue(self.streams)
         self.post_forward_order: list[Any] = []
@@ -59,25 +57,7 @@ class FSDPCommContext:
     @unrecorded
     def choose_comms(self, units: Sequence[CommUser]) -> None:
         """Give each unit its comm pair; collective, see :meth:`CommSelection.choose`."""
-        self.comms.choose(units, self.pool, self.reductions.max_scatters)
-
-    def settle(self, units: Sequence[SlotUser]) -> None:
-        """Give units that are never unsharded together one memory; call it between iterations.
-
-        Does nothing while that is not known, or while a recorded forward still refers to the memory they have.
-        """
-        overlaps = self.overlaps
-        busy = self.recorded or any(not u.is_sharded or u.is_unsharding for u in units)
-        if overlaps.is_settled or not overlaps.is_complete or busy or self.device.type != "cpu":
-            return
-        by_index = {u.index: u for u in units}
-        groups = [[by_index[i] for i in group] for group in overlaps.colour(by_index)]
-        for unit in units:
-            unit.use_slot(None)
-        for group, slot in zip(groups, make_slots(groups, self.device), strict=True):
-            for unit in group:
-                unit.use_slot(slot)
-        overlaps.is_settled = True
+        self.comms.choose(units, self.reductions.max_scatters)
 
     def join(self, *, all_streams: bool = False) -> None:
         """Let compute wait for reduce-scatters that others waited for, or for all that reductions do.
@@ -94,14 +74,9 @@ class FSDPCommContext:
         join()
         probe.event(Kind.WAIT, Edge.END, unit, comm=comm)
 
-    def release_buffers(self, units: Sequence[SlotUser]) -> None:
-        """Free what is kept for the next step; what is in use, or a recorded forward refers to, is kept."""
-        if not self.recorded:
-            for unit in units:
-                if unit.is_sharded and not unit.is_unsharding:
-                    unit.use_slot(None)
-            self.overlaps.is_settled = False
-        self.pool.release()
+    def release_buffers(self) -> None:
+        """Free what is kept for the next step; what is in use is kept."""
+        self.pages.release()
         self.comms.release()
 
     def abandon(self) -> None:
@@ -109,4 +84,3 @@ class FSDPCommContext:
         self.post_forward_order.clear()
         self.recorded.clear()
         self.reductions.abandon()
-        self.pool.forget_taken()

@@ -12,7 +12,6 @@ from workbench.engine.comm import SET_BY_USER, CommPair, comm_choice, default_pa
 from workbench.engine.flat_shard import FlatShard
 from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.pool import BufferPool
 from workbench.engine.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
 from workbench.engine.shared_memory import SharedMemory
 
@@ -59,14 +58,13 @@ class CommSelection:
         self._reducers: dict[tuple[CommGroup, torch.dtype], SharedMemoryReduceScatter] = {}
         self._read: set[CommGroup] = set()
 
-    def choose(self, units: Sequence[CommUser], pool: BufferPool, max_scatters: int) -> None:
+    def choose(self, units: Sequence[CommUser], max_scatters: int) -> None:
         """Give each unit the fastest pair that works between its ranks; what the user has set stays.
 
         Collective: whether ranks share a host is found out by all of them.
 
         Args:
             units: all units of a root.
-            pool: staging for pairs that need some.
             max_scatters: reduce-scatters that may be in flight at once.
 
         Raises:
@@ -75,10 +73,10 @@ class CommSelection:
         self._reducers.clear()
         for unit in units:
             if unit.comm is None or unit.comm.name not in SET_BY_USER:
-                unit.use_comm(self._shared_pair(unit, max_scatters) or default_pair(unit.device, pool))
+                unit.use_comm(self._shared_pair(unit, max_scatters) or default_pair(unit.device))
         for (group, dtype), reducer in self._reducers.items():
             users = [u for u in units if u.mesh_info.shard_group is group and u.reduce_dtype == dtype]
-            reducer.reserve(group.size * max((u.shards.numel for u in users if u.is_trained), default=0))
+            reducer.reserve((group.size - 1) * max((u.shards.numel for u in users if u.is_trained), default=0))
 
     def _shared_pair(self, unit: CommUser, max_scatters: int) -> CommPair | None:
         group = unit.mesh_info.shard_group

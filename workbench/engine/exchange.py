@@ -36,7 +36,6 @@ from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import UnitPolicy
-from workbench.engine.pool import OverlapRecord
 from workbench.engine.root import roots
 from workbench.engine.state import FSDPState, state_of, states_below
 from workbench.engine.undo import NewParams, laid_out, staged, undo
@@ -232,7 +231,6 @@ class Exchange:
         for old in self._old:
             ctx = old._comm_ctx
             ctx.post_forward_order[:] = [s for s in ctx.post_forward_order if s not in self._old]
-            ctx.overlaps = OverlapRecord()
             for unit in old._fsdp_param_groups:
                 unit.retire()
             roots.discard(old)

@@ -92,18 +92,26 @@ class ShardLayout:
         parts: torch.Tensor = full.unflatten(self.dim, (self.num_shards, self.padded_rows))
         return parts.movedim(self.dim, 0)
 
-    def copy_in_pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) that lay ``full`` out in ``slots`` ``[F, slot_numel]``; padding is zeroed."""
+    def copy_in_pairs(
+        self, full: torch.Tensor, slots: torch.Tensor, first_rank: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (destination, source) that lay out in ``slots`` ``[n, slot_numel]`` what n ranks get of ``full``.
+
+        These are the ranks from ``first_rank`` on; padding is zeroed.
+        """
+        ranks = slice(first_rank, first_rank + len(slots))
         if self.is_even and self.dim == 0:
-            yield slots, full.reshape(slots.shape)
+            yield slots, full.reshape(self.num_shards, self.slot_numel)[ranks]
         elif self.is_even:
-            parts = self._parts(full)
+            parts = self._parts(full)[ranks]
             yield slots.view(parts.shape), parts
         else:
-            yield from self._uneven_pairs(full, slots)
+            yield from self._uneven_pairs(full, slots, first_rank)
 
-    def _uneven_pairs(self, full: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for rank, slot in enumerate(slots):
+    def _uneven_pairs(
+        self, full: torch.Tensor, slots: torch.Tensor, first_rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for rank, slot in enumerate(slots, first_rank):
             first, last = self.rows_of(rank)
             numel = (last - first) * self.row_numel
             slot[numel:].zero_()

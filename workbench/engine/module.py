@@ -76,8 +76,7 @@ class FSDPModule:
 
     def release_buffers(self) -> None:
         """Free the memory that is kept for the next step; call it on the root, between steps."""
-        state = self._get_fsdp_state()
-        state._comm_ctx.release_buffers(units_of(state._states or (state,)))
+        self._get_fsdp_state()._comm_ctx.release_buffers()
 
     # ---- schedule
 

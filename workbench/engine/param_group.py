@@ -108,12 +108,12 @@ class FSDPParamGroup(Unit):
     def _targets(self) -> Sequence[torch.Tensor]:
         """Return the full parameters' memory, cut as the flat shards are."""
         if self._post_forward is not None:
-            return self._post_forward.by_rank(self._place.padded_fulls)
-        return self._place.by_rank
+            return self._post_forward.by_rank(self._home.padded_fulls)
+        return self._home.by_rank
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
         # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
-        return self.pair.gather if info is self.mesh_info else default_pair(self.device, self.comm_ctx.pool).gather
+        return self.pair.gather if info is self.mesh_info else default_pair(self.device).gather
 
     @unrecorded
     def wait_for_unshard(self) -> None:
@@ -128,7 +128,7 @@ class FSDPParamGroup(Unit):
             return
         shard, info = self._source()
         gathered = shard if self._all_gather is None else self._all_gather.wait()
-        self._take_memory(at_home=self.training_state is TrainingState.PRE_BACKWARD)
+        self._take_memory()
         rows = gathered.view(info.shard_mesh_size, -1) if gathered.numel() else gathered.view(info.shard_mesh_size, 0)
         collectives.foreach_all_gather_copy_out(rows, self._targets(), self._unit)
         self.comm_ctx.comms.has_read(self)
@@ -183,7 +183,6 @@ class FSDPParamGroup(Unit):
 
     def pre_forward(self, *, recomputed: bool) -> None:
         """Before the unit's forward, full parameters there; ``recomputed``: within backward."""
-        self._stay_out()
         if recomputed:
             self.recomputes()
         self.training_state = TrainingState.FORWARD
@@ -205,11 +204,11 @@ class FSDPParamGroup(Unit):
     @property
     def home(self) -> Home:
         """Where the full parameters are that what is recorded now points to."""
-        return self._place
+        return self._home
 
     def recomputes(self) -> None:
         """What a graph needs of a forward in backward is computed anew, from where the full parameters are now."""
-        self._recomputed_in = self._place
+        self._recomputed_in = self._home
 
     def go_to(self, home: Home) -> None:
         """Be in the home of the forward whose backward runs next, unless it was recomputed in another.

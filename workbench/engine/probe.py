@@ -9,6 +9,9 @@ from workbench.events import Category, Comm, Edge, Kind, Phase, Probe
 
 active: Probe | None = None
 
+NO_UNIT = -1
+"""Stands for a unit where bytes are nobody's."""
+
 
 def event(
     kind: Kind, edge: Edge, unit: int, num_bytes: int = 0, comm: Comm | None = None, t_ns: int | None = None

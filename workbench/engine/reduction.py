@@ -155,7 +155,7 @@ class Reducer:
     def _whole(self, params: Sequence[FSDPParam], grads: list[torch.Tensor]) -> torch.Tensor:
         """Return the full gradients of a single shard rank, laid out ``[S]``."""
         output = torch.empty(sum(p.slot_numel for p in params), dtype=self.dtype, device=grads[0].device)
-        lay_out(params, grads, output.view(1, -1), self.unit)
+        lay_out(params, grads, [output.view(1, -1)], self.unit)
         drop_full_grads(grads, self.unit)
         self.scaling.before(output)
         return output

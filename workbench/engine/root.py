@@ -69,8 +69,6 @@ class RootContext:
         units = units_of(self.states)
         if any(unit.needs_comm for unit in units):
             ctx.choose_comms(units)
-        if torch.is_grad_enabled():
-            ctx.settle(units)
         self.shards_changed(ctx)
 
     def shards_changed(self, ctx: FSDPCommContext) -> None:
@@ -126,7 +124,6 @@ class RootContext:
             unit.wait_for_host()
         if self.is_last_backward:
             self.forget_order(ctx)
-            ctx.overlaps.is_complete = True
             groups.end_iteration()
         probe.phase(Phase.IDLE)
 

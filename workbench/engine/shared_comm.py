@@ -31,8 +31,6 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine.comm import sum_in_order
-from workbench.engine.pool import NO_UNIT
 from workbench.engine.shared_memory import SharedMemory, barrier
 from workbench.engine.waits import PendingWork, Work
 from workbench.events import Category
@@ -131,17 +129,33 @@ class SharedMemoryAllGather:
             self._number = None
 
 
+def add_others(chunks: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
+    """Add ``chunks`` (F - 1 times ``[S]``, of the other ranks in order) to ``output`` ``[S]``, which is this rank's.
+
+    As ``((p0 + p1) + p2) + ...``: bit-equal on whatever rank. A sum of two is the same in either order.
+    """
+    before, after = chunks[:rank], chunks[rank:]
+    if before:
+        total = before[0]
+        for chunk in before[1:]:
+            total = total + chunk if total is before[0] else total.add_(chunk)
+        torch.add(total, output, out=output)
+    for chunk in after:
+        output.add_(chunk)
+
+
 class _Reduction:
-    """A barrier whose ``wait`` also sums this rank's chunk of every rank's stage.
+    """A barrier whose ``wait`` also adds this rank's chunk of every other rank's stage to its own.
 
     Attributes:
         all_have_issued: this rank has waited for the barrier.
     """
 
-    def __init__(self, barrier: Work, chunks: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    def __init__(self, barrier: Work, rank: int, chunks: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         self._barrier = barrier
-        self._unread = chunks  # F times [S]; empty once summed
-        self._output = output  # [S]
+        self._rank = rank
+        self._unread = chunks  # F - 1 times [S], of the other ranks in order; empty once summed
+        self._output = output  # [S]; this rank's own, until then
         self._is_too_late = False
         self.all_have_issued = False
 
@@ -163,10 +177,7 @@ class _Reduction:
                 "the group was built anew, so its stages may hold other gradients"
             )
         if self._unread:
-            if len(self._unread) == 1:
-                self._output.copy_(self._unread[0])
-            else:
-                sum_in_order(self._unread, self._output)
+            add_others(self._unread, self._rank, self._output)
             self._unread = ()
 
     def wait_for_all_to_issue(self) -> None:
@@ -190,9 +201,9 @@ class _Reduction:
 class SharedMemoryReduceScatter:
     """Reduce-scatter of all units of a group with the same reduce dtype.
 
-    Each rank lays its gradients out in a *stage* of its own; the sum reads every rank's stage, in rank order. See
-    :class:`workbench.engine.comm.ReduceScatter`. An input is allocated, filled and passed to the call before the next
-    one is allocated.
+    Each rank lays its gradients out in a *stage* of its own, but for its own chunk, which goes into the output; the sum
+    reads every other rank's stage, in rank order. See :class:`workbench.engine.comm.ReduceScatter`. An input is
+    allocated, filled and passed to the call before the next one is allocated.
 
     How many stages: let ``A(j)`` be the writing of stage j, ``B(j)`` the issuing of its barrier and ``R(j)`` the
     reading, each on every rank, and n the number of reductions a rank may have issued and not read. Then a rank issues
@@ -208,7 +219,12 @@ class SharedMemoryReduceScatter:
         dtype: of the gradients that are summed.
         max_outstanding: see :meth:`allow`.
         num_stages: see :meth:`allow`.
+
+    Attributes:
+        own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
     """
+
+    own_in_output = True
 
     def __init__(
         self, shared: SharedMemory, dtype: torch.dtype, max_outstanding: int = 1, num_stages: int | None = None
@@ -261,14 +277,19 @@ class SharedMemoryReduceScatter:
         capacity = -(-numel // step) * step
         rows = self._shared.rows(self._num_stages * capacity, self._dtype)
         self._stages = rows.view(self._shared.group.size, self._num_stages, capacity)
-        self.lease = probe.Lease(Category.RESERVED, NO_UNIT, self.num_bytes)
+        self.lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
 
     def release(self) -> None:
         """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
         self._stages = self.lease = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return this rank's next stage, ``[F * S]``, to be filled; all ranks ask for the same sizes in the same order.
+        """Return this rank's next stage, to be filled; all ranks ask for the same sizes in the same order.
+
+        Args:
+            size: ``[(F - 1) * S]``, the chunks of the other ranks in order.
+            dtype: of the reduction.
+            device: the CPU.
 
         Raises:
             ValueError: another dtype or device than this object was made for.
@@ -294,10 +315,10 @@ class SharedMemoryReduceScatter:
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> Work | None:
-        """Start the sum over ranks: ``output_tensor`` ``[S]`` gets this rank's chunk of it when the work is waited for.
+        """Start the sum over ranks: when the work is waited for, the others' are added to ``output_tensor`` ``[S]``.
 
         Raises:
-            ValueError: the input ``[F * S]`` is not what ``allocate`` gave last, or ``op`` is not SUM.
+            ValueError: the input ``[(F - 1) * S]`` is not what ``allocate`` gave last, or ``op`` is not SUM.
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"a reduce-scatter through shared memory sums; {op} was asked for")
@@ -305,21 +326,22 @@ class SharedMemoryReduceScatter:
         oldest = self._issued_ago(self._max_outstanding)
         if oldest is not None:
             oldest.give_up_reading()
-        reduction = _Reduction(barrier(group), chunks, output_tensor)
+        reduction = _Reduction(barrier(group), self._shared.group.rank, chunks, output_tensor)
         self._recent.append(reduction)
         self._num_issued += 1
         return _waited(reduction, async_op)
 
     def _chunks(self, output: torch.Tensor, chunks: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return this rank's chunk ``[S]`` of every rank's stage."""
+        """Return this rank's chunk ``[S]`` of every other rank's stage."""
         rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
         stages = self._next_stages()  # [F, capacity]
-        if output.dtype != self._dtype or not _is_same(chunks, stages[rank, : size * numel]):
+        if output.dtype != self._dtype or not _is_same(chunks, stages[rank, : (size - 1) * numel]):
             raise ValueError(
                 "a reduce-scatter through shared memory copies nothing: the input must be the tensor that allocate() "
-                f"returned last, of {size} times as many elements as the output, and both of {self._dtype}"
+                f"returned last, of {size - 1} times as many elements as the output, and both of {self._dtype}"
             )
-        return stages[:, rank * numel : (rank + 1) * numel].unbind(0)
+        places = [(other, rank - (rank > other)) for other in range(size) if other != rank]
+        return [stages[other, place * numel : (place + 1) * numel] for other, place in places]
 
     def _next_stages(self) -> torch.Tensor:
         """Return the stage of every rank for the next reduction, ``[F, capacity]``.

@@ -62,7 +62,7 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
         unit.retire()
     for state in states:
         undo(state)
-        state._comm_ctx.release_buffers(())
+        state._comm_ctx.release_buffers()
     for commit in commits:
         commit()
     return plain

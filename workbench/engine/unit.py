@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -31,7 +30,6 @@ from workbench.engine.flat_shard import FlatShard, in_flat_order
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.engine.policies import UnitPolicy
-from workbench.engine.pool import UnshardSlot
 from workbench.engine.reduction import GradientSync, Reducer
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home, UnshardMemory
@@ -116,7 +114,6 @@ class Unit:
         """Use another policy while sharded; parameters stay where they are."""
         self.set_policy(policy)
         self._choose_comm_again()
-        self.comm_ctx.overlaps.is_settled = False
         self._bind()
         self.announce()
 
@@ -156,14 +153,10 @@ class Unit:
         """True if one of its parameters takes a gradient now."""
         return any(p.trainable for p in self.fsdp_params)
 
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes of the full parameters, padding included."""
-        return self.shards.numel * self.mesh_info.shard_mesh_size * self.param_dtype.itemsize
-
     def _bind(self) -> None:
-        """Give the unit memory for its full parameters, of its own and empty for now."""
-        self._settle_in(self._make_home(None))
+        """Give the unit memory for its full parameters, empty for now."""
+        self._usual = self._make_home()
+        self._show(self._usual)
         self._unit = UnitId(self.index, self.name)
         self._reducer = Reducer(
             unit=self._unit,
@@ -175,10 +168,9 @@ class Unit:
             sync=self.sync,
         )
 
-    def _make_home(self, slot: UnshardSlot | None) -> Home:
-        """Return a home in ``slot``, or in memory of its own."""
+    def _make_home(self) -> Home:
         numel = self.shards.numel * self.mesh_info.shard_mesh_size
-        memory = UnshardMemory(self, numel, self.param_dtype, self.device, slot)
+        memory = UnshardMemory(self.index, numel, self.param_dtype, self.device)
         with memory.present() as full:
             padded_fulls = full.split([p.full_numel for p in self.fsdp_params])
             pairs = list(zip(self.fsdp_params, padded_fulls, strict=True))
@@ -187,86 +179,29 @@ class Unit:
 
     def _show(self, home: Home) -> None:
         """Let the unsharded parameters be those in ``home``."""
-        self._place = home
+        self._home = home
         for fsdp_param, view in zip(self.fsdp_params, home.views, strict=True):
             fsdp_param.show(view)
 
-    def _settle_in(self, home: Home) -> None:
-        """Keep full parameters in ``home`` from the next unshard on."""
-        self._usual = self._home = home
-        self._show(home)
-
-    def use_slot(self, slot: UnshardSlot | None) -> None:
-        """Keep full parameters in ``slot`` from now on, or in memory of the unit's own."""
-        if slot is not self._usual.memory.slot:
-            self._settle_in(self._make_home(slot))
-
-    # ---- when the slot is needed by two
-
     @unrecorded
-    def _move(self, home: Home) -> None:
-        """Take the full parameters from where they are to ``home``."""
-        home.memory.take()
-        home.memory.full.copy_(self._place.memory.full)
-        self._place.memory.give_back()
+    def _go_to(self, home: Home) -> None:
+        """Be in ``home``, into which the graph points that runs next; it may be one from before another policy."""
+        before = self._home
+        if before is home:
+            return
+        if before.memory.is_held:
+            home.memory.take(self.comm_ctx.pages)
+            home.memory.full.copy_(before.memory.full)
+            before.memory.give_back(self.comm_ctx.pages)
         self._show(home)
 
-    def move_out(self) -> None:
-        """Leave the slot to a unit whose graph points into it; :meth:`move_back` follows once that gives it back."""
-        slot = cast("UnshardSlot", self._home.memory.slot)
-        self._move(self._make_home(None))
-        slot.moved_out.append(self)
-
-    def move_back(self) -> None:
-        """Return to where the unit's own graph points."""
-        self._move(self._home)
-
-    def _stay_out(self) -> None:
-        """Make the place it has moved to, if it has, its home: what is computed from now on points there."""
-        if self._place is not self._home:
-            cast("UnshardSlot", self._home.memory.slot).moved_out.remove(self)
-            self._usual = self._home = self._place
-
-    def _go_to(self, home: Home) -> None:
-        """Be in ``home``, into which the graph points that runs next."""
-        if self._place is home:
-            return
-        if self._place.memory.is_held:
-            self._stay_out()
-            self._clear(home)
-            self._move(home)
-        else:
-            self._show(home)
-        self._home = home
-
-    def _clear(self, home: Home) -> None:
-        """Send away who else is in ``home``."""
-        tenant = home.memory.tenant
-        if tenant is not None:
-            tenant.move_out()
-
-    def _take_memory(self, *, at_home: bool) -> None:
-        """Get ready to be filled; ``at_home``: a graph that runs now points there."""
-        if at_home:
-            self._clear(self._home)
-        elif self._home.memory.tenant is not None:
-            self._settle_in(self._make_home(None))
-            self.comm_ctx.overlaps.is_settled = False
-        self._home.memory.take()
-        self.comm_ctx.overlaps.taken(self.index)
+    def _take_memory(self) -> None:
+        """Get ready to be filled."""
+        self._home.memory.take(self.comm_ctx.pages)
 
     def _give_memory_back(self) -> None:
-        """Let go; whoever has moved out for this unit moves back."""
-        if not self._place.memory.give_back():
-            return
-        self.comm_ctx.overlaps.given_back(self.index)
-        moved_out = [] if self._home.memory.slot is None else self._home.memory.slot.moved_out
-        if self._place is not self._home:
-            moved_out.remove(self)
-        elif moved_out:
-            moved_out.pop().move_back()
-        if self._place is not self._usual:
-            self._home = self._usual
+        """Let go; what is recorded from now on is where the present policy wants it."""
+        if self._home.memory.give_back(self.comm_ctx.pages) and self._home is not self._usual:
             self._show(self._usual)
 
     @torch.no_grad()
@@ -279,7 +214,6 @@ class Unit:
         """
         if self.is_sharded and self.shards.adopt_registered(self.policy):
             self._choose_comm_again()
-            self.comm_ctx.overlaps.is_settled = False
             self._bind()
             self.announce()
 
@@ -307,12 +241,12 @@ class Unit:
     def pair(self) -> CommPair:
         """What the unit communicates with; what works between any ranks until its root has chosen."""
         if self.comm is None:
-            self.comm = default_pair(self.device, self.comm_ctx.pool)
+            self.comm = default_pair(self.device)
         return self.comm
 
     def set_custom(self, gather: AllGather | None = None, reduce: ReduceScatter | None = None) -> None:
         """Communicate with an object of the user's."""
-        pair = self.pair if self.pair.name == CUSTOM else default_pair(self.device, self.comm_ctx.pool)
+        pair = self.pair if self.pair.name == CUSTOM else default_pair(self.device)
         self.use_comm(CommPair(gather or pair.gather, reduce or pair.reduce, CUSTOM))
 
     def allocate_from_group(self, enable: bool) -> None:
@@ -348,7 +282,7 @@ class Unit:
         self._retired = True
         self.announce()
         self.fsdp_params, self.params_as_defined = [], []
-        del self.shards, self._home, self._usual, self._place
+        del self.shards, self._home, self._usual
 
     def announce(self) -> None:
         """Tell the probe what this unit is now."""

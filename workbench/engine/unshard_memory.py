@@ -10,93 +10,77 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine._torch import allow_reading, forbid_reading
-from workbench.engine.pages import Pages
+from workbench.engine.pages import Pages, SparePages
 from workbench.engine.param import FullView
-from workbench.engine.pool import Tenant, UnshardSlot
 from workbench.events import Category
 
 
 class UnshardMemory:
-    """Memory of the unit's own, which exists only while it is used, or a slot that others use at other times.
+    """Memory of one unit, which exists only while it is used.
 
     What autograd saved in forward points into it. So it is emptied and refilled, never replaced. What a user still
-    holds of it (a view, ``detach()``) reads as NaN while memory of the unit's own is empty, or raises (CUDA); in a slot
-    it reads what lies there by then.
+    holds of it (a view, ``detach()``) reads as NaN while it is empty, or raises (CUDA).
 
     Attributes:
         full: ``[F * S]`` in the param dtype; the padded fulls one after another.
-        slot: what it is a part of; None: memory of its own.
     """
 
-    def __init__(
-        self, unit: Tenant, numel: int, dtype: torch.dtype, device: torch.device, slot: UnshardSlot | None
-    ) -> None:
+    def __init__(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._unit = unit
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self.slot = slot
+        self._num_bytes = numel * dtype.itemsize
         self._held = False
-        self._pages = Pages(numel, dtype) if slot is None and device.type == "cpu" else None
-        if slot is not None:
-            self.full = slot.buffer[: numel * dtype.itemsize].view(dtype)
-            return
-        self.full = torch.empty(numel, dtype=dtype, device=device) if self._pages is None else self._pages.tensor
-        self._empty()
+        self._pages = Pages(numel, dtype) if device.type == "cpu" else None
+        if self._pages is not None:
+            self.full = self._pages.tensor
+        else:
+            self.full = torch.empty(numel, dtype=dtype, device=device)
+            self._shrink()
 
     @contextmanager
     def present(self) -> Iterator[torch.Tensor]:
         """Within the body views of :attr:`full` can be made; it stays empty otherwise."""
-        if self.slot is None:
-            self._fill()
+        if self._pages is None:
+            self._grow()
         yield self.full
-        if self.slot is None and not self._held:
-            self._empty()
+        if self._pages is None and not self._held:
+            self._shrink()
 
-    def _fill(self) -> None:
-        if self._pages is not None:
-            self._pages.fill()
-        elif not self.full.is_meta:
+    def _grow(self) -> None:
+        if not self.full.is_meta:
             allow_reading(self.full)
-            self.full.untyped_storage().resize_(self._numel * self._dtype.itemsize)
+            self.full.untyped_storage().resize_(self._num_bytes)
 
-    def _empty(self) -> None:
-        if self._pages is not None:
-            self._pages.empty()
-        elif not self.full.is_meta:
+    def _shrink(self) -> None:
+        if not self.full.is_meta:
             self.full.untyped_storage().resize_(0)
             forbid_reading(self.full, "a full parameter was read after its unit was resharded")
-
-    @property
-    def tenant(self) -> Tenant | None:
-        """The other unit whose parameters are in it."""
-        owner = None if self.slot is None else self.slot.owner
-        return None if owner is self._unit else owner
 
     @property
     def is_held(self) -> bool:
         """True between :meth:`take` and :meth:`give_back`."""
         return self._held
 
-    def take(self) -> None:
-        """Get ready to be written."""
+    def take(self, spare: SparePages) -> None:
+        """Get ready to be written, in spare pages if there are any."""
         if self._held:
             return
         self._held = True
-        if self.slot is None:
-            self._fill()
+        if self._pages is not None:
+            self._pages.fill(spare)
         else:
-            self.slot.use(self._unit, self.full.nbytes)
-        probe.memory(Category.UNSHARDED_PARAMS, self._unit.index, self.full.nbytes)
+            self._grow()
+        probe.memory(Category.UNSHARDED_PARAMS, self._unit, self._num_bytes)
 
-    def give_back(self) -> bool:
+    def give_back(self, spare: SparePages) -> bool:
         """Let go; returns False if it was not held."""
         if not self._held:
             return False
         self._held = False
-        if self.slot is None:
-            self._empty()
+        if self._pages is not None:
+            self._pages.empty(spare)
         else:
-            self.slot.use(None, self.full.nbytes)
-        probe.memory(Category.UNSHARDED_PARAMS, self._unit.index, -self.full.nbytes)
+            self._shrink()
+        probe.memory(Category.UNSHARDED_PARAMS, self._unit, -self._num_bytes)
         return True
 
 
