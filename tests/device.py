@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from workbench.engine.device_clock import COMMUNICATION, COMPUTE
+from workbench.engine.device_clock import COMMUNICATION
+from workbench.events import COMPUTE_STREAM
 
 LATENCY_NS = 3_000  # from the host's call until an idle device comes to it
 
@@ -83,8 +84,8 @@ class FakeDevice:
     events: int = 0
 
     def __post_init__(self) -> None:
-        self.compute = self.current = FakeStream(self, COMPUTE)
-        self.streams = {COMPUTE: self.compute}
+        self.compute = self.current = FakeStream(self, COMPUTE_STREAM)
+        self.streams = {COMPUTE_STREAM: self.compute}
 
     # ---- what a clock needs of it
 

@@ -124,6 +124,7 @@ class KindInfo(ColouredInfo):
         is_work: what a step is for.
         is_collective: its rows bear ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
         is_reduction: with a unit it is a gradient reduction of it.
+        is_copy: it moves bytes within a rank; on a device, mostly beside compute.
         memory_sign: its ``num_bytes`` of ``category`` come to life (1) or die (-1).
         has_text: ``module`` names it.
         states: where the unit's parameters are after one of its edges.
@@ -136,6 +137,7 @@ class KindInfo(ColouredInfo):
     is_work: bool = False
     is_collective: bool = False
     is_reduction: bool = False
+    is_copy: bool = False
     memory_sign: int = 0
     has_text: bool = False
     states: tuple[tuple[Edge, UnitState], ...] = ()
@@ -197,9 +199,9 @@ class Kind(Word):
     ALL_REDUCE = 8, _span("all-reduce", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True, is_reduction=True)
     BROADCAST = 9, _span("broadcast", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True, is_stop=False)
     # into a collective's input
-    COPY_IN = 10, _span("copy-in", Colour.COPY_IN, Track.COMPUTE)
+    COPY_IN = 10, _span("copy-in", Colour.COPY_IN, Track.COMPUTE, is_copy=True)
     # out of a collective's output
-    COPY_OUT = 11, _span("copy-out", Colour.COPY_OUT, Track.COMPUTE)
+    COPY_OUT = 11, _span("copy-out", Colour.COPY_OUT, Track.COMPUTE, is_copy=True)
     # compute blocked on communication: exposed communication
     WAIT = 12, _span("wait", Colour.WAIT, Track.WAIT)
     # num_bytes > 0 of category came to life
@@ -207,7 +209,7 @@ class Kind(Word):
     # num_bytes < 0 of category died
     FREE = 14, _instant("free", Colour.PLAIN, memory_sign=-1)
     # copy between device and host for offloading
-    OFFLOAD = 15, _span("offload", Colour.OFFLOAD, Track.COMPUTE)
+    OFFLOAD = 15, _span("offload", Colour.OFFLOAD, Track.COMPUTE, is_copy=True)
     # held by a breakpoint or a pause
     GATE = 16, _span("held at a gate", Colour.PLAIN, Track.COMPUTE, is_event=False, is_stop=False)
     # module names it, value holds it
@@ -235,6 +237,10 @@ BESIDE = tuple(_kinds(is_event=False))
 
 STOPS = {kind.name.lower(): kind for kind in _kinds(is_stop=True)}
 """What a breakpoint can be set on, by the name it is given there."""
+
+COPIES = tuple(_kinds(is_copy=True))
+COMPUTE_STREAM = "compute"
+"""The stream of a device in which it computes, as DEVICE rows name it."""
 
 MOVES = tuple(kind for kind in Kind if kind.info.memory_sign)
 """Kinds whose rows are bytes of a class that come to life or die."""

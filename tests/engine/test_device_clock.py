@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device import LATENCY_NS, FakeDevice, HostClock
-from workbench.engine.device_clock import COMPUTE, NOBODYS, REBASE_NS, Cuda, DeviceClock, name_stream
+from workbench.engine.device_clock import NOBODYS, REBASE_NS, Cuda, DeviceClock, name_stream
+from workbench.events import COMPUTE_STREAM
 
 MS = 1_000_000
 
@@ -113,7 +114,7 @@ def test_a_mark_lies_where_the_device_comes_to_it_and_the_host_does_not_wait(on)
     clock.read()
     assert begin_ns <= first.made_ns <= first.t_ns < last.t_ns <= end_ns + clock.error_ns
     assert last.t_ns - first.t_ns >= 20 * MS
-    assert (first.stream, last.stream) == (COMPUTE, COMPUTE)
+    assert (first.stream, last.stream) == (COMPUTE_STREAM, COMPUTE_STREAM)
 
 
 def test_each_mark_is_read_once_in_the_order_of_its_stream(on):
@@ -135,7 +136,7 @@ def test_streams_do_not_wait_for_each_other(on):
     numbered(late, early)
     clock.synchronize()
     clock.read()
-    assert (late.stream, early.stream) == ("side", COMPUTE)
+    assert (late.stream, early.stream) == ("side", COMPUTE_STREAM)
     assert early.t_ns < late.t_ns
 
 
@@ -162,7 +163,7 @@ def test_what_cannot_be_waited_for_has_no_end(on):
     numbered(after := clock.mark())
     clock.synchronize()
     assert clock.read() == [after]
-    assert after.stream == COMPUTE
+    assert after.stream == COMPUTE_STREAM
 
 
 def test_a_mark_that_has_no_row_yet_is_told_when_it_has_and_never_if_it_is_nobodys(on):

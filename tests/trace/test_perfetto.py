@@ -5,6 +5,7 @@ import math
 import numpy as np
 from hypothesis import given
 
+from tests.trace.on_device import hung, on_devices
 from tests.trace.strategies import example_trace, traces
 from workbench.events import COLLECTIVES, Category, Edge, Kind, Phase
 from workbench.trace import RankTrace, Trace, advance, to_perfetto
@@ -134,3 +135,35 @@ def test_times_are_on_rank_0s_clock():
     rows["t_ns"] += 5_000_000
     shifted = Trace(header, (trace.rank(0), RankTrace(1, rows)))
     assert to_perfetto(shifted) == to_perfetto(trace)
+
+
+def spans_by_track(events, rank=0):
+    """``(name, ts, dur)`` of each span of a rank, by the name of its track."""
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
+    found: dict[str, list] = {}
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == rank:
+            found.setdefault(names[event["tid"]].rstrip(" 23"), []).append((event["name"], event["ts"], event["dur"]))
+    return found
+
+
+def test_what_a_device_did_stands_beside_what_its_host_handed_over():
+    true = example_trace(steps=2)
+    trace = on_devices(true)
+    found, expected = (spans_by_track(to_perfetto(t)["traceEvents"]) for t in (trace, true))
+    assert {name for name in found if name.startswith("host: ")} == {f"host: {name}" for name in expected}
+    names = {"compute", "copy-in", "reduce", "all-gather", "reduce-scatter"}
+    assert {name for name in found if name.startswith("device: ")} == {f"device: {name}" for name in names}
+    for kind in ("all-gather", "reduce-scatter"):
+        assert sorted(found[f"device: {kind}"]) == sorted(expected[kind])
+    assert found["device: compute"] != found["host: compute"]
+
+
+def test_what_a_device_never_came_to_is_no_span_of_it_and_what_it_is_in_is_unfinished():
+    trace = on_devices(example_trace(steps=2))
+    rows = trace.rank(0).rows
+    waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)
+    stuck = hung(trace, 0, int(np.flatnonzero(waits)[2]))
+    events = [e for e in to_perfetto(stuck)["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    unfinished = [e["name"] for e in events if e["args"].get("unfinished")]
+    assert sum(name.startswith("wait") for name in unfinished) == 1

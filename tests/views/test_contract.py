@@ -6,6 +6,7 @@ import copy
 import re
 from dataclasses import replace
 from functools import cache
+from html import unescape
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.trace import strategies
+from tests.trace.on_device import on_devices
 from tests.trace.strategies import Setup, traces
 from tests.views.figures import as_json, axes, num_marks, strings, subtitle, words
 from workbench.errors import UsageError
@@ -201,23 +203,33 @@ def test_a_name_like_no_other_is_answered_with_all():
         draw("xyzzy", Trace.empty())
 
 
-def on_devices(trace: Trace) -> Trace:
-    ranks = tuple(replace(info, device=f"cuda:{info.rank}") for info in trace.header.ranks)
-    return Trace(replace(trace.header, ranks=ranks), trace.ranks)
-
-
 def test_a_time_of_a_gpu_is_not_claimed_where_only_the_hosts_is_known():
     trace, said = example_trace(), "imes are when the host enqueued work: when the GPU began and ended it is not"
     for name in ("timeline", "states"):
         assert said not in words(draw(name, trace))
-        told = words(draw(name, on_devices(trace)))
+        told = words(draw(name, on_devices(trace, tells=False)))
         assert said in told.replace("<br>", " ")
         assert "compute waits" not in told
     told = words(draw("comms", trace))
     assert "<b>time<br>exposed</b>" in told
     assert "compute stood still" in told
-    told = words(draw("comms", on_devices(trace)))
+    told = words(draw("comms", on_devices(trace, tells=False)))
     assert "<b>closed<br>form</b>" in told
-    assert "they say little of a collective: none are shown" in told.replace("<br>", " ")
+    assert "times say little of a collective: none are shown" in told.replace("<br>", " ")
     for word in ("<b>time", "exposed", "compute stood still"):
         assert word not in told
+
+
+@pytest.mark.parametrize("name", ["timeline", "states", "comms"])
+def test_a_time_of_a_gpu_is_claimed_where_it_is_told(name):
+    told = unescape(words(draw(name, on_devices(example_trace()))).replace("<br>", " "))
+    assert "imes are the GPU's, within 6.00 µs" in told
+    assert "enqueued" not in told
+
+
+def test_memory_is_in_the_hosts_order_and_says_so_where_a_device_computes():
+    said = "in the host's order, at its times"
+    for tells in (False, True):
+        figure = draw("memory", on_devices(example_trace(), tells=tells))
+        assert said in unescape(subtitle(figure).replace("<br>", " "))
+    assert "host" not in subtitle(draw("memory", example_trace()))

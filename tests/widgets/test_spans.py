@@ -1,14 +1,17 @@
 """What a rank did, read column by column, is what one reads row by row."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import cuttings, traces
+from tests.trace.on_device import hung, on_devices
+from tests.trace.strategies import cuttings, example_trace, traces
 from tests.widgets.long_trace import long_trace
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import COLLECTIVES, COPIES, Edge, Kind
 from workbench.trace import check
 from workbench.trace.columns import RankTrace
 from workbench.widgets.spans import TRACKS, RankSpans
+from workbench.widgets.timeline import not_ended
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
 OWN = (*TRACKS[0][1], Kind.STEP)  # what the rank's own thread does
@@ -85,3 +88,49 @@ def test_in_pieces_or_at_once(data):
 
 def test_a_long_trace_is_a_valid_one():
     assert check(long_trace(num_ranks=2, rows_per_rank=4_000)) == []
+
+
+# ---- on devices
+
+
+def as_listed(parts):
+    """Spans in the order of their tracks and begins."""
+    found = np.concatenate(parts)
+    return sorted(found[COLUMNS].tolist())
+
+
+@given(st.sampled_from([1, 7, 40, 333]))
+def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
+    true = example_trace(num_ranks=2, steps=4)
+    trace = on_devices(true)
+    whole = trace.rank(1)
+    reader, ends = RankSpans(), [*range(0, len(whole.rows), piece), len(whole.rows)]
+    parts = [reader.take(whole.cut(0, end), header=trace.header) for end in ends]
+    expected = RankSpans().take(true.rank(1))
+    copies = np.isin(expected["kind"], COPIES)
+    found = np.concatenate(parts)
+    mine = found[~np.isin(found["kind"], COPIES)]
+    expected = expected[~copies]
+    for track in (1, 2):
+        told, true_spans = mine[mine["track"] == track], expected[expected["track"] == track]
+        assert told[COLUMNS].tolist() == true_spans[COLUMNS].tolist()
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WAIT):
+        ends = [int(part["end_ns"][part["kind"] == kind].max()) for part in (mine, expected)]
+        assert ends[0] == ends[1]
+    assert as_listed(parts) == as_listed([RankSpans().take(whole, header=trace.header)])
+
+
+def test_a_device_that_hangs_is_seen_in_what_it_is_in():
+    trace = on_devices(example_trace(num_ranks=2, steps=2))
+    rows = trace.rank(0).rows
+    waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)
+    stuck = hung(trace, 0, int(np.flatnonzero(waits)[2]))
+    open_now = not_ended(stuck.rank(0), 0, header=stuck.header)
+    assert [Kind(kind) for kind in open_now["kind"][open_now["track"] == 0]] == [Kind.WAIT]
+
+
+def test_nothing_is_told_of_a_device_before_it_tells():
+    trace = on_devices(example_trace(num_ranks=2, steps=1), tells=False)
+    reader = RankSpans()
+    assert len(reader.take(trace.rank(0), header=trace.header)) == 0
+    assert len(reader.open) == 0

@@ -22,11 +22,13 @@ from typing import Any, Protocol
 
 import torch
 
+from workbench.events import COMPUTE_STREAM
+
 REBASE_NS = 2_000_000_000
 """Age at which a reference is replaced by a mark: 32-bit milliseconds then still tell 0.12 microseconds apart."""
 
-COMPUTE, COMMUNICATION = "compute", "communication"
-"""Streams: the one that nobody named, and those in which nothing but ends of collectives is marked."""
+COMMUNICATION = "communication"
+"""Streams in which nothing but ends of collectives is marked."""
 
 NO_ROW, NOBODYS = -1, -2
 """Of a :class:`Mark`: what it is for is not known yet; it is for nothing any more."""
@@ -80,7 +82,7 @@ class Cuda:
         """Let an event be where the current stream of this thread is now; returns the stream's name."""
         stream = torch.cuda.current_stream(self._device)
         event.record(stream)
-        return _names.get(stream, COMPUTE)
+        return _names.get(stream, COMPUTE_STREAM)
 
     def beside(self, group: int) -> AbstractContextManager[object]:
         """Within the body the current stream is one that nothing else is given to, of a communication group."""

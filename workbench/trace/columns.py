@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import numpy as np
 
 from workbench.errors import TraceError
+from workbench.events import Kind
 from workbench.trace.header import join, translate
 from workbench.trace.keyframe import advance
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
@@ -114,7 +115,8 @@ class Trace:
         """Return the rows of some training steps, each rank with the exact state before them.
 
         A rank's part is contiguous: from its first row of these steps to its last one, with any rows outside all
-        steps that lie between. A side left open reaches to the trace's edge.
+        steps that lie between. A side left open reaches to the trace's edge. What later rows tell of when a device came
+        to these follows them, numbered anew.
 
         Args:
             step: just this step.
@@ -165,7 +167,18 @@ def _slice_steps(rank: RankTrace, first: int | None, last: int | None) -> RankTr
         begin = end = int(later[0]) if len(later) else len(step)
     begin = 0 if first is None else begin
     end = len(step) if last is None else end
-    return rank.cut(rank.start.seq + begin, rank.start.seq + end)
+    return _with_device(rank.cut(rank.start.seq + begin, rank.start.seq + end), rank.rows[end:])
+
+
+def _with_device(part: RankTrace, later: Rows) -> RankTrace:
+    """Return a part of a rank with what ``later`` rows tell of when its device came to it, numbered anew."""
+    tells = later[later["kind"] == Kind.DEVICE]
+    mine = (tells["value"] >= part.start.seq) & (tells["value"] < part.end_seq)
+    if not mine.any():
+        return part
+    tells = tells[mine]
+    tells["seq"], tells["step"] = part.end_seq + np.arange(len(tells)), -1
+    return replace(part, rows=np.concatenate([part.rows, tells]))
 
 
 def _merge_two(first: Trace, second: Trace) -> Trace:

@@ -1,16 +1,17 @@
 """A trace as Chrome's trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 One process per rank, with the tracks of :class:`workbench.events.Track`; spans of one track that overlap without
-nesting stand on further tracks of the same name. An arrow leads from where a collective was issued to where it was
-waited for; counters show live bytes and logged numbers. All times are in microseconds from the earliest row, on rank
-0's clock.
+nesting stand on further tracks of the same name. Where ranks compute on devices these are the host's, which hands work
+over, and below them are those of what the device did: a track for each stream and each kind of collective. An arrow
+leads from where a collective was issued to where it was waited for, on the host; counters show live bytes and logged
+numbers, as the host tells them. All times are in microseconds from the earliest row, on rank 0's clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,12 +86,38 @@ def _rank_events(process: _Process) -> Iterator[Event]:
     where = f" ({info.host}, {info.device})" if info else ""
     yield _name(process, "process_name", 0, f"rank {process.rank.rank}{where}")
     partner = partners(process.rank.rows)
+    hosts = "host: " if process.header.is_enqueued else ""
     for place, track in enumerate(Track):
         found = _spans(process, on_track(track), partner)
-        yield from _track(process, track.value, found, place * _THREADS_PER_TRACK)
+        yield from _track(process, hosts + track.value, found, place * _THREADS_PER_TRACK)
+    yield from _device(process, partner)
     yield from _arrows(process)
     yield from _memory(process)
     yield from _instants(process)
+
+
+def _device(process: _Process, partner: NDArray[np.int64]) -> Iterator[Event]:
+    """What the device did, each stream on a track and each kind of collective on one; arrows are the host's."""
+    columns, clock, ends = process.columns, process.clock_ns.tolist(), partner.tolist()
+    tells = np.flatnonzero(process.rank.rows["kind"] == Kind.DEVICE).tolist()
+    told = {int(columns["value"][tell]) - process.rank.start.seq: tell for tell in tells}
+    last_ns = max(clock, default=0)
+    tracks: dict[str, list[_Span]] = {}
+    for place, tell in sorted(told.items()):
+        kind = Kind(columns["kind"][place]) if place >= 0 else Kind.DEVICE
+        if kind.info.track is None or columns["edge"][place] != Edge.BEGIN:
+            continue
+        name = kind.info.track.value if kind.info.is_collective else process.header.strings[columns["module"][tell]]
+        ended = told.get(ends[place])
+        end_ns = max(clock[tell], last_ns if ended is None else clock[ended])
+        tracks.setdefault(name, []).append(_Span(place, clock[tell], end_ns, ended is not None))
+    apart = replace(process, threads={})
+    for number, (name, spans) in enumerate(tracks.items(), start=len(Track)):
+        yield from _track(apart, f"device: {name}", sorted(spans, key=_outer_first), number * _THREADS_PER_TRACK)
+
+
+def _outer_first(span: _Span) -> tuple[int, int]:
+    return span.begin_ns, -span.end_ns
 
 
 def _name(process: _Process, what: str, thread: int, name: str) -> Event:
@@ -105,7 +132,7 @@ def _spans(process: _Process, kinds: Sequence[Kind], partner: NDArray[np.int64])
     ends = np.where(is_finished, clock[partner[places]], clock.max(initial=0))
     columns = (places, clock[places], ends, is_finished)
     spans = [_Span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-    return sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns))
+    return sorted(spans, key=_outer_first)
 
 
 def _track(process: _Process, name: str, spans: list[_Span], first_thread: int) -> Iterator[Event]:
@@ -139,7 +166,7 @@ def _span_event(process: _Process, span: _Span, thread: int) -> Event:
         args["unfinished"] = True
     name = f"{Kind(row['kind']).words} {_unit_name(process.header, row['unit'])}".strip()
     duration = (span.end_ns - span.begin_ns) / 1000
-    return process.event("X", name, span.place, tid=thread, dur=duration, args=args)
+    return process.event("X", name, span.place, tid=thread, dur=duration, args=args) | {"ts": span.begin_ns / 1000}
 
 
 def _arrows(process: _Process) -> Iterator[Event]:

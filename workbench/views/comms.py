@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from workbench.events import Kind
 from workbench.replay.alike import join_names, label, pattern
 from workbench.replay.collectives import Comparison, compare, ring_bytes
+from workbench.replay.device import Clock
 from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -67,18 +68,18 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
     chosen = window(trace, step, 2 if step is None else 1)
     if chosen.last < 0:
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
-    shown, rows = _rows(trace, chosen)
+    shown, rows, clock = _rows(trace, chosen)
     if not rows:
         why = "with one rank per shard there is nothing to send"
         return theme.empty(f"No rank communicated in {step_name(shown)}: {why}.")
     drawn, num_left_out = _most_telling(_fold(trace.header, _in_order(trace.header, rows)))
     fig = theme.figure(
         f"{step_name(shown).capitalize()}: {_verdict(rows)}",
-        _subtitle(trace.header, rows, num_left_out),
+        _subtitle(trace.header, rows, num_left_out, clock),
         barmode="stack",
         **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
     )
-    has_times = not trace.header.is_enqueued
+    has_times = clock is not Clock.ENQUEUED
     fig.update_layout(height=fig.layout.margin.t + fig.layout.margin.b + _ROW_HEIGHT * (len(drawn) + 1))
     _add_table(fig, trace.header, drawn, [column for column in _COLUMNS if has_times or not column.is_time])
     if has_times:
@@ -88,13 +89,19 @@ def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
     return fig
 
 
-def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...]]:
-    """Return the last of these steps that the closed form speaks of, as one still running it does not; or the last."""
+def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], Clock]:
+    """Return the last of these steps that the closed form speaks of, as one still running it does not; or the last.
+
+    With whose times: a device's, once it has come to all of the step.
+    """
     part, _ = chosen.shown(trace)
     found = {step: compare(part, step) for step in range(chosen.first, chosen.last + 1)}
     ended = [step for step, rows in found.items() if any(row.expected for row in rows)]
     shown = ended[-1] if ended else chosen.last
-    return shown, found[shown]
+    drawn = Window(first=chosen.first, last=shown).drawn(trace)
+    if drawn.clock is Clock.DEVICE and drawn.is_whole:
+        return shown, compare(drawn.trace, shown), Clock.DEVICE
+    return shown, found[shown], Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
 
 
 def _in_order(header: Header, rows: Sequence[Comparison]) -> list[Comparison]:
@@ -154,7 +161,7 @@ def _totals(rows: Sequence[Comparison]) -> str:
     return ", ".join(parts)
 
 
-def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> str:
+def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clock: Clock) -> str:
     rank = min(rank for row in rows for rank in row.ranks)
     own = [row for row in rows if rank in row.ranks]
     payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(row) for row in own)
@@ -162,10 +169,11 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int) -> 
     sentences = [
         f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}, "
         f"of which a ring sends {theme.format_bytes(sent)} per rank{_carriers(header, own)}",
-        "on GPUs only the host's times are recorded, and they say little of a collective: none are shown"
-        if header.is_enqueued
+        "when the GPU did this is not recorded, and the host's times say little of a collective: none are shown"
+        if clock is Clock.ENQUEUED
         else f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
         "compute stood still",
+        theme.clock_words(header, clock) if clock is Clock.DEVICE else "",
         "≠ is right only where gradients were accumulated, units skipped or unsharded by hand"
         if any(row.differs for row in rows)
         else "",

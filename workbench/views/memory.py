@@ -95,7 +95,12 @@ def memory(
     unsharded = totals(shards(trace.header)).bytes_unsharded
     is_sampled = process and any(map(_is_sampled, panels))
     header = _with_short_names(trace.header)
-    more = [hold_words(cuts), process_words(header, [panel.shown for panel in panels]) if process else ""]
+    in_host_order = "in the host's order, at its times: it takes and gives the memory" if header.is_enqueued else ""
+    more = [
+        in_host_order,
+        hold_words(cuts),
+        process_words(header, [panel.shown for panel in panels]) if process else "",
+    ]
     fig = theme.figure(
         _title(header, shown, panels),
         _subtitle(header, panels, len(groups) - len(panels), unsharded, more),

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from workbench.events import Kind, UnitState
 from workbench.replay.alike import groups, label
+from workbench.replay.device import Clock, on_device
 from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.spans import last_ns, of_kind
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
@@ -23,7 +24,7 @@ from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
-from workbench.views.window import Window, one_rank, window
+from workbench.views.window import Drawn, Window, one_rank, window
 
 MAX_UNITS = 200
 _HEIGHT = 900  # pixels that the rows may take together
@@ -45,20 +46,18 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         UsageError: the trace has nothing of ``step``, or no such rank.
     """
     shown = window(trace, step, steps)
-    parts, cuts = shown.shown(trace)
-    alike = groups(parts, _changes)
+    seen = shown.drawn(trace)
+    alike = groups(seen.trace, _changes)
     if rank is None and not alike:
         return theme.empty(_NOTHING)
-    cut = shown.cut(one_rank(trace, alike[0][0] if rank is None else rank))
-    cuts = cuts.on_clock(clock_offset_ns(trace.header, cut.rank))
-    drawn = replace(cut, rows=cuts.rows(cut.rows))
+    drawn, cuts, clock = _drawn(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))
     units = _units(trace.header, drawn)
     if not units or not len(drawn.rows):
         return theme.empty(_NOTHING)
     found = spans(drawn, units)
     fig = theme.figure(
         _title(shown, found, len(units)),
-        _subtitle(trace.header, drawn.rank, alike, len(units) - MAX_UNITS, cuts),
+        _subtitle(trace.header, drawn.rank, alike, len(units) - MAX_UNITS, cuts, clock),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
         **theme.legend_below(len(UnitState) + (len(cuts) > 0)),
@@ -66,6 +65,16 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
     axis = _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
     add_holds(fig, cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
     return fig
+
+
+def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[RankTrace, Cuts, Clock]:
+    """Return one rank's rows with the exact state before them, what is cut out on its clock, and whose times it has."""
+    part = shown.cut(whole)
+    told = on_device(whole, part, trace.header)
+    clock = Clock.ENQUEUED if told is None and seen.clock is Clock.DEVICE else seen.clock
+    part = part if told is None else told.part
+    cuts = seen.cuts.on_clock(clock_offset_ns(trace.header, whole.rank))
+    return replace(part, rows=cuts.rows(part.rows)), cuts, clock
 
 
 def _changes(rank_trace: RankTrace) -> bytes:
@@ -95,14 +104,16 @@ def _most_at_once(found: StateSpans) -> int:
     return int(np.cumsum(moves[np.argsort(times, kind="stable")]).max(initial=0))
 
 
-def _subtitle(header: Header, rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts) -> str:
+def _subtitle(
+    header: Header, rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts, clock: Clock
+) -> str:
     group = next((ranks for ranks in alike if rank in ranks), (rank,))
     others = [label(ranks) for ranks in alike if ranks is not group]
     sentences = [
         f"{label(group).capitalize()}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
         f"differently did {'; '.join(others[:4])}{' and others' if len(others) > 4 else ''}" if others else "",
         "a thin line: each rank holds its shard only",
-        theme.enqueued_words(header),
+        theme.clock_words(header, clock),
         hold_words(cuts),
         f"{theme.plural(num_left_out, 'more unit')} not drawn" if num_left_out > 0 else "",
     ]

@@ -19,6 +19,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale, sequential
 
 from workbench.events import Category, Colour, Kind, UnitState
+from workbench.replay.device import Clock
 from workbench.trace.schema import Header
 
 INK = "#757575"
@@ -251,8 +252,11 @@ def empty(sentence: str, title: str = "") -> go.Figure:
     return fig
 
 
-def enqueued_words(header: Header) -> str:
+def clock_words(header: Header, clock: Clock) -> str:
     """Return what times mean where a device computes; nothing on the CPU."""
-    if not header.is_enqueued:
-        return ""
-    return "times are when the host enqueued work: when the GPU began and ended it is not recorded"
+    if clock is Clock.ENQUEUED:
+        return "times are when the host enqueued work: when the GPU began and ended it is not recorded"
+    if clock is Clock.DEVICE:
+        error_ns = max((info.device_error_ns for info in header.ranks), default=0)
+        return f"times are the GPU's{f', within {format_duration(error_ns)}' if error_ns else ''}"
+    return ""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind
 from workbench.replay.alike import groups, label
+from workbench.replay.device import Clock
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, durations_ns, last_ns, of_kind, spans
 from workbench.replay.units import unit_name
@@ -24,7 +25,7 @@ from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
 from workbench.views.tracks import LANES, TRACKS, WAIT_TRACK, Tracks, tracks
-from workbench.views.window import Window, one_rank, window
+from workbench.views.window import Drawn, Window, one_rank, window
 
 MAX_RANKS = 8
 """Blocks drawn; with more ranks, those that did the same share at most two."""
@@ -82,22 +83,24 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     """
     shown = window(trace, step, steps)
     only = None if rank is None else one_rank(trace, rank).rank
-    drawn, cuts = shown.shown(trace)
-    parts = [part for part in drawn.ranks if only in (None, part.rank)]
+    drawn = shown.drawn(trace)
+    cuts = drawn.cuts
+    parts = [part for part in drawn.trace.ranks if only in (None, part.rank)]
     names, folded = _chosen(trace.header, parts)
-    blocks = _blocks(trace.header, shown, [part for part in parts if part.rank in names], names)
+    blocks = _blocks(drawn, shown, [part for part in parts if part.rank in names], names)
     bars = _bars(blocks)
     if not len(bars):
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
     grid = Grid(num_blocks=len(blocks), tracks=_tracks_used(bars))
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
-        _title(trace.header, shown, parts, blocks),
-        _subtitle(trace.header, folded, cuts, has_collectives=len(grid.tracks) > 1),
-        height=round(170 + grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high)),
+        _title(drawn.clock, shown, parts, blocks),
+        _subtitle(trace.header, drawn, folded, has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
         **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
     )
+    rows = round(grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high))
+    fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
     _draw(fig, trace.header, blocks, grid, bars, cuts)
     return fig
 
@@ -137,19 +140,31 @@ def _waited_ns(part: RankTrace) -> int:
     return int(durations_ns(part.rows, waits.begin_ns, until_ns).sum())
 
 
-def _blocks(header: Header, shown: Window, parts: Sequence[RankTrace], names: dict[int, str]) -> list[Block]:
-    offsets = {info.rank: info.clock_offset_ns for info in header.ranks}
+def _blocks(drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict[int, str]) -> list[Block]:
+    offsets = {info.rank: info.clock_offset_ns for info in drawn.trace.header.ranks}
     begin_ns = min((int(part.rows["t_ns"].min()) - offsets.get(part.rank, 0) for part in parts), default=0)
     end_ns = max((last_ns(part.rows) - offsets.get(part.rank, 0) for part in parts), default=0)
     if not all(shown.has_ended(part.rows) for part in parts):
         end_ns += max(int(_OPEN * (end_ns - begin_ns)), 1)
-    return [Block(name=names[part.rank], tracks=tracks(part, offsets.get(part.rank, 0), end_ns)) for part in parts]
+    return [
+        Block(
+            name=names[part.rank],
+            tracks=tracks(
+                part,
+                offsets.get(part.rank, 0),
+                end_ns,
+                copies=drawn.copies.get(part.rank),
+                host=drawn.host.get(part.rank),
+            ),
+        )
+        for part in parts
+    ]
 
 
 # -- words
 
 
-def _title(header: Header, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
+def _title(clock: Clock, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
     longest = max(block.tracks.total_ns for block in blocks)
     has_ended = all(shown.has_ended(part.rows) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
@@ -158,18 +173,20 @@ def _title(header: Header, shown: Window, parts: Sequence[RankTrace], blocks: Se
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
     duration = theme.format_duration(longest)
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
-    return f"{begun} on the host" if header.is_enqueued else f"{begun}, compute waits {waits}"
+    return f"{begun} on the host" if clock is Clock.ENQUEUED else f"{begun}, compute waits {waits}"
 
 
-def _subtitle(header: Header, folded: str, cuts: Cuts, *, has_collectives: bool) -> str:
+def _subtitle(header: Header, drawn: Drawn, folded: str, *, has_collectives: bool) -> str:
     error_ns = max((info.clock_error_ns for info in header.ranks), default=0)
-    reaches = "the host's wait for it" if header.is_enqueued else "its last byte, its arrow to the wait for it"
+    is_enqueued = drawn.clock is Clock.ENQUEUED
+    reaches = "the host's wait for it" if is_enqueued else "its last byte, its arrow to the wait for it"
     sentences = [
-        theme.enqueued_words(header),
+        theme.clock_words(header, drawn.clock),
+        "the host's track: when it handed work over" if drawn.clock is Clock.DEVICE else "",
         folded,
         f"a collective reaches from its issue to {reaches}" if has_collectives else "",
         "compute is each unit's own, without the units inside it",
-        hold_words(cuts),
+        hold_words(drawn.cuts),
         f"between hosts, differences below {theme.format_duration(error_ns)} mean nothing" if error_ns else "",
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)

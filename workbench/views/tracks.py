@@ -6,21 +6,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.events import Kind, Track, on_track
+from workbench.events import COPIES, Kind, Track, on_track
 from workbench.replay.collectives import Collectives, table
 from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
 from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Rows
 from workbench.views.rectangles import Rectangles, joined, rectangles
+
+HOST = "host"
+"""Name of the track of what the host handed over, and when, where the others are what its device did."""
 
 COMPUTE = tuple(kind for kind in on_track(Track.COMPUTE) if kind is not Kind.STEP)
 """Kinds drawn as compute: what the rank's own thread does. Of nested ones the innermost is drawn."""
 
-TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = tuple(
-    (track.value, COMPUTE if track is Track.COMPUTE else on_track(track)) for track in Track
+TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
+    *((track.value, COMPUTE if track is Track.COMPUTE else on_track(track)) for track in Track),
+    ("copies", COPIES),
+    (HOST, COMPUTE),
 )
-"""Name and kinds of each track of a rank, from the top."""
+"""Name and kinds of each track of a rank, from the top. There are copies apart, and a host, only of a device."""
 
 WAIT_TRACK = list(Track).index(Track.WAIT)
+COPY_TRACK, HOST_TRACK = len(Track), len(Track) + 1
 
 LANES = 3
 """Lanes of a track: all of it, its upper and its lower half, for collectives that are in flight at the same time."""
@@ -53,17 +60,32 @@ class Tracks:
     total_ns: int
 
 
-def tracks(part: RankTrace, offset_ns: int, open_until_ns: int) -> Tracks:
+def tracks(
+    part: RankTrace,
+    offset_ns: int,
+    open_until_ns: int,
+    *,
+    copies: Rows | None = None,
+    host: RankTrace | None = None,
+) -> Tracks:
     """Return the tracks of a rank.
 
     Args:
         part: the rank's rows to draw. Collectives issued before them, and the waits for those, are left out.
         offset_ns: what the rank's clock is ahead of rank 0's.
         open_until_ns: up to where to draw what has not ended, on rank 0's clock.
+        copies: where the rows are a device's, those of its streams beside compute.
+        host: where they are, what the host did.
     """
     rows, found = part.rows, table(part)
     lane = _lanes(found)
-    bars = joined([_compute(part, open_until_ns + offset_ns), _collectives(found, lane), _waits(found)])
+    parts = [_compute(part, open_until_ns + offset_ns), _collectives(found, lane), _waits(found)]
+    if copies is not None:
+        parts.append(_copies(copies))
+    if host is not None:
+        handed = _compute(host, last_ns(host.rows))
+        parts.append(replace(handed, lane=handed.lane + LANES * HOST_TRACK))
+    bars = joined(parts)
     bars = replace(bars, begin_ns=bars.begin_ns - offset_ns, end_ns=bars.end_ns - offset_ns)
     goes_on = (bars.ended == 0) & (bars.end_ns >= last_ns(rows) - offset_ns)
     bars = replace(bars, end_ns=np.where(goes_on, open_until_ns, bars.end_ns))
@@ -75,7 +97,7 @@ def tracks(part: RankTrace, offset_ns: int, open_until_ns: int) -> Tracks:
         issued_ns=found.issue_ns[waited] - offset_ns,
         waited_ns=found.wait_begin_ns[waited] - offset_ns,
         wait_ns=found.wait_ns[waited],
-        begin_ns=int(rows["t_ns"][0]) - offset_ns,
+        begin_ns=int((rows if host is None else host.rows)["t_ns"][0]) - offset_ns,
         total_ns=int(durations_ns(rows, rows["t_ns"][:1], np.array([last_ns(rows)]))[0]),
     )
 
@@ -89,6 +111,14 @@ def _compute(part: RankTrace, open_until_ns: int) -> Rectangles:
     owner, begin_ns, end_ns = owner[shown], begin_ns[shown], end_ns[shown]
     bars = rectangles(np.zeros_like(owner), found.kind[owner], begin_ns, end_ns, found.unit[owner])
     return replace(bars, num_bytes=found.num_bytes[owner], ended=(found.end_seq[owner] >= 0).astype(np.int64))
+
+
+def _copies(rows: Rows) -> Rectangles:
+    """What streams beside compute copied; one that has not ended is left out."""
+    found = spans(rows, COPIES)
+    lane = np.full(len(found), LANES * COPY_TRACK)
+    bars = rectangles(lane, found.kind, found.begin_ns, found.end_ns, found.unit)
+    return replace(bars, num_bytes=found.num_bytes)
 
 
 def _collectives(found: Collectives, lane: Ints) -> Rectangles:

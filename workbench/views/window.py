@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, WORK, Edge, Kind
 from workbench.replay.alike import ranges
-from workbench.replay.holds import Cuts, without_holds
+from workbench.replay.device import Clock, on_device
+from workbench.replay.holds import Cuts, clock_offset_ns, without_holds
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
 
 _WORK = (*WORK, *COLLECTIVES)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """What is drawn of some steps, at the times at which it is shown.
+
+    Attributes:
+        trace: the ranks' rows.
+        cuts: what is cut out of the time axis.
+        clock: whose times they are.
+        is_whole: there are all rows; else devices have not come to some yet.
+        host: where they are a device's, by rank what the host did meanwhile; else nothing.
+        copies: where they are a device's, by rank what streams beside that of compute copied; else nothing.
+    """
+
+    trace: Trace
+    cuts: Cuts
+    clock: Clock
+    is_whole: bool = True
+    host: Mapping[int, RankTrace] = field(default_factory=dict)
+    copies: Mapping[int, Rows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +85,29 @@ class Window:
         """
         parts = (self.cut(rank_trace) if exact else self.stateless(rank_trace) for rank_trace in trace.ranks)
         return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))))
+
+    def drawn(self, trace: Trace, *, exact: bool = False) -> Drawn:
+        """Return what is drawn of the window: what the devices did, where that is told, else what the host did.
+
+        Arguments as of :meth:`shown`. A rank of whose device nothing is told, while it is of others, is left out.
+        """
+        host, cuts = self.shown(trace, exact=exact)
+        parts = (self.cut(r) if exact else self.stateless(r) for r in trace.ranks)
+        found = [told for part in parts if (told := on_device(trace.rank(part.rank), part, trace.header)) is not None]
+        if not found:
+            clock = Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
+            return Drawn(trace=host, cuts=cuts, clock=clock)
+        ends = {part.rank: part.end_seq for part in host.ranks}
+        offsets = {told.part.rank: cuts.on_clock(clock_offset_ns(trace.header, told.part.rank)) for told in found}
+        ranks = (replace(t.part, rows=offsets[t.part.rank].rows(t.part.rows)) for t in found)
+        return Drawn(
+            trace=Trace(trace.header, tuple(ranks)),
+            cuts=cuts,
+            clock=Clock.DEVICE,
+            is_whole=len(found) == len(host.ranks) and all(told.end_seq == ends[told.part.rank] for told in found),
+            host={part.rank: part for part in host.ranks},
+            copies={t.part.rank: offsets[t.part.rank].rows(t.copies) for t in found},
+        )
 
     def has_ended(self, rows: Rows) -> bool:
         """Whether a rank's ``rows`` in the window hold the end of the last step."""

@@ -28,11 +28,13 @@ import anywidget
 import traitlets
 
 from workbench.errors import WorkbenchError
+from workbench.replay.device import Clock, clock_of
 from workbench.replay.units import model_order, unit_name
 from workbench.session.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
+from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed
 from workbench.widgets.moments import Moments
@@ -200,6 +202,7 @@ class _View:
             self._moments, self._peaks = Moments(), Peaks()
         about, buffer = pack(new, self._origin_ns)
         answer = {"kind": "feed", **about, "health": health(pulse), "said": said(pulse)}
+        answer["clock"] = _clock(trace.header)
         if trace.header.units != self._units:
             self._units = trace.header.units
             answer["units"] = [unit_name(trace.header, unit.index) for unit in trace.header.units]
@@ -250,6 +253,12 @@ def dashboard(workbench: Watched) -> Dashboard:
 def _order(header: Header) -> list[int]:
     """The units that were not undone, from the top."""
     return [unit for unit in model_order(header) if not header.units[unit].retired]
+
+
+def _clock(header: Header) -> list[str]:
+    """Whose times the timeline has, and whose the panels of memory and units; nothing where a host computes."""
+    clock = clock_of(header)
+    return ["", ""] if clock is Clock.HOST else [theme.clock_words(header, clock), "in the host's order, at its times"]
 
 
 def _origin_ns(trace: Trace) -> int:

@@ -152,7 +152,10 @@ class Feed:
             rank_trace = trace.rank(rank)
             reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - HISTORY_ROWS))
             ahead_ns, first_track = offset_ns(trace, rank), place * len(TRACKS)
-            parts.append(reader.take(rank_trace, first_track=first_track, offset_ns=ahead_ns, cuts=self.cuts))
+            found = reader.take(
+                rank_trace, header=trace.header, first_track=first_track, offset_ns=ahead_ns, cuts=self.cuts
+            )
+            parts.append(found)
         return np.concatenate(parts)
 
 

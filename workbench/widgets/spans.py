@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, REDUCTIONS, Kind
+from workbench.replay.device import Clock, clock_of, on_device
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, Spans, closed, exclusive, spans
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Rows
+from workbench.trace.schema import Header, KeyFrame, Rows
 from workbench.views.tracks import COMPUTE
 
 TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
@@ -39,6 +40,8 @@ SPAN_DTYPE = np.dtype(
         ("num_bytes", "<i8"),
     ]
 )
+
+NO_HEADER = Header()
 
 _READ = (*COMPUTE, Kind.STEP, Kind.WAIT, *COLLECTIVES)
 
@@ -64,12 +67,20 @@ class RankSpans:
         self.open = np.empty(0, SPAN_DTYPE)
 
     def take(
-        self, rank_trace: RankTrace, *, first_track: int = 0, offset_ns: int = 0, cuts: Cuts | None = None
+        self,
+        rank_trace: RankTrace,
+        *,
+        header: Header = NO_HEADER,
+        first_track: int = 0,
+        offset_ns: int = 0,
+        cuts: Cuts | None = None,
     ) -> NDArray[np.void]:
         """Return the spans that have ended since the last time, of SPAN_DTYPE.
 
         Args:
             rank_trace: a later state of the same one.
+            header: of the trace. Where it says that devices tell when they did what, spans are theirs, and told once
+                the device has come to their end.
             first_track: number of the rank's first track.
             offset_ns: what its clock is ahead.
             cuts: what is cut out of the time axis, on rank 0's clock; times are those at which spans are shown.
@@ -77,10 +88,13 @@ class RankSpans:
         if rank_trace.end_seq <= self._end_seq:
             return np.empty(0, SPAN_DTYPE)
         rows = rank_trace.rows[max(self._from_seq - rank_trace.start.seq, 0) :]
+        end_seq = rank_trace.end_seq
+        if clock_of(header) is Clock.DEVICE:
+            rows, end_seq = of_device(rank_trace, rows, header)
         rows = rows if cuts is None else cuts.on_clock(offset_ns).rows(rows)
         every = spans(rows, _READ)  # found once: it is what takes the time
         parts = [self._compute(rows, every), *(self._collectives(rows, every, track) for track in self._told)]
-        self._from_seq, self._end_seq = _oldest_open(rows, every, rank_trace.end_seq), rank_trace.end_seq
+        self._from_seq, self._end_seq = _oldest_open(rows, every, end_seq), rank_trace.end_seq
         ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
         for found in (ended, self.open):
             found["track"] += first_track
@@ -114,6 +128,13 @@ class RankSpans:
         told = _told(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
         told["exposed"] = _was_waited_for(every, found)[mine]
         return told[:count], told[waits_on]
+
+
+def of_device(rank_trace: RankTrace, rows: Rows, header: Header) -> tuple[Rows, int]:
+    """Return what its device did of the last rows of a rank, and the first one that it has not come to."""
+    first_seq = rank_trace.end_seq - len(rows)
+    told = on_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
+    return (rows[:0], first_seq) if told is None else (told.part.rows, told.end_seq)
 
 
 def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:

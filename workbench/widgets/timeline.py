@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 
 from workbench.events import Kind
 from workbench.replay.alike import groups, label
+from workbench.replay.device import Clock, clock_of
 from workbench.replay.holds import Cuts, GrowingCuts
 from workbench.replay.spans import last_ns, of_kind, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header
+from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.packing import told_holds
-from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
+from workbench.widgets.spans import NO_HEADER, SPAN_DTYPE, TRACKS, RankSpans, of_device, thinned
 
 MAX_RANKS = 8
 """Ranks drawn; of more, first one of each group that did the same."""
@@ -74,7 +77,9 @@ def pack(found: NDArray[np.void], origin_ns: int) -> bytes:
     return b"".join(np.ascontiguousarray(columns[name], code).tobytes() for name, code in COLUMNS)
 
 
-def not_ended(rank_trace: RankTrace, offset_ns: int, cuts: Cuts | None = None) -> NDArray[np.void]:
+def not_ended(
+    rank_trace: RankTrace, offset_ns: int, cuts: Cuts | None = None, header: Header = NO_HEADER
+) -> NDArray[np.void]:
     """Return what goes on at the end of a rank's trace: the innermost compute or wait, and collectives in flight.
 
     Each ends with the last row, on rank 0's clock. Of what is older than the last few thousand rows nothing is said.
@@ -83,8 +88,11 @@ def not_ended(rank_trace: RankTrace, offset_ns: int, cuts: Cuts | None = None) -
         rank_trace: what the rank recorded.
         offset_ns: what its clock is ahead of rank 0's.
         cuts: what is cut out of the time axis.
+        header: of the trace; see :meth:`RankSpans.take`.
     """
     rows = rank_trace.rows[-_OPEN_ROWS:]
+    if clock_of(header) is Clock.DEVICE:
+        rows, _ = of_device(rank_trace, rows, header)
     rows = rows[rows["step"] == rows["step"][-1]] if len(rows) else rows
     rows = rows if cuts is None else cuts.on_clock(offset_ns).rows(rows)
     found = spans(rows, (kind for _, kinds in TRACKS for kind in kinds))
@@ -164,8 +172,11 @@ class Timeline(anywidget.AnyWidget):
         for place, (rank, reader) in enumerate(self._readers.items()):
             if rank in known:
                 offset_ns, first_track = offsets.get(rank, 0), place * len(TRACKS)
-                found.append(reader.take(known[rank], first_track=first_track, offset_ns=offset_ns, cuts=cuts))
-                open_now = not_ended(known[rank], offset_ns, cuts)
+                new = reader.take(
+                    known[rank], header=trace.header, first_track=first_track, offset_ns=offset_ns, cuts=cuts
+                )
+                found.append(new)
+                open_now = not_ended(known[rank], offset_ns, cuts, trace.header)
                 self._open[first_track : first_track + len(TRACKS)] = _by_track(open_now, len(TRACKS))
         new = np.concatenate(found)
         for track, part in enumerate(_by_track(new if max_spans is None else thinned(new, max_spans), len(self._told))):
@@ -203,6 +214,7 @@ class Timeline(anywidget.AnyWidget):
         return {
             "tracks": [{"name": name, "rank": rank, "label": label([rank])} for rank in ranks for name, _ in TRACKS],
             "units": [unit_name(trace.header, unit) for unit in range(len(trace.header.units))],
+            "clock": theme.clock_words(trace.header, clock_of(trace.header)),
             "holds": told_holds(self._growing.cuts, self._origin_ns or 0),
         }
 

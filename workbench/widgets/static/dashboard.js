@@ -131,7 +131,7 @@ class DashboardView {
     states.append(this.statesLegend);
     this.timelineBox = make("div", "fw-timeline");
     timeline.append(this.timelineBox);
-    timelineNote.textContent = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
+    this.takeClock(["", ""]);
     refill(this.statesLegend, 1, () => UNIT_STATES.map(({ words, colour }) => swatch(words, colour)));
   }
 
@@ -256,6 +256,7 @@ class DashboardView {
     if (news.peaks) this.peaks = news.peaks;
     const tables = unpack(this.about.columns, news.counts, data);
     this.takeTracks(news.tracks);
+    this.takeClock(news.clock);
     this.takeSpans(tables.spans);
     fillMemory(this.memory, tables.memory);
     fillStates(this.states, tables.states);
@@ -282,6 +283,14 @@ class DashboardView {
     Object.assign(this, { moment: cursor.moment, wanted: null, isWaiting: false, moves: false });
     this.number += 1; // an answer to a question on its way is too late
     this.showCursor(cursor.t_us);
+  }
+
+  /** Whose times the timeline has, and whose the other panels; nothing where there is one clock. */
+  takeClock([timeline, others]) {
+    const how = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
+    const text = [timeline, how].filter(Boolean).join(" \u00b7 ");
+    if (this.timelineNote.textContent !== text) this.timelineNote.textContent = text;
+    this.clock = others;
   }
 
   takeTracks(ranks) {
@@ -565,7 +574,8 @@ class DashboardView {
 
   drawPeakNote(groups) {
     const top = groups.reduce((best, group) => (group.peak?.num_bytes > (best?.peak.num_bytes ?? 0) ? group : best), null);
-    const more = groups.length > MAX_AREAS ? ` \u00b7 and ${groups.length - MAX_AREAS} more groups of ranks` : "";
+    const left = groups.length > MAX_AREAS ? ` \u00b7 and ${groups.length - MAX_AREAS} more groups of ranks` : "";
+    const more = left + (this.clock && ` \u00b7 ${this.clock}`);
     refill(this.memoryNote, [top?.peak, more], () => {
       if (!top) return [];
       const step = top.peak.step >= 0 ? `, step ${top.peak.step}` : "";
@@ -587,7 +597,8 @@ class DashboardView {
     const now = shown.map((unit) => told[unit]);
     const { holds, cursor, end } = this;
     this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, now, holds, cursor, skin, end });
-    const note = this.groups.length > 1 ? `${inWords(this.groups[0])} shown` : this.groups.length ? `${inWords(this.groups[0])}${this.groups[0].length > 1 ? " alike" : ""}` : "";
+    const who = this.groups.length > 1 ? `${inWords(this.groups[0])} shown` : this.groups.length ? `${inWords(this.groups[0])}${this.groups[0].length > 1 ? " alike" : ""}` : "";
+    const note = [who, this.clock].filter(Boolean).join(" \u00b7 ");
     if (this.statesNote.textContent !== note) this.statesNote.textContent = note;
   }
 }

@@ -59,8 +59,9 @@ class Sight {
     this.timeline.setHolds(holds);
   }
 
-  say(said, isEmpty) {
-    Object.assign(this.sentence, { textContent: said }).style.display = said ? "block" : "none";
+  say(said, isEmpty, clock) {
+    const text = [said, isEmpty ? "" : clock].filter(Boolean).join(" \u00b7 ");
+    Object.assign(this.sentence, { textContent: text }).style.display = text ? "block" : "none";
     this.place.style.display = said && isEmpty ? "none" : "block";
   }
 
@@ -83,7 +84,7 @@ export default () => {
   }
 
   function say() {
-    sights.forEach((sight) => sight.say(known.said, !known.header?.tracks.length));
+    sights.forEach((sight) => sight.say(known.said, !known.header?.tracks.length, known.header?.clock));
   }
 
   /** Count what no view will ever have. */

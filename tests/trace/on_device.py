@@ -1,0 +1,96 @@
+"""A trace of ranks that compute on devices, from one of ranks that compute themselves.
+
+What the ranks did becomes what their devices did, at the same times; their hosts hand all of a step over in a third of
+the time that it takes, and wait for it at its end, where they read the loss. Devices tell of a step in the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, Edge, Kind, Phase
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Rows
+
+ERROR_NS = 6_000
+STREAMS = (COMPUTE_STREAM, "copy-in", "reduce", "communication")
+_SHARE = 0.35  # of a step's time that its host takes
+
+
+def on_devices(trace: Trace, *, tells: bool = True) -> Trace:
+    """Return the trace; without what devices tell, unless it ``tells``."""
+    ranks = (replace(r, device=f"cuda:{r.rank}", device_error_ns=ERROR_NS) for r in trace.header.ranks)
+    header = replace(trace.header, ranks=tuple(ranks), strings=(*trace.header.strings, *STREAMS))
+    return Trace(header, tuple(_with_device(r, len(trace.header.strings), tells=tells) for r in trace.ranks))
+
+
+def hung(trace: Trace, rank: int, row: int) -> Trace:
+    """Return a trace of devices in which that of ``rank`` never comes to a row, nor its host to the end of the step."""
+    whole = trace.rank(rank)
+    rows = whole.rows
+    tells, number = rows["kind"] == Kind.DEVICE, np.arange(len(rows))
+    stuck_ns = rows["t_ns"][tells & (rows["value"] == row)]
+    end = np.flatnonzero(rows["kind"] == Kind.STEP)[-1]
+    kept = np.where(tells, rows["t_ns"] < stuck_ns, number < end)
+    ranks = (replace(whole, rows=_numbered([rows[kept]], whole.start.seq)) if r is whole else r for r in trace.ranks)
+    return Trace(trace.header, tuple(ranks))
+
+
+def _with_device(rank_trace: RankTrace, first_string: int, *, tells: bool) -> RankTrace:
+    rows = rank_trace.rows.copy()
+    true_ns = rows["t_ns"].copy()
+    rows["t_ns"] = _host_ns(rows)
+    told = rows[~np.isin(rows["kind"], BESIDE)]
+    device = told.copy()
+    device["kind"], device["edge"], device["num_bytes"], device["unit"] = Kind.DEVICE, Edge.INSTANT, 0, -1
+    device["comm_seq"] = device["comm_group"] = -1
+    device["t_ns"], device["value"] = true_ns[told["seq"] - rank_trace.start.seq], told["seq"]
+    device["module"] = first_string + _streams(told)
+    parts, at = [], 0
+    for step in np.unique(rows["step"][rows["step"] >= 0]):
+        here = np.flatnonzero(rows["step"] == step)
+        cut = int(here[len(here) // 3])  # what the device did of the step before is told here
+        tells_now = device[told["step"] == step - 1]
+        tells_now["step"] = step
+        parts += [rows[at:cut], tells_now]
+        at = cut
+    tells_now = device[told["step"] == rows["step"].max(initial=-1)]
+    tells_now["step"] = -1
+    parts += [rows[at:], tells_now]
+    return replace(rank_trace, rows=_numbered(parts if tells else [rows], rank_trace.start.seq))
+
+
+def _numbered(parts: list[Rows], first: int) -> Rows:
+    """The rows numbered anew, and what tells of others telling of their new numbers."""
+    rows = np.concatenate(parts)
+    told = rows["kind"] == Kind.DEVICE
+    number = np.zeros(rows["seq"].max(initial=first) - first + 1, np.int64)
+    number[rows["seq"][~told] - first] = np.flatnonzero(~told)
+    rows["value"][told] = first + number[rows["value"][told].astype(np.int64) - first]
+    rows["seq"] = first + np.arange(len(rows))
+    return rows
+
+
+def _host_ns(rows: Rows) -> np.ndarray:
+    t_ns = np.maximum.accumulate(rows["t_ns"])
+    found = t_ns.copy()
+    for step in np.unique(rows["step"][rows["step"] >= 0]):
+        here = np.flatnonzero(rows["step"] == step)
+        begin = t_ns[here[0]]
+        found[here] = begin + ((t_ns[here] - begin) * _SHARE).astype(np.int64)
+        waited = here[np.isin(rows["kind"][here], (Kind.METRIC, Kind.STEP)) & (np.arange(len(here)) > 0)]
+        found[waited] = t_ns[waited]
+    return found
+
+
+def _streams(rows: Rows) -> np.ndarray:
+    """Which stream each row is in: as the engine has them."""
+    stream = np.zeros(len(rows), np.int64)
+    reduces = rows["phase"] == Phase.POST_BACKWARD
+    copies = np.isin(rows["kind"], (Kind.COPY_IN, Kind.OFFLOAD)) | (reduces & (rows["kind"] == Kind.COPY_OUT))
+    issues = np.isin(rows["kind"], COLLECTIVES)
+    stream[copies | issues] = np.where(reduces, 2, 1)[copies | issues]
+    stream[issues & (rows["edge"] == Edge.END)] = 3
+    return stream
