@@ -9,6 +9,7 @@ import pytest
 from tests.fake_cluster import FakeCluster
 from tests.shells import ipython_shell
 from tests.trace.holding import HOLD_NS, stopped_before
+from tests.trace.on_device import on_devices
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
@@ -429,3 +430,15 @@ def test_several_dashboards_of_one_workbench_are_independent():
     first.close()
     assert second.comm is not None
     second.close()
+
+
+def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
+    trace = example_trace()
+    told = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
+    assert told == [["", ""], ["times are the GPU's, within 6.00 µs", "in the host's order, at its times"]]
+    hosts = Trace(
+        replace(trace.header, ranks=tuple(replace(info, device="cuda:0") for info in trace.header.ranks)), trace.ranks
+    )
+    timeline, others = ask(made(Pretender(hosts)))[0]["clock"]
+    assert timeline.startswith("times are when the host enqueued work")
+    assert others == "in the host's order, at its times"

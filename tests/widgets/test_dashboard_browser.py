@@ -1,10 +1,13 @@
 """The dashboard in a real headless Chromium, with a model that stands for the kernel: what it asks, and when."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
 from tests.browser import open_offline
+from tests.trace.on_device import on_devices
+from tests.trace.simulation import example_trace
 from tests.widgets.test_dashboard import Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
 from workbench.widgets.dashboard import Dashboard, script
@@ -38,7 +41,13 @@ async function show() {
 @pytest.fixture
 def shown(chromium, tmp_path, kept):
     """A page that shows a dashboard which was told everything, and the dashboard's other half."""
-    widget = kept(Dashboard(Pretender()))
+    with showing(chromium, tmp_path, kept(Dashboard(Pretender()))) as found:
+        yield found
+
+
+@contextmanager
+def showing(chromium, tmp_path, widget):
+    """See the fixture."""
     given = {"program": script(), "about": widget.about}
     file = tmp_path / "page.html"
     file.write_text(PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
@@ -47,6 +56,23 @@ def shown(chromium, tmp_path, kept):
         answer(opened.page, widget, "feed")
         yield opened.page, widget
         assert opened.complaints == []
+
+
+def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
+    widget = kept(Dashboard(Pretender(on_devices(example_trace()))))
+    with showing(chromium, tmp_path, widget) as (page, _):
+        page.wait_for_function("view.statesNote.textContent.includes('host')")
+        notes = page.evaluate("[view.memoryNote, view.statesNote, view.timelineNote].map((note) => note.textContent)")
+    memory, states, timeline = notes
+    assert " · in the host's order, at its times · backward of" in memory
+    assert states == "ranks 0-3 alike · in the host's order, at its times"
+    assert timeline.startswith("times are the GPU's, within 6.00 µs · drag to pan")
+
+
+def test_with_one_clock_nothing_is_said_of_it(shown):
+    page, _ = shown
+    notes = page.evaluate("[view.memoryNote, view.statesNote, view.timelineNote].map((note) => note.textContent)")
+    assert not any("times" in note or "host" in note for note in notes)
 
 
 TAKE = """(what) => {

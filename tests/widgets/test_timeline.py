@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.source import REPO
+from tests.trace.on_device import on_devices
 from tests.trace.simulation import example_trace
 from tests.trace.strategies import Setup, simulate, traces
 from tests.widgets.timeline_page import recorded
@@ -265,3 +266,13 @@ def test_the_wheel_takes_the_scripts_along():
     ignored = (REPO / ".gitignore").read_text().split()
     assert not any(pattern in {"*.js", "static", "static/"} for pattern in ignored)
     assert {path.name for path in STATIC.iterdir()} >= {"events.js", "timeline.js", "timeline_widget.js"}
+
+
+def test_it_says_whose_times_it_draws(monkeypatch):
+    messages = recorded(monkeypatch)
+    trace = example_trace(num_ranks=2, steps=1)
+    for shown in (trace, on_devices(trace), on_devices(trace, tells=False)):
+        Timeline(shown)._answer(None, {"type": "want", "page": "a", "counts": []}, [])
+    said = [content["header"]["clock"] for content, _ in messages if content["type"] == "more"]
+    assert said == ["", *["times are the GPU's, within 6.00 µs"] * 2]
+    assert not any(chunk["count"] for chunk in messages[-1][0]["chunks"])  # its device has told nothing yet

@@ -574,9 +574,8 @@ class DashboardView {
 
   drawPeakNote(groups) {
     const top = groups.reduce((best, group) => (group.peak?.num_bytes > (best?.peak.num_bytes ?? 0) ? group : best), null);
-    const left = groups.length > MAX_AREAS ? ` \u00b7 and ${groups.length - MAX_AREAS} more groups of ranks` : "";
-    const more = left + (this.clock && ` \u00b7 ${this.clock}`);
-    refill(this.memoryNote, [top?.peak, more], () => {
+    const more = groups.length > MAX_AREAS ? `and ${groups.length - MAX_AREAS} more groups of ranks` : "";
+    refill(this.memoryNote, [top?.peak, more, this.clock], () => {
       if (!top) return [];
       const step = top.peak.step >= 0 ? `, step ${top.peak.step}` : "";
       const button = make("button", "fw-peak", `peak ${bytesInWords(top.peak.num_bytes)}${step}`);
@@ -585,7 +584,7 @@ class DashboardView {
         this.putCursor(top.peak.t_us);
         this.showCursor(top.peak.t_us);
       };
-      return [button, document.createTextNode(` \u00b7 ${top.peak.text}${more}`)];
+      return [button, document.createTextNode(["", this.clock, top.peak.text, more].filter((text, k) => !k || text).join(" \u00b7 "))];
     });
   }
 
