@@ -396,7 +396,24 @@ class Comm:
 
 
 class Probe(Protocol):
-    """What a listener implements. It may block (a gate); it must not touch the engine."""
+    """What a source calls, from the thread that trains; whoever listens implements it.
+
+    It may block (a gate); it must not touch the source. A unit and a communication group are told of before anything
+    that happens to them, an event before it happens. Steps and metrics are told by whoever knows of them: of our
+    engine's training the runtime around it, of a loop of one's own the loop.
+    """
+
+    def source(self, name: str) -> None:
+        """Told who tells what follows; once, before anything else."""
+
+    def begin_step(self) -> None:
+        """Told that the next training step begins; one that is still open ends."""
+
+    def end_step(self) -> None:
+        """Told that the step has ended."""
+
+    def metric(self, name: str, value: float) -> None:
+        """Told a number of the step."""
 
     def event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
         """Told of an event; ``t_ns`` is set when the event lies in the past (the true end of a collective)."""
@@ -411,7 +428,7 @@ class Probe(Protocol):
         """Told that ``delta_bytes`` (signed) of ``category`` came to life or died."""
 
     def phase(self, phase: Phase) -> None:
-        """Told that the engine's phase changed."""
+        """Told that another phase begins."""
 
     def unit(self, info: Unit) -> None:
         """Told of a new or changed unit."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from workbench.events import Category, Comm, Edge, Kind, Phase, Probe
 
+NAME = "workbench.engine"
+"""What this source of events is called."""
+
 active: Probe | None = None
 
 NO_UNIT = -1

@@ -72,11 +72,14 @@ class Gate:
         self.event = recorder.event
         self.memory, self.phase = recorder.memory, recorder.phase
         self.unit, self.comm_group, self.issued = recorder.unit, recorder.comm_group, recorder.issued
+        self.source, self.metric = recorder.source, recorder.metric
+        self.begin_step, self.end_step = recorder.begin_step, recorder.end_step
 
     def install(self) -> None:
         """Stand before the recorder, and stop in waits."""
         self._recorder.before_own = self._ask_own
         waits.stop_point = self._ask_waiting
+        self.source(probe.NAME)
         probe.active = self
 
     @staticmethod

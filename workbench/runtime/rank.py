@@ -194,7 +194,7 @@ def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | Non
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     process_groups = ProcessGroups(rank, world_size, choose_device(device, rank, world_size))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    recorder = Recorder(Header(producer="workbench.engine", world_size=world_size))
+    recorder = Recorder(Header(world_size=world_size))
     trainer = Trainer(recorder)
     trainer.install()
     gate = Gate(recorder, rank, Quiet(process_groups.device))

@@ -126,6 +126,11 @@ class Recorder:
 
     # ---- Probe
 
+    def source(self, name: str) -> None:
+        """Put whoever tells what follows into the header, after those who told what is there."""
+        known = [*filter(None, self.header.producer.split(", ")), name]
+        self._change(dataclasses.replace(self.header, producer=", ".join(dict.fromkeys(known))))
+
     def event(
         self,
         kind: Kind,
@@ -135,7 +140,7 @@ class Recorder:
         comm: Comm | None,
         t_ns: int | None,
     ) -> None:
-        """Record an event of the engine."""
+        """Record an event."""
         self.ordinal += 1
         pair = (-1, -1)
         if comm is not None:
@@ -179,22 +184,6 @@ class Recorder:
         group = CommGroup(name=f"group {index}", ranks=ranks)
         self._change(dataclasses.replace(self.header, comm_groups=(*known, group)))
 
-    # ---- what the runtime itself records
-
-    def metric(self, name: str, value: float) -> None:
-        """Record a number under ``name``."""
-        if self._unrecorded is not None:
-            return
-        self._append(Kind.METRIC, Edge.INSTANT, -1, 0, module=self._intern(name), value=value)
-
-    def resident(self, num_bytes: int) -> None:
-        """Record that ``num_bytes`` (more than 0) of this process are in memory."""
-        self._append(Kind.RESIDENT, Edge.INSTANT, -1, num_bytes)
-
-    def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
-        """Put this rank and the mesh into the header."""
-        self._change(dataclasses.replace(self.header, ranks=(info,), mesh_shape=mesh_shape, mesh_axes=mesh_axes))
-
     def begin_step(self) -> None:
         """Open the next step; one that is still open ends."""
         self.end_step()
@@ -213,6 +202,22 @@ class Recorder:
         if self.step != NO_STEP:
             self._own(Kind.STEP, Edge.END)
             self.step = NO_STEP
+
+    def metric(self, name: str, value: float) -> None:
+        """Record a number under ``name``."""
+        if self._unrecorded is not None:
+            return
+        self._append(Kind.METRIC, Edge.INSTANT, -1, 0, module=self._intern(name), value=value)
+
+    # ---- what the runtime itself records
+
+    def resident(self, num_bytes: int) -> None:
+        """Record that ``num_bytes`` (more than 0) of this process are in memory."""
+        self._append(Kind.RESIDENT, Edge.INSTANT, -1, num_bytes)
+
+    def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
+        """Put this rank and the mesh into the header."""
+        self._change(dataclasses.replace(self.header, ranks=(info,), mesh_shape=mesh_shape, mesh_axes=mesh_axes))
 
     def wait_for_device(self) -> None:
         """Wait until a device has done what it was given, so that the record says when it did; not within a step."""

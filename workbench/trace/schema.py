@@ -84,7 +84,19 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Everything about a trace that is not a row. The empty header is a valid one."""
+    """Everything about a trace that is not a row. The empty header is a valid one.
+
+    Attributes:
+        producer: the sources that told what happened, by the names they give themselves.
+        world_size: ranks of the job, recorded or not.
+        mesh_shape: ranks along each axis of the mesh.
+        mesh_axes: names of these axes.
+        ranks: where those that are known live.
+        units: all there ever were, by index.
+        comm_groups: what the column ``comm_group`` counts.
+        strings: what the column ``module`` counts.
+        schema_version: of the file; what is read has today's.
+    """
 
     producer: str = ""
     world_size: int = 0

@@ -1,0 +1,160 @@
+"""A second source of events: fully sharded training by hand, in plain Python, of ranks that take turns in one thread.
+
+The model multiplies a vector by the weights of one unit after the other, element by element. It knows the words of
+``workbench.events`` and the probes it is given, and nothing else of the workbench.
+"""
+
+from collections import Counter
+
+from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Probe, Unit
+
+ITEMSIZE = 8
+NAME = "plain loop"
+
+
+class PlainLoop:
+    """Trains on as many ranks as there are probes.
+
+    Attributes:
+        losses: of each step, the mean over ranks.
+        live: bytes alive on one rank, by class, as the loop itself counts them.
+        peak: most of them together.
+    """
+
+    def __init__(self, probes: list[Probe], *, layers: int = 3, rows: int = 8, reshard_after_forward: bool = True):
+        self.losses: list[float] = []
+        self.live: Counter[Category] = Counter()
+        self.peak = 0
+        self._probes, self._size, self._rows, self._reshards = probes, len(probes), rows, reshard_after_forward
+        self._calls = 0
+        self._num_bytes = rows * ITEMSIZE  # of a unit's full parameters; ranks divide the rows
+        self._full: dict[int, list[float]] = {}
+        self._inputs = [[1 + 0.1 * rank + 0.01 * row for row in range(rows)] for rank in range(self._size)]
+        share = rows // self._size
+        self._shards = [[[0.9] * share for _ in probes] for _ in range(layers + 1)]  # [unit][rank][row]
+        self._grads: dict[int, list[list[float]]] = {}
+        self._tell("source", NAME)
+        self._tell("comm_group", 0, tuple(range(self._size)))
+        for index, name in enumerate(["", *(f"layers.{n}" for n in range(layers))]):
+            self._tell("unit", self._unit(index, name, share))
+            self._move(Category.SHARDED_PARAMS, index, share * ITEMSIZE)
+
+    def _unit(self, index: int, name: str, share: int) -> Unit:
+        shape = {"shape": (self._rows,), "global_shape": (self._rows,), "rows_per_rank": (share,) * self._size}
+        fqn = f"{name}.weight" if name else "weight"
+        return Unit(
+            index=index,
+            name=name,
+            root=0,
+            params=(Param(fqn=fqn, dtype="float64", itemsize=ITEMSIZE, shard_dim=0, padded_rows=share, **shape),),
+            reshard_after_forward=self._reshards and index > 0,
+            shard_size=self._size,
+            compute_dtype="float64",
+            reduce_dtype="float64",
+            compute_itemsize=ITEMSIZE,
+            reduce_itemsize=ITEMSIZE,
+        )
+
+    # ---- told to every rank's probe
+
+    def _tell(self, what: str, *args: object) -> None:
+        for probe in self._probes:
+            getattr(probe, what)(*args)
+
+    def _event(self, kind: Kind, edge: Edge, unit: int = -1, num_bytes: int = 0, comm: Comm | None = None) -> None:
+        self._tell("event", kind, edge, unit, num_bytes, comm, None)
+
+    def _move(self, category: Category, unit: int, num_bytes: int) -> None:
+        self._tell("memory", category, unit, num_bytes)
+        self.live[category] += num_bytes
+        self.peak = max(self.peak, self.live.total())
+
+    # ---- training
+
+    def step(self) -> None:
+        """One forward, backward and step of the optimizer."""
+        self._tell("begin_step")
+        inputs, outputs = self._forward()
+        losses = [sum((y - 1) ** 2 for y in output) / self._rows for output in outputs]
+        self.losses.append(sum(losses) / self._size)
+        self._tell("metric", "loss", self.losses[-1])
+        self._backward(inputs, [[2 * (y - 1) / self._rows for y in output] for output in outputs])
+        self._tell("phase", Phase.OPTIMIZER)
+        self._event(Kind.OPTIMIZER, Edge.BEGIN)
+        self._optimize()
+        self._event(Kind.OPTIMIZER, Edge.END)
+        self._tell("phase", Phase.IDLE)
+        self._tell("end_step")
+
+    def _forward(self) -> tuple[dict[int, list[list[float]]], list[list[float]]]:
+        """What each unit was given on each rank, and the outputs; the root's own weights come last."""
+        self._tell("phase", Phase.FORWARD)
+        self._gather(0)
+        self._event(Kind.FORWARD, Edge.BEGIN, 0)
+        inputs, values = {}, self._inputs
+        for unit in [*range(1, len(self._shards)), 0]:
+            if unit:
+                self._gather(unit)
+                self._event(Kind.FORWARD, Edge.BEGIN, unit)
+            inputs[unit] = values
+            values = [[w * x for w, x in zip(self._full[unit], own, strict=True)] for own in values]
+            self._event(Kind.FORWARD, Edge.END, unit)
+            if unit and self._reshards:
+                self._reshard(unit)
+        return inputs, values
+
+    def _backward(self, inputs: dict[int, list[list[float]]], grads: list[list[float]]) -> None:
+        for unit in [0, *reversed(range(1, len(self._shards)))]:
+            self._tell("phase", Phase.PRE_BACKWARD)
+            if unit not in self._full:
+                self._gather(unit)
+            self._tell("phase", Phase.BACKWARD)
+            self._event(Kind.BACKWARD, Edge.BEGIN, unit)
+            self._move(Category.UNSHARDED_GRADS, unit, self._num_bytes)
+            own = [[g * x for g, x in zip(*pair, strict=True)] for pair in zip(grads, inputs[unit], strict=True)]
+            grads = [[g * w for g, w in zip(grad, self._full[unit], strict=True)] for grad in grads]
+            self._event(Kind.BACKWARD, Edge.END, unit)
+            self._tell("phase", Phase.POST_BACKWARD)
+            self._reshard(unit)
+            self._reduce(unit, own)
+
+    def _optimize(self) -> None:
+        for unit, grads in self._grads.items():
+            self._shards[unit] = [
+                [w - 0.2 * g for w, g in zip(*pair, strict=True)]
+                for pair in zip(self._shards[unit], grads, strict=True)
+            ]
+            self._move(Category.SHARDED_GRADS, unit, -self._num_bytes // self._size)
+        self._grads.clear()
+
+    # ---- communication
+
+    def _gather(self, unit: int) -> None:
+        self._event(Kind.UNSHARD, Edge.BEGIN, unit)
+        self._move(Category.UNSHARDED_PARAMS, unit, self._num_bytes)
+        self._full[unit] = [
+            row for shard in self._communicate(Kind.ALL_GATHER, unit, self._shards[unit]) for row in shard
+        ]
+        self._event(Kind.UNSHARD, Edge.END, unit)
+
+    def _reduce(self, unit: int, grads: list[list[float]]) -> None:
+        self._move(Category.SHARDED_GRADS, unit, self._num_bytes // self._size)
+        mean = [
+            sum(rows) / self._size for rows in zip(*self._communicate(Kind.REDUCE_SCATTER, unit, grads), strict=True)
+        ]
+        share = self._rows // self._size
+        self._grads[unit] = [mean[rank * share : (rank + 1) * share] for rank in range(self._size)]
+        self._move(Category.UNSHARDED_GRADS, unit, -self._num_bytes)
+
+    def _communicate(self, kind: Kind, unit: int, values: list[list[float]]) -> list[list[float]]:
+        comm, self._calls = Comm(group=0, seq=self._calls), self._calls + 1
+        self._event(kind, Edge.BEGIN, unit, self._num_bytes, comm)
+        self._event(Kind.WAIT, Edge.BEGIN, unit, comm=comm)
+        self._event(Kind.WAIT, Edge.END, unit, comm=comm)
+        self._event(kind, Edge.END, unit, self._num_bytes, comm)
+        return values
+
+    def _reshard(self, unit: int) -> None:
+        self._event(Kind.RESHARD, Edge.INSTANT, unit)
+        del self._full[unit]
+        self._move(Category.UNSHARDED_PARAMS, unit, -self._num_bytes)
