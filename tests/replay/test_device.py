@@ -32,9 +32,10 @@ def test_the_trace_of_devices_is_one():
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_every_span_has_the_devices_times_wherever_they_are_told(step):
-    told = on_device(*part_of(TRACE, step), TRACE.header)
+    whole, part = part_of(TRACE, step)
+    told = on_device(whole, part, TRACE.header)
     _, true = part_of(TRUE, step)
-    assert told.is_whole
+    assert told.end_seq == part.end_seq
     for kinds in ((Kind.FORWARD,), (Kind.BACKWARD,), (Kind.WAIT,), COLLECTIVES):
         found, expected = spans(told.part.rows, kinds), spans(true.rows, kinds)
         assert found.begin_ns.tolist() == expected.begin_ns.tolist()
@@ -71,8 +72,9 @@ def test_what_the_device_has_not_come_to_is_left_out_and_what_it_is_in_stays_ope
     waits = (whole.rows["kind"] == Kind.WAIT) & (whole.rows["edge"] == Edge.END) & (whole.rows["step"] == 2)
     trace = hung(TRACE, 1, int(np.flatnonzero(waits)[2]))
     assert check(trace) == []
-    told = on_device(*part_of(trace, 2), trace.header)
-    assert not told.is_whole
+    stuck, part = part_of(trace, 2)
+    told = on_device(stuck, part, trace.header)
+    assert told.end_seq < part.end_seq
     found = spans(told.part.rows, (Kind.WAIT,))
     assert (found.end_seq < 0).tolist() == [False, False, True]
     drawn = window(trace, 2, 1).drawn(trace)
@@ -92,7 +94,7 @@ def test_steps_cut_out_keep_what_later_rows_tell_of_them(tmp_path):
     save(part, tmp_path / "one.trace")
     whole, rows = part_of(load(tmp_path / "one.trace"), 1)
     told, expected = on_device(whole, rows, part.header), on_device(*part_of(TRACE, 1), TRACE.header)
-    assert told.is_whole
+    assert told.end_seq == rows.end_seq
     assert told.part.rows["t_ns"].tolist() == expected.part.rows["t_ns"].tolist()
     assert set(np.unique(host_rows(part.rank(1).rows)["step"])) == {1}
 
