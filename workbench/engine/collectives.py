@@ -131,9 +131,6 @@ class DeviceCopyState:
     abandon = drop
 
 
-_NAMES = {Kind.ALL_GATHER: "all-gather", Kind.REDUCE_SCATTER: "reduce-scatter", Kind.ALL_REDUCE: "all-reduce"}
-
-
 @contextmanager
 def _alive_unless_raised(announce: Callable[[int], None], num_bytes: int) -> Iterator[None]:
     """Announce bytes that outlive the body, unless it raises."""
@@ -149,7 +146,7 @@ def _announce(unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, except
     """Number a collective and tell the probe, just before it is issued."""
     comm = group.next_comm()
     probe.event(kind, Edge.BEGIN, unit.index, num_bytes, comm)
-    return comm, Call(_NAMES[kind] + exception, unit.name, num_bytes)
+    return comm, Call(kind.words + exception, unit.name, num_bytes)
 
 
 def foreach_all_gather(

@@ -131,7 +131,7 @@ class Gate:
     def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
         self.interrupts.check()
         if self._alone and self._recorder.is_aside and kind in _NEEDS_OTHERS and edge is Edge.BEGIN:
-            raise UsageError(jobs.needs_others(f"{kind.name.lower()} of {self._name_of(unit)}", self._alone))
+            raise UsageError(jobs.needs_others(f"{kind.words} of {self._name_of(unit)}", self._alone))
         if not (self._wanted.may_stop_at(kind) and self._may_hold):
             return
         event = self._event(kind, edge, unit, num_bytes)

@@ -1,6 +1,7 @@
 """What a rank holds of one parameter at this moment: its shard, the full parameter, gradients, optimizer state.
 
-Nothing here communicates: every number is of what lies on this rank.
+Nothing here communicates: every number is of what lies on this rank. What a unit and its parameters are is read from
+the record (:class:`~workbench.events.Unit`); the engine is asked for tensors, and for what it is about to do with them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.root import roots
 from workbench.engine.state import states_below
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind, Phase, unit_words
+from workbench.events import Edge, Kind, Param, Phase, Unit, unit_words
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.trace.step_names import step_name
@@ -59,19 +60,21 @@ def inspect(fqn: str, recorder: Recorder) -> dict[str, Any]:
     """
     found = find(fqn.strip())
     param, unit = found.param, found.unit
+    told = next(info for info in recorder.header.units if info.index == unit.index)
+    told_param = next(info for info in told.params if info.fqn == param.fqn)
     return {
         "fqn": found.fqn,
         "model": found.model,
-        "unit": unit_words(unit.name),
-        "unit_index": unit.index,
-        "global_shape": list(param.global_shape),
-        "trainable": param.trainable,
-        "shard": _shard(param),
-        "full": _full(param, unit, recorder),
+        "unit": unit_words(told.name),
+        "unit_index": told.index,
+        "global_shape": list(told_param.global_shape),
+        "trainable": told_param.trainable,
+        "shard": _shard(param, told_param),
+        "full": _full(param, told_param, unit, told, recorder),
         "full_grad": _full_grad(param),
         "sharded_grad": _tensor(param.sharded_param.grad),
         "optimizers": _optimizers(param),
-        "policy": _policy(unit),
+        "policy": _policy(told) | {"reduces_gradients": unit.sync.reduce_grads},
     }
 
 
@@ -169,25 +172,25 @@ def _kind_of(tensor: torch.Tensor) -> dict[str, Any]:
 # ---- the forms of a parameter
 
 
-def _shard(param: FSDPParam) -> dict[str, Any]:
+def _shard(param: FSDPParam, told: Param) -> dict[str, Any]:
     local = local_of(cast("DTensor", param.sharded_param))
     rank = param.mesh_info.shard_mesh_rank
-    first, last = param.layout.rows_of(rank)
+    first, num_rows = sum(told.rows_per_rank[:rank]), told.rows_per_rank[rank]
     rows = {
-        "dim": param.layout.dim,
+        "dim": told.shard_dim,
         "first_row": first,
-        "last_row": last,  # exclusive
-        "num_rows": last - first,
-        "of_rows": param.layout.shape[param.layout.dim],
+        "last_row": first + num_rows,  # exclusive
+        "num_rows": num_rows,
+        "of_rows": told.shape[told.shard_dim],
         "shard_rank": rank,
-        "num_shards": param.layout.num_shards,
+        "num_shards": len(told.rows_per_rank),
         "bytes": local.nbytes,
         "device": str(local.device),
     }
     return rows | _kind_of(local) | _values(local)
 
 
-def _full(param: FSDPParam, unit: FSDPParamGroup, recorder: Recorder) -> dict[str, Any]:
+def _full(param: FSDPParam, told_param: Param, unit: FSDPParamGroup, told: Unit, recorder: Recorder) -> dict[str, Any]:
     exists = param.state is ShardedState.UNSHARDED
     full = local_tensor(param.unsharded_param)
     num_bytes = full.nbytes if exists else 0
@@ -196,10 +199,10 @@ def _full(param: FSDPParam, unit: FSDPParamGroup, recorder: Recorder) -> dict[st
     return {
         "exists": exists,
         "state": state,
-        "why": _why(param, unit, since),
+        "why": _why(param, unit, told, since),
         "bytes": num_bytes,
         **(_values(full) if exists else {}),
-        "shape": list(param.layout.shape),
+        "shape": list(told_param.shape),
         "dtype": str(full.dtype).removeprefix("torch."),
         "since": since,
     }
@@ -224,7 +227,7 @@ _NEEDED = {
 }
 
 
-def _why(param: FSDPParam, unit: FSDPParamGroup, since: dict[str, Any] | None) -> str:
+def _why(param: FSDPParam, unit: FSDPParamGroup, told: Unit, since: dict[str, Any] | None) -> str:
     """Say in words why the full parameter is there, or is not."""
     asked = "" if since is None else f", asked for in {since['phase']} of {step_name(since['step'])}"
     if unit.is_unsharding:
@@ -232,10 +235,10 @@ def _why(param: FSDPParam, unit: FSDPParamGroup, since: dict[str, Any] | None) -
     if param.state is ShardedState.SHARDED:
         return "not needed now: only this rank's rows are in memory"
     if param.state is ShardedState.SHARDED_POST_FORWARD:
-        return f"between forward and backward it lies on {unit.reshard_after_forward} ranks"
+        return f"between forward and backward it lies on {told.reshard_after_forward} ranks"
     needed = _NEEDED.get(unit.training_state)
     if needed is None and unit.pending_backwards:
-        needed = f"kept from forward to backward (reshard_after_forward={unit.reshard_after_forward})"
+        needed = f"kept from forward to backward (reshard_after_forward={told.reshard_after_forward})"
     return f"{needed or 'nothing has given it up yet'}{asked}"
 
 
@@ -263,8 +266,7 @@ def _state(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"name": name} | _tensor(value) for name, value in tensors.items()]
 
 
-def _policy(unit: FSDPParamGroup) -> dict[str, Any]:
-    info = unit.describe()
+def _policy(info: Unit) -> dict[str, Any]:
     return {
         "reshard_after_forward": info.reshard_after_forward,
         "shard_size": info.shard_size,
@@ -272,6 +274,5 @@ def _policy(unit: FSDPParamGroup) -> dict[str, Any]:
         "compute_dtype": info.compute_dtype,
         "reduce_dtype": info.reduce_dtype,
         "offload": info.offload,
-        "reduces_gradients": unit.sync.reduce_grads,
         "comm": info.comm,
     }

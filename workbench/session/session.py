@@ -358,7 +358,7 @@ class Session:
         return {
             rank: Position(
                 step=int(newest[rank]["step"]) if rank in newest else None,
-                phase=Phase(newest[rank]["phase"]).name.lower().replace("_", "-") if rank in newest else None,
+                phase=Phase(newest[rank]["phase"]).words if rank in newest else None,
                 unit=names.get(int(newest[rank]["unit"])) if rank in newest else None,
                 optimizer_steps=content["optimizer_steps"] - mark.optimizer_steps.get(rank, 0),
                 unfinished=content["unfinished"],
