@@ -7,8 +7,9 @@ alone; where there are two devices, two ranks show the collectives.
 import copy
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,12 +22,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.models import Block, Net
 from workbench import engine
-from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, collectives, fully_shard
+from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, collectives, fully_shard, probe
 from workbench.engine.call import states_below, units_of
+from workbench.engine.device_clock import Cuda, DeviceClock
 from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.engine.streams import Streams
+from workbench.events import BESIDE, COLLECTIVES, Kind
 from workbench.ports import reserved_port
+from workbench.replay.device import on_device
+from workbench.replay.spans import spans
+from workbench.runtime.recorder import Recorder
+from workbench.trace import RankTrace, Trace, check
+from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 
 pytestmark = [
     pytest.mark.gpu,
@@ -275,6 +283,43 @@ def asynchronous(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("world_size", RANKS)
 def test_a_step_never_lets_the_host_wait_for_the_device(world_size, options):
     run_on_gpus(world_size, asynchronous, options)
+
+
+def recorded() -> None:
+    """Each event is told of once, after it was handed over; the host waits for the device as little as without."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = Recorder(Header(world_size=dist.get_world_size()))
+    recorder.device_clock = DeviceClock(Cuda(device))
+    probe.active = recorder
+    model = shard(make())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(3):
+        batch = tokens(step)
+        with no_synchronisation() if step == 2 else nullcontext():
+            recorder.begin_step()
+            loss_of(model, batch).backward()
+            torch.cuda._sleep(50_000_000)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.end_step()
+    recorder.wait_for_device(torch.cuda.synchronize)
+    probe.active = None
+    rows = np.frombuffer(recorder.drain().rows, ROW_DTYPE)
+    whole = RankTrace(dist.get_rank(), rows)
+    assert check(Trace(recorder.header, (whole,))) == []
+    tells = rows[rows["kind"] == Kind.DEVICE]
+    assert sorted(tells["value"].tolist()) == rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
+    found = on_device(whole, RankTrace(whole.rank, rows, KeyFrame()), recorder.header)
+    assert found is not None
+    steps, collectives = spans(found.part.rows, (Kind.STEP,)), spans(found.part.rows, COLLECTIVES)
+    assert ((steps.end_ns - steps.begin_ns)[1:] > 10_000_000).all()  # the device spins for longer
+    assert (collectives.end_ns >= collectives.begin_ns).all()
+    assert len(collectives) == 0 or dist.get_world_size() > 1
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_the_device_tells_when_it_came_to_what(world_size):
+    run_on_gpus(world_size, recorded)
 
 
 def lagging_device() -> None:

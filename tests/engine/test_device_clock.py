@@ -109,7 +109,7 @@ def test_a_mark_lies_where_the_device_comes_to_it_and_the_host_does_not_wait(on)
     last = clock.mark()
     numbered(first, last)
     assert last not in clock.read()  # 40 ms have not passed, and nobody waited for them
-    clock.synchronize()
+    on.device.synchronize()
     end_ns = on.now_ns()
     clock.read()
     assert begin_ns <= first.made_ns <= first.t_ns < last.t_ns <= end_ns + clock.error_ns
@@ -120,7 +120,7 @@ def test_a_mark_lies_where_the_device_comes_to_it_and_the_host_does_not_wait(on)
 def test_each_mark_is_read_once_in_the_order_of_its_stream(on):
     clock = DeviceClock(on.device, on.now_ns)
     marks = numbered(*(clock.mark() for _ in range(20)))
-    clock.synchronize()
+    on.device.synchronize()
     read = clock.read()
     assert [mark.row for mark in read] == list(range(20))
     assert [mark.t_ns for mark in marks] == sorted(mark.t_ns for mark in marks)
@@ -134,7 +134,7 @@ def test_streams_do_not_wait_for_each_other(on):
         late = clock.mark()
     early = clock.mark()
     numbered(late, early)
-    clock.synchronize()
+    on.device.synchronize()
     clock.read()
     assert (late.stream, early.stream) == ("side", COMPUTE_STREAM)
     assert early.t_ns < late.t_ns
@@ -149,7 +149,7 @@ def test_a_collective_ends_where_it_ends_whoever_waits_for_it_later(on):
     on.wait_for_other()
     waited = clock.mark()
     numbered(end, waited)
-    clock.synchronize()
+    on.device.synchronize()
     clock.read()
     assert waited.t_ns - end.t_ns > 20 * MS
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_waited_for_has_no_end(on):
     clock = DeviceClock(on.device, on.now_ns)
     assert clock.mark_end(fail, group=0) is None
     numbered(after := clock.mark())
-    clock.synchronize()
+    on.device.synchronize()
     assert clock.read() == [after]
     assert after.stream == COMPUTE_STREAM
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_waited_for_has_no_end(on):
 def test_a_mark_that_has_no_row_yet_is_told_when_it_has_and_never_if_it_is_nobodys(on):
     clock = DeviceClock(on.device, on.now_ns)
     later, never = clock.mark(), clock.mark()
-    clock.synchronize()
+    on.device.synchronize()
     assert clock.read() == []
     later.row, never.row = 7, NOBODYS
     assert clock.read() == [later]
@@ -182,7 +182,7 @@ def test_events_are_used_again(on):
     made = []
     for _ in range(5):
         numbered(*(clock.mark() for _ in range(10)))
-        clock.synchronize()
+        on.device.synchronize()
         clock.read()
         made.append(device.events)
     assert made == made[:1] * 5
@@ -190,17 +190,17 @@ def test_events_are_used_again(on):
 
 def test_an_idle_device_gives_a_new_reference_and_a_busy_one_does_not(on):
     clock = DeviceClock(on.device, on.now_ns)
-    clock.synchronize()
+    on.device.synchronize()
     before = clock._reference
     on.work(40)
     clock.compare_if_idle()
     assert clock._reference is before
-    clock.synchronize()
+    on.device.synchronize()
     for _ in range(100):  # one of them is as quick as the first ones were
         clock.compare_if_idle()
     assert clock._reference is not before
     (mark,) = numbered(clock.mark())
-    clock.synchronize()
+    on.device.synchronize()
     clock.read()
     assert mark.made_ns <= mark.t_ns <= on.now_ns()
 
@@ -242,7 +242,7 @@ def test_no_mark_lies_before_it_was_made_or_after_it_was_read_whatever_the_clock
         numbered(*marks)
         for mark in clock.read():
             assert mark.made_ns <= mark.t_ns <= host.ns
-    clock.synchronize()
+    device.synchronize()
     clock.read()
     assert [mark.t_ns for mark in marks] == sorted(mark.t_ns for mark in marks)
     assert all(mark.made_ns <= mark.t_ns <= host.ns for mark in marks)

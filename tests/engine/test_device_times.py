@@ -105,7 +105,7 @@ def run(num_steps: int, drains: bool = False) -> tuple[Header, np.ndarray, list[
                 recorder.optimizer_edge(Edge.END)
                 optimizer.zero_grad()
                 recorder.end_step()
-            recorder.wait_for_device()
+            recorder.wait_for_device(device.synchronize)
         finally:
             probe.active = None
     rows.append(rows_of(recorder.drain(at)))

@@ -471,3 +471,36 @@ def test_after_an_abort_nothing_is_issued_until_the_groups_are_built_anew():
     )
     for messages in run_ranks(2, refused_until_rebuilt):
         assert all(re.fullmatch(said, message) for message in messages)
+
+
+# ---- others than the engine that let streams wait
+
+
+class WorkOfC10d(dist.Work):
+    """Work that anybody may let streams wait for."""
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+
+def test_streams_of_others_wait_for_c10ds_own_work_alone(monkeypatch):
+    work = WorkOfC10d()
+    wait = PendingWork.of(work, REDUCE, on_device=True).lets_stream_wait
+    assert wait is not None
+    assert wait() is True
+    assert PendingWork.of(DeviceWork(), REDUCE, on_device=True).lets_stream_wait is None  # a custom comm's
+    assert PendingWork.of(FakeWork(), REDUCE).lets_stream_wait is None  # on the host
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # the host would wait where the collective is issued
+    assert PendingWork.of(work, REDUCE, on_device=True).lets_stream_wait is None
+
+
+@pytest.mark.parametrize("error", ["", "the communicator was aborted"])
+def test_a_stream_waits_for_what_is_given_up_while_it_may_still_write(error, monkeypatch):
+    work = DeviceWork(error)
+    PendingWork.of(work, REDUCE, on_device=True).abandon()
+    assert work.waits == 1
+    on_host = FakeWork("a host never waits for what is given up")
+    PendingWork.of(on_host, REDUCE).abandon()
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    PendingWork.of(work, REDUCE, on_device=True).abandon()
+    assert work.waits == 1

@@ -317,7 +317,7 @@ def test_the_device_tells_of_every_event_when_it_has_come_to_it_and_the_host_goe
     recorder.end_step()
     early = rows_of(recorder.drain())
     assert sorted(told(early)) == [0, 1]  # the host has done all, the device begins its forward
-    recorder.wait_for_device()
+    recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
     times = told(rows)
     assert sorted(times) == list(range(6))
@@ -330,7 +330,7 @@ def test_a_collective_ends_where_the_device_ends_it_and_compute_waits_until_then
     recorder, device = on_device()
     begin = device.compute.until_ns
     gather(recorder, device)
-    recorder.wait_for_device()
+    recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
     times, kinds = told(rows), rows["kind"].tolist()
     issued, waits, waited, ended = (times[row] for row in range(4))
@@ -346,12 +346,12 @@ def test_a_step_given_up_claims_no_end_that_was_not():
     recorder.begin_step()
     gather(recorder, device, ends=False)
     recorder.give_up_step()
-    recorder.wait_for_device()
+    recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
     assert sorted(told(rows)) == [0, 1]
     assert [Edge(edge) for edge in rows["edge"][:2]] == [Edge.BEGIN, Edge.BEGIN]
     tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM)  # of an older one, told after all
-    recorder.wait_for_device()
+    recorder.wait_for_device(device.synchronize)
     assert len(told(checked(recorder))) == 3
 
 
@@ -377,7 +377,7 @@ def test_drains_in_the_middle_of_a_step_lose_nothing_of_the_device(doing):
             device.now_ns.ns += 2_000_000
         else:
             recorder.begin_step()
-    recorder.wait_for_device()
+    recorder.wait_for_device(device.synchronize)
     rows = np.concatenate([*drains, rows_of(recorder.drain(at))])
     assert rows["seq"].tolist() == list(range(len(rows)))
     of_host = rows["seq"][rows["kind"] != Kind.DEVICE]
@@ -392,7 +392,7 @@ def test_what_the_device_tells_is_no_event_and_no_place_where_a_rank_is():
     for _ in range(400):
         tell_one(recorder, Kind.RESHARD)
     before = recorder.ordinal, recorder.last_event()["seq"]
-    recorder.wait_for_device()
+    recorder.wait_for_device(device.synchronize)
     assert (recorder.newest(300)["kind"] == Kind.DEVICE).all()
     assert (recorder.ordinal, recorder.last_event()["seq"]) == before
     assert device.events < 500
@@ -418,5 +418,5 @@ def test_a_host_that_computes_marks_nothing():
     recorder.issued(COMM, lambda: pytest.fail("nothing waits"))
     recorder.begin_step()
     recorder.end_step()
-    recorder.wait_for_device()
+    recorder.wait_for_device(lambda: pytest.fail("nothing to wait for"))
     assert Kind.DEVICE not in rows_of(recorder.drain())["kind"]

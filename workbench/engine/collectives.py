@@ -54,9 +54,10 @@ class InFlight:
     payload: int
 
     def __post_init__(self) -> None:
-        wait = self.pending.lets_stream_wait
-        if wait is not None and probe.active is not None:
-            probe.active.issued(self.comm, wait)
+        if probe.active is not None:
+            wait = self.pending.lets_stream_wait
+            if wait is not None:
+                probe.active.issued(self.comm, wait)
 
     def wait(self) -> None:
         """Wait interruptibly; the collective counts as unfinished if the wait is given up.
@@ -97,6 +98,7 @@ class AllGatherState:
 
     def abandon(self) -> None:
         """Forget the output; whatever still arrives in it is nobody's."""
+        self.flight.pending.abandon()
         probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
 
     def drop(self) -> None:
@@ -259,6 +261,7 @@ class ReduceScatterState:
 
     def abandon(self) -> None:
         """Forget the input; others may still read it, or gloo send it."""
+        self.flight.pending.abandon()
         _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
 
     def drop(self) -> None:

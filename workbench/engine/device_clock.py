@@ -169,7 +169,7 @@ class DeviceClock:
 
     def compare_if_idle(self) -> None:
         """Take a new reference if the device has done all it was given; else, after 0.1 ms, leave the old one."""
-        if any(line.marks for line in self._lines.values()):
+        if self.is_behind:
             return
         event, begin_ns = self._probing, self.now_ns()
         self._device.record(event)
@@ -180,9 +180,10 @@ class DeviceClock:
             self._probing = self._device.event()  # the old reference's event may still be that of marks
             self._reference = _Reference(event, begin_ns + width_ns // 2)
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
-        self._device.synchronize()
+    @property
+    def is_behind(self) -> bool:
+        """True if there are marks that the device had not passed when they were read last."""
+        return any(line.marks for line in self._lines.values())
 
     def mark(self) -> Mark:
         """Return a mark in the current stream."""

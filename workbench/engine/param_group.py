@@ -326,7 +326,8 @@ class FSDPParamGroup(Unit):
         """Drop what an iteration that raised has left, without waiting for anything."""
         probe.event(Kind.RESET, Edge.INSTANT, self.index)
         if self._all_gather is not None:
-            self._all_gather.abandon()
+            with self.comm_ctx.streams.gathering():  # its memory is from there
+                self._all_gather.abandon()
             self._all_gather = None
         self._recomputed_in = None
         self._reducer.take_kept()

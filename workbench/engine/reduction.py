@@ -294,6 +294,8 @@ class Reduction:
         """The iteration was given up: nobody waits for it any more."""
         if self.scatter is not None:
             self.scatter.abandon()
+        if self.all_reduce is not None:
+            self.all_reduce.flight.pending.abandon()
         self.scatter = self.summed = self.all_reduce = self.total = self.kept = None
 
 
@@ -337,8 +339,9 @@ class ReductionQueue:
 
     def abandon(self) -> None:
         """Forget all, without waiting."""
-        for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
-            reduction.abandon()
+        with self._streams.reducing(after_compute=False):  # their memory is from there
+            for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
+                reduction.abandon()
         self._scattering.clear()
         self._all_reducing = None
 

@@ -6,9 +6,11 @@ completion sets a :class:`threading.Event`, and the wait looks at the cancel fla
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -205,6 +207,12 @@ class PendingWork:
             stop_point()
             self._watch.look()
 
+    def abandon(self) -> None:
+        """Give it up without waiting; on a device the current stream waits, so that its memory is not used too early.
+
+        The streams of the collectives themselves do not do that any more once somebody has waited for them.
+        """
+
     def finish(self) -> None:
         """Take the result; call after :meth:`block` (completion also means failure).
 
@@ -219,6 +227,11 @@ class PendingWork:
             raise CollectiveFailed(f"{self._call} failed: {str(error).splitlines()[0]}") from error
 
 
+def _host_waits() -> bool:
+    """Whether the user has NCCL's ``wait()`` block the host."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
+
+
 class _PendingOnDevice(PendingWork):
     """Work in order on a device's stream: only the stream waits for it."""
 
@@ -229,13 +242,19 @@ class _PendingOnDevice(PendingWork):
         """Let the current stream wait for it; the host goes on."""
         super().finish()
 
+    def abandon(self) -> None:
+        """Let the current stream wait, if the collective can still be waited for."""
+        if not _host_waits():
+            with suppress(RuntimeError):
+                self._work.wait()
+
     def finish(self) -> None:
         """Nothing: the current stream waits since :meth:`block`."""
 
     @property
     def lets_stream_wait(self) -> Callable[[], object] | None:
         """What lets the current stream wait, for others to call; c10d's own may be called again and again."""
-        return self._work.wait if isinstance(self._work, dist.Work) else None
+        return self._work.wait if isinstance(self._work, dist.Work) and not _host_waits() else None
 
     @property
     def has_ended(self) -> bool:

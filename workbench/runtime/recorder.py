@@ -219,12 +219,17 @@ class Recorder:
         """Put this rank and the mesh into the header."""
         self._change(dataclasses.replace(self.header, ranks=(info,), mesh_shape=mesh_shape, mesh_axes=mesh_axes))
 
-    def wait_for_device(self) -> None:
-        """Wait until a device has done what it was given, so that the record says when it did; not within a step."""
-        if self.device_clock is not None:
-            self.device_clock.synchronize()
+    def wait_for_device(self, pause: Callable[[], object]) -> None:
+        """Wait until a device has come to all events, so that the record says when it did; not within a step.
+
+        ``pause`` is called in between; it may raise.
+        """
+        while self.device_clock is not None:
             with self._lock:
                 self._take_marks(self.device_clock)
+            if not self.device_clock.is_behind:
+                return
+            pause()
 
     def _own(self, kind: Kind, edge: Edge) -> None:
         """Record an event that the engine does not announce."""

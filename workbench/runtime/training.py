@@ -25,6 +25,8 @@ from workbench.events import Category, Edge
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
 
+_LOOK_S = 0.001  # between two looks at a device that runs behind
+
 
 def find_step_function(name: str) -> Callable[[], Any]:
     """Return the user's step function.
@@ -92,7 +94,7 @@ class Trainer:
                 begin_ns = time.monotonic_ns() - self._recorder.held_ns
                 losses.append(self._one_step(function))
                 seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
-            self._recorder.wait_for_device()
+            self._recorder.wait_for_device(lambda: cancellation.sleep(_LOOK_S))
         except RuntimeError as error:
             reason = self._translated(error)
             if reason is error:
