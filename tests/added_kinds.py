@@ -98,9 +98,9 @@ def check_stops() -> None:
     """Breakpoints on both sides, completion, and where ranks stand in words."""
     from workbench.events import Edge, Kind
     from workbench.magics.shell import EVENTS
+    from workbench.reports.places import event_words
     from workbench.runtime import breakpoints
     from workbench.session.breakpoints import parse_event
-    from workbench.session.places import event_words
 
     assert breakpoints.parse_event("all_to_all.end") == (Kind.ALL_TO_ALL, Edge.END)
     assert breakpoints.parse_event("evict") == (Kind.EVICT, Edge.INSTANT)

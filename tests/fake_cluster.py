@@ -5,16 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.trace.strategies import example_trace
-from workbench.cluster.pending import Answer, Output, Pending, Reply, settle
+from workbench.cluster.pending import Answer, Output, Pending, select, settle
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import Kind
+from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
+from workbench.protocol.commands import Continue, Next, Pause, Request, from_dict
+from workbench.protocol.messages import (
+    CellLine,
+    Done,
+    Drain,
+    Forget,
+    Frame,
+    GiveUp,
+    Hold,
+    Job,
+    JobError,
+    Known,
+    Line,
+    ListNames,
+    Locate,
+    Names,
+    Place,
+    Position,
+    Recorded,
+    RunTo,
+    SetBreakpoints,
+    Shut,
+    Stacks,
+    Thread,
+)
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.wire import to_wire
+
+R = TypeVar("R")
 
 Act = Callable[["FakeCluster", int, Answer], None]
 """What one rank does with a front-door request: it settles the answer, or leaves that to a later side-door request."""
@@ -78,16 +106,16 @@ class FakeGate:
         self.rank, self.program, self.units = rank, program, units
         self.answer: Answer | None = None
         self.ordinal = 0
-        self.held: dict[str, Any] | None = None
-        self.mode: tuple[str, Any] = ("continue", None)
-        self.breakpoints: list[dict[str, Any]] = []
-        self.tickets: dict[str, dict[str, Any]] = {}
-        self.jobs: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda rank, job: said(f"{rank}: {job['text']}")
+        self.held: Hold | None = None
+        self.mode: Request[None] = Continue()
+        self.breakpoints: tuple[Breakpoint, ...] = ()
+        self.tickets: dict[str, Done] = {}
+        self.jobs: Callable[[int, Job], Done] = lambda rank, job: said(f"{rank}: {text_of(job)}")
         self.late = self.waits = self.synchronised = False
         self.since_ns = 0
 
     def begin(self, answer: Answer) -> None:
-        self.answer, self.ordinal, self.held, self.mode = answer, 0, None, ("continue", None)
+        self.answer, self.ordinal, self.held, self.mode = answer, 0, None, Continue()
 
     def end(self, outcome: object) -> None:
         if self.answer is not None:
@@ -107,83 +135,92 @@ class FakeGate:
             self.ordinal += 1
             return
         self.since_ns += 1
-        place = {"step": 0, "ordinal": self.ordinal, "kind": kind, "edge": edge, "unit": unit, "num_bytes": 8}
-        self.held = {**place, "breakpoint": met["id"] if met else None, "since_ns": self.since_ns, "phase": "forward"}
-        self.held["synchronised"] = self.synchronised
-        self.mode = ("continue", None)
-        self.breakpoints = [b for b in self.breakpoints if b is not met or not b.get("once")]
+        self.held = Hold(
+            place=Place(0, self.ordinal),
+            **{"kind": kind, "edge": edge, "unit": unit, "phase": "forward", "since_ns": self.since_ns},
+            breakpoint=met.id if met else None,
+            synchronised=self.synchronised,
+        )
+        self.mode = Continue()
+        self.breakpoints = tuple(b for b in self.breakpoints if b is not met or not b.once)
 
-    def _meets(self, breakpoint_: dict[str, Any], kind: str, unit: int) -> bool:
+    def _meets(self, breakpoint_: Breakpoint, kind: str, unit: int) -> bool:
         return (
-            breakpoint_["event"] == kind
-            and breakpoint_["rank"] in {None, self.rank}
-            and fnmatchcase(self.units.get(unit, ""), breakpoint_["unit"] or "*")
+            breakpoint_.event == kind
+            and breakpoint_.rank in {None, self.rank}
+            and fnmatchcase(self.units.get(unit, ""), breakpoint_.unit or "*")
         )
 
     def _is_wanted(self, kind: str) -> bool:
-        what, value = self.mode
-        if what == "run_to":
-            return (0, self.ordinal) >= value
-        return what == "pause" or (what == "next" and value in {"event", kind})
+        match self.mode:
+            case RunTo(place=place):
+                return Place(0, self.ordinal) >= place
+            case Next(what=what):
+                return what in {"event", kind}
+        return isinstance(self.mode, Pause)
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = getattr(self, f"_{request['op']}")(request) or {}
-        return answer
+    def ask(self, request: Request[Any]) -> bool | None:
+        match request:
+            case Job():
+                if self.held:
+                    self.tickets[request.ticket] = self.jobs(self.rank, request)
+                return self.held is not None
+            case Forget():
+                for ticket in request.tickets:
+                    self.tickets.pop(ticket, None)
+            case SetBreakpoints():
+                self.breakpoints = checked(request.breakpoints)
+            case Pause():
+                if not self.held:
+                    self.mode = request
+            case RunTo(place=place) if self.held and self.held.place >= place:
+                pass
+            case _:
+                self._let_go(request)
+        return None
 
-    def _pause(self, request: dict[str, Any]) -> None:
-        if not self.held:
-            self.mode = ("pause", None)
-
-    def _run_to(self, request: dict[str, Any]) -> None:
-        target = (request["step"], request["ordinal"])
-        if not self.held or (0, self.ordinal) < target:
-            self._let_go(("run_to", target))
-
-    def _continue(self, request: dict[str, Any]) -> None:
-        self._let_go(("continue", None))
-
-    def _next(self, request: dict[str, Any]) -> None:
-        self._let_go(("next", request["what"]))
-
-    def _breakpoints(self, request: dict[str, Any]) -> None:
-        self.breakpoints = request["breakpoints"]
-
-    def _enqueue(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _let_go(self, mode: Request[None]) -> None:
         if self.held:
-            self.tickets[request["ticket"]] = self.jobs(self.rank, request["job"])
-        return {"accepted": self.held is not None}
-
-    def _forget(self, request: dict[str, Any]) -> None:
-        for ticket in request["tickets"]:
-            self.tickets.pop(ticket, None)
-
-    def _let_go(self, mode: tuple[str, Any]) -> None:
-        if self.held:
-            self.ordinal, self.held = self.ordinal + (mode[0] != "run_to"), None
+            self.ordinal, self.held = self.ordinal + (not isinstance(mode, RunTo)), None
         self.mode = mode
 
-    def position(self) -> dict[str, Any]:
+    def position(self, **more: Any) -> Position:
         self.advance()
         inside = self.answer is not None
-        return {
-            "held": self.held,
-            "ordinal": len(self.program) if self.waits else self.ordinal,
-            "waiting": self.waits,
-            "tickets": dict(self.tickets),
-            "doing": "step" if inside else "",
-            "step": 0 if inside else -1,
-        }
+        return Position(
+            rank=self.rank,
+            doing="step" if inside else "",
+            place=Place(0 if inside else -1, len(self.program) if self.waits else self.ordinal),
+            held=self.held,
+            waiting=self.waits,
+            tickets=dict(self.tickets),
+            **more,
+        )
 
 
-def said(text: str, result: Any = None) -> dict[str, Any]:
-    return {"ok": True, "text": text, "result": result, "error": None}
+def checked(breakpoints: tuple[Breakpoint, ...]) -> tuple[Breakpoint, ...]:
+    """The same, of which every rank knows the event and can read the condition."""
+    for breakpoint_ in breakpoints:
+        split_event(breakpoint_.event)
+        if breakpoint_.when is not None:
+            Condition.parse(breakpoint_.when, breakpoint_.rank)
+    return breakpoints
 
 
-def failed(ename: str, evalue: str) -> dict[str, Any]:
-    return {"ok": False, "text": "", "result": None, "error": {"ename": ename, "evalue": evalue, "traceback": ""}}
+def text_of(job: Job) -> str:
+    """What a job is about: its expression, its cell, or the name of its parameter."""
+    (text,) = (getattr(job.work, name) for name in ("expr", "code", "fqn") if hasattr(job.work, name))
+    return str(text)
 
 
-GATE_OPERATIONS = {"pause", "run_to", "continue", "next", "breakpoints", "enqueue", "forget"}
+def said(text: str, result: Any = None) -> Done:
+    return Done(text=text, result=result)
+
+
+def failed(ename: str, evalue: str) -> Done:
+    return Done(error=JobError(ename=ename, evalue=evalue))
+
+
 PROGRAM = [
     ("step", "begin", -1),
     *[(kind, "begin", unit) for unit in (0, 1, 2) for kind in ("all_gather", "forward")],
@@ -216,18 +253,17 @@ class FakeRank:
     def shard(self) -> None:
         self.header, self.version = self.full_header, self.version + 1
 
-    def drain(self, next_seq: int, version: int) -> Reply:
-        first = max(next_seq, self.overwritten)
+    def drain(self, known: Known, position: Position) -> Recorded:
+        first = max(known.next_seq, self.overwritten)
         rows = self.whole.rows[first : self.recorded]
-        content = {
-            "first_seq": first,
-            "count": len(rows),
-            "lost": first - next_seq,
-            "key_frame": key_frame_to_dict(advance(KeyFrame(), self.whole.rows[: self.recorded])),
-            "header": header_to_dict(self.header) if version != self.version else None,
-            "header_version": self.version,
-        }
-        return Reply(content, buffers=(memoryview(to_wire(rows.tobytes())),))
+        return Recorded(
+            rows=memoryview(to_wire(rows.tobytes())),
+            lost=first - known.next_seq,
+            key_frame=key_frame_to_dict(advance(KeyFrame(), self.whole.rows[: self.recorded])),
+            header=header_to_dict(self.header) if known.header_version != self.version else None,
+            header_version=self.version,
+            position=position,
+        )
 
 
 class FakeCluster:
@@ -250,7 +286,7 @@ class FakeCluster:
         self.silent: set[int] = set()
         self.patience: list[tuple[str, float]] = []  # what was asked at the side door, and the seconds it was given
         self.unfinished: dict[int, int] = {}
-        self.lines: dict[int, dict[str, Any]] = {}
+        self.lines: dict[int, CellLine] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
         self.commands = dict.fromkeys(range(num_ranks), 0)
         self.on_abort: dict[int, Callable[[str], None]] = {}
@@ -300,15 +336,17 @@ class FakeCluster:
     # ---- front door
 
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:
-        chosen = self._chosen(ranks)
+        chosen = self._select(ranks)
         function = name.partition(":")[2]
+        if function == "execute":
+            args = (from_dict(*args),)
         self.log.append((function, *args))
         if function == "recover":
             self.unfinished.clear()
-        return self._perform(args[0]["word"] if function == "execute" else function, chosen)
+        return self._perform(args[0].word if function == "execute" else function, chosen)
 
     def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
-        chosen = self._chosen(ranks)
+        chosen = self._select(ranks)
         self.log.append(("cell", code, chosen))
         return self._perform("cell", chosen)
 
@@ -327,68 +365,65 @@ class FakeCluster:
         if not self.started:
             raise UsageError("the ranks are not started: start them first (%fsdp start)")
 
-    def _chosen(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
+    def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         self._check_started()
-        chosen = tuple(sorted(set(range(self.num_ranks) if ranks is None else ranks)))
-        unknown = [rank for rank in chosen if rank not in range(self.num_ranks)]
-        if unknown or not (chosen or may_be_none):
-            what = f"there is no rank {unknown}" if unknown else "no rank was named"
-            raise UsageError(f"{what}: the ranks are 0 to {self.num_ranks - 1}")
-        return chosen
+        return select(ranks, self.num_ranks, may_be_none=may_be_none)
 
     # ---- side door
 
     def ask(
-        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
-    ) -> dict[int, Reply | Exception]:
-        chosen = self._chosen(ranks, may_be_none=True)
-        self.patience.append((request["op"], timeout_s))
-        if request["op"] == "abort":
-            self.log.append(("abort", request["reason"], chosen))
-        if request["op"] == "shut":
-            self.log.append(("shut", chosen))
-        if request["op"] == "drain":
+        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, R | Exception]:
+        chosen = self._select(ranks, may_be_none=True)
+        self.patience.append((request.word, timeout_s))
+        if isinstance(request, Drain):
             self.on_drain()
-        if request["op"] in GATE_OPERATIONS:
-            self.log.append((request["op"], {k: v for k, v in request.items() if k != "op"}, chosen))
+        elif not isinstance(request, (Locate, Stacks, Line, ListNames)):
+            self.log.append((request.word, request, chosen))
         return {rank: self._answer(rank, request) for rank in chosen}
 
-    def _answer(self, rank: int, request: dict[str, Any]) -> Reply | Exception:
+    def _answer(self, rank: int, request: Request[Any]) -> Any:
         if rank in self.dead:
             return self._loss(rank)
         if rank in self.silent:
             return ClusterError(f"rank {rank} has not answered")
-        if request["op"] in GATE_OPERATIONS:
-            return Reply(self.gates[rank].ask(request))
-        content: dict[str, Any] = {}
-        match request["op"]:
-            case "drain":
-                reply = self.ranks[rank].drain(*request["known"][str(rank)])
-                reply.content["position"] = self.position(rank)
-                return reply
-            case "where":
-                content = self.position(rank)
-            case "line":
-                content = self.lines.get(rank, {})
-            case "names":
-                content = {"modules": self.modules[rank], "variables": self.variables[rank], "classes": ["Block"]}
-            case "stacks":
-                frame = {"text": "cell:3 in train_step: f()", "number": 0, "is_python": False}
-                content = {"stacks": [{"thread": "MainThread", "is_main": True, "frames": [frame]}]}
-            case "abort":
-                self.on_abort.pop(rank, lambda reason: None)(request["reason"])
-        return Reply(content)
+        try:
+            return self._do(rank, request)
+        except UsageError as error:
+            return rank_error(rank, "UsageError", str(error))
 
-    def position(self, rank: int) -> dict[str, Any]:
-        return {
-            "rank": rank,
-            "unfinished": self.unfinished.get(rank, 0),
-            "optimizer_steps": self.optimizer_steps[rank],
-            "commands": self.commands[rank],
-        } | self.gates[rank].position()
+    def _do(self, rank: int, request: Request[Any]) -> Any:
+        answer: Any = None
+        match request:
+            case Drain(known=known):
+                answer = self.ranks[rank].drain(known[rank], self.position(rank))
+            case Locate():
+                answer = self.position(rank)
+            case Line():
+                answer = self.lines.get(rank)
+            case ListNames():
+                mine = {"modules": tuple(self.modules[rank]), "variables": tuple(self.variables[rank])}
+                answer = Names(**mine, classes=("Block",))
+            case Stacks():
+                frame = Frame(text="cell:3 in train_step: f()", number=0)
+                answer = (Thread(name="MainThread", is_main=True, frames=(frame,)),)
+            case GiveUp(reason=reason):
+                self.on_abort.pop(rank, lambda reason: None)(reason)
+            case Shut():
+                pass
+            case _:
+                answer = self.gates[rank].ask(request)
+        return answer
+
+    def position(self, rank: int) -> Position:
+        return self.gates[rank].position(
+            unfinished=self.unfinished.get(rank, 0),
+            optimizer_steps=self.optimizer_steps[rank],
+            commands=self.commands[rank],
+        )
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        chosen = self._chosen(ranks, may_be_none=True)
+        chosen = self._select(ranks, may_be_none=True)
         self.log.append(("interrupt", chosen))
         for rank in chosen:
             self.on_interrupt.pop(rank, lambda: None)()

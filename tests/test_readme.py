@@ -8,9 +8,10 @@ import pytest
 
 from tests import readme
 from tests.source import REPO
-from workbench import commands
 from workbench.cli import main
 from workbench.magics import words
+from workbench.protocol import commands
+from workbench.protocol.commands import summary
 
 
 def make_targets():
@@ -38,23 +39,20 @@ def test_the_doctor_is_there(capsys):
     assert "usage: workbench doctor" in capsys.readouterr().out
 
 
-def test_the_words_of_the_table_are_those_of_the_parser():
-    lines = [readme.code(row[0])[0] for row in readme.table("line")]
-    parsed = [words.parse_line(line.removeprefix("%fsdp "))[0] for line in lines]
-    assert sorted(parsed) == sorted(words.WORDS)
+def test_the_table_of_words_is_what_they_declare():
+    declared = [[f"`%fsdp {w.example}`", "; ".join(filter(None, [summary(w), w.more]))] for w in words.WORDS.values()]
+    assert [list(row) for row in readme.table("line")] == declared
 
 
 def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
-    for row in readme.table("line"):
-        line = readme.code(row[0])[0].removeprefix("%fsdp ")
-        command = words.to_command(*words.parse_line(line))
-        assert command is None or commands.to_text(command) == line
+    for word in set(commands.COMMANDS.values()) - {commands.Start}:  # whose line names a default
+        assert commands.to_text(words.parse_line(word.example)) == word.example
 
 
 def test_the_cells_of_the_notebook_snippet_parse():
     (snippet,) = readme.blocks("ipython")
     lines = [line for line in snippet.splitlines() if line.startswith("%fsdp ")]
-    assert [words.parse_line(line.removeprefix("%fsdp "))[0] for line in lines] == ["start"]
+    assert [words.parse_line(line.removeprefix("%fsdp ")).word for line in lines] == ["start"]
 
 
 @pytest.mark.cluster

@@ -9,10 +9,11 @@ import pytest
 from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, prints, raises, said, step_result
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.pending import Output
-from workbench.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
-from workbench.session.breakpoints import EVENTS
-from workbench.session.stop_reports import StopReport
+from workbench.protocol.breakpoints import EVENTS
+from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
+from workbench.protocol.messages import GiveUp, SetBreakpoints
+from workbench.reports.stopped import StopReport
 from workbench.session.stopping import WHERE_S
 from workbench.session.watch import ASK_S, PATIENT_S
 from workbench.workbench import Workbench
@@ -49,7 +50,7 @@ def unit(wb, index):
 
 def ordinals(report):
     assert isinstance(report, StopReport), report
-    return {rank: report.stop.positions[rank]["held"]["ordinal"] for rank in report.stop.held}
+    return {rank: report.stop.positions[rank].place.ordinal for rank in report.stop.held}
 
 
 # ---- stop and go on
@@ -99,7 +100,7 @@ def test_a_breakpoint_stops_at_every_such_event(wb):
     assert found == [i for i, (kind, _, _) in enumerate(PROGRAM) if kind == "reduce_scatter"]
     wb.break_clear(1)
     assert wb.resume().steps_done == 1
-    assert [entry[1]["breakpoints"] for entry in wb.asked("breakpoints")][-1] == []
+    assert wb.asked("breakpoints")[-1][1] == SetBreakpoints(breakpoints=())
 
 
 def test_next(wb):
@@ -107,7 +108,7 @@ def test_next(wb):
     assert set(ordinals(wb.next()).values()) == {3}
     wb.break_add("optimizer")
     assert set(ordinals(wb.next("phase")).values()) == {len(PROGRAM) - 1}
-    assert wb.asked("next")[0][1] == {"what": "event"}
+    assert wb.asked("next")[0][1] == Next()
     assert wb.next().steps_done == 1
     assert wb.asked("continue")  # nothing of it is left for the next step
 
@@ -166,7 +167,7 @@ def test_one_ctrl_c_stops_all_ranks_at_one_event(wb):
     press_ctrl_c_on_drain(wb.fake, 1)
     report = wb.step(1)
     assert len(set(ordinals(report).values())) == 1
-    assert wb.asked("abort") == wb.asked("interrupt") == []
+    assert wb.asked("give up") == wb.asked("interrupt") == []
     assert isinstance(wb.abort().headline, str)
 
 
@@ -179,7 +180,7 @@ def test_ranks_at_different_events_run_to_the_furthest(wb):
     )
     press_ctrl_c_on_drain(wb.fake, 1)
     assert len(set(ordinals(wb.step(1)).values())) == 1
-    assert wb.asked("run_to")
+    assert wb.asked("run to")
     wb.abort()
 
 
@@ -189,7 +190,7 @@ def test_a_second_ctrl_c_aborts(wb):
     press_ctrl_c_on_drain(wb.fake, 2)
     with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again"):
         wb.step(1)
-    assert wb.asked("abort") == [("abort", "interrupted", (0, 1, 2, 3))]
+    assert wb.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
     assert wb.asked("recover") == [("recover", 1)]
     for rank in range(4):
         wb.make_late(rank, False)
@@ -203,14 +204,14 @@ def test_a_rank_that_comes_late_is_named(wb):
     assert str(wb.step(1)).splitlines()[0].endswith("; rank 3 stops at the next event")
     assert wb.fake.patience[-1] == ("drain", ASK_S)
     assert [row.state for row in wb.where().rows] == ["held", "held", "held", "running"]
-    assert wb.fake.patience[-1] == ("where", WHERE_S)
+    assert wb.fake.patience[-1] == ("locate", WHERE_S)
     assert "ready again" in wb.abort().headline
 
 
 def test_abort_inside_a_step(wb):
     wb.step(1, until="backward")
     assert wb.abort().headline == "aborted; the ranks are ready again and keep their variables"
-    assert wb.asked("abort")[0][1] == "aborted"
+    assert wb.asked("give up")[0][1] == GiveUp(reason="aborted")
     assert wb.step(1).steps_done == 1
 
 
@@ -218,7 +219,7 @@ def test_a_rank_that_fails_frees_the_stopped_ones(wb):
     wb.fake.script["step"] = [inside, inside, raises("ValueError", "mine"), inside]
     with pytest.raises(RankError, match="rank 2 raised ValueError: mine"):
         wb.step(1, until="forward")
-    assert wb.asked("abort")[0][2] == (0, 1, 3)
+    assert wb.asked("give up")[0][2] == (0, 1, 3)
     assert wb._session.request is None
 
 
@@ -304,7 +305,7 @@ def test_a_step_in_the_background(wb):
     with pytest.raises(UsageError, match="nothing is stopped: %fsdp step 500"):
         wb.evaluate("x")
     assert len(set(ordinals(wb.pause()).values())) == 1
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     assert wb.news()[0].startswith("in the background, %fsdp step 500 --background: 4 ranks stopped before ")
     wb.resume(background=True)
     assert "ready again" in wb.abort().headline
@@ -313,11 +314,11 @@ def test_a_step_in_the_background(wb):
 
 def test_its_end_and_its_failure_are_told_once(wb):
     wb.step(1, background=True)
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     assert wb.news() == ("in the background, %fsdp step --background: 1 step, loss 4.5, 250 ms a step (median)",)
     wb.fake.script["step"] = [raises("ValueError", "mine"), blocks, blocks, blocks]
     wb.step(1, background=True)
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     (told,) = wb.news()
     assert "rank 0 raised ValueError: mine" in told
     assert wb.news() == ()
@@ -330,13 +331,13 @@ def test_what_is_no_error_of_the_workbench_is_told_as_well(wb):
         raise KeyError("mine")
 
     wb.step(1, background=True, on_progress=on_progress)
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     assert wb.news() == ("in the background, %fsdp step --background: KeyError: 'mine'",)
 
 
 def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
     wb.step(1, background=True)
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     stall(wb)
     is_asked = threading.Event()
 
@@ -356,7 +357,7 @@ def test_no_news_is_lost_while_others_are_told(wb):
     count, told, before = 5000, [], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        thread = threading.Thread(target=lambda: [wb._news.append((None, number)) for number in range(count)])
+        thread = threading.Thread(target=lambda: [wb._session._news.append((None, number)) for number in range(count)])
         thread.start()
         while thread.is_alive():
             told += wb.news()
@@ -368,16 +369,16 @@ def test_no_news_is_lost_while_others_are_told(wb):
 
 def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb):
     wb.step(1, until="backward", background=True)
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     wb.next()  # this is waited for
     wb.fake.gates[0].late = True
     assert "runs in the background" in wb.do(Continue()).headline
     wb.fake.gates[0].late = False
     wait_until(lambda: wb._session.request is None)
-    wait_until(lambda: len(wb._news) == 2)
+    wait_until(lambda: len(wb._session._news) == 2)
     assert "1 step" in wb.news()[1]
     wb.step(1, until="backward", background=True)
-    wait_until(lambda: wb._news)
+    wait_until(lambda: wb._session._news)
     assert "1 step" in wb.do(Continue(foreground=True)).headline
 
 
@@ -455,11 +456,11 @@ def test_where_is_a_table(wb):
 
 def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
     wb.where(stacks=True)
-    assert wb.fake.patience[-2:] == [("where", WHERE_S), ("stacks", WHERE_S)]
+    assert wb.fake.patience[-2:] == [("locate", WHERE_S), ("stacks", WHERE_S)]
     wb.step(1, until="backward")
     assert wb.fake.patience[-2:] == [("drain", PATIENT_S), ("breakpoints", PATIENT_S)]
     wb.where(stacks=True)
-    assert wb.fake.patience[-2:] == [("where", PATIENT_S), ("stacks", PATIENT_S)]
+    assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
 
 
 def test_eval_and_inspect_inside_a_step(wb):
@@ -479,7 +480,7 @@ def test_eval_and_inspect_inside_a_step(wb):
         gate.jobs = lambda rank, job: jobs.append(job) or said("1")
     wb.evaluate("dist.all_reduce(x)", ranks=[0])
     wb.evaluate("dist.all_reduce(x)")
-    assert [job["alone"].partition(":")[0] for job in jobs] == ["rank 0 would call it", *[""] * 4]
+    assert [job.alone.partition(":")[0] for job in jobs] == ["rank 0 would call it", *[""] * 4]
     with pytest.raises(UsageError, match=r"new_group\(\) waits for other ranks, and only ranks 0, 2 would call it"):
         wb.run_cell("new_group()", ranks=[0, 2])
     fqn = wb.parameters()[0]
@@ -538,7 +539,7 @@ def test_bad_requests_say_what_there_is(wb, call, says):
 
 
 def test_commands_do_the_same_as_methods(wb):
-    assert "breakpoint 1: forward" in str(wb.do(Break(event="forward", rank=0, when="rank == 0")))
+    assert "breakpoint 1: forward" in str(wb.do(Break("add", "forward", rank=0, when="rank == 0")))
     wb.break_clear()
     wb.step(1, until="forward")
     assert wb.do(Evaluate(expr="x", ranks=(1,))).texts == {1: "1: x"}

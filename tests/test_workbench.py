@@ -23,8 +23,9 @@ from tests.fake_cluster import (
     writes,
 )
 from workbench.cluster.pending import Output, settle
-from workbench.commands import Reshard, Step, from_dict
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
+from workbench.protocol.commands import Reshard, Shard, Step
+from workbench.protocol.messages import CellLine, GiveUp
 from workbench.session import standing, watch
 from workbench.trace import steps
 from workbench.trace.columns import Trace
@@ -174,17 +175,7 @@ def test_status_names_what_is_there(wb):
 def test_shard_sends_the_command_and_reports(wb):
     wb.fake.script["shard"] = [gives({**SHARD_RESULT, "bytes_at_rest": 1000 + 8 * (r == 0)}) for r in range(4)]
     report = wb.shard("model", wrap=["Block"], reshard_after_forward="false", ignore=["*.bias"])
-    sent = {
-        "word": "shard",
-        "model": "model",
-        "wrap": ("Block",),
-        "mesh": (),
-        "reshard_after_forward": "false",
-        "mp": "off",
-        "offload": False,
-        "prefetch": 0,
-        "ignore": ("*.bias",),
-    }
+    sent = Shard(model="model", wrap=("Block",), reshard_after_forward="false", ignore=("*.bias",))
     assert wb.asked("execute") == [("execute", sent)]
     assert report.bytes_at_rest == (1008, 1000, 1000, 1000)
     assert "model: 3 units on 4 ranks, 1,000 elements in 10 parameters" in str(report)
@@ -195,14 +186,7 @@ def test_every_policy_is_sent(wb, mesh):
     policy = {"reshard_after_forward": "true", "mp": "bf16,reduce=fp32", "offload": True, "prefetch": 2}
     wb.fake.script["shard"] = gives({**SHARD_RESULT, "policy": ["2 copies", "computes in bfloat16"]})
     report = wb.shard("model", wrap="Block", mesh=mesh, **policy)
-    assert wb.asked("execute")[0][1] == {
-        "word": "shard",
-        "model": "model",
-        "wrap": ("Block",),
-        "mesh": (2, 2),
-        "ignore": (),
-        **policy,
-    }
+    assert wb.asked("execute")[0][1] == Shard(model="model", wrap=("Block",), mesh=(2, 2), **policy)
     assert "policy     2 copies; computes in bfloat16" in str(report)
 
 
@@ -210,7 +194,7 @@ def test_reshard_sends_only_what_changes(trained):
     trained.fake.script["reshard"] = gives({**SHARD_RESULT, "optimizers": 2})
     report = trained.reshard("model", reshard_after_forward=2, mesh=4)
     (sent,) = trained.asked("execute")
-    assert from_dict(sent[1]) == Reshard(model="model", reshard_after_forward=2, mesh=(4,))
+    assert sent[1] == Reshard(model="model", reshard_after_forward=2, mesh=(4,))
     assert "resharded in place, model: 3 units on 4 ranks" in str(report)
     assert "state of 2 optimizers carried along" in str(report)
 
@@ -276,7 +260,7 @@ def test_do_takes_the_command_itself(trained):
         (lambda wb: wb.reshard("model"), "nothing to reshard: first %fsdp shard model"),
         (lambda wb: wb.shard(wb), "a model is named by its variable"),
         (lambda wb: wb.run_cell("x", ranks=[7]), "there is no rank 7: the ranks are 0 to 3"),
-        (lambda wb: wb.run_cell("x", ranks=[]), "no rank is named"),
+        (lambda wb: wb.run_cell("x", ranks=[]), "no rank was named"),
         (lambda wb: wb.view("memroy"), "did you mean 'memory'"),
         (lambda wb: wb.help("dance"), "there is no method 'dance'"),
         (lambda wb: wb.export("run.xyz"), ".trace"),
@@ -359,7 +343,7 @@ def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
     assert (caught.value.rank, caught.value.ename) == (2, "ZeroDivisionError")
     assert caught.value.traceback == "ZeroDivisionError!\n"
     reason = "rank 2: ZeroDivisionError: division by zero"
-    assert trained.asked("abort") == [("abort", reason, (0, 1, 3))]
+    assert trained.asked("give up") == [("give up", GiveUp(reason=reason), (0, 1, 3))]
     assert trained.asked("recover") == [("recover", 1)]
     trained.fake.script["step"] = gives(step_result(1))
     assert trained.step().steps_done == 1
@@ -384,7 +368,7 @@ def test_a_cell_that_fails_everywhere_by_itself_needs_no_recovery(wb):
         wb.run_cell("x")
     assert "and 3 more alike (ranks 1-3)" in str(caught.value)
     assert caught.value.also == (1, 2, 3)
-    assert wb.asked("abort") == wb.asked("recover") == []
+    assert wb.asked("give up") == wb.asked("recover") == []
 
 
 def raises_with_work_left(cluster, rank, answer):
@@ -442,7 +426,7 @@ def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
     assert "killed by SIGKILL" in str(caught.value)
     assert "%fsdp stop, then %fsdp start" in str(caught.value)
     assert "%%fsdp -t 0,2,3" in str(caught.value)
-    assert [entry[2] for entry in trained.asked("abort")] == [(0, 2, 3)]
+    assert [entry[2] for entry in trained.asked("give up")] == [(0, 2, 3)]
     assert trained.asked("recover") == []
     trained.fake.script["cell"] = prints("still here")
     assert trained.run_cell("x", ranks=[0, 2, 3]).remarks == "--- 3 ranks agree\n"
@@ -477,7 +461,7 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
     trained.fake.script["step"] = blocks
     with pytest.raises(LookupError):
         trained.step(on_progress=broken)
-    assert trained.asked("abort")[0][2] == (0, 1, 2, 3)
+    assert trained.asked("give up")[0][2] == (0, 1, 2, 3)
     trained.fake.script["step"] = gives(step_result(1))
     trained.step()
     assert trained.asked("recover") == [("recover", 1)]
@@ -490,7 +474,7 @@ def test_who_hangs_and_where_is_said(wb, monkeypatch):
     monkeypatch.setattr(standing, "QUIET_S", 0.0)
     hanging, told = [], []
     wb.fake.script["cell"] = [returns, lambda cluster, rank, answer: hanging.append(answer), returns, returns]
-    wb.fake.lines[1] = {"line": 2, "function": "<module>", "text": "dist.barrier()"}
+    wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
 
     def on_standing(sentence):
         told.append(sentence)
@@ -521,7 +505,7 @@ def test_ctrl_c_frees_ranks_that_wait(trained):
     with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again") as caught:
         trained.run_cell("x")
     assert isinstance(caught.value, KeyboardInterrupt)
-    assert trained.asked("abort") == [("abort", "interrupted", (0, 1, 2, 3))]
+    assert trained.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
     assert trained.asked("interrupt") == []
     assert trained.asked("recover") == [("recover", 1)]
 
@@ -560,7 +544,7 @@ def test_a_third_ctrl_c_stops_waiting(trained):
     with pytest.raises(Interrupted, match="ranks 0-3 still run and nobody waits: %fsdp stop"):
         trained.run_cell("x")
     assert trained.asked("recover") == []
-    assert trained.fake.patience[-2:] == [("drain", watch.ASK_S), ("where", watch.ASK_S)]  # they need not answer
+    assert trained.fake.patience[-2:] == [("drain", watch.ASK_S), ("locate", watch.ASK_S)]  # they need not answer
 
 
 def test_ctrl_c_because_a_rank_is_gone_still_says_so(trained):
@@ -656,7 +640,7 @@ def test_the_exported_page_draws_every_view_without_a_network(trained, tmp_path,
 
 def test_help_explains_methods(wb):
     assert "Train ``count`` steps" in wb.help("step")
-    assert "shard: Shard the module" in wb.help()
+    assert "shard: Shard a model with fully_shard" in wb.help()
 
 
 def test_the_notebooks_process_never_loads_torch():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError
-from workbench.session.reports import ExportReport
+from workbench.reports.done import ExportReport
 from workbench.session.sides import some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -9,35 +10,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
 
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
-from workbench.commands import (
-    Abort,
-    Break,
-    Command,
-    Continue,
-    Evaluate,
-    Inspect,
-    Next,
-    Pause,
-    Reshard,
-    Shard,
-    Step,
-    Unshard,
-    Verify,
-    to_dict,
-)
+from workbench.cluster.pending import Output, select
 from workbench.errors import UsageError
 from workbench.export import export
-from workbench.session.breakpoints import parse_event
-from workbench.session.failures import losses_in_words
-from workbench.session.follow import Follower
-from workbench.session.names import Names, check_function, check_model, shard_first
-from workbench.session.options import ReshardOptions, ShardOptions, check_fits, made, plain
-from workbench.session.reports import (
+from workbench.protocol.arguments import argument_of
+from workbench.protocol.breakpoints import Condition, parse_event
+from workbench.protocol.commands import ON_RANKS, Command, Evaluate, Inspect, Reshard, Shard, Step, Unshard, Verify
+from workbench.protocol.messages import Names, RunCell
+from workbench.reports import cursor as cursors
+from workbench.reports.done import (
     CellReport,
     ExportReport,
     RankStatus,
@@ -50,16 +36,31 @@ from workbench.session.reports import (
     UnshardReport,
     VerifyReport,
 )
-from workbench.session.request import CellWork, CommandWork, Listener, OnOutput, OnProgress, no_output, no_progress
-from workbench.session.session import RUNTIME, ClusterLike, Session
+from workbench.reports.failures import losses_in_words
+from workbench.reports.places import live_units
+from workbench.reports.stopped import (
+    BackgroundReport,
+    BackReport,
+    BreakReport,
+    EvalReport,
+    InspectReport,
+    StopReport,
+    WhereReport,
+)
+from workbench.session.outputs import compare
+from workbench.session.pulse import Pulse
+from workbench.session.request import Listener, OnOutput, OnProgress, no_output, no_progress
+from workbench.session.session import ClusterLike, Session
 from workbench.session.sides import side
 from workbench.session.standing import OnStanding, no_standing
-from workbench.session.stop_reports import BackgroundReport, StopReport
 from workbench.session.watch import ASK_S
-from workbench.stopping import Stopping
 from workbench.trace.columns import Trace
 from workbench.views import draw
 from workbench.views.compare import draw as draw_compared
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Report)
+C = TypeVar("C", bound=Command)
 
 
 class RankSettings(TypedDict, total=False):
@@ -70,7 +71,40 @@ class RankSettings(TypedDict, total=False):
     profile: str | None
 
 
-class Workbench(Stopping):
+def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
+    """Return a command of these arguments.
+
+    Raises:
+        UsageError: it takes no such arguments.
+    """
+    try:
+        return command(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def on_ranks(command: Callable[P, Command], report: type[R]) -> Callable[Concatenate[Workbench, P], R]:
+    """Return the method that has all ranks do a command: its signature and its docstring are the command's."""
+
+    def method(self: Workbench, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return cast(R, self.do(made(command, *args, **kwargs)))
+
+    declared = cast("type[Command]", command)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(declared)
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[itself, *signature.parameters.values()], return_annotation=report
+    )
+    method.__name__ = method.__qualname__ = declared.word
+    arguments = [f"    {f.name}: {argument_of(f).about}." for f in dataclasses.fields(declared)]
+    errors = "Raises:\n    UsageError, RankError, RankDied, Interrupted: as :meth:`do`."
+    method.__doc__ = "\n".join(
+        [(inspect.getdoc(declared) or "").partition("\n\n")[0], "", "Args:", *arguments, "", errors]
+    )
+    return method
+
+
+class Workbench:
     """Ranks that train, and everything that can be seen of it.
 
     ``with Workbench(4) as wb:`` starts the ranks and stops them at the end; what was recorded outlives them.
@@ -81,6 +115,9 @@ class Workbench(Stopping):
         profile: an IPython profile whose ipyparallel configuration applies.
         cluster_factory: makes the cluster from ``num_ranks``, ``device`` and ``profile``.
         in_notebook: tells whether the caller itself has a variable of some name; used in messages only.
+
+    Attributes:
+        cursor: up to where views show what was recorded; None: all of it.
     """
 
     def __init__(
@@ -92,12 +129,14 @@ class Workbench(Stopping):
         cluster_factory: Callable[..., ClusterLike] = Cluster,
         in_notebook: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        super().__init__()
         self.num_ranks = num_ranks
         self.device = device
         self.profile = profile
         self._factory = cluster_factory
         self._in_notebook = in_notebook
+        self.cursor: cursors.Cursor | None = None
+        self._session: Session | None = None
+        self._last_trace = Trace.empty()
 
     def __enter__(self) -> Self:
         self.start()
@@ -142,7 +181,9 @@ class Workbench(Stopping):
         cluster = self._factory(wanted["num_ranks"], device=wanted["device"], profile=wanted["profile"])
         cluster.start()
         self.num_ranks, self.device, self.profile = wanted["num_ranks"], wanted["device"], wanted["profile"]
-        self._begin(Session(cluster))
+        self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
+        self._last_trace = Trace.empty()
+        self._show_newest()
         devices = tuple(info["device"] for info in cluster.rank_info)
         notice = cluster.rank_info[0].get("notice", "")
         return StartReport(num_ranks=self.num_ranks, devices=devices, seconds=time.monotonic() - begin, notice=notice)
@@ -157,6 +198,9 @@ class Workbench(Stopping):
             last.callback(self._keep_trace, session)
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
+
+    def _show_newest(self) -> None:
+        self.cursor = None
 
     def _keep_trace(self, session: Session) -> None:
         self._last_trace = session.trace
@@ -183,10 +227,10 @@ class Workbench(Stopping):
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions, losses = session.where(), session.cluster.losses()
+        positions, losses = session.positions(), session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
             position = positions.get(info["rank"])
-            doing = "" if position is None else position["doing"] or "idle"
+            doing = "" if position is None else position.doing or "idle"
             place = {key: info[key] for key in ("rank", "host", "device", "pid")}
             yield RankStatus(**place, alive=alive, doing=doing, loss=losses.get(info["rank"], ""))
 
@@ -221,14 +265,22 @@ class Workbench(Stopping):
         """
         session = self._started()
         if session.request is not None and session.request.state == "stopped":
-            return self._cell_inside(code, ranks, on_output)
-        chosen = self._chosen(ranks)
-        with session.changed:
-            mark = session.ready(chosen)
-            pending = session.cluster.run_cell(code, ranks=chosen)
-            request = session.open(CellWork(pending), pending, mark)
+            return self._cell_inside(session, code, ranks, on_output)
         listener = Listener(on_output=on_output, on_standing=on_standing)
-        return cast(CellReport | StopReport, self._run(session, request, listener, False))
+        return cast(CellReport | StopReport, session.run_cell(code, select(ranks, self.num_ranks), listener))
+
+    @staticmethod
+    def _cell_inside(session: Session, code: str, ranks: Sequence[int] | None, on_output: OnOutput) -> CellReport:
+        """Run a cell in the stopped step's own threads."""
+        inside = session.do_inside("run a cell in", RunCell(code=code), ranks)
+        texts = {rank: done.text for rank, done in sorted(inside.done.items())}
+        first = min(texts)
+        remarks = compare(texts, first)
+        for text in filter(None, (texts[first], remarks)):
+            on_output(Output("stdout", text=text))
+        if inside.error is not None:
+            raise inside.error
+        return CellReport(texts=texts, remarks=remarks)
 
     def do(
         self,
@@ -236,8 +288,8 @@ class Workbench(Stopping):
         on_progress: OnProgress = no_progress,
         on_output: OnOutput = no_output,
         on_standing: OnStanding = no_standing,
-    ) -> Report:
-        """Carry out ``command`` and return its report, or where the ranks stopped inside it.
+    ) -> Any:  # noqa: ANN401 - what the command's method returns
+        """Do ``command`` and return what its method does: a report (or that of a stop inside it), a figure, a widget.
 
         Args:
             command: what to do.
@@ -251,69 +303,18 @@ class Workbench(Stopping):
             RankDied: a rank is gone.
             Interrupted: it was given up.
         """
-        report: Report
         listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
-        match command:
-            case Pause():
-                report = self.pause()
-            case Continue():
-                report = self.resume(background=False if command.foreground else None, **vars(listener))
-            case Next():
-                report = self.next(command.what, **vars(listener))
-            case Abort():
-                report = self.abort()
-            case Break():
-                report = self.break_add(command.event, rank=command.rank, when=command.when)
-            case Inspect():
-                report = self.inspect(command.fqn)
-            case Evaluate():
-                report = self.evaluate(command.expr, command.ranks or None, frame=command.frame)
-            case _:
-                report = self._do(command, listener)
-        return report
+        if command.on_ranks:
+            return self._started().run(command, listener)
+        name, arguments = command.call()
+        method = getattr(self, name)
+        told = {key: value for key, value in vars(listener).items() if key in inspect.signature(method).parameters}
+        return method(**arguments, **told)
 
-    def _do(self, command: Command, listener: Listener) -> Report:
-        session = self._started()
-        with session.changed:
-            mark = session.ready(range(self.num_ranks))
-            self._check(command, session)
-            if isinstance(command, Step) and command.until:
-                session.breakpoints.set_until(*parse_event(command.until, self.units()))
-                session.push_breakpoints()
-            follower = (
-                Follower(session.trace, num_ranks=self.num_ranks, total=command.count)
-                if isinstance(command, Step)
-                else None
-            )
-            pending = session.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-            request = session.open(CommandWork(command, follower, pending), pending, mark)
-        request.is_background = isinstance(command, Step) and command.background
-        return self._run(session, request, listener, request.is_background)
-
-    def shard(self, model: str, **policy: Unpack[ShardOptions]) -> ShardReport:
-        """Shard the module that ranks call ``model``; errors as :meth:`do`.
-
-        Args:
-            model: a variable on the ranks, such as ``model`` or ``model.blocks``.
-            policy: ``wrap`` names the classes of which each instance becomes a unit; ``mesh`` is ``4`` or ``"2x2"``;
-                ``reshard_after_forward`` is ``"auto"``, ``"true"``, ``"false"`` or a number of ranks; ``mp`` such as
-                ``"bf16,reduce=fp32"``; ``offload``; ``prefetch`` units ahead; ``ignore``: patterns of parameters. What
-                each means says :class:`~workbench.commands.Shard`.
-        """
-        return cast(ShardReport, self.do(made(lambda: Shard(model=model, **plain(policy)))))
-
-    def reshard(self, model: str, **policy: Unpack[ReshardOptions]) -> ReshardReport:
-        """Change how a sharded model is sharded, in place; training goes on. Errors as :meth:`do`.
-
-        Args:
-            model: as in :meth:`shard`.
-            policy: as in :meth:`shard`, without ``ignore``; what is not given stays as it is.
-        """
-        return cast(ReshardReport, self.do(made(lambda: Reshard(model=model, **plain(policy)))))
-
-    def unshard(self, model: str) -> UnshardReport:
-        """Make it a plain module again: :class:`~workbench.commands.Unshard`; errors as :meth:`do`."""
-        return cast(UnshardReport, self.do(made(lambda: Unshard(model=model))))
+    shard = on_ranks(Shard, ShardReport)
+    reshard = on_ranks(Reshard, ReshardReport)
+    unshard = on_ranks(Unshard, UnshardReport)
+    verify = on_ranks(Verify, VerifyReport)
 
     def step(
         self,
@@ -325,7 +326,7 @@ class Workbench(Stopping):
         until: str = "",
         background: bool = False,
     ) -> StepReport | StopReport | BackgroundReport:
-        """Train ``count`` steps: :class:`~workbench.commands.Step`; errors as :meth:`do`.
+        """Train ``count`` steps: :class:`~workbench.protocol.commands.Step`; errors as :meth:`do`.
 
         Args:
             count: how many.
@@ -335,12 +336,202 @@ class Workbench(Stopping):
             until: event before which all ranks stop once, as for :meth:`break_add`.
             background: return at once; :meth:`news` tells how it ended.
         """
-        command = made(lambda: Step(count=count, fn=fn, until=until, background=background))
+        command = made(Step, count, fn, until=until, background=background)
         return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output))
 
-    def verify(self, model: str = "", fn: str = "train_step") -> VerifyReport:
-        """Compare a step with an unsharded one: :class:`~workbench.commands.Verify`; errors as :meth:`do`."""
-        return cast(VerifyReport, self.do(made(lambda: Verify(model=model, fn=fn))))
+    # ---- stop and go on
+
+    def pause(self) -> Report:
+        """Stop all ranks at the same event of what they are doing, and return where they stand.
+
+        Raises:
+            UsageError: nothing is under way.
+        """
+        return self._started().pause()
+
+    def resume(
+        self,
+        *,
+        background: bool | None = None,
+        on_progress: OnProgress = no_progress,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
+    ) -> Report:
+        """Let stopped ranks go on (``%fsdp continue``), and return how it ended or where it stopped again.
+
+        Args:
+            background: return at once; None: if it was begun so.
+            on_progress: as for ``step``.
+            on_output: as for ``run_cell``; if it is not given, the one of before goes on.
+            on_standing: as for ``run_cell``.
+
+        Raises:
+            UsageError: nothing is stopped.
+        """
+        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        return self._started().go_on(None, listener, background=background)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether what is under way was begun in the background, and goes on there."""
+        request = self._session.request if self._session is not None else None
+        return request is not None and request.is_background
+
+    def next(
+        self,
+        what: str = "event",
+        *,
+        background: bool = False,
+        on_progress: OnProgress = no_progress,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
+    ) -> Report:
+        """Let stopped ranks go on to the next ``event``, ``collective``, ``unit`` or ``phase``; else as ``resume``."""
+        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        return self._started().go_on(what, listener, background=background)
+
+    def abort(self) -> Report:
+        """Give up what the ranks do; they are ready again afterwards.
+
+        Raises:
+            UsageError: nothing is under way.
+            WorkbenchError: they could not be made ready again.
+        """
+        return self._started().abort()
+
+    def news(self) -> tuple[str, ...]:
+        """Return what ended or stopped in the background since the last time, a sentence each."""
+        return () if self._session is None else self._session.news()
+
+    # ---- look around
+
+    def where(self, *, stacks: bool = False) -> WhereReport:
+        """Return where every rank is, with ``stacks`` also its Python threads; ranks at work answer as well."""
+        return self._started().where(stacks=stacks)
+
+    def inspect(self, fqn: str) -> InspectReport:
+        """Return what every stopped rank has of the parameter ``fqn``: its shard, gradient, optimizer state and more.
+
+        Raises:
+            UsageError: nothing is stopped, or there is no such parameter.
+        """
+        inside = self._started().do_inside("inspect", Inspect(fqn), None)
+        if inside.error is not None:
+            raise inside.error
+        return InspectReport(
+            fqn=fqn, by_rank={rank: done.result or {} for rank, done in inside.done.items()}, others=inside.others
+        )
+
+    def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
+        """Return what a Python expression is on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
+
+        Its names are the variables of the functions under way, innermost first, and then those of the cells.
+
+        Args:
+            expr: the expression.
+            ranks: which ranks; None: all that stand in the gate.
+            frame: number of the function at which the search for names begins: 0 the innermost, 1 its caller.
+
+        Raises:
+            UsageError: nothing is stopped, or the expression waits for ranks that would not evaluate it.
+            RankError: it raised; the stop stays.
+        """
+        command = made(Evaluate, expr, tuple(ranks or ()), frame=frame)
+        inside = self._started().do_inside("evaluate", command, ranks)
+        if inside.error is not None:
+            raise inside.error
+        texts = {rank: done.text for rank, done in inside.done.items()}
+        return EvalReport(expr=expr, texts=texts, others=inside.others if ranks is None else ())
+
+    def parameters(self) -> list[str]:
+        """Return the names of all sharded parameters."""
+        return [param.fqn for unit in live_units(self.trace.header) for param in unit.params]
+
+    # ---- where to stop
+
+    def break_add(self, event: str, *, rank: int | None = None, when: str | None = None) -> BreakReport:
+        """Have ranks stop before every such event (``%fsdp break add``).
+
+        Args:
+            event: such as ``all_gather``, ``all_gather:blocks.2``, ``backward.end:*``.
+            rank: the only rank that stops; None: all of them.
+            when: condition over num_bytes, unit, kind, edge, phase, step, ordinal and rank; None: always.
+
+        Raises:
+            UsageError: there is no such event, unit or rank, or it is no such condition.
+        """
+        session = self._started()
+        kind, unit = parse_event(event, session.units())
+        if rank is not None:
+            select([rank], self.num_ranks)
+        if when is not None:
+            Condition.parse(when, rank)
+        added = session.breakpoints.add(kind, unit, rank=rank, when=when)
+        session.push_breakpoints()
+        return BreakReport(breakpoints=tuple(session.breakpoints), said=f"breakpoint {added.id}: {added}")
+
+    def break_list(self) -> BreakReport:
+        """Return the breakpoints there are."""
+        return BreakReport(breakpoints=tuple(self._started().breakpoints))
+
+    def break_clear(self, id: int | None = None) -> BreakReport:
+        """Take the breakpoint ``id`` away, or all.
+
+        Raises:
+            UsageError: there is no such breakpoint.
+        """
+        session = self._started()
+        count = session.breakpoints.clear(id)
+        session.push_breakpoints()
+        said = f"{count} of {count + len(tuple(session.breakpoints))} breakpoints taken away" if count else ""
+        return BreakReport(breakpoints=tuple(session.breakpoints), said=said)
+
+    def units(self) -> list[str]:
+        """Return the names of all units, root ``""`` included."""
+        return [unit.name for unit in live_units(self.trace.header)]
+
+    # ---- step back
+
+    def back(self, n: int = 1) -> BackReport:
+        """Move the cursor ``n`` recorded events back: views then show what was recorded up to there. 0: to the newest.
+
+        What the ranks computed is not undone.
+
+        Raises:
+            UsageError: ``n`` is negative.
+        """
+        if n < 0:
+            raise UsageError(f"the cursor goes back by a whole number of events, 0 for the newest, not {n}")
+        if n == 0:
+            self.cursor = None
+            return BackReport(sentence="at the newest event")
+        self.cursor, sentence = cursors.back(self.trace, self.cursor, n)
+        return BackReport(sentence=sentence)
+
+    @property
+    def trace(self) -> Trace:
+        """What happened so far, brought up to date when ranks run."""
+        session = self._session
+        if session is None:
+            return self._last_trace
+        session.drain()
+        return session.trace
+
+    def pulse(self) -> Pulse:
+        """Return the trace so far and how each rank is: what a live view asks several times a second."""
+        session = self._session
+        found = Pulse(trace=self._last_trace) if session is None else session.pulse()
+        return dataclasses.replace(found, cursor=self.cursor)
+
+    @property
+    def shown_trace(self) -> Trace:
+        """What views show: the trace, up to the cursor if there is one."""
+        return self.trace if self.cursor is None else cursors.cut(self.trace, self.cursor)
+
+    def _started(self) -> Session:
+        if self._session is None:
+            raise UsageError("there are no ranks: first %fsdp start -n 4")
+        return self._session
 
     # ---- looking
 
@@ -419,7 +610,7 @@ class Workbench(Stopping):
         """
         return export(self.trace, path, steps)
 
-    def help(self, word: str = "") -> str:
+    def help(self, topic: str = "") -> str:
         """Return what a method does, or the first line of each.
 
         Raises:
@@ -427,21 +618,11 @@ class Workbench(Stopping):
         """
         methods = {name: inspect.getdoc(member) or "" for name, member in inspect.getmembers(type(self), callable)}
         public = {name: text for name, text in methods.items() if text and not name.startswith("_")}
-        if word and word not in public:
-            raise UsageError(f"there is no method {word!r}; there are: {', '.join(public)}")
-        return public[word] if word else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
+        if topic and topic not in public:
+            raise UsageError(f"there is no method {topic!r}; there are: {', '.join(public)}")
+        return public[topic] if topic else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
 
-    # ---- checks before ranks are asked
 
-    def _check(self, command: Command, session: Session) -> None:
-        """Raise if the ranks or their names do not fit ``command``: on some it would start, and wait for the rest."""
-        if isinstance(command, (Shard, Reshard)):
-            check_fits(command, self.num_ranks)
-        names = session.names()
-        is_sharded = any(not unit.retired for unit in session.trace.header.units)
-        if isinstance(command, (Reshard, Step, Verify)) and not is_sharded:
-            raise shard_first(names, command.word)
-        if isinstance(command, (Step, Verify)):
-            check_function(names, command.fn, self._in_notebook)
-        if isinstance(command, (Shard, Reshard, Unshard, Verify)) and command.model:
-            check_model(names, command.model, self._in_notebook)
+for _declared in ON_RANKS.values():  # one that has no line above gets its method all the same; the line types it
+    if not hasattr(Workbench, _declared.word):
+        setattr(Workbench, _declared.word, on_ranks(_declared, Report))

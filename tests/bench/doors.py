@@ -8,7 +8,8 @@ from typing import Any
 import psutil
 
 from tests.bench.stats import spread
-from workbench.cluster import Cluster, Reply
+from workbench.cluster import Cluster
+from workbench.protocol.messages import Locate
 
 Tree = dict[str, Any]
 LONG_S = 60.0
@@ -53,10 +54,10 @@ def round_trips_ms(cluster: Cluster, what: str, num_times: int, pause_s: float =
     while len(times_ms) < num_times and not any(pending.done(rank) for rank in pending.ranks):
         time.sleep(draw.uniform(0.5, 1.5) * pause_s)
         begin = time.perf_counter()
-        replies = cluster.ask({"op": "where"})
+        replies = cluster.ask(Locate())
         times_ms.append((time.perf_counter() - begin) * 1e3)
         for reply in replies.values():
-            if not isinstance(reply, Reply):
+            if isinstance(reply, Exception):
                 raise reply
     pending.results(LONG_S + seconds)
     return times_ms

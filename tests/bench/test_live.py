@@ -1,6 +1,7 @@
 """What is measured of the issue "Live", by whom, and that every figure finds its number there."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.bench.aims import LIVE, verdicts
 from tests.bench.watched import PLAIN, UNWATCHED, WATCHED, Blocks, Viewer, measure_watched, size_of
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import Pretender
-from workbench.cluster import Reply
+from workbench.protocol.messages import Position, Recorded
 
 FOUND = {
     "watched:measure_watched": {"cpu_to_plain": 1.02, "cpu_to_unwatched": 1.01, "drained_kb": 3.0},
@@ -79,7 +80,9 @@ def test_a_block_is_the_time_between_its_first_and_last_mark():
 
 
 def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
-    assert size_of(Reply({"a": 1}, buffers=(memoryview(bytes(5)), b"12"))) == len('{"a": 1}') + 7
+    small = Recorded(rows=memoryview(b""), lost=0, key_frame={}, header=None, header_version=0, position=Position())
+    assert size_of(replace(small, rows=memoryview(bytes(7)))) == size_of(small) + 7
+    assert size_of(replace(small, key_frame={"a": 1})) == size_of(small) + len('"a": 1')
 
 
 def test_a_viewer_counts_what_it_is_told_after_the_first_answer():

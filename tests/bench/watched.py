@@ -17,17 +17,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyter_client.session import Session
 
 from tests.bench.stats import median_interval, rotated
-from workbench.cluster import Cluster, Reply
-from workbench.commands import Step, to_dict
+from workbench.cluster import Cluster
+from workbench.codec import encode
+from workbench.protocol.commands import Request, Step, to_dict
+from workbench.protocol.messages import Recorded
 from workbench.session.session import RUNTIME
 from workbench.widgets.dashboard import Dashboard
 from workbench.workbench import Workbench
 
+R = TypeVar("R")
 Tree = dict[str, Any]
 PLAIN, UNWATCHED, WATCHED = "plain", "unwatched", "watched"
 ON_RANK = "tests.bench.on_rank"
@@ -43,18 +46,18 @@ class CountedCluster(Cluster):
     drained_bytes = 0
 
     def ask(
-        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
-    ) -> dict[int, Reply | Exception]:
+        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, R | Exception]:
         """As :meth:`Cluster.ask`."""
         replies = super().ask(request, ranks, timeout_s)
-        if request["op"] == "drain":
-            self.drained_bytes += sum(size_of(reply) for reply in replies.values() if isinstance(reply, Reply))
+        self.drained_bytes += sum(size_of(reply) for reply in replies.values() if isinstance(reply, Recorded))
         return replies
 
 
-def size_of(reply: Reply) -> int:
+def size_of(recorded: Recorded) -> int:
     """Bytes of an answer of a side door: its words as JSON, and its buffers."""
-    return len(json.dumps(reply.content)) + sum(memoryview(buffer).nbytes for buffer in reply.buffers)
+    buffers: list[memoryview] = []
+    return len(json.dumps(encode(recorded, buffers))) + sum(buffer.nbytes for buffer in buffers)
 
 
 class Viewer:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.fake_rank import Look
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 
@@ -23,8 +24,8 @@ def wait_until_held(cluster, ranks=None):
     """Wait until the main threads of ``ranks`` are in ``fake_rank.hold`` or ``spin``."""
 
     def are_held():
-        replies = cluster.ask({"op": "look"}, ranks, timeout_s=PATIENCE_S)
-        return all(reply.content["held"] for reply in replies.values())
+        replies = cluster.ask(Look(), ranks, timeout_s=PATIENCE_S)
+        return all(reply.held for reply in replies.values())
 
     wait_until(are_held)
 

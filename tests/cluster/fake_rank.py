@@ -3,10 +3,15 @@
 import os
 import socket
 import threading
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from IPython import get_ipython
 
+from workbench.codec import decode_named, encode
 from workbench.errors import UsageError
+from workbench.protocol.commands import Request
+from workbench.protocol.messages import Locate, Position
 
 STORE = {}
 HELD = threading.Event()
@@ -41,20 +46,85 @@ def shutdown():
             file.write(f"{STORE['info']['rank']}\n")
 
 
-def side_door(request):
-    if request["op"] == "raise":
-        raise ValueError("no such thing")
-    if request["op"] == "release":
-        RELEASED.set()
-    if request["op"] == "late":
-        TARDY.wait()
-    if request["op"] == "die":
-        os._exit(7)
-    if request["op"] == "variable":
-        return {"value": get_ipython().user_ns.get(request["name"])}, []
-    if request["op"] == "unanswerable":
-        return {"value": object()}, []
-    return {"held": HELD.is_set(), "thread": threading.current_thread().name}, [b"\x00\xff", b"second"]
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """Whether the main thread is kept, who answers, and some bytes."""
+
+    held: bool
+    thread: str
+    first: memoryview
+    second: memoryview
+
+
+@dataclass(frozen=True)
+class Look(Request[Looked]):
+    word: ClassVar[str] = "look"
+    reply: ClassVar[Any] = Looked
+
+
+@dataclass(frozen=True)
+class Raise(Request[None]):
+    word: ClassVar[str] = "raise"
+
+
+@dataclass(frozen=True)
+class Release(Request[None]):
+    word: ClassVar[str] = "release"
+
+
+@dataclass(frozen=True)
+class ComeLate(Request[None]):
+    word: ClassVar[str] = "come late"
+
+
+@dataclass(frozen=True)
+class Die(Request[None]):
+    word: ClassVar[str] = "die"
+
+
+@dataclass(frozen=True)
+class Variable(Request[Any]):
+    word: ClassVar[str] = "variable"
+    reply: ClassVar[Any] = Any
+    name: str
+
+
+@dataclass(frozen=True)
+class Answer(Request[None]):
+    """Asks for an answer that is none: one that cannot be sent, or one of another type."""
+
+    word: ClassVar[str] = "answer"
+    amiss: str
+
+
+KNOWN = {cls.word: cls for cls in (Locate, Look, Raise, Release, ComeLate, Die, Variable, Answer)}
+
+
+def side_door(data):
+    answer, buffers = None, []
+    match decode_named(KNOWN, data, "request"):
+        case Locate():
+            answer = Position(rank=STORE["info"]["rank"])
+        case Look():
+            answer = Looked(
+                held=HELD.is_set(),
+                thread=threading.current_thread().name,
+                first=memoryview(b"\x00\xff"),
+                second=memoryview(b"second"),
+            )
+        case Raise():
+            raise ValueError("no such thing")
+        case Release():
+            RELEASED.set()
+        case ComeLate():
+            TARDY.wait()
+        case Die():
+            os._exit(7)
+        case Variable(name=name):
+            answer = get_ipython().user_ns.get(name)
+        case Answer(amiss=amiss):
+            return (object() if amiss == "unsendable" else {"surprise": 1}), []
+    return encode(answer, buffers), buffers
 
 
 def echo(*args):

@@ -1,28 +1,51 @@
-"""What is true of a cluster, of the real one and of the one that stands for it in other tests."""
+"""What is true of a cluster and of its ranks: of real ones and of those that stand for them in other tests."""
 
+import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts
-from tests.fake_cluster import FakeCluster, prints
+from tests.fake_cluster import FakeCluster, inside, prints
+from tests.integration.model import CELL
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
-from workbench.cluster.pending import Reply
+from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
+from workbench.protocol.breakpoints import Breakpoint
+from workbench.protocol.commands import Continue, Evaluate, Next, Shard, Step, Stepped, to_dict
+from workbench.protocol.messages import (
+    Drain,
+    Forget,
+    Job,
+    Known,
+    Line,
+    ListNames,
+    Locate,
+    Position,
+    RunTo,
+    SetBreakpoints,
+    Stacks,
+)
 
 pytestmark = pytest.mark.cluster
 
-WHERE = {"op": "where"}
+WHERE = Locate()
+EXECUTE = "workbench.runtime.rank:execute"
 
 
 class Fake(FakeCluster):
-    """Ranks that print who they are, and die when they are told to."""
+    """Ranks that print who they are, train when they are told to, and die."""
 
     def __init__(self):
         super().__init__(3)
         self.script["cell"] = [prints(f"{rank}\n") for rank in range(3)]
+
+    def prepare(self):
+        self.sharded()
+        self.script["step"] = inside
 
     def hold(self):
         self.script["cell"] = lambda cluster, rank, answer: None
@@ -46,6 +69,27 @@ class Real(Cluster):
         for rank in ranks:
             os.kill(self.rank_info[rank]["pid"], signal.SIGKILL)
         wait_until(lambda: set(ranks) <= self.losses().keys())
+
+
+class Ranks(Cluster):
+    """The same with the runtime and the engine in them, and a model."""
+
+    def __init__(self):
+        super().__init__(3, "cpu")
+
+    def prepare(self):
+        self.run_cell(CELL).results(PATIENCE_S)
+        self.apply(EXECUTE, to_dict(Shard("model", wrap="Block"))).results(PATIENCE_S)
+
+
+@pytest.fixture(scope="module", params=[Fake, Ranks], ids=["fake", "ranks"])
+def training(request):
+    """A cluster that can train."""
+    cluster = request.param()
+    cluster.start()
+    cluster.prepare()
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture(scope="module", params=[Fake, Real], ids=["fake", "real"])
@@ -116,7 +160,7 @@ def test_a_dead_rank_ends_what_was_asked_and_refuses_what_is(own):
     assert list(own.losses()) == [1]
     assert own.losses()[1].startswith("died: the process was killed by SIGKILL")
     replies = own.ask(WHERE, timeout_s=PATIENCE_S)
-    assert [type(replies[rank]) for rank in range(3)] == [Reply, RankDied, Reply]
+    assert [type(replies[rank]) for rank in range(3)] == [Position, RankDied, Position]
     assert isinstance(own.run_cell("print(rank)", [1]).error(1), RankDied)
     own.interrupt([1])
 
@@ -151,3 +195,100 @@ def test_a_stop_ends_what_was_asked_and_can_come_again(own):
 def test_it_can_be_started_again_but_not_twice(own):
     with pytest.raises(UsageError, match="started already"):
         own.start()
+
+
+# ---- what ranks answer
+
+
+def asked(cluster, request):
+    """What all ranks answer, in their order."""
+    replies = cluster.ask(request, timeout_s=PATIENCE_S)
+    assert [rank for rank, reply in replies.items() if isinstance(reply, Exception)] == [], replies
+    return list(replies.values())
+
+
+def ended(cluster, pending):
+    """What all ranks return; those that stand for others go on by being asked."""
+    wait_until(lambda: asked(cluster, WHERE) and all(map(pending.done, range(3))))
+    return pending.results(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *(Locate(), Stacks(), Line(), ListNames(), Drain(known=dict.fromkeys(range(3), Known()))),
+        *(SetBreakpoints(breakpoints=()), Job(ticket="1", work=Evaluate("1")), Forget(tickets=("1", "2"))),
+    ],
+    ids=lambda request: request.word,
+)
+def test_every_request_is_answered_by_its_type(training, request_):
+    for answer in asked(training, request_):
+        buffers = []
+        data = json.loads(json.dumps(encode(answer, buffers)))
+        assert decode(request_.reply, data, "reply", buffers) == answer
+
+
+def test_ranks_say_who_they_are_and_what_they_have(training):
+    assert [position.rank for position in asked(training, WHERE)] == [0, 1, 2]
+    for names in asked(training, ListNames()):
+        assert "model" in names.modules
+        assert {"model", "train_step", "mesh"} <= set(names.variables)
+        assert "Block" in names.classes
+    for recorded in asked(training, Drain(known=dict.fromkeys(range(3), Known()))):
+        assert any(unit["name"] == "blocks.0" for unit in recorded.header["units"])
+        again = Known(next_seq=recorded.key_frame["seq"], header_version=recorded.header_version)
+        (newer, *_) = asked(training, Drain(known=dict.fromkeys(range(3), again)))
+        assert (newer.header, newer.header_version) == (None, recorded.header_version)
+
+
+def test_a_breakpoint_that_cannot_be_is_refused(training):
+    for wrong in (Breakpoint(id=1, event="farward"), Breakpoint(id=1, event="forward", when="f(1)")):
+        for reply in training.ask(SetBreakpoints(breakpoints=(wrong,)), timeout_s=PATIENCE_S).values():
+            assert isinstance(reply, RankError)
+            assert reply.ename == "UsageError"
+
+
+def test_a_step_is_stopped_looked_into_and_goes_on(training):
+    def held(condition):
+        """Wait until all ranks are held, and it is so; return where."""
+        seen = []
+
+        def stand():
+            seen[:] = [position.held for position in asked(training, WHERE)]
+            return all(hold is not None and condition(hold) for hold in seen)
+
+        wait_until(stand)
+        assert len({(hold.place, hold.kind, hold.edge) for hold in seen}) == 1
+        return seen[0]
+
+    asked(training, SetBreakpoints(breakpoints=(Breakpoint(id=7, event="forward"),)))
+    pending = training.apply(EXECUTE, to_dict(Step()))
+    first = held(lambda hold: hold.kind == "forward")
+    assert (first.breakpoint, first.edge, first.place.step >= 0) == (7, "begin", True)
+    assert asked(training, Job(ticket="t", work=Evaluate("1 + 1"))) == [True] * 3
+    wait_until(lambda: all("t" in position.tickets for position in asked(training, WHERE)))
+    assert all(position.tickets["t"].error is None for position in asked(training, WHERE))
+    asked(training, Forget(tickets=("t",)))
+    assert all(position.tickets == {} for position in asked(training, WHERE))
+    asked(training, SetBreakpoints(breakpoints=()))
+    asked(training, Next())
+    second = held(lambda hold: hold.place > first.place)
+    asked(training, RunTo(place=replace(second.place, ordinal=second.place.ordinal + 3)))
+    third = held(lambda hold: hold.place > second.place)
+    assert third.place.ordinal == second.place.ordinal + 3
+    assert not any(map(pending.done, range(3)))
+    asked(training, Continue())
+    for data in ended(training, pending).values():
+        assert decode(Stepped, data, "answer").steps_done == 1
+    assert asked(training, Job(ticket="late", work=Evaluate("1"))) == [False] * 3
+    assert [position.held for position in asked(training, WHERE)] == [None] * 3
+
+
+def test_a_breakpoint_of_one_rank_holds_that_one(training):
+    asked(training, SetBreakpoints(breakpoints=(Breakpoint(id=1, event="optimizer", rank=1),)))
+    pending = training.apply(EXECUTE, to_dict(Step()))
+    wait_until(lambda: asked(training, WHERE)[1].held is not None)
+    assert asked(training, WHERE)[1].held.kind == "optimizer"
+    asked(training, SetBreakpoints(breakpoints=()))
+    asked(training, Continue())
+    ended(training, pending)

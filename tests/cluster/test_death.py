@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import FOREVER_S, ROOT, RUNTIME, texts, wait_until_held
+from tests.cluster.fake_rank import Die, Look, Release
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import is_running
 from workbench.cluster.reaper import Reaper, parse
@@ -31,7 +32,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
     assert not pending.done(0)
     assert cluster.alive() == (True, False, True)
 
-    replies = cluster.ask({"op": "release"}, timeout_s=FOREVER_S)  # nobody waits for the dead
+    replies = cluster.ask(Release(), timeout_s=FOREVER_S)  # nobody waits for the dead
     assert isinstance(replies[1], RankDied)
     assert (pending.result(0, PATIENCE_S), pending.result(2, PATIENCE_S)) == (True, True)
 
@@ -47,7 +48,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
 def test_a_rank_that_dies_while_it_is_asked_at_the_side_door_is_not_waited_for(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
-    replies = cluster.ask({"op": "die"}, timeout_s=FOREVER_S)
+    replies = cluster.ask(Die(), timeout_s=FOREVER_S)
     assert "ended with exit code 7" in str(replies[0])
     assert isinstance(replies[0], RankDied)
 
@@ -71,7 +72,7 @@ def test_without_its_controller_a_cluster_says_so(make_cluster):
     with pytest.raises(ClusterError, match="rank 0 cannot be reached: the cluster's controller was killed by SIGKILL"):
         pending.result(0)
     assert cluster.alive() == (False, False)
-    assert isinstance(cluster.ask({"op": "look"})[1], ClusterError)
+    assert isinstance(cluster.ask(Look())[1], ClusterError)
 
 
 KERNEL = f"""

@@ -4,6 +4,7 @@ import pytest
 
 from workbench.cluster.doors import Doors
 from workbench.cluster.pending import settle
+from workbench.protocol.messages import Shut
 
 
 class FakeWire:
@@ -47,7 +48,7 @@ class Numbering:
 
     def ask(self, engine, rank, request, future):
         assert self.doors._sending.locked()
-        settle(future, None)
+        settle(future, (None, ()))
 
     def wake(self, engine):
         assert self.doors._sending.locked()
@@ -58,7 +59,7 @@ class Numbering:
     [
         lambda doors: doors.call("a:b", {0: ()}),
         lambda doors: doors.cell("pass", [0]),
-        lambda doors: doors.ask({}, [0], 1.0),
+        lambda doors: doors.ask(Shut(), [0], 1.0),
         lambda doors: doors.wake(0),
     ],
     ids=["call", "cell", "ask", "wake"],

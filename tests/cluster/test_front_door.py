@@ -3,6 +3,7 @@
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
+from tests.cluster.fake_rank import Release, Variable
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import THREAD_VARIABLES, usable_cores
 from workbench.errors import RankError, UsageError
@@ -74,7 +75,7 @@ def test_output_arrives_while_the_cell_runs(cluster):
 
 def release(cluster, *ranks):
     wait_until_held(cluster, ranks)
-    cluster.ask({"op": "release"}, ranks)
+    cluster.ask(Release(), ranks)
 
 
 def test_names_live_from_cell_to_cell(cluster):
@@ -209,8 +210,8 @@ def test_a_cell_that_asks_for_input_is_an_error(cluster):
 def test_an_interrupt_ends_a_cell_on_the_ranks_named(cluster, code):
     cluster.run_cell("inside = False").results(PATIENCE_S)
     pending = cluster.run_cell(f"import threading\n{code}")
-    ask = {"op": "variable", "name": "inside"}
-    wait_until(lambda: all(reply.content["value"] for reply in cluster.ask(ask, timeout_s=PATIENCE_S).values()))
+    ask = Variable("inside")
+    wait_until(lambda: all(cluster.ask(ask, timeout_s=PATIENCE_S).values()))
     cluster.interrupt([0, 2])
     wait_until(lambda: pending.done(0) and pending.done(2))
     assert [pending.error(rank).ename for rank in (0, 2)] == ["KeyboardInterrupt"] * 2

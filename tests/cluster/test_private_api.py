@@ -91,7 +91,7 @@ class FakeKernel:
 
 def frames(session, kind):
     """A message of ``session`` as it comes out of a socket."""
-    sent = session.serialize(session.msg(kind, {"op": "look"}), ident=b"who asks")
+    sent = session.serialize(session.msg(kind, {"word": "look"}), ident=b"who asks")
     return [zmq.Frame(part) for part in sent]
 
 
@@ -101,7 +101,7 @@ def test_requests_of_the_side_door_are_served_without_ado_and_others_as_ever():
     other = frames(kernel.session, "interrupt_request")
     for message in (frames(kernel.session, _control.REQUEST), other):
         asyncio.run(kernel.process_control(message))
-    assert [(stream, content) for stream, _, content in kernel.served] == [("stream", {"op": "look"})]
+    assert [(stream, content) for stream, _, content in kernel.served] == [("stream", {"word": "look"})]
     assert [bytes(ident) for ident in kernel.served[0][1]] == [b"who asks"]
     assert kernel.processed == [other]
 

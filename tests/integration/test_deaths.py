@@ -9,7 +9,7 @@ from tests.integration.model import CELL
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, UsageError
-from workbench.session.failures import RESTART
+from workbench.reports.failures import RESTART
 from workbench.views import VIEWS
 
 pytestmark = pytest.mark.cluster

@@ -11,7 +11,7 @@ from tests.integration.model import CELL
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.replay import memory, states, training
-from workbench.session.stop_reports import StopReport
+from workbench.reports.stopped import StopReport
 from workbench.trace import check, load
 from workbench.trace.keyframe import advance
 
@@ -75,7 +75,7 @@ def undisturbed(wb):
 def assert_all_at_one_event(report, num_ranks=4):
     assert isinstance(report, StopReport), report
     assert report.stop.held == tuple(range(num_ranks))
-    assert len({(p["held"]["step"], p["held"]["ordinal"]) for p in report.stop.positions.values()}) == 1
+    assert len({p.held.place for p in report.stop.positions.values()}) == 1
 
 
 @pytest.mark.parametrize("phase", STOPS)

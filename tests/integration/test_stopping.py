@@ -10,7 +10,7 @@ from tests.integration.model import CELL
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
-from workbench.session.stop_reports import StopReport
+from workbench.reports.stopped import StopReport
 from workbench.trace import advance
 
 pytestmark = pytest.mark.cluster
@@ -43,7 +43,7 @@ def ready(wb):
 def places(report):
     """Where the ranks stand: one entry if all stand at the same event."""
     assert isinstance(report, StopReport), report
-    return {(p["held"]["step"], p["held"]["ordinal"]) for p in report.stop.positions.values()}
+    return {p.held.place for p in report.stop.positions.values()}
 
 
 def states(bench):
@@ -72,7 +72,7 @@ def test_next_goes_from_event_to_event_on_all_ranks(ready):
         seen.append(places(report))
     assert all(len(found) == 1 for found in seen)
     assert sorted(seen, key=lambda found: next(iter(found))) == seen
-    assert report.stop.positions[0]["held"]["phase"].endswith("backward")
+    assert report.stop.positions[0].held.phase.endswith("backward")
     assert ready.resume().steps_done == 1
 
 
@@ -80,7 +80,7 @@ def test_a_breakpoint_holds_again_and_again_until_it_is_cleared(ready):
     ready.break_add("backward:blocks.0", when="num_bytes >= 0")
     first = ready.step(2)
     second = ready.resume()
-    assert second.stop.positions[0]["held"]["step"] == first.stop.positions[0]["held"]["step"] + 1
+    assert second.stop.positions[0].held.place.step == first.stop.positions[0].held.place.step + 1
     assert "breakpoint" in str(second)
     ready.break_clear()
     assert ready.resume().steps_done == 2

@@ -11,7 +11,7 @@ from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
 from workbench.magics.show import PLOTLY_MIME, WIDGET_MIME
-from workbench.session.reports import ShardReport
+from workbench.reports.done import ShardReport
 from workbench.session.watch import ASK_S
 
 

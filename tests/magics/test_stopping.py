@@ -1,17 +1,15 @@
 """The words that stop inside a step, in a real IPython shell."""
 
-import argparse
-
 import pytest
 
 from tests.fake_cluster import failed, inside, prints
 from tests.waiting import wait_until
-from workbench.commands import Break, Evaluate, Inspect, Next, Step
 from workbench.errors import RankError, UsageError
 from workbench.magics.complete import candidates
 from workbench.magics.parser import HelpAsked
-from workbench.magics.words import parse_command, parse_line, to_command
-from workbench.session.breakpoints import EVENTS
+from workbench.magics.words import parse_line
+from workbench.protocol.breakpoints import EVENTS
+from workbench.protocol.commands import Break, Evaluate, Inspect, Next, Step
 
 
 @pytest.fixture
@@ -28,7 +26,7 @@ def stoppable(notebook):
         ("step 500 --background", Step(count=500, background=True)),
         ("next", Next()),
         ("next unit", Next(what="unit")),
-        ("break add forward:* --rank 1 --when 'step > 2'", Break(event="forward:*", rank=1, when="step > 2")),
+        ("break add forward:* --rank 1 --when 'step > 2'", Break("add", "forward:*", rank=1, when="step > 2")),
         ("inspect a.b", Inspect(fqn="a.b")),
         ("eval x['a'] + 1", Evaluate(expr="x['a'] + 1")),
         ('eval f"{x}" -t 0,2', Evaluate(expr='f"{x}"', ranks=(0, 2))),
@@ -40,7 +38,7 @@ def stoppable(notebook):
     ],
 )
 def test_lines_become_commands(line, command):
-    assert parse_command(line) == command
+    assert parse_line(line) == command
 
 
 @pytest.mark.parametrize(
@@ -65,16 +63,14 @@ def test_lines_become_commands(line, command):
 )
 def test_wrong_lines_say_what_is_right(line, says):
     with pytest.raises(UsageError) as caught:
-        to_command(*parse_line(line))
+        parse_line(line)
     assert says in str(caught.value)
 
 
 def test_help_of_eval_and_its_names():
     with pytest.raises(HelpAsked, match="the raw rest of the line"):
         parse_line("eval --help")
-    assert parse_line("eval {who} -t {who}", lambda text: text.replace("{who}", "0,3"))[1] == argparse.Namespace(
-        expr="{who}", ranks=(0, 3), frame=0
-    )
+    assert parse_line("eval {who} -t {who}", lambda text: text.replace("{who}", "0,3")) == Evaluate("{who}", (0, 3))
 
 
 def names(kind):
@@ -149,7 +145,7 @@ def test_breakpoints(stoppable):
 def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
     assert "runs in the background" in stoppable.ok("%fsdp step --background").shown[0]["text/plain"]
     workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
-    wait_until(lambda: workbench._session.request is None and workbench._news)
+    wait_until(lambda: workbench._session.request is None and workbench._session._news)
     assert stoppable.ok("%fsdp status").out.startswith("in the background, %fsdp step --background: 1 step")
     assert "in the background" not in stoppable.ok("%fsdp status").out
 
@@ -169,11 +165,11 @@ def test_back(stoppable):
 def test_what_was_begun_in_the_background_goes_on_there(stoppable):
     workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     stoppable.ok("%fsdp step --until backward --background")
-    wait_until(lambda: workbench._news)
+    wait_until(lambda: workbench._session._news)
     cell = stoppable.ok("%fsdp continue")
     assert "runs in the background" in cell.shown[-1]["text/plain"]
-    wait_until(lambda: workbench._news)
+    wait_until(lambda: workbench._session._news)
     assert "1 step" in stoppable.ok("%fsdp status").out
     stoppable.ok("%fsdp step --until backward --background")
-    wait_until(lambda: workbench._news)
+    wait_until(lambda: workbench._session._news)
     assert "1 step" in stoppable.ok("%fsdp continue --foreground").shown[-1]["text/plain"]

@@ -1,32 +1,51 @@
-import argparse
+import inspect
 import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.commands import COMMANDS, Reshard, Shard, Step, Verify
+from tests.fake_cluster import gives
 from workbench.errors import UsageError
 from workbench.magics.parser import HelpAsked
 from workbench.magics.words import (
     CELL,
-    METHODS,
     WORDS,
     overview,
     parse,
-    parse_command,
     parse_line,
-    parse_ranks,
     parser_for,
-    to_command,
 )
+from workbench.protocol import commands
+from workbench.protocol.arguments import argument
+from workbench.protocol.arguments import ranks as parse_ranks
+from workbench.protocol.commands import COMMANDS, Cell, Command, Reshard, Shard, Step, Verify, summary
+from workbench.reports.done import SAYS
+from workbench.reports.stopped import EndReport
 from workbench.views import VIEWS
-from workbench.workbench import Workbench
+from workbench.workbench import Workbench, on_ranks
 
 
-def test_every_command_and_view_has_its_word_and_every_word_its_method():
-    assert set(COMMANDS) | set(VIEWS) <= set(WORDS)
-    assert all(callable(getattr(Workbench, METHODS.get(name, name))) for name in WORDS)
+def test_every_view_has_its_word_and_every_word_its_method_with_its_arguments():
+    assert list(WORDS) == [*[*COMMANDS][:18], *VIEWS, *[*COMMANDS][18:]]
+    for name, word in WORDS.items():
+        command = parse_line(word.example)
+        method, arguments = command.call()
+        signature = inspect.signature(getattr(Workbench, method))
+        assert callable(getattr(Workbench, method))
+        if name not in VIEWS:
+            signature.bind(Workbench, **arguments)
+
+
+@pytest.mark.parametrize("word", [word for word in COMMANDS.values() if word.on_ranks], ids=lambda word: word.word)
+def test_the_method_of_a_word_of_the_ranks_takes_what_the_word_declares(word):
+    taken = list(inspect.signature(getattr(Workbench, word.word)).parameters.values())[1:]
+    declared = list(inspect.signature(word).parameters.values())
+    own = [parameter for parameter in taken if not parameter.name.startswith("on_")]
+    assert [(p.name, p.default) for p in own] == [(p.name, p.default) for p in declared]
+    assert summary(word)[1:] in " ".join((getattr(Workbench, word.word).__doc__ or "").split()) or word is Step
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -35,8 +54,9 @@ def test_help_of_a_word_shows_usage_and_a_line_that_works(name):
         parse_line(f"{name} -h")
     text = str(asked.value)
     assert text.startswith(f"usage: %fsdp {name}")
-    assert WORDS[name].example in text
-    assert parse_line(WORDS[name].example.removeprefix("%fsdp "))[0] == name
+    assert f"\n  %fsdp {WORDS[name].example}\n" in text
+    assert summary(WORDS[name]) in " ".join(text.split())
+    assert parse_line(WORDS[name].example).word == name
     assert f"\n  {name} " in overview()
 
 
@@ -73,8 +93,7 @@ def test_help_of_the_cell_magic():
     ],
 )
 def test_lines_become_commands(line, command):
-    assert to_command(*parse_line(line)) == command
-    assert parse_command(line) == command
+    assert parse_line(line) == command
 
 
 @pytest.mark.parametrize(
@@ -109,18 +128,13 @@ def test_lines_become_commands(line, command):
 )
 def test_wrong_lines_say_what_is_right(line, says):
     with pytest.raises(UsageError) as caught:
-        to_command(*parse_line(line))
+        parse_line(line)
     assert says in str(caught.value)
-
-
-def test_a_word_that_is_no_command():
-    with pytest.raises(UsageError, match="'status' asks the ranks nothing"):
-        parse_command("status")
 
 
 @pytest.mark.parametrize("line", ["", "   ", "help", "-h", "--help"])
 def test_nothing_means_help(line):
-    assert parse_line(line)[0] == "help"
+    assert parse_line(line).word == "help"
 
 
 EXPANDED = {
@@ -137,7 +151,7 @@ EXPANDED = {
     "back": ("back {n}", "n", 3),
     "verify": ("verify {m}", "model", "net"),
     "compare": ("compare {m}.trace last:{n}", "b", "last:3"),
-    "export": ("export {n}.json", "file", "3.json"),
+    "export": ("export {n}.json", "path", "3.json"),
     "help": ("help {w}", "topic", "unit"),
 }
 VALUES = {"{n}": "3", "{m}": "net", "{w}": "unit", "{flag}": "--stacks", "{b}": "true"}
@@ -150,12 +164,11 @@ def expand(text):
 @pytest.mark.parametrize("name", [*EXPANDED, *VIEWS])
 def test_names_in_braces_are_replaced_in_every_word(name):
     line, field, value = EXPANDED.get(name, (name, "", None))
-    args = parse_line(line, expand)[1]
-    assert getattr(args, field, None) == value
+    assert getattr(parse_line(line, expand), field, None) == value
     if name in VIEWS:
         flags = [flag for flag in parser_for(name).flags if parser_for(name).format_help().count(f"{flag} true|false")]
         for flag in flags:
-            assert getattr(parse_line(f"{name} {flag} {{b}}", expand)[1], flag[2:].replace("-", "_")) is True
+            assert getattr(parse_line(f"{name} {flag} {{b}}", expand), flag[2:].replace("-", "_")) is True
 
 
 def test_every_word_that_takes_a_text_has_its_line_above():
@@ -165,16 +178,27 @@ def test_every_word_that_takes_a_text_has_its_line_above():
 
 
 def test_code_is_left_as_it_is():
-    assert parse_line("eval {n} + 1", expand)[1].expr == "{n} + 1"
+    assert parse_line("eval {n} + 1", expand).expr == "{n} + 1"
     for when in ("--when '{n}'", "--when='{n}'"):
-        assert parse_line(f"break add forward {when}", expand)[1].when == "{n}"
-    assert parse(CELL, ["-t", "{n},1"], expand).targets == (1, 3)
+        assert parse_line(f"break add forward {when}", expand).when == "{n}"
+    assert parse(CELL, ["-t", "{n},1"], expand) == Cell(ranks=(1, 3))
 
 
 def test_view_options_are_those_of_the_view():
-    assert vars(parse_line("layout --fold true")[1]) == {"fold": True}
-    assert vars(parse_line("layout --fold false")[1]) == {"fold": False}
-    assert vars(parse_line("layout")[1]) == {}
+    assert parse_line("layout --fold true").call() == ("layout", {"fold": True})
+    assert parse_line("layout --fold false").call() == ("layout", {"fold": False})
+    assert parse_line("layout").call() == ("layout", {})
+    assert parse_line("memory --process --step 3 --talk").call() == (
+        "memory",
+        {"process": True, "step": 3, "talk": True},
+    )
+
+
+def test_the_widget_of_the_timeline_takes_no_other_flag():
+    assert parse_line("timeline --canvas").call() == ("canvas", {})
+    assert parse_line("timeline --no-canvas --step 3").call() == ("timeline", {"step": 3})
+    with pytest.raises(UsageError, match="no other flag goes with it"):
+        parse_line("timeline --canvas --step 3").call()
 
 
 @given(st.sets(st.integers(0, 63), min_size=1))
@@ -185,7 +209,7 @@ def test_ranks_as_a_list_or_in_runs(ranks):
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "-1", "1-", "1.5"])
 def test_what_is_no_list_of_ranks(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="such as 1,3 or 0-2"):
+    with pytest.raises(ValueError, match="such as 1,3 or 0-2"):
         parse_ranks(text)
 
 
@@ -193,3 +217,40 @@ def test_the_usage_line_is_one_line():
     with pytest.raises(UsageError) as caught:
         parse_line("shard m --x")
     assert len(str(caught.value).splitlines()) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tallied:
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally(Command):
+    """Count what a model has."""
+
+    word: ClassVar[str] = "tally"
+    example: ClassVar[str] = "tally model --of params"
+    on_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = Tallied
+    model: str = field(kw_only=False, metadata=argument("which", metavar="MODEL", completes="modules"))
+    of: str = field(default="units", metadata=argument("of what", completes=("units", "params")))
+
+
+def test_a_word_is_its_declaration_what_a_rank_does_and_what_is_said(notebook, monkeypatch):
+    monkeypatch.setitem(WORDS, "tally", Tally)
+    monkeypatch.setitem(commands.ON_RANKS, "tally", Tally)
+    monkeypatch.setitem(SAYS, Tally, lambda by_rank: EndReport(sentence=f"{sum(t.count for t in by_rank)} in all"))
+    notebook.fake.script["tally"] = gives({"count": 3})  # what a rank does
+    assert notebook.ok("%fsdp tally model --of params").shown[0]["text/plain"] == "12 in all"
+    assert notebook.fake.log[-1] == ("execute", Tally("model", of="params"))
+    assert commands.to_text(Tally("model", of="params")) == Tally.example
+    assert "count what a model has" in notebook.ok("%fsdp help tally").out
+    assert "  tally      count what a model has\n" in notebook.ok("%fsdp").out
+    assert notebook.complete("%fsdp tal") == ["tally"]
+    assert "model" in notebook.complete("%fsdp tally ")
+    assert notebook.complete("%fsdp tally model --of p") == ["params"]
+    assert "no rank has a model named 'teacher'" in notebook.run("%fsdp tally teacher").out
+    assert "unknown flag '--off', did you mean '--of'" in notebook.run("%fsdp tally model --off x").out
+    method = on_ranks(Tally, EndReport)
+    assert str(inspect.signature(method)).startswith("(self, model: str, *, of: str = 'units')")
+    assert method.__doc__.startswith("Count what a model has.")

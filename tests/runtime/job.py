@@ -9,7 +9,9 @@ from multiprocessing.connection import wait
 import torch
 
 from tests.engine.models import Block, batch, loss_of, make_net
-from workbench import commands
+from workbench.codec import decode, encode
+from workbench.protocol import commands
+from workbench.protocol.messages import Drain, Known, Recorded
 from workbench.runtime import rank as rank_module
 from workbench.trace.wire import from_wire
 
@@ -45,9 +47,14 @@ def execute(command):
 
 
 def drain(next_seq=0, version=0):
-    known = {str(namespace()["rank"]): [next_seq, version]}
-    content, buffers = rank_module.side_door({"op": "drain", "known": known})
-    return content, [from_wire(b"".join(buffers))]
+    """What the rank recorded since: as it came, and the rows unpacked."""
+    known = {namespace()["rank"]: Known(next_seq=next_seq, header_version=version)}
+    recorded = _reply(*rank_module.side_door(encode(Drain(known=known))))
+    return recorded, [from_wire(recorded.rows)]
+
+
+def _reply(data, buffers):
+    return decode(Recorded, data, "reply", buffers)
 
 
 def _main(rank, world_size, port, ask, job):

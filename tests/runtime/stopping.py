@@ -1,11 +1,16 @@
 """What the notebook's side does while a rank's step is stopped: requests at the side door from a thread beside it."""
 
 import itertools
+import json
 import multiprocessing
 import threading
 
 from tests.runtime.job import execute
 from tests.waiting import PATIENCE_S, eventually
+from workbench.codec import decode, encode
+from workbench.protocol.breakpoints import Breakpoint
+from workbench.protocol.commands import Continue, Evaluate, Inspect
+from workbench.protocol.messages import Forget, Job, Locate, RunCell, SetBreakpoints
 from workbench.runtime import rank as rank_module
 
 _FORK = multiprocessing.get_context("fork")
@@ -17,11 +22,12 @@ class Door:
     def __init__(self):
         self._tickets = itertools.count()
 
-    def __call__(self, op, **fields):
-        return rank_module.side_door({"op": op, **fields})[0]
+    def __call__(self, request):
+        data, _ = rank_module.side_door(json.loads(json.dumps(encode(request))))
+        return decode(request.reply, json.loads(json.dumps(data)), "reply")
 
     def where(self):
-        return self("where")
+        return self(Locate())
 
     def until(self, condition):
         """Ask where the rank stands until ``condition`` holds; returns the answer for which it held."""
@@ -35,26 +41,35 @@ class Door:
         return seen[0]
 
     def until_held(self):
-        return self.until(lambda where: where["held"] is not None)["held"]
+        return self.until(lambda where: where.held is not None).held
 
     def break_at(self, *breakpoints):
-        self("breakpoints", breakpoints=[{"id": i} | b for i, b in enumerate(breakpoints)])
+        self(SetBreakpoints(breakpoints=tuple(Breakpoint(id=i, **b) for i, b in enumerate(breakpoints))))
 
-    def send(self, ticket, kind, text, **options):
-        assert self("enqueue", ticket=ticket, job={"kind": kind, "text": text} | options)["accepted"]
+    def send(self, ticket, work, **company):
+        assert self(Job(ticket=ticket, work=work, **company))
 
-    def job(self, kind, text, **options):
-        """Run a job in the held thread and return its answer."""
+    def job(self, work, **company):
+        """Have the held thread do ``work``, and return how it ended."""
         ticket = f"t{next(self._tickets)}"
-        self.send(ticket, kind, text, **options)
-        answer = self.until(lambda where: ticket in where["tickets"])["tickets"][ticket]
-        self("forget", tickets=[ticket])
-        return answer
+        self.send(ticket, work, **company)
+        done = self.until(lambda where: ticket in where.tickets).tickets[ticket]
+        self(Forget(tickets=(ticket,)))
+        return done
+
+    def expression(self, text, *, frame=0, **company):
+        return self.job(Evaluate(expr=text, frame=frame), **company)
+
+    def cell(self, code):
+        return self.job(RunCell(code=code))
+
+    def inspect(self, fqn):
+        return self.job(Inspect(fqn=fqn))
 
     def evaluate(self, text):
-        answer = self.job("evaluate", text)
-        assert answer["ok"], answer
-        return answer["result"]
+        done = self.expression(text)
+        assert done.error is None, done
+        return done.result
 
 
 def beside(script, command):
@@ -67,8 +82,8 @@ def beside(script, command):
         except BaseException as error:  # noqa: BLE001 - raised again below
             said.append(error)
         finally:
-            door("breakpoints", breakpoints=[])
-            door("continue")
+            door(SetBreakpoints(breakpoints=()))
+            door(Continue())
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -95,7 +110,7 @@ class Meeting:
 
     def furthest(self, rank, held):
         """Return the furthest (step, ordinal) at which a rank is held."""
-        self._numbers[2 * rank : 2 * rank + 2] = held["step"], held["ordinal"]
+        self._numbers[2 * rank : 2 * rank + 2] = held.place.step, held.place.ordinal
         self.wait()
         numbers = self._numbers[:]
         self.wait()

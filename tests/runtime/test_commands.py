@@ -9,10 +9,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.runtime.job import drain, execute, namespace, prepare, run
-from workbench.commands import Shard, Step, Unshard, Verify
+from tests.runtime.stopping import Door
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.errors import UsageError
 from workbench.events import Category, Edge, Kind
+from workbench.protocol.commands import Shard, Step, Unshard, Verify
+from workbench.protocol.messages import ListNames, Locate
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
@@ -23,8 +25,8 @@ from workbench.trace.schema import ROW_DTYPE, KeyFrame
 def trace_of(content, buffers):
     rows = np.frombuffer(buffers[0], ROW_DTYPE)
     return Trace(
-        header=header_from_dict(content["header"]),
-        ranks=(RankTrace(rank=content["position"]["rank"], rows=rows, start=KeyFrame(), lost=0),),
+        header=header_from_dict(content.header),
+        ranks=(RankTrace(rank=content.position.rank, rows=rows, start=KeyFrame(), lost=0),),
     )
 
 
@@ -49,7 +51,7 @@ def life_of_a_model():
     out["rules"] = check(trace)
     out["steps"] = rows["step"][(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END)].tolist()
     out["losses"] = rows["value"][rows["kind"] == Kind.METRIC].tolist()
-    out["frame"] = key_frame_from_dict(content["key_frame"])
+    out["frame"] = key_frame_from_dict(content.key_frame)
     out["units"] = [u.name for u in trace.header.units]
     out["unshard"] = execute(Unshard(model="model"))
     out["plain"] = type(ns["model"]).__name__
@@ -251,18 +253,22 @@ def test_a_loss_that_is_a_dtensor_is_refused():
 
 def position_and_names():
     prepare()
-    where, _ = rank_module.side_door({"op": "where"})
-    names, _ = rank_module.side_door({"op": "names"})
-    try:
-        rank_module.side_door({"op": "dance"})
-    except ValueError as error:
-        return where, names, str(error)
-    return where, names, ""
+    where, names = Door()(Locate()), Door()(ListNames())
+    refusals = []
+    for data in ({"word": "dance"}, {"word": "locate", "loud": True}, {"word": "give up"}, {}, ["where"]):
+        try:
+            rank_module.side_door(data)
+        except ValueError as error:
+            refusals.append(str(error))
+    return where, names, refusals
 
 
 def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
-    where, names, refusal = run(1, position_and_names)[0]
-    assert (where["rank"], where["unfinished"], where["optimizer_steps"]) == (0, 0, 0)
-    assert "model" in names["modules"]
-    assert {"rank", "world_size", "device", "mesh", "log_metric"} <= set(names["variables"])
-    assert "'dance'" in refusal
+    where, names, refusals = run(1, position_and_names)[0]
+    assert (where.rank, where.unfinished, where.optimizer_steps) == (0, 0, 0)
+    assert "model" in names.modules
+    assert {"rank", "world_size", "device", "mesh", "log_metric"} <= set(names.variables)
+    assert refusals[0].startswith("unknown request 'dance'; known: locate, stacks, line")
+    assert refusals[1] == "request 'locate' lacks nothing and has unknown ['loud']"
+    assert refusals[2] == "request 'give up' lacks ['reason'] and has unknown nothing"
+    assert all(said.startswith("unknown request None; known: ") for said in refusals[3:])

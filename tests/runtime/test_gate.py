@@ -14,9 +14,10 @@ from tests.runtime.job import drain, execute, prepare, run
 from tests.runtime.stopping import Door, Meeting, beside
 from tests.runtime.test_commands import trace_of
 from tests.waiting import PATIENCE_S
-from workbench.commands import Shard, Step, Verify
 from workbench.engine import StepAborted
 from workbench.events import Edge, Kind
+from workbench.protocol.commands import Continue, Evaluate, Next, Pause, Shard, Step, Verify
+from workbench.protocol.messages import GiveUp, Job, Place, RunTo
 from workbench.runtime import rank as rank_module
 from workbench.trace.rules import check
 
@@ -37,7 +38,7 @@ def undisturbed(steps, **options):
 
 
 def place(held):
-    return held["kind"], held["edge"], held["phase"], held["unit"]
+    return held.kind, held.edge, held.phase, held.unit
 
 
 STOPS = [
@@ -61,9 +62,7 @@ def stopped_everywhere():
     for breakpoint_, _ in STOPS:
 
         def script(door, breakpoint_=breakpoint_):
-            held = door.until_held()
-            held["said"] = door.job("evaluate", "rank")["text"]
-            return held
+            return door.until_held(), door.expression("rank").text
 
         Door().break_at(breakpoint_)
         done, held = beside(script, Step())
@@ -71,8 +70,7 @@ def stopped_everywhere():
         stops.append(held)
     trace = trace_of(*drain())
     names = {u.index: u.name or "(root)" for u in trace.header.units}
-    for held in stops:
-        held["unit"] = names.get(held["unit"], "")
+    stops = [(held, names.get(held.unit, ""), said) for held, said in stops]
     rows = trace.ranks[0].rows
     rows = rows[~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]  # the garbage collector's may be anywhere
     gates = np.flatnonzero((rows["kind"] == Kind.GATE) & (rows["edge"] == Edge.END))
@@ -87,15 +85,15 @@ def test_all_ranks_stop_at_the_same_event_and_numbers_are_those_of_an_undisturbe
     for rank, (losses, after, stops, broken, rows_after) in enumerate(results):
         assert (losses, after) == expected[rank]
         assert broken == []
-        assert [h["step"] for h in stops] == list(range(len(STOPS)))
-        for held, (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
+        assert [held.place.step for held, _, _ in stops] == list(range(len(STOPS)))
+        for (held, held_unit, said), (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
             assert place(held)[:3] == (kind, edge, phase)
-            assert unit is None or held["unit"] == unit
-            assert held["breakpoint"] == 0
-            assert held["said"] == str(rank)
+            assert unit is None or held_unit == unit
+            assert held.breakpoint == 0
+            assert said == str(rank)
         assert rows_after == [(kind, edge) for _, (kind, edge, _, _) in STOPS]
     for held in zip(*(stops for _, _, stops, _, _ in results), strict=True):
-        assert len({(h["step"], h["ordinal"], *place(h), h["num_bytes"]) for h in held}) == 1
+        assert len({(h.place, *place(h), h.num_bytes) for h, _, _ in held}) == 1
 
 
 def paused_again_and_again(meeting, times):
@@ -113,25 +111,25 @@ def paused_again_and_again(meeting, times):
     ns["train_step"] = train_step
 
     def align(door, is_asked):
-        door("pause")
+        door(Pause())
         is_asked.set()
         target = meeting.furthest(rank, door.until_held())
-        door("run_to", step=target[0], ordinal=target[1])
-        held = door.until(lambda where: where["held"] and (where["held"]["step"], where["held"]["ordinal"]) == target)
+        door(RunTo(place=Place(*target)))
+        held = door.until(lambda where: where.held and where.held.place == Place(*target))
         meeting.wait()
-        return held["held"]
+        return held.held
 
     def script(door):
         for is_asked in asked:
-            door.until(lambda where: where["step"] >= 0)
+            door.until(lambda where: where.place.step >= 0)
             align(door, is_asked)
             for what in ("event", "collective", "unit", "phase", "phase", "event"):
-                before = door.where()["held"]
-                door("next", what=what)
+                before = door.where().held
+                door(Next(what=what))
                 held = door.until_held()
-                seen.append((what, before["phase"], held["step"], held["ordinal"], *place(held)))
+                seen.append((what, before.phase, held.place.step, held.place.ordinal, *place(held)))
                 meeting.wait()
-            door("continue")
+            door(Continue())
         return seen
 
     done, seen = beside(script, Step(count=40))
@@ -161,27 +159,29 @@ def one_rank_only(meeting):
     awaited = next(u.index for u in trace_of(*drain()).header.units if u.name == "blocks.2")
     Door().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
 
+    def is_awaited(newest):
+        return (newest.kind, newest.edge, newest.unit) == ("wait", "begin", awaited)
+
     def script(door):
         if ns["rank"] != 1:
             # in step 1 and for that unit: other waits end by themselves
-            place = {"step": 1, "kind": "wait", "edge": "begin", "unit": awaited}
-            where = door.until(lambda where: where["waiting"] and where | place == where)
+            where = door.until(lambda where: where.waiting and where.place.step == 1 and is_awaited(where.newest))
             meeting.wait()
             meeting.wait()
-            door("pause")  # a wait is a stop point as well
+            door(Pause())  # a wait is a stop point as well
             held = door.until_held()
             meeting.wait()
             answer = door.evaluate("rank")
-            door("continue")
-            return where["held"], held["kind"], answer["number"]
+            door(Continue())
+            return where.held, held.kind, answer["number"]
         held = door.until_held()
         meeting.wait()
         text = door.evaluate("rank * 10")["repr"]
         meeting.wait()
         meeting.wait()
         door.break_at()
-        door("continue")
-        return held["kind"], held["breakpoint"], text
+        door(Continue())
+        return held.kind, held.breakpoint, text
 
     done, said = beside(script, Step())
     return done["losses"], said
@@ -204,11 +204,11 @@ def give_up(how, event, meeting):
         door.until_held()
         meeting.wait()
         if how == "abort":
-            door("abort", reason="the user gave up")
+            door(GiveUp(reason="the user gave up"))
         else:
             os.kill(os.getpid(), signal.SIGINT)
-        door.until(lambda where: where["doing"] == "")
-        return door("enqueue", ticket="late", job={"kind": "evaluate", "text": "1"})["accepted"]
+        door.until(lambda where: where.doing == "")
+        return door(Job(ticket="late", work=Evaluate(expr="1")))
 
     handler = signal.getsignal(signal.SIGINT)
     error, accepted = beside(script, Step())
@@ -251,10 +251,10 @@ def change_a_parameter(when):
 
     def script(door):
         door.until_held()
-        return door.job("cell", change)
+        return door.cell(change)
 
     done, answer = beside(script, Step(count=2))
-    assert answer["ok"], answer
+    assert answer.error is None, answer
     return done["losses"]
 
 
@@ -289,10 +289,10 @@ def stopped_under_accumulation(stops):
         said = []
         for _ in range(4 * stops):
             held = door.until_held()
-            gathered = door.job("inspect", "blocks.2.mlp.0.weight")["result"]
-            grad = door.job("inspect", "blocks.1.mlp.0.weight")["result"]
-            said.append((held["kind"], gathered["full"]["state"], grad["full_grad"]["present"]))
-            door("continue")
+            gathered = door.inspect("blocks.2.mlp.0.weight").result
+            grad = door.inspect("blocks.1.mlp.0.weight").result
+            said.append((held.kind, gathered["full"]["state"], grad["full_grad"]["present"]))
+            door(Continue())
         return said
 
     done, said = beside(script, Step())
@@ -311,14 +311,14 @@ def test_stops_with_prefetch_in_flight_and_under_accumulation_change_nothing():
 def nothing_holds_outside_of_steps():
     ns = prepare()
     door = Door()
-    door("pause")
+    door(Pause())
     door.break_at({"event": "all_gather"}, {"event": "forward"}, {"event": "wait"})
     execute(Shard(model="model"))
     ok = execute(Verify())["ok"]
     with torch.no_grad():
         ns["model"](torch.zeros(1, 2, dtype=torch.long))
     door.break_at()
-    door("continue")
+    door(Continue())
     return ok, execute(Step())["steps_done"], bool((trace_of(*drain()).ranks[0].rows["kind"] == Kind.GATE).any())
 
 
@@ -334,10 +334,10 @@ def own_loop():
     said = []
 
     def script():
-        said.append(door.until_held()["step"])
-        said.append(door.job("cell", "opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7")["text"])
+        said.append(door.until_held().place.step)
+        said.append(door.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
         door.break_at()
-        door("continue")
+        door(Continue())
 
     ns["torch"] = torch
     thread = threading.Thread(target=script)

@@ -15,7 +15,7 @@ from tests.engine.models import Block
 from tests.runtime.job import execute, namespace
 from tests.runtime.stopping import Door, beside
 from tests.source import REPO
-from workbench.commands import Shard, Step
+from workbench.protocol.commands import Shard, Step
 from workbench.runtime import rank as rank_module
 
 GPU = pytest.param(
@@ -46,8 +46,8 @@ def script(door):
     held = door.until_held()
     ident = door.evaluate("__import__('threading').get_ident()")["number"]
     is_idle = door.evaluate("not torch.cuda.is_available() or torch.cuda.current_stream().query()")["repr"]
-    event = door.job("inspect", "1.mlp.0.weight")["result"]["unit"]
-    return held["synchronised"], ident == threading.main_thread().ident, is_idle, event, door.where()["held"]["kind"]
+    event = door.inspect("1.mlp.0.weight").result["unit"]
+    return held.synchronised, ident == threading.main_thread().ident, is_idle, event, door.where().held.kind
 
 
 def main(device):

@@ -15,7 +15,8 @@ from tests.runtime.job import drain, execute, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
-from workbench.commands import Step
+from workbench.protocol.commands import Continue, Evaluate, Step
+from workbench.protocol.messages import Forget, JobError, RunCell, Stacks
 from workbench.trace.rules import check
 
 
@@ -98,9 +99,9 @@ def callers_locals():
         for event in EVENTS_OF_A_STEP:
             kind, _, unit = event.partition(":")
             door.break_at({"event": kind, "unit": unit or None})
-            door("continue")
-            door.until(lambda where, kind=kind: where["held"] and kind.startswith(where["held"]["kind"]))
-            said[event] = [door.job("evaluate", text)["text"] for text in SEEN], door.job("cell", "accumulated")["text"]
+            door(Continue())
+            door.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind))
+            said[event] = [door.expression(text).text for text in SEEN], door.cell("accumulated").text
 
     Door().break_at({"event": "step"})
     beside(script, Step())
@@ -120,27 +121,27 @@ def frames():
 
     def script(door):
         door.until_held()
-        shapes = [door.job("evaluate", "list(x.shape)", frame=number)["text"] for number in range(7)]
-        return shapes, door.job("evaluate", "batsh"), door.job("evaluate", "x", frame=70), door("stacks")["stacks"][0]
+        shapes = [door.expression("list(x.shape)", frame=number).text for number in range(7)]
+        return shapes, door.expression("batsh"), door.expression("x", frame=70), door(Stacks())[0]
 
     return beside(script, Step())[1]
 
 
 def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
     ((shapes, unknown, beyond, stack),) = run(1, frames)
-    users = {f["number"]: f["text"] for f in stack["frames"] if f["number"] is not None}
+    users = {f.number: f.text for f in stack.frames if f.number is not None}
     number = next(number for number, text in users.items() if " in one_step" in text)
     assert shapes[0] == "[4, 5, 16]"
     assert shapes[number] == "[3, 2]"
     assert shapes[number + 1] == ""  # not looked for in what was called
-    assert unknown["error"]["ename"] == "NameError"
-    said = unknown["error"]["evalue"]
+    assert unknown.error.ename == "NameError"
+    said = unknown.error.evalue
     assert said.startswith("name 'batsh' is not defined; nearest: batch")
     assert "; frames: 0 forward at models.py:" in said
     assert f", {number} one_step at test_held_jobs.py:" in said
     assert "train_step at" in said
     assert "runtime" not in said
-    assert beyond["error"]["evalue"].startswith("there is no frame 70 here; frames: 0 forward at")
+    assert beyond.error.evalue.startswith("there is no frame 70 here; frames: 0 forward at")
 
 
 def in_another_thread():
@@ -159,7 +160,7 @@ def in_another_thread():
 
     def script(door):
         door.until_held()
-        return [door.job("evaluate", text)["text"] for text in ("accumulated", "list(x.shape)")]
+        return [door.expression(text).text for text in ("accumulated", "list(x.shape)")]
 
     return beside(script, Step())[1]
 
@@ -195,7 +196,7 @@ def dtensors():
         ns["partial"] = DTensor.from_local(torch.tensor(1.0), weight.device_mesh, [Partial()])
         return (
             door.evaluate("model.blocks[2].mlp[0].weight"),
-            door.job("evaluate", "partial.item()"),
+            door.expression("partial.item()"),
             door.evaluate("partial.full_tensor()"),
         )
 
@@ -208,8 +209,8 @@ def test_a_dtensor_is_described_as_this_shard_and_a_pending_sum_is_no_number():
             "this shard, [24, 16] of [49, 16]"
         )
         assert shard["number"] is None
-        assert partial["error"]["ename"] == "TypeError"
-        assert "full_tensor()" in partial["error"]["evalue"]
+        assert partial.error.ename == "TypeError"
+        assert "full_tensor()" in partial.error.evalue
         assert full["number"] == 2.0
 
 
@@ -239,10 +240,10 @@ def alone(comm):
 
     def script(door):
         door.until_held()
-        refused = {text: door.job("evaluate", text, **ALONE) for text in WAITING}
-        local = door.job("evaluate", "model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
-        mine = door.job("evaluate", "dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
-        everybody = door.job("evaluate", "dist.all_reduce(x := torch.ones(1)) or x.item()")
+        refused = {text: door.expression(text, **ALONE) for text in WAITING}
+        local = door.expression("model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
+        mine = door.expression("dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
+        everybody = door.expression("dist.all_reduce(x := torch.ones(1)) or x.item()")
         door.break_at()
         return refused, local, mine, everybody
 
@@ -256,10 +257,10 @@ def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_
     for rank, ((refused, local, mine, everybody), *after, broken) in enumerate(run(2, alone, comm)):
         for text, answer in refused.items():
             said = f"{WAITING[text]} waits for other ranks, and only rank R would call it: leave -t out"
-            assert (answer["error"]["ename"], answer["error"]["evalue"]) == ("UsageError", said), text
-        assert local["ok"]
-        assert mine["ok"], mine
-        assert everybody["text"] == "2.0"
+            assert (answer.error.ename, answer.error.evalue) == ("UsageError", said), text
+        assert local.error is None
+        assert mine.error is None, mine
+        assert everybody.text == "2.0"
         assert after == list(expected[rank])
         assert broken == []
 
@@ -267,13 +268,13 @@ def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_
 def failures():
     def script(door, ns):
         answers = [
-            door.job("evaluate", "1 / 0"),
-            door.job("evaluate", "for"),
-            door.job("evaluate", "exit()"),
-            door.job("cell", "a = 1\nb = unknown\n"),
-            door.job("inspect", "blocks.1.mlp.0.weigth"),
+            door.expression("1 / 0"),
+            door.expression("for"),
+            door.expression("exit()"),
+            door.cell("a = 1\nb = unknown\n"),
+            door.inspect("blocks.1.mlp.0.weigth"),
         ]
-        return answers, door.where()["held"]["kind"], ns["a"]
+        return answers, door.where().held.kind, ns["a"]
 
     return stopped_at("backward", "blocks.1", script)
 
@@ -282,29 +283,29 @@ def test_what_raises_is_told_in_a_line_and_the_stop_stays():
     ((answers, held, assigned),) = run(1, failures)
     assert held == "backward"
     assert assigned == 1
-    assert [a["ok"] for a in answers] == [False] * 5
-    errors = [a["error"] for a in answers]
-    assert errors[0] == {
-        "ename": "ZeroDivisionError",
-        "evalue": "division by zero",
-        "traceback": "ZeroDivisionError: division by zero",
-    }
-    assert errors[1]["ename"] == "SyntaxError"
-    assert errors[2]["ename"] == "SystemExit"
-    assert "line 2" in errors[3]["traceback"]
-    assert "b = unknown" in errors[3]["traceback"]
-    assert "workbench" not in errors[3]["traceback"]
-    assert errors[4]["ename"] == "UsageError"
-    assert "nearest: blocks.1.mlp.0.weight" in errors[4]["evalue"]
+    assert [a.error is None for a in answers] == [False] * 5
+    errors = [a.error for a in answers]
+    assert errors[0] == JobError(
+        ename="ZeroDivisionError",
+        evalue="division by zero",
+        traceback="ZeroDivisionError: division by zero",
+    )
+    assert errors[1].ename == "SyntaxError"
+    assert errors[2].ename == "SystemExit"
+    assert "line 2" in errors[3].traceback
+    assert "b = unknown" in errors[3].traceback
+    assert "workbench" not in errors[3].traceback
+    assert errors[4].ename == "UsageError"
+    assert "nearest: blocks.1.mlp.0.weight" in errors[4].evalue
 
 
 def cells():
     def script(door, ns):
-        said = door.job(
-            "cell", "import sys\nprint('out', rank)\nprint('err', file=sys.stderr)\ndef f():\n    return y\ny = 5\nf()"
+        said = door.cell(
+            "import sys\nprint('out', rank)\nprint('err', file=sys.stderr)\ndef f():\n    return y\ny = 5\nf()"
         )
-        shadowed = door.job("cell", "tokens = 'mine'\ntokens")
-        return said["text"], shadowed["text"], ns["tokens"], ns["y"]
+        shadowed = door.cell("tokens = 'mine'\ntokens")
+        return said.text, shadowed.text, ns["tokens"], ns["y"]
 
     return stopped_at("optimizer", None, script)
 
@@ -317,22 +318,22 @@ def test_a_cell_prints_defines_and_shows_its_last_value():
 
 def interrupted_job():
     def script(door, ns):
-        door.send("loop", "cell", "began = True\nwhile True:\n    pass")
+        door.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
         door.until(lambda where: "began" in ns)
-        door.send("later", "evaluate", "1 + 1")
+        door.send("later", Evaluate(expr="1 + 1"))
         os.kill(os.getpid(), signal.SIGINT)
-        where = door.until(lambda where: "later" in where["tickets"])
-        door("forget", tickets=["loop"])
-        return where, list(door.where()["tickets"])
+        where = door.until(lambda where: "later" in where.tickets)
+        door(Forget(tickets=("loop",)))
+        return where, list(door.where().tickets)
 
     return stopped_at("forward", "blocks.1", script)
 
 
 def test_an_interrupt_ends_the_cell_that_runs_and_not_the_stop():
     ((where, left),) = run(1, interrupted_job)
-    assert where["held"] is not None
-    assert where["tickets"]["loop"]["error"]["ename"] == "KeyboardInterrupt"
-    assert where["tickets"]["later"]["text"] == "2"
+    assert where.held is not None
+    assert where.tickets["loop"].error.ename == "KeyboardInterrupt"
+    assert where.tickets["later"].text == "2"
     assert left == ["later"]
 
 
@@ -343,7 +344,7 @@ def inspections():
             "sharded": "model.blocks.0.mlp.0.weight",
             "prefetched": "blocks.2.mlp.0.weight",
         }
-        return {what: door.job("inspect", name)["result"] for what, name in names.items()}
+        return {what: door.inspect(name).result for what, name in names.items()}
 
     return stopped_at("forward", "blocks.1", script, steps=2, prefetch=1)
 
@@ -384,7 +385,7 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
 
 def gradients():
     def script(door, ns):
-        return door.job("inspect", "blocks.1.mlp.0.weight")["result"]
+        return door.inspect("blocks.1.mlp.0.weight").result
 
     return stopped_at("backward.end", "blocks.1", script), stopped_at("optimizer", None, script)
 
@@ -403,17 +404,17 @@ def test_inspect_finds_full_and_sharded_gradients():
 def stacks_while_held():
     def script(door, ns):
         door.evaluate("rank")  # it counts as held a moment before it stands in the gate's loop
-        return door("stacks")["stacks"]
+        return door(Stacks())
 
     return stopped_at("backward", "blocks.1", script)
 
 
 def test_stacks_begin_with_the_main_thread_and_show_where_it_stands():
     (found,) = run(1, stacks_while_held)
-    assert found[0]["thread"] == "MainThread"
-    assert found[0]["is_main"]
-    frames = found[0]["frames"]
-    assert " in _next_message: " in next(f["text"] for f in frames if "gate.py" in f["text"])
-    users = [f for f in frames if f["number"] is not None]
-    assert [f["number"] for f in users] == list(range(len(users)))
-    assert " in train_step: loss.backward()" in users[0]["text"]  # what ran forward has returned
+    assert found[0].name == "MainThread"
+    assert found[0].is_main
+    frames = found[0].frames
+    assert " in _next_message: " in next(f.text for f in frames if "gate.py" in f.text)
+    users = [f for f in frames if f.number is not None]
+    assert [f.number for f in users] == list(range(len(users)))
+    assert " in train_step: loss.backward()" in users[0].text  # what ran forward has returned

@@ -2,7 +2,7 @@
 
 from tests.runtime.job import execute, prepare, run
 from tests.runtime.test_verify import joined, recorded
-from workbench.commands import Reshard, Shard, Step, Unshard
+from workbench.protocol.commands import Reshard, Shard, Step, Unshard
 from workbench.replay import training
 from workbench.trace.rules import check
 from workbench.views import draw

@@ -7,9 +7,9 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from tests.runtime.job import drain, execute, namespace, prepare, run
-from workbench.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.engine import FSDPModule
 from workbench.events import Category, Kind
+from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
 from workbench.runtime import prefetch
@@ -35,8 +35,8 @@ def trace_here():
     content, buffers = drain()
     rows = np.frombuffer(buffers[0], ROW_DTYPE)
     return Trace(
-        header=header_from_dict(content["header"]),
-        ranks=(RankTrace(rank=content["position"]["rank"], rows=rows, start=KeyFrame()),),
+        header=header_from_dict(content.header),
+        ranks=(RankTrace(rank=content.position.rank, rows=rows, start=KeyFrame()),),
     )
 
 

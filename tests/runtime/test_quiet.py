@@ -8,7 +8,7 @@ import torch
 from tests.runtime.job import run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_gate import sharded
-from workbench.commands import Step
+from workbench.protocol.commands import Continue, Step
 from workbench.runtime import rank as rank_module
 from workbench.runtime.quiet import Quiet
 
@@ -52,10 +52,10 @@ def synchronised_before_it_is_said():
     seen = []
 
     def synchronise(device):
-        seen.append((str(device), threading.current_thread() is threading.main_thread(), Door().where()["held"]))
+        seen.append((str(device), threading.current_thread() is threading.main_thread(), Door().where().held))
 
     done, held = on_a_device(lambda door: door.until_held(), synchronise)
-    return done["steps_done"], seen, held["synchronised"], held["kind"]
+    return done["steps_done"], seen, held.synchronised, held.kind
 
 
 def test_the_device_is_synchronised_in_the_held_thread_before_the_rank_counts_as_held():
@@ -67,11 +67,11 @@ def let_go_meanwhile():
 
     def synchronise(device):
         door.break_at()
-        door("continue")
-        seen.append(door.where()["commands"])
+        door(Continue())
+        seen.append(door.where().commands)
 
     def ended(where):
-        return where["commands"] == 2 and where["doing"] == ""  # the second is the step
+        return where.commands == 2 and where.doing == ""  # the second is the step
 
     done, _ = on_a_device(lambda door: door.until(ended), synchronise)
     return done["steps_done"], seen
@@ -85,7 +85,7 @@ def paused_on_the_cpu():
     sharded()
     Door().break_at({"event": "backward"})
     done, held = beside(lambda door: door.until_held(), Step())
-    return done["steps_done"], held["synchronised"]
+    return done["steps_done"], held.synchronised
 
 
 def test_on_the_cpu_nothing_is_waited_for():

@@ -6,8 +6,9 @@ import torch.distributed as dist
 
 from tests.runtime.job import execute, prepare, run
 from tests.runtime.stopping import Meeting, beside
-from workbench.commands import Shard, Step
 from workbench.engine import StepAborted
+from workbench.protocol.commands import Shard, Step
+from workbench.protocol.messages import GiveUp, Shut
 from workbench.runtime import rank as rank_module
 
 REASON = "rank 1 raised KeyError"
@@ -15,7 +16,7 @@ REASON = "rank 1 raised KeyError"
 
 def in_the_engine(ns):
     """Wait in the step's first all-gather: an abort is enough."""
-    return lambda door: door.until(lambda where: where["waiting"]), False
+    return lambda door: door.until(lambda where: where.waiting), False
 
 
 def in_a_barrier(ns):
@@ -44,11 +45,11 @@ def blocked_in_torch(ns, call):
 def free(door, until_blocked, is_in_torch, others):
     """Do what the notebook's side does when rank 1 has failed: abort the others, then shut those that still run."""
     until_blocked(door)
-    door("abort", reason=REASON)
+    door(GiveUp(reason=REASON))
     others.wait()  # a rank that is not aborted yet would take the end of the others for a failure
     if is_in_torch:
-        door("shut")
-    door.until(lambda where: where["doing"] == "")
+        door(Shut())
+    door.until(lambda where: where.doing == "")
 
 
 def fail_and_go_on(blocked, others, everyone):

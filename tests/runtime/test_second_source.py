@@ -12,6 +12,9 @@ from tests.views.figures import title
 from tests.waiting import wait_until
 from workbench.engine import probe
 from workbench.events import Category, Kind, UnitState
+from workbench.protocol.breakpoints import Breakpoint
+from workbench.protocol.commands import Continue
+from workbench.protocol.messages import SetBreakpoints
 from workbench.replay import memory
 from workbench.replay.states import spans
 from workbench.runtime.gate import Gate
@@ -111,21 +114,19 @@ def test_it_stops_at_breakpoints():
     made = recorders()
     gate = Gate(made[0], 0)
     loop = PlainLoop([gate, made[1]])
-    gate.request({"op": "breakpoints", "breakpoints": [{"id": 1, "event": "backward", "unit": "layers.1"}]})
+    gate.request(SetBreakpoints(breakpoints=(Breakpoint(id=1, event="backward", unit="layers.1"),)))
     held = []
 
     def let_go():
-        wait_until(lambda: gate.position()["held"])
-        held.append(gate.position()["held"])
-        gate.request({"op": "continue"})
+        wait_until(lambda: gate.held)
+        held.append(gate.held)
+        gate.request(Continue())
 
     helper = threading.Thread(target=let_go)
     helper.start()
     loop.step()
     helper.join()
-    assert [(h["kind"], h["edge"], h["unit"], h["phase"], h["breakpoint"]) for h in held] == [
-        ("backward", "begin", 2, "backward", 1)
-    ]
+    assert [(h.kind, h.edge, h.unit, h.phase, h.breakpoint) for h in held] == [("backward", "begin", 2, "backward", 1)]
     rows = trace_of(made).ranks[0].rows
     assert (rows["kind"] == Kind.GATE).sum() == 2
     assert check(trace_of(made)) == []

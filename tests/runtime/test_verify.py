@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.runtime.job import drain, execute, namespace, prepare, run
-from workbench.commands import Shard, Step, Verify
 from workbench.events import Category, Kind, UnitState
+from workbench.protocol.commands import Shard, Step, Verify
 from workbench.replay import memory, training
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
@@ -22,7 +22,7 @@ LEAVES = (Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD)
 def recorded():
     """What this rank recorded so far, as plain data, and the state after it."""
     content, (rows,) = drain()
-    return content["header"], rows, key_frame_from_dict(content["key_frame"])
+    return content.header, rows, key_frame_from_dict(content.key_frame)
 
 
 def joined(results):

@@ -1,7 +1,8 @@
 import pytest
 
 from workbench.errors import UsageError
-from workbench.session.names import Names, check_function, check_model, everywhere, shard_first
+from workbench.protocol.messages import Names
+from workbench.session.names import check_function, check_model, everywhere, shard_first
 
 FULL = Names(modules=("model",), variables=("model", "train_step", "_hidden"))
 BARE = Names(variables=("train_step",))

@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+from workbench.protocol.messages import CellLine
 from workbench.session.standing import AGAIN_S, MAX_TEXT, QUIET_S, Standing, who_works
 
 
@@ -48,31 +51,33 @@ def test_of_what_lasts_long_it_is_said_less_often():
     assert scene.told[-1] != ""
 
 
-BARRIER = {"line": 2, "function": "<module>", "text": "dist.barrier()"}
-STEP = {"line": 5, "function": "train_step", "text": "loss.backward()"}
+BARRIER = CellLine(line=2, function="<module>", text="dist.barrier()")
+STEP = CellLine(line=5, function="train_step", text="loss.backward()")
 
 
 @pytest.mark.parametrize(
-    ("lines", "ended", "expected"),
+    ("working", "lines", "ended", "expected"),
     [
         (
+            [1],
             {1: BARRIER},
             (0, 2, 3),
             "rank 1 has run for 3 s, in dist.barrier() at line 2 of the cell; ranks 0, 2-3 have ended",
         ),
-        ({0: STEP, 1: STEP}, (), "ranks 0-1 have run for 3 s, in loss.backward() at line 5 of train_step"),
+        ([0, 1], {0: STEP, 1: STEP}, (), "ranks 0-1 have run for 3 s, in loss.backward() at line 5 of train_step"),
         (
-            {0: BARRIER, 1: None, 2: {}, 3: BARRIER},
+            range(4),
+            {0: BARRIER, 2: None, 3: BARRIER},
             (4,),
             "ranks 0, 3 have run for 3 s, in dist.barrier() at line 2 of the cell; rank 1 has run for 3 s without an "
             "answer; rank 2 has run for 3 s; rank 4 has ended",
         ),
-        ({0: {**BARRIER, "text": ""}}, (), "rank 0 has run for 3 s, at line 2 of the cell"),
+        ([0], {0: replace(BARRIER, text="")}, (), "rank 0 has run for 3 s, at line 2 of the cell"),
     ],
 )
-def test_who_works(lines, ended, expected):
-    assert who_works(3.2, lines, ended) == expected
+def test_who_works(working, lines, ended, expected):
+    assert who_works(3.2, working, lines, ended) == expected
 
 
 def test_a_long_line_is_cut():
-    assert len(who_works(3, {0: {**BARRIER, "text": "x" * 1000}}, ())) < MAX_TEXT + 60
+    assert len(who_works(3, [0], {0: replace(BARRIER, text="x" * 1000)}, ())) < MAX_TEXT + 60

@@ -1,6 +1,7 @@
 """When ranks count as stopped: a door that answers from a table, and a clock that is set by hand."""
 
-from workbench.cluster.pending import Reply
+from workbench.protocol.commands import Next, Pause
+from workbench.protocol.messages import Hold, Place, Position, RunTo
 from workbench.session.stopping import ALIGN_S, PAUSE_S, SETTLED_S, STARVED_S, Stopper
 
 
@@ -9,8 +10,8 @@ class Door:
         self.asked = []
 
     def ask(self, request, ranks=None, timeout_s=0.0):
-        self.asked.append((request["op"], {k: v for k, v in request.items() if k != "op"}, tuple(ranks)))
-        return {rank: Reply({"rank": rank}) for rank in ranks}
+        self.asked.append((request, tuple(ranks)))
+        return dict.fromkeys(ranks)
 
 
 class Clock:
@@ -26,8 +27,8 @@ def setup():
 
 
 def at(ordinal, *, held=True, since=1, waiting=False):
-    hold = {"step": 0, "ordinal": ordinal, "kind": "forward", "edge": "begin", "since_ns": since} if held else None
-    return {"step": 0, "ordinal": ordinal, "held": hold, "waiting": waiting, "doing": "step"}
+    hold = Hold(place=Place(0, ordinal), kind="forward", edge="begin", since_ns=since) if held else None
+    return Position(place=Place(0, ordinal), held=hold, waiting=waiting, doing="step")
 
 
 def test_all_at_one_event_is_a_stop():
@@ -44,7 +45,7 @@ def test_a_pause_lets_all_run_to_the_furthest():
     stopper.pause({0, 1})
     assert stopper.eager
     assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None
-    assert door.asked == [("pause", {}, (0, 1)), ("run_to", {"step": 0, "ordinal": 5}, (0, 1))]
+    assert door.asked == [(Pause(), (0, 1)), (RunTo(place=Place(0, 5)), (0, 1))]
     assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None  # rank 0 has not noticed yet
     assert stopper.look({0: at(5, since=2), 1: at(5)}, {0, 1}).held == (0, 1)
     assert len(door.asked) == 2
@@ -58,9 +59,9 @@ def test_a_rank_that_blocks_lets_the_others_come_after_a_moment():
     assert len(door.asked) == 1
     clock.now = ALIGN_S
     stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1})
-    assert door.asked[-1] == ("run_to", {"step": 0, "ordinal": 6}, (0, 1))
+    assert door.asked[-1] == (RunTo(place=Place(0, 6)), (0, 1))
     assert stopper.look({0: at(6, since=2), 1: at(7, since=2)}, {0, 1}) is None  # it went past in between
-    assert door.asked[-1] == ("run_to", {"step": 0, "ordinal": 7}, (0, 1))
+    assert door.asked[-1] == (RunTo(place=Place(0, 7)), (0, 1))
     assert stopper.look({0: at(7, since=3), 1: at(7, since=2)}, {0, 1})
 
 
@@ -108,14 +109,14 @@ def test_a_rank_behind_the_held_one_waits_for_the_machine_and_goes_on():
 def test_what_was_let_go_is_not_held_any_more():
     stopper, door, _ = setup()
     stopper.release({0, 1}, {0: at(3), 1: at(3)}, "unit")
-    assert door.asked == [("next", {"what": "unit"}, (0, 1))]
+    assert door.asked == [(Next(what="unit"), (0, 1))]
     assert stopper.is_armed
     assert stopper.look({0: at(3), 1: at(3)}, {0, 1}) is None
     assert stopper.look({0: at(4, since=2), 1: at(3)}, {0, 1}) is None
     assert stopper.look({0: at(4, since=2), 1: at(4, since=2)}, {0, 1})
     stopper.disarm({0, 1})
     stopper.disarm({0, 1})
-    assert [op for op, _, _ in door.asked] == ["next", "continue"]
+    assert [request.word for request, _ in door.asked] == ["next", "continue"]
 
 
 def test_a_rank_that_has_ended_does_not_count():

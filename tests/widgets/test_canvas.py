@@ -17,7 +17,7 @@ from tests.widgets.test_timeline import Page, shares
 from workbench.errors import UsageError
 from workbench.events import Kind
 from workbench.magics.shell import register, unregister
-from workbench.session.cursor import Cursor
+from workbench.reports.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.canvas import Canvas, canvas

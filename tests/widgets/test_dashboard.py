@@ -15,7 +15,8 @@ from tests.waiting import wait_until
 from workbench.errors import UsageError
 from workbench.events import MOVES, Kind
 from workbench.magics.shell import register, unregister
-from workbench.session.cursor import back, cut
+from workbench.protocol.messages import Hold, Place, Position
+from workbench.reports.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, script
@@ -24,8 +25,8 @@ from workbench.widgets.pace import IDLE_S, Pace
 from workbench.widgets.waiting import MAX_VIEWS, health
 from workbench.workbench import Workbench
 
-RUNNING = {"doing": "step", "step": 1}
-HELD = {"held": {"step": 1, "ordinal": 7, "kind": "all_gather", "edge": "begin", "unit": 1}}
+RUNNING = Position(doing="step", place=Place(1, 0))
+HELD = Position(held=Hold(place=Place(1, 7), kind="all_gather", edge="begin", unit=1))
 
 
 class Pretender:
@@ -349,7 +350,7 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
 
 def test_health_folds_equal_ranks_and_says_where_they_are_held():
     trace = example_trace(num_ranks=4)
-    positions = {0: HELD, 1: HELD, 2: {"waiting": True}}
+    positions = {0: HELD, 1: HELD, 2: Position(waiting=True)}
     found = health(pulse(trace, [True, True, True, False], positions))
     assert [(entry["label"], entry["state"], entry["where"]) for entry in found] == [
         ("ranks 0-1", "held", "before all-gather of blocks.1, step 1"),

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.cluster.cluster import Cluster
-    from workbench.cluster.pending import Output, Pending, Reply
+    from workbench.cluster.pending import Output, Pending
 
-__all__ = ["Cluster", "Output", "Pending", "Reply"]
+__all__ = ["Cluster", "Output", "Pending"]
 
-_HOME = {"Cluster": "cluster", "Output": "pending", "Pending": "pending", "Reply": "pending"}
+_HOME = {"Cluster": "cluster", "Output": "pending", "Pending": "pending"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562

@@ -24,7 +24,7 @@ from typing import Any
 import ipyparallel
 from ipyparallel.error import RemoteError
 
-from workbench.cluster.pending import Answer, Output, OutputKind, Reply, settle
+from workbench.cluster.pending import Answer, Output, OutputKind, settle
 from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
 from workbench.errors import ClusterError, RankError
 
@@ -79,8 +79,8 @@ def install(handler_name: str) -> None:
     """Open the side door of this engine.
 
     Args:
-        handler_name: ``"module:function"`` that takes the request (plain data) and returns the reply (plain data) and
-            its binary buffers. It is called in the control thread and must not block.
+        handler_name: ``"module:function"`` that takes the request (JSON data) and returns the reply (JSON data) and
+            what goes beside it. It is called in the control thread and must not block.
     """
     kernel = _kernel()
     handler = resolve(handler_name)
@@ -141,7 +141,7 @@ def _repair_await(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
         kernel.shell_channel_thread = _NoShellThread()
 
 
-def _serve(handler: Callable[..., Any], request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+def _serve(handler: Callable[..., Any], request: dict[str, Any]) -> tuple[dict[str, Any], list[memoryview]]:
     try:
         content, buffers = handler(request)
     except Exception as error:  # noqa: BLE001 - whatever it is must reach the one who asked
@@ -219,7 +219,7 @@ class Wire:
         return Exchange(self._client._io_loop, rank, answer)
 
     def ask(self, engine: str, rank: int, request: dict[str, Any], future: Future[Any]) -> str:
-        """Put ``request`` through the engine's side door; ``future`` gets the reply. Returns the message's id."""
+        """Put ``request`` through the engine's side door; ``future`` gets its reply. Returns the message's id."""
         client = self._client
         message = client._send(client._control_stream, REQUEST, content=request, ident=engine.encode())
         message.add_done_callback(lambda done: settle(future, _side_outcome(rank, done.result())))
@@ -332,11 +332,12 @@ def _front_outcome(rank: int, reply: Any, cell_report: dict[str, Any]) -> Any:  
     return reply["value"] if isinstance(reply, dict) else None
 
 
-def _side_outcome(rank: int, message: dict[str, Any]) -> Reply | RankError:
+def _side_outcome(rank: int, message: dict[str, Any]) -> tuple[Any, Sequence[memoryview]] | RankError:
+    """Return the data of a reply and what came beside it, or the exception."""
     content = message["content"]
     if "error" in content:
         return as_error(rank, content["error"])
-    return Reply(content["content"], buffers=tuple(message["buffers"]))
+    return content["content"], message["buffers"]
 
 
 def as_error(rank: int, reported: dict[str, Any]) -> RankError:

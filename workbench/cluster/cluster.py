@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from workbench.cluster._control import INSTALL, Wire
 from workbench.cluster.doors import Doors
 from workbench.cluster.launch import Launch
-from workbench.cluster.pending import Pending, Reply
+from workbench.cluster.pending import Pending, select
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
+from workbench.protocol.commands import Request
+
+R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
 MAX_RANKS = 64
@@ -231,18 +234,19 @@ class Cluster:
         return self._reach().cell(code, self._select(ranks))
 
     def ask(
-        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
-    ) -> dict[int, Reply | Exception]:
+        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, R | Exception]:
         """Ask the control thread of ``ranks`` (default: all), which answers even while the main thread is busy.
 
         Args:
-            request: plain data for the ``side_door`` function of the rank side.
+            request: for the ``side_door`` function of the rank side.
             ranks: the ranks to ask; may be none, as when all have died.
             timeout_s: time in seconds after which no answer is waited for.
 
         Returns:
             Per rank its reply, or the exception: :class:`RankError` when ``side_door`` raised, :class:`RankDied` when
-            the rank is lost, :class:`ClusterError` when it did not answer in time. In the order of the ranks.
+            the rank is lost, :class:`ClusterError` when it did not answer in time, or not as it should. In the order of
+            the ranks.
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
@@ -261,16 +265,10 @@ class Cluster:
                 self._launch.signal(rank, signal.SIGINT)
                 doors.wake(rank)
 
+    def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
+        return select(ranks, self.num_ranks, may_be_none=may_be_none)
+
     def _reach(self) -> Doors:
         if self._doors is None:
             raise UsageError("the ranks are not started: start them first (%fsdp start)")
         return self._doors
-
-    def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
-        """Return the ranks meant, ascending, each once."""
-        chosen = tuple(sorted(set(range(self.num_ranks) if ranks is None else ranks)))
-        unknown = [rank for rank in chosen if rank not in range(self.num_ranks)]
-        if unknown or not (chosen or may_be_none):
-            what = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank was named"
-            raise UsageError(f"{what}: the ranks are 0 to {self.num_ranks - 1}")
-        return chosen

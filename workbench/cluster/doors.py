@@ -6,11 +6,15 @@ import concurrent.futures
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from workbench.cluster._control import Wire
-from workbench.cluster.pending import Answer, Pending, Reply, settle
+from workbench.cluster.pending import Answer, Pending, settle
+from workbench.codec import decode, encode
 from workbench.errors import ClusterError
+from workbench.protocol.commands import Request
+
+R = TypeVar("R")
 
 
 class Doors:
@@ -47,18 +51,19 @@ class Doors:
                     self._wire.cell(self._engines[rank], code, self._wire.exchange(rank, answer))
         return Pending(answers)
 
-    def ask(self, request: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Reply | Exception]:
+    def ask(self, request: Request[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
         """Put ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for all."""
+        data = encode(request)
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
         admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
         with self._sending:
-            sent = {r: self._wire.ask(self._engines[r], r, request, future) for r, future in admitted.items()}
+            sent = {r: self._wire.ask(self._engines[r], r, data, future) for r, future in admitted.items()}
         concurrent.futures.wait(futures.values(), timeout_s)
         for rank, future in futures.items():
             settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))
         for message_id in sent.values():
             self._wire.forget(message_id)
-        return {rank: _outcome(future) for rank, future in futures.items()}
+        return {rank: _outcome(request, rank, future) for rank, future in futures.items()}
 
     def wake(self, rank: int) -> None:
         """Wake the main thread of ``rank``, which was sent a signal."""
@@ -107,9 +112,13 @@ class Doors:
         self._wire.close()
 
 
-def _outcome(future: Future[Any]) -> Reply | Exception:
+def _outcome(request: Request[R], rank: int, future: Future[Any]) -> R | Exception:
     error = future.exception()
     if isinstance(error, Exception):
         return error
-    reply: Reply = future.result()
+    data, buffers = future.result()
+    try:
+        reply: R = decode(request.reply, data, "reply", buffers)
+    except ValueError as wrong:
+        return ClusterError(f"rank {rank} answers {request.word!r} with something else: {wrong}")
     return reply

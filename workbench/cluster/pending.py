@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -36,20 +36,6 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A rank's answer at the side door.
-
-    Attributes:
-        content: plain data.
-        buffers: binary parts, in bytes.
-    """
-
-    content: dict[str, Any]
-    _: KW_ONLY
-    buffers: tuple[memoryview, ...] = ()
-
-
-@dataclass(frozen=True)
 class Answer:
     """What one rank has answered so far.
 
@@ -70,6 +56,20 @@ def settle(future: Future[Any], outcome: object) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def select(ranks: Iterable[int] | None, num_ranks: int, *, may_be_none: bool = False) -> tuple[int, ...]:
+    """Return the ranks meant, ascending, each once; None: all.
+
+    Raises:
+        UsageError: there is no such rank, or none where there must be one.
+    """
+    chosen = tuple(sorted(set(range(num_ranks) if ranks is None else ranks)))
+    unknown = [rank for rank in chosen if rank not in range(num_ranks)]
+    if unknown or not (chosen or may_be_none):
+        what = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank was named"
+        raise UsageError(f"{what}: the ranks are 0 to {num_ranks - 1}")
+    return chosen
 
 
 class Pending:

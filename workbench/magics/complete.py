@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from workbench.magics.parser import Kind
 from workbench.magics.words import CELL, WORDS, parser_for
+from workbench.protocol.arguments import Names
 
-Lookup = Callable[[Kind], Sequence[str]]
+Lookup = Callable[[Names], Sequence[str]]
 """The names of one kind that there are now; asked only where they can stand."""
 
 
@@ -70,8 +71,8 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
     flags = [flag for flag in (*parser.flags, *sorted(parser.switches)) if flag.startswith("--")]
     if symbol.startswith("-"):
         return flags
-    if name == "eval":  # its expression may have any number of words
-        return [*lookup("variables"), *flags]
+    if parser.rest:  # it may have any number of words
+        return [*_known(parser.rest, lookup), *flags]
     given = sum(
         not arg.startswith("-") and previous not in parser.flags
         for previous, arg in zip(["", *args], args, strict=False)
@@ -80,10 +81,10 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
     return (_known(places[0], lookup) if places else []) + flags
 
 
-def _known(what: Sequence[str] | Kind, lookup: Lookup) -> list[str]:
+def _known(what: Sequence[str], lookup: Lookup) -> list[str]:
     if not what:
         return []
-    return list(lookup(what) if isinstance(what, str) else what)  # type: ignore[arg-type]
+    return list(lookup(cast("Names", what)) if isinstance(what, str) else what)
 
 
 def _starting(symbol: str, words: Iterable[str]) -> list[str]:

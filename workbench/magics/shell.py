@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from IPython.core.completer import IPCompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
-from workbench.commands import Command, Continue, Next, Step
 from workbench.errors import UsageError, WorkbenchError
 from workbench.events import unit_words
 from workbench.magics.complete import matcher_for
-from workbench.magics.parser import HelpAsked, Kind
+from workbench.magics.parser import HelpAsked
 from workbench.magics.show import emit, result_is_dropped, say, show
 from workbench.magics.words import (
     CELL,
@@ -28,15 +26,15 @@ from workbench.magics.words import (
     parse_line,
     parser_for,
     split,
-    to_command,
 )
-from workbench.session.breakpoints import EVENTS
+from workbench.protocol.arguments import Names
+from workbench.protocol.breakpoints import EVENTS
+from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Start, Step, Stop
+from workbench.reports.done import CellReport, Report
+from workbench.reports.places import live_units
+from workbench.reports.stopped import StopReport
 from workbench.session.names import everywhere
-from workbench.session.places import live_units
-from workbench.session.reports import CellReport, Report
 from workbench.session.sides import LAST
-from workbench.session.stop_reports import StopReport
-from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay
 from workbench.widgets.standing import StandingLine
 from workbench.workbench import RankSettings, Workbench
@@ -97,35 +95,29 @@ class FsdpMagics(Magics):
             self.workbench.stop()
 
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
-        name, args = parse_line(line, self._expand)
+        command = parse_line(line, self._expand)
         self._tell_news()
-        if name in _OWN_WORDS:
-            return _OWN_WORDS[name](self, args)
-        if vars(args).pop("canvas", False):
-            return self._canvas(args)
-        workbench = self._running()
-        command = to_command(name, args)
-        if command is not None:
-            return self._do(workbench, command)
-        if name == "break":
-            clear = args.action == "clear"
-            return workbench.break_clear(int(args.event) if args.event else None) if clear else workbench.break_list()
-        if name in VIEWS:
-            return workbench.view(name, **vars(args))
-        return workbench.export(args.file, steps=args.steps)
+        match command:
+            case Start():
+                return self._start(command)
+            case Stop():
+                return self._stop()
+            case Help():
+                return self._help(command)
+        return self._do(self._running() if command.needs_ranks else self._shown(), command)
 
     def _run_cell(self, line: str, cell: str) -> None:
         args = split(line)
         if args and args[0] in WORDS:
             raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
-        ranks = parse(CELL, args, self._expand).targets
+        ranks = cast("Cell", parse(CELL, args, self._expand)).ranks
         self._tell_news()
         with closing(StandingLine()) as below:
             report = self._running().run_cell(cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update)
         if isinstance(report, StopReport):
             show(report)
 
-    def _do(self, workbench: Workbench, command: Command) -> Report:
+    def _do(self, workbench: Workbench, command: Command) -> Any:  # noqa: ANN401
         if _is_behind(workbench, command):
             return workbench.do(command, on_output=emit)
         if not isinstance(command, (Step, Continue, Next)):
@@ -133,7 +125,7 @@ class FsdpMagics(Magics):
                 return workbench.do(command, on_output=below.before(emit), on_standing=below.update)
         bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:
-            report = self._go_on(workbench, command, bar)
+            report = workbench.do(command, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
         except WorkbenchError as error:
             bar.close(str(error))
             raise
@@ -142,14 +134,6 @@ class FsdpMagics(Magics):
         elif not isinstance(report, CellReport):
             bar.close()
         return report
-
-    @staticmethod
-    def _go_on(workbench: Workbench, command: Command, bar: ProgressDisplay) -> Report:
-        if isinstance(command, Continue):
-            return workbench.resume(background=False, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
-        if isinstance(command, Next):
-            return workbench.next(command.what, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
-        return workbench.do(command, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
 
     def _tell_news(self) -> None:
         """Say what ended in the background since the last word."""
@@ -161,10 +145,10 @@ class FsdpMagics(Magics):
             raise UsageError("there are no ranks yet: first %fsdp start -n 4")
         return self.workbench
 
-    # ---- words that ask the ranks nothing
+    # ---- words about the notebook's one workbench
 
-    def _start(self, args: Namespace) -> Report:
-        wanted: RankSettings = {"num_ranks": args.num_ranks, "device": args.device, "profile": args.profile}
+    def _start(self, command: Start) -> Report:
+        wanted: RankSettings = command.call()[1]  # type: ignore[assignment]
         workbench = self._shown()
         if workbench.running and workbench.settings == wanted and not workbench.losses:
             say("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
@@ -179,36 +163,16 @@ class FsdpMagics(Magics):
             self._only = self._make(in_notebook=self._in_notebook)
         return self._only
 
-    def _status(self, _: Namespace) -> Report:
-        return self._running().status()
-
-    def _dashboard(self, _: Namespace) -> Any:  # noqa: ANN401 - a widget
-        return self._shown().dashboard()
-
-    def _canvas(self, args: Namespace) -> Any:  # noqa: ANN401 - a widget
-        if vars(args):
-            raise UsageError("%fsdp timeline --canvas shows all of the run: no other flag goes with it")
-        return self._shown().canvas()
-
-    def _stop(self, _: Namespace) -> None:
+    def _stop(self) -> None:
         was_running = self.workbench is not None and self.workbench.running
         self._stop_ranks()
         say("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
 
-    def _where(self, args: Namespace) -> Report:
-        return self._running().where(stacks=args.stacks)
-
-    def _back(self, args: Namespace) -> Report:
-        return self._running().back(args.n)
-
-    def _compare(self, args: Namespace) -> Any:  # noqa: ANN401 - a figure
-        return self._shown().compare(args.a, args.b, rank=args.rank, talk="talk" in args and args.talk)
-
-    def _help(self, args: Namespace) -> None:
-        if args.topic in WORDS:
-            say(parser_for(args.topic).format_help())
-        elif args.topic:
-            parse_line(args.topic)  # raises with the nearest match
+    def _help(self, command: Help) -> None:
+        if command.topic in WORDS:
+            say(parser_for(command.topic).format_help())
+        elif command.topic:
+            parse_line(command.topic)  # raises with the nearest match
         else:
             say(overview())
 
@@ -230,7 +194,7 @@ class FsdpMagics(Magics):
 
         return _NAME.sub(value_of, text)
 
-    def _lookup(self, kind: Kind) -> Sequence[str]:
+    def _lookup(self, kind: Names) -> Sequence[str]:
         """Return names on the ranks; a model alone brings the paths of its units along."""
         if kind == "events":
             return EVENTS
@@ -256,18 +220,6 @@ def _is_behind(workbench: Workbench, command: Command) -> bool:
     if isinstance(command, Continue):
         return workbench.is_background and not command.foreground
     return isinstance(command, Step) and command.background
-
-
-_OWN_WORDS: dict[str, Callable[[FsdpMagics, Namespace], Any]] = {
-    "start": FsdpMagics._start,
-    "status": FsdpMagics._status,
-    "dashboard": FsdpMagics._dashboard,
-    "stop": FsdpMagics._stop,
-    "help": FsdpMagics._help,
-    "where": FsdpMagics._where,
-    "back": FsdpMagics._back,
-    "compare": FsdpMagics._compare,
-}
 
 
 def register(shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> FsdpMagics:

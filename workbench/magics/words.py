@@ -1,4 +1,6 @@
-"""The words of ``%fsdp``: one argparse parser per word, and text -> words -> :mod:`workbench.commands`.
+"""Lines of ``%fsdp``: a parser for each word, made from what :mod:`workbench.protocol.commands` declares.
+
+A word that draws is declared by its view: the first line of its docstring, its keywords and what it says of them.
 
 Nothing here runs anything. A wrong line becomes a :class:`~workbench.errors.UsageError` with the usage line and the
 nearest match; ``-h`` becomes :class:`HelpAsked` with the text to show.
@@ -7,232 +9,90 @@ nearest match; ``-h`` becomes :class:`HelpAsked` with the text to show.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
-import importlib
+import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, cast, get_type_hints
 
-from workbench.commands import COMMANDS, Break, Command, Reshard, Shard
 from workbench.errors import UsageError
-from workbench.magics import stop_flags
-from workbench.magics.parser import AskHelp, Expand, Parser, names, number, parse_ranks
-from workbench.magics.policy_flags import add_policy
-from workbench.magics.view_options import options_of
+from workbench.magics.parser import AskHelp, Expand, HelpAsked, Parser
+from workbench.magics.view_options import Option, options_of
+from workbench.protocol.arguments import Argument, argument, argument_of, truth
+from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
 from workbench.views import VIEWS
 
-DEVICES = ("auto", "cpu", "cuda")
-CELL = "%%fsdp"
+CELL = Cell.word
 
 
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """One word of ``%fsdp``.
+class Draw(Command):
+    """Base of the words that draw; options that were not given are None, and the view's own default holds."""
 
-    Attributes:
-        summary: what it does, in one line.
-        example: a line that works.
-        add: adds its arguments to a parser.
-    """
-
-    summary: str
-    example: str
-    add: Callable[[Parser], None] = lambda parser: None
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that draws it, and the options that were given."""
+        _, options = super().call()
+        return self.word, {name: value for name, value in options.items() if value is not None}
 
 
-def _as_is(text: str) -> str:
-    return text
+class Timeline(Draw):
+    """Base of ``timeline``, which also has a widget of its own."""
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that draws it, and the options that were given."""
+        name, options = super().call()
+        if not options.pop("canvas", False):
+            return name, options
+        if options:
+            raise UsageError("%fsdp timeline --canvas shows all of the run: no other flag goes with it")
+        return "canvas", {}
 
 
-def _add_start(parser: Parser) -> None:
-    parser.flag(
-        "-n",
-        "--num-ranks",
-        type=number,
-        default=4,
-        metavar="N",
-        help="ranks (default 4)",
-    )
-    parser.flag("--device", choices=DEVICES, default="auto", help="where they compute (default auto)")
-    parser.flag("--profile", help="ipyparallel profile (default: none is needed)")
-
-
-def _add_cell(parser: Parser) -> None:
-    parser.flag(
-        "-t",
-        "--targets",
-        type=parse_ranks,
-        metavar="RANKS",
-        help="ranks that run the cell, such as 1,3 or 0-2 (default: all)",
-    )
-
-
-def _add_shard(parser: Parser) -> None:
-    _add_model(parser)
-    add_policy(parser, Shard)
-    parser.flag(
-        "--ignore", type=names, default=(), metavar="GLOB,...", help="parameters that stay whole, such as *.bias"
-    )
-
-
-def _add_reshard(parser: Parser) -> None:
-    _add_model(parser)
-    add_policy(parser, Reshard)
-
-
-def _add_unshard(parser: Parser) -> None:
-    _add_model(parser)
-
-
-def _add_step(parser: Parser) -> None:
-    parser.positional("count", nargs="?", type=number, default=1, metavar="N", help="training steps (default 1)")
-    _add_fn(parser)
-    stop_flags.add_step(parser)
-
-
-def _add_verify(parser: Parser) -> None:
-    about = "default: the only sharded model there is"
-    parser.positional("model", complete="modules", nargs="?", default="", metavar="MODEL", help=about)
-    _add_fn(parser)
-
-
-def _add_compare(parser: Parser) -> None:
-    about = (
-        "a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or last:-3.. for the "
-        "newest three; 3..5 is of last"
-    )
-    parser.positional("a", complete="traces", metavar="A", help=about)
-    parser.positional("b", complete="traces", metavar="B", help="likewise: what to compare it with")
-    parser.flag("--rank", type=int, default=None, help="compare this rank (default: whose peak differs most)")
-    _add_talk(parser)
-
-
-def _add_export(parser: Parser) -> None:
-    about = ".trace: to load again; .json: Perfetto; .html: page of figures"
-    parser.positional("file", complete="files", metavar="FILE", help=about)
-    parser.flag(
-        "--steps",
-        default="",
-        metavar="STEPS",
-        help="only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)",
-    )
-
-
-def _add_help(parser: Parser) -> None:
-    parser.positional("topic", complete=list(WORDS), nargs="?", default="", metavar="WORD", help="default: all words")
-
-
-def _add_model(parser: Parser) -> None:
-    parser.positional("model", complete="modules", metavar="MODEL", help="its variable on the ranks, such as model")
-
-
-def _add_fn(parser: Parser) -> None:
-    parser.flag(
-        "--fn", complete="variables", default="train_step", metavar="NAME", help="step function (default train_step)"
-    )
-
-
-def _add_view(name: str) -> Callable[[Parser], None]:
-    def add(parser: Parser) -> None:
-        for option in options_of(getattr(importlib.import_module(f"workbench.views.{name}"), name)):
-            if option.is_switch:
-                parser.switch(option.name, default=argparse.SUPPRESS, about=option.about)
-                continue
-            parser.flag(
-                "--" + option.name.replace("_", "-"),
-                type=_truth if option.type is bool else option.type,
-                default=argparse.SUPPRESS,  # the view's own default holds
-                metavar="true|false" if option.type is bool else option.name.upper(),
-                help=option.about.replace("%", "%%").replace("``", ""),
-            )
-        _add_talk(parser)
-
-    return add
-
-
-def _add_talk(parser: Parser) -> None:
-    parser.switch("talk", default=argparse.SUPPRESS, about="in sizes and colours for a projector")
-
-
-def _add_timeline(parser: Parser) -> None:
-    _add_view("timeline")(parser)
-    parser.switch("canvas", default=False, about="all of the run instead, live, to pan and zoom")
-
-
-def _truth(text: str) -> bool:
-    if text not in {"true", "false"}:
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text == "true"
-
-
-_VIEW_SUMMARIES = {
-    "layout": "which rows of which parameter lie on which rank",
-    "memory": "bytes by class over time, and what set the peak",
-    "timeline": "compute, collectives and waits of the last step, per rank",
-    "states": "which unit is sharded, gathering, unsharded or reducing, over time",
-    "comms": "collectives per unit: calls, bytes and time, beside the closed form",
-    "training": "loss, step time and what else is logged",
+_CANVAS = argument("all of the run instead, live, to pan and zoom")
+_MORE = {
+    "timeline": "`--canvas`: of the whole run, live, to pan and zoom",
+    "memory": "`--process`: the whole process as well",
 }
 
-METHODS = {"continue": "resume", "eval": "evaluate", "break": "break_add"}
-"""The words whose method has another name, for theirs are Python's."""
 
-WORDS: dict[str, Word] = {
-    "start": Word(summary="start the ranks", example="%fsdp start -n 4", add=_add_start),
-    "status": Word(summary="the ranks, what is sharded, what is recorded", example="%fsdp status"),
-    "stop": Word(summary="stop the ranks; what was recorded stays", example="%fsdp stop"),
-    "dashboard": Word(
-        summary="watch the ranks while they train, and stop them inside a step", example="%fsdp dashboard"
-    ),
-    "shard": Word(summary="shard a model with fully_shard", example="%fsdp shard model --wrap Block", add=_add_shard),
-    "reshard": Word(
-        summary="change how a sharded model is sharded, in place",
-        example="%fsdp reshard model --reshard-after-forward false",
-        add=_add_reshard,
-    ),
-    "unshard": Word(summary="make it a plain module again", example="%fsdp unshard model", add=_add_unshard),
-    "step": Word(summary="train: call train_step() on every rank", example="%fsdp step 40", add=_add_step),
-    "pause": Word(summary="stop all ranks at the same event of the step under way", example="%fsdp pause"),
-    "next": Word(
-        summary="let stopped ranks go on to the next event, collective, unit or phase",
-        example="%fsdp next collective",
-        add=stop_flags.add_next,
-    ),
-    "continue": Word(summary="let stopped ranks go on", example="%fsdp continue", add=stop_flags.add_continue),
-    "abort": Word(summary="give up what the ranks do; they are ready again", example="%fsdp abort"),
-    "where": Word(summary="where every rank is, and since when", example="%fsdp where", add=stop_flags.add_where),
-    "break": Word(
-        summary="stop before every such event: add, list or clear breakpoints",
-        example="%fsdp break add all_gather:blocks.2",
-        add=stop_flags.add_break,
-    ),
-    "inspect": Word(
-        summary="what every stopped rank has of a parameter",
-        example="%fsdp inspect blocks.2.mlp.0.weight",
-        add=stop_flags.add_inspect,
-    ),
-    "eval": Word(
-        summary="evaluate an expression on stopped ranks, inside the step",
-        example="%fsdp eval loss.item() -t 0",
-        add=stop_flags.add_eval,
-    ),
-    "back": Word(
-        summary="show what was recorded up to some events ago; undoes nothing",
-        example="%fsdp back 3",
-        add=stop_flags.add_back,
-    ),
-    "verify": Word(summary="compare a step with an unsharded one", example="%fsdp verify", add=_add_verify),
-    **{name: Word(summary=_VIEW_SUMMARIES[name], example=f"%fsdp {name}", add=_add_view(name)) for name in VIEWS},
-    "timeline": Word(summary=_VIEW_SUMMARIES["timeline"], example="%fsdp timeline --canvas", add=_add_timeline),
-    "compare": Word(
-        summary="what changed from one trace, or some steps of it, to another",
-        example="%fsdp compare before.trace last",
-        add=_add_compare,
-    ),
-    "export": Word(summary="write what was recorded to a file", example="%fsdp export run.trace", add=_add_export),
-    "help": Word(summary="these words, or one of them", example="%fsdp help shard", add=_add_help),
-}
-_CELL_WORD = Word(summary="run the cell on the ranks", example="%%fsdp -t 0,2\nprint(rank)", add=_add_cell)
+def _drawing(name: str) -> type[Command]:
+    """Return the word of the view called ``name``."""
+    options = [(option.name, _type(option), _optional(_argument(option))) for option in options_of(VIEWS[name])]
+    options += [("talk", bool | None, _optional(TALK))]
+    options += [("canvas", bool | None, _optional(_CANVAS))] if name == "timeline" else []
+    made = dataclasses.make_dataclass(
+        f"Draw{name.title()}",
+        options,
+        bases=(Timeline if name == "timeline" else Draw,),
+        frozen=True,
+        kw_only=True,
+        namespace={"word": name, "example": name, "more": _MORE.get(name, ""), "__doc__": VIEWS[name].__doc__},
+    )
+    return cast("type[Command]", made)
+
+
+def _type(option: Option) -> Any:  # noqa: ANN401 - a type
+    return bool | None if option.is_switch else option.type | None
+
+
+def _optional(metadata: dict[str, Argument]) -> Any:  # noqa: ANN401 - a field
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+def _argument(option: Option) -> dict[str, Argument]:
+    about = option.about.replace("``", "")
+    if option.is_switch:
+        return argument(about)
+    if option.type is bool:
+        return argument(about, metavar="true|false", read=truth, flags=("--" + option.name.replace("_", "-"),))
+    return argument(about, metavar=option.name.upper(), read=option.type)
+
+
+WORDS: dict[str, type[Command]] = {}
+for _name, _declared in COMMANDS.items():
+    WORDS |= {_name: _declared}
+    if _name == "verify":  # in the order in which they are read: what draws stands before what compares and exports
+        WORDS |= {view: _drawing(view) for view in VIEWS}
 
 
 def parser_for(name: str) -> Parser:
@@ -241,41 +101,96 @@ def parser_for(name: str) -> Parser:
     Args:
         name: key of :data:`WORDS`, or :data:`CELL`.
     """
-    word = _CELL_WORD if name == CELL else WORDS[name]
+    word = Cell if name == CELL else WORDS[name]
+    prog = CELL if name == CELL else f"%fsdp {name}"
+    example = f"{CELL} {word.example}" if name == CELL else f"%fsdp {word.example}"
     parser = Parser(
-        prog=CELL if name == CELL else f"%fsdp {name}",
-        description=word.summary,
-        epilog="example:\n" + "\n".join(f"  {line}" for line in word.example.splitlines()),
+        prog=prog,
+        description=summary(word),
+        epilog="example:\n" + "\n".join(f"  {line}" for line in example.splitlines()),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100, max_help_position=32),
+        argument_default=argparse.SUPPRESS,  # the command's own defaults hold
         add_help=False,
         allow_abbrev=False,
     )
-    parser.flag("-h", "--help", action=AskHelp, nargs=0, default=argparse.SUPPRESS, help="show this")
-    word.add(parser)
+    parser.flag("-h", "--help", action=AskHelp, nargs=0, help="show this")
+    hints = get_type_hints(word)
+    for declared in dataclasses.fields(word):
+        _add(parser, declared, is_bool=bool in {hints[declared.name], *getattr(hints[declared.name], "__args__", ())})
     return parser
 
 
-def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> argparse.Namespace:
-    """Parse the arguments of one word.
+def _add(parser: Parser, declared: dataclasses.Field[Any], *, is_bool: bool) -> None:
+    """Add one argument."""
+    known = argument_of(declared)
+    flag = "--" + declared.name.replace("_", "-")
+    about = known.about.replace("%", "%%")
+    if is_bool and not known.flags:
+        parser.switch(flag, about=about)
+        return
+    complete: Sequence[str] = list(WORDS) if known.completes == "words" else known.choices or known.completes
+    settings: dict[str, Any] = {"type": _reading(known.read), "metavar": known.metavar, "help": about}
+    settings |= {} if known.choices is None else {"choices": known.choices}
+    if not is_by_place(declared):
+        parser.flag(*(known.flags or (flag,)), complete=complete, dest=declared.name, **settings)
+        return
+    if known.is_code:
+        parser.rest = complete
+    is_optional = declared.default is not dataclasses.MISSING
+    if is_optional:
+        settings |= {"nargs": "?", "default": declared.default}  # argparse takes no SUPPRESS here
+    parser.positional(declared.name, complete=complete, **settings)
+
+
+def _reading(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return what argparse calls to read a text."""
+
+    def called(text: str) -> Any:  # noqa: ANN401
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return called
+
+
+def _as_is(text: str) -> str:
+    return text
+
+
+def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> Command:
+    """Return the command of one word and its arguments.
 
     Args:
         name: as for :func:`parser_for`.
         args: in words.
-        expand: replaces ``{name}``, in all of them but the code that ``--when`` takes.
+        expand: replaces ``{name}``, in all of them but code.
 
     Raises:
         UsageError: they are not such arguments.
         HelpAsked: ``-h`` is among them.
     """
     parser = parser_for(name)
-    is_code = [arg.startswith("--when=") or before == "--when" for before, arg in zip(["", *args], args, strict=False)]
-    words = [arg if code else expand(arg) for arg, code in zip(args, is_code, strict=True)]
+    word = Cell if name == CELL else WORDS[name]
+    code = [f"--{f.name}" for f in dataclasses.fields(word) if argument_of(f).is_code and not is_by_place(f)]
+    befores = ["", *args]
+    words = [
+        arg if before in code or arg.partition("=")[0] in code else expand(arg)
+        for before, arg in zip(befores, args, strict=False)
+    ]
+    return _command(parser, word, words)
+
+
+def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str]) -> Command:
     found, rest = parser.parse_known_args(words)
     if rest:
         what = "flag" if rest[0].startswith("-") else "argument"
         hint = did_you_mean(rest[0].partition("=")[0], [*parser.flags, *parser.switches]) if what == "flag" else ""
         parser.error(f"unknown {what} {rest[0]!r}{hint}")
-    return found
+    try:
+        return word(**vars(found))
+    except ValueError as error:
+        raise UsageError(f"{parser.prog}: {error}\n{parser.usage_line()}") from None
 
 
 def split(line: str) -> list[str]:
@@ -290,54 +205,42 @@ def split(line: str) -> list[str]:
         raise UsageError(f"cannot split {line!r} into words: {error}") from None
 
 
-def parse_line(line: str, expand: Expand = _as_is) -> tuple[str, argparse.Namespace]:
-    """Return the word of a ``%fsdp`` line and its arguments; an empty line means ``help``.
+def parse_line(line: str, expand: Expand = _as_is) -> Command:
+    """Return the command of a ``%fsdp`` line; an empty line means ``help``.
+
+    Inverse of :func:`workbench.protocol.commands.to_text`.
 
     Raises:
         UsageError: no such word, or not its arguments.
         HelpAsked: ``-h`` is among them.
     """
     name, _, rest = line.strip().partition(" ")
-    if name == "eval":  # its expression has quotes of its own
-        return name, stop_flags.parse_eval(rest, parser_for(name), expand)
+    if name in WORDS and any(is_by_place(f) and argument_of(f).is_code for f in dataclasses.fields(WORDS[name])):
+        return _parse_raw(name, rest.strip(), expand)  # its code has quotes of its own
     name, *args = split(line) or ["help"]
     if name in {"-h", "--help"}:
         name = "help"
     if name not in WORDS:
         raise UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n{usage()}")
-    return name, parse(name, args, expand)
+    return parse(name, args, expand)
 
 
-def parse_command(text: str) -> Command:
-    """Inverse of :func:`workbench.commands.to_text`.
+def _parse_raw(name: str, rest: str, expand: Expand) -> Command:
+    """Read a line whose rest is code, with flags before it or after it: ``"--frame 1 x.shape -t 0,1"``.
 
-    Raises:
-        UsageError: ``text`` is no command for the ranks.
+    Of the flags alone ``{name}`` is replaced.
     """
-    name, args = parse_line(text)
-    command = to_command(name, args)
-    if command is None:
-        raise UsageError(f"{name!r} asks the ranks nothing")
-    return command
-
-
-def to_command(name: str, args: argparse.Namespace) -> Command | None:
-    """Return what the ranks are asked by a parsed word; None if it is not for them.
-
-    Raises:
-        UsageError: an argument is not what the command takes.
-    """
-    if name not in COMMANDS:
-        return None
-    fields = dict(vars(args))
-    if COMMANDS[name] is Break:
-        stop_flags.check_break(args)
-        if fields.pop("action") != "add":
-            return None
-    try:
-        return COMMANDS[name](**fields)
-    except ValueError as error:
-        raise UsageError(f"%fsdp {name}: {error}\n{parser_for(name).usage_line()}") from None
+    parser = parser_for(name)
+    if rest in {"-h", "--help"}:
+        raise HelpAsked(parser.format_help())
+    names = "|".join(map(re.escape, sorted(parser.flags.keys() - {"-h", "--help"}, reverse=True)))
+    flag = rf"(?P<flag>{names})[ =]\s*(?P<value>[\d,\-]+|\{{\w+\}})"
+    leading, trailing = rf"{flag}(?:\s+(?P<rest>.*))?", rf"(?P<rest>.*\S)\s+{flag}"
+    given: list[str] = []
+    while found := re.fullmatch(leading, rest, re.DOTALL) or re.fullmatch(trailing, rest, re.DOTALL):
+        given = [found["flag"], expand(found["value"]), *given]
+        rest = (found["rest"] or "").strip()
+    return _command(parser, WORDS[name], [*given, *(["--", rest] if rest else [])])
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -354,7 +257,7 @@ def usage() -> str:
 def overview() -> str:
     """Return the help of ``%fsdp``: every word in one line."""
     width = max(map(len, WORDS))
-    lines = [f"  {name:<{width}}  {word.summary}" for name, word in WORDS.items()]
-    cell = f"  {CELL:<{width}}  first line of a cell: {_CELL_WORD.summary}, all or -t RANKS"
+    lines = [f"  {name:<{width}}  {summary(word)}" for name, word in WORDS.items()]
+    cell = f"  {CELL:<{width}}  first line of a cell: {summary(Cell)}"
     braces = "  {name} stands for a variable of this notebook, but in the code of eval, --when and cells"
     return "\n".join([usage(), "", *lines, "", cell, braces])

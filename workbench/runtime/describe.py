@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
 from workbench.engine.call import units_of
 from workbench.engine.state import state_of, states_below
 from workbench.events import Param, Unit, unit_words
+from workbench.protocol.commands import Sharded
 
 
-def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> dict[str, Any]:
-    """Return the facts of a sharded model as plain data.
+def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> Sharded:
+    """Return the facts of a sharded model.
 
     Args:
         name: what the ranks call it.
@@ -24,16 +24,16 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
     """
     infos = unit_infos(model)
     params = list(model.parameters())
-    return {
-        "model": name,
-        "units": _unit_names(model),
-        "num_params": len(params),
-        "num_elements": sum(math.prod(p.shape) for p in params),
-        "bytes_unsharded": sum(math.prod(p.shape) * p.itemsize for p in params),
-        "bytes_at_rest": sum(_bytes_at_rest(param) for info in infos for param in info.params),
-        "policy": policy_words(infos, prefetch),
-        "optimizers": optimizers,
-    }
+    return Sharded(
+        model=name,
+        units=tuple(_unit_names(model)),
+        num_params=len(params),
+        num_elements=sum(math.prod(p.shape) for p in params),
+        bytes_unsharded=sum(math.prod(p.shape) * p.itemsize for p in params),
+        bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params),
+        policy=tuple(policy_words(infos, prefetch)),
+        optimizers=optimizers,
+    )
 
 
 def unit_infos(model: nn.Module) -> list[Unit]:

@@ -4,9 +4,9 @@ A held thread runs a command loop, like a debugger's: expressions, cells and ins
 the stopped step's own thread and grad mode. The side door only sets what is wanted and puts jobs into the inbox::
 
     side door (control thread)            held thread
-    request("pause")  -> wanted           event -> wanted? -> held: loop over the inbox
-    enqueue(job)      -> inbox              job: run it, leave the answer under its ticket
-    request("continue") -> released, wake   wake: interrupted? aborted? released? then go on
+    Pause     -> wanted                   event -> wanted? -> held: loop over the inbox
+    Job       -> inbox                      job: run it, leave how it ended under its ticket
+    Continue  -> released, wake             wake: interrupted? aborted? released? then go on
 
 While nothing is wanted :attr:`Gate.event` *is* the recorder's: the gate costs nothing. What a rank is told about memory
 never holds it: gradients die in the garbage collector, at any place.
@@ -20,20 +20,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from workbench.engine import probe, waits
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
+from workbench.protocol.commands import Continue, Next, Pause
+from workbench.protocol.messages import Done, Forget, Hold, Job, Place, RunTo, SetBreakpoints
 from workbench.runtime import breakpoints, jobs
-from workbench.runtime.breakpoints import Breakpoint, Event, Wanted
+from workbench.runtime.breakpoints import Armed, Event, Wanted
 from workbench.runtime.interrupts import Interrupts
 from workbench.runtime.recorder import NO_STEP, Recorder
 
-Inbox = SimpleQueue[tuple[str, dict[str, Any]] | None]
-"""Tickets with their jobs; None wakes the held thread up."""
+Inbox = SimpleQueue[Job | None]
+"""Jobs; None wakes the held thread up."""
 
+GateRequest = Pause | RunTo | Continue | Next | SetBreakpoints | Job | Forget
 
 _NEEDS_OTHERS = (*COLLECTIVES, Kind.UNSHARD)
 _RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
@@ -61,12 +63,12 @@ class Gate:
         self._lock = threading.Lock()  # between what is wanted and whether the rank is held
         self._wanted = Wanted()
         self._inbox: Inbox = SimpleQueue()  # its put may be called from a signal handler
-        self._held: dict[str, Any] | None = None
+        self._held: Hold | None = None
         self._is_released = False
         self._passes = False
-        self._waits_at = (NO_STEP, -1)
+        self._waits_at = Place(NO_STEP, -1)
         self._waited_ns = 0
-        self._tickets: dict[str, dict[str, Any]] = {}
+        self._tickets: dict[str, Done] = {}
         self._names: tuple[int, dict[int, str]] = (-1, {})
         self.interrupts = Interrupts(self._on_interrupt)
         self.event = recorder.event
@@ -109,7 +111,7 @@ class Gate:
     def forget_requests(self) -> None:
         """Forget pause, next and positions to run to; breakpoints stay."""
         with self._lock:
-            self._want(self._wanted.going_on())
+            self._want(self._wanted.but())
 
     # ---- asked before an event, in the thread that runs the step
 
@@ -143,16 +145,16 @@ class Gate:
         self.interrupts.check()
         if self._alone and self._recorder.is_aside:
             raise UsageError(jobs.needs_others("this", self._alone))
-        self._waits_at = self._recorder.step, self._recorder.ordinal
+        self._waits_at = self._place()
         self._waited_ns = time.monotonic_ns()
         if not (self._wanted.is_anything and self._may_hold):
             return
         row = self._recorder.last_event()
         event = self._event(Kind.WAIT, Edge.BEGIN, -1 if row is None else int(row["unit"]), 0)
-        if self._stops(event, lambda wanted: (wanted.stops_waiting(event.position), None)):
+        if self._stops(event, lambda wanted: (wanted.stops_waiting(event.place), None)):
             self._hold(event.unit)
 
-    def _stops(self, event: Event, asked: Callable[[Wanted], tuple[bool, Breakpoint | None]]) -> bool:
+    def _stops(self, event: Event, asked: Callable[[Wanted], tuple[bool, Armed | None]]) -> bool:
         """Decide whether to hold before ``event``; if so, this rank counts as held when this returns.
 
         What was printed and what the device was given comes first, without the lock; by then it may have been let go.
@@ -165,7 +167,7 @@ class Gate:
                     if met is not None:
                         self._want(self._wanted.without(met))
                     if stops:
-                        self._want(self._wanted.going_on())
+                        self._want(self._wanted.but())
                         self._begin_hold(event, met, is_synchronised=bool(is_synchronised))
                     return stops
             is_synchronised = self._quiet()
@@ -184,9 +186,11 @@ class Gate:
             unit_name=self._name_of(unit),
             num_bytes=num_bytes,
             phase=recorder.phase_now,
-            step=recorder.step,
-            ordinal=recorder.ordinal,
+            place=self._place(),
         )
+
+    def _place(self) -> Place:
+        return Place(self._recorder.step, self._recorder.ordinal)
 
     def _name_of(self, unit: int) -> str:
         version = self._recorder.header_version
@@ -196,20 +200,19 @@ class Gate:
 
     # ---- held
 
-    def _begin_hold(self, event: Event, met: Breakpoint | None, *, is_synchronised: bool) -> None:
+    def _begin_hold(self, event: Event, met: Armed | None, *, is_synchronised: bool) -> None:
         self._is_released = False
-        self._held = {
-            "step": event.step,
-            "ordinal": event.ordinal,
-            "kind": event.kind.name.lower(),
-            "edge": event.edge.name.lower(),
-            "phase": event.phase.name.lower(),
-            "unit": event.unit,
-            "num_bytes": event.num_bytes,
-            "breakpoint": None if met is None else met.id,
-            "synchronised": is_synchronised,
-            "since_ns": time.monotonic_ns(),
-        }
+        self._held = Hold(
+            kind=event.kind.name.lower(),
+            edge=event.edge.name.lower(),
+            phase=event.phase.name.lower(),
+            unit=event.unit,
+            since_ns=time.monotonic_ns(),
+            place=event.place,
+            num_bytes=event.num_bytes,
+            breakpoint=None if met is None else met.breakpoint.id,
+            synchronised=is_synchronised,
+        )
 
     def _hold(self, unit: int) -> None:
         """Run what is sent until this rank is let go.
@@ -231,23 +234,23 @@ class Gate:
         cancellation.check()
         while True:
             while (job := self._next_message()) is not None:
-                self._run(*job)
+                self._run(job)
             self.interrupts.check()
             cancellation.check()
             if self._is_released:  # a wake comes after it: what was sent before has run
                 return
 
-    def _next_message(self) -> tuple[str, dict[str, Any]] | None:
+    def _next_message(self) -> Job | None:
         while True:
             try:
                 return self._inbox.get(timeout=waits.SLICE_S)
             except Empty:
                 continue  # a signal that another thread has caught is handled between two calls
 
-    def _run(self, ticket: str, job: dict[str, Any]) -> None:
-        with self._recorder.aside(), self._in_company(str(job.get("alone") or "")):
-            answer = jobs.run(job, self._recorder)
-        self._tickets[ticket] = answer
+    def _run(self, job: Job) -> None:
+        with self._recorder.aside(), self._in_company(job.alone):
+            done = jobs.run(job, self._recorder)
+        self._tickets[job.ticket] = done
 
     @contextmanager
     def _in_company(self, alone: str) -> Iterator[None]:
@@ -271,7 +274,7 @@ class Gate:
             except Empty:
                 return left
             if job is not None:
-                left.append(job[0])
+                left.append(job.ticket)
 
     # ---- from other threads
 
@@ -296,90 +299,69 @@ class Gate:
         """Let the held thread look whether it may or must leave; thread-safe, never blocks."""
         self._inbox.put(None)
 
-    def request(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what the side door was asked: pause, run_to, continue, next, breakpoints, enqueue or forget.
+    def request(self, request: GateRequest) -> bool | None:
+        """Do what the side door was asked; a job is answered with whether this rank is held, and so will do it.
 
         Raises:
-            UsageError: a breakpoint or a word that there is not; nothing has changed then.
+            UsageError: an event or a condition that there is not; nothing has changed then.
         """
-        operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "pause": self._pause,
-            "run_to": self._run_to,
-            "continue": self._continue,
-            "next": self._next,
-            "breakpoints": self._set_breakpoints,
-            "enqueue": self._enqueue,
-            "forget": self._forget,
-        }
         with self._lock:
-            return operations[request["op"]](request)
+            match request:
+                case Job():
+                    if self.held is not None:
+                        self._inbox.put(request)
+                    return self.held is not None
+                case Forget():
+                    for ticket in request.tickets:
+                        self._tickets.pop(ticket, None)
+                case SetBreakpoints():
+                    self._want(replace(self._wanted, breakpoints=breakpoints.arm(request.breakpoints, self._rank)))
+                case Pause():
+                    if self.held is None:
+                        self._want(self._wanted.but(pause=True))
+                case _:
+                    self._go_on(request)
+        return None
 
-    def _pause(self, _: dict[str, Any]) -> dict[str, Any]:
-        if self._held is None or self._is_released:
-            self._want(Wanted(pause=True, breakpoints=self._wanted.breakpoints))
-        return {}
-
-    def _run_to(self, request: dict[str, Any]) -> dict[str, Any]:
-        target = int(request["step"]), int(request["ordinal"])
-        held = self._held
-        if held is None or self._is_released or (held["step"], held["ordinal"]) < target:
-            self._let_go(Wanted(target=target, breakpoints=self._wanted.breakpoints))
-        return {}
-
-    def _continue(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._let_go(self._wanted.going_on())
-        return {}
-
-    def _next(self, request: dict[str, Any]) -> dict[str, Any]:
-        is_next = breakpoints.next_after(str(request.get("what", "event")), self._recorder.phase_now)
-        self._let_go(Wanted(is_next=is_next, breakpoints=self._wanted.breakpoints))
-        return {}
+    def _go_on(self, request: RunTo | Continue | Next) -> None:
+        match request:
+            case RunTo(place=place):
+                if self.held is None or self.held.place < place:
+                    self._let_go(self._wanted.but(target=place))
+            case Continue():
+                self._let_go(self._wanted.but())
+            case Next(what=what):
+                is_next = breakpoints.next_after(what, self._recorder.phase_now)
+                self._let_go(self._wanted.but(is_next=is_next))
 
     def _let_go(self, wanted: Wanted) -> None:
         held = self._held
         if held is None:
             self._want(wanted)
         else:
-            self._want(replace(wanted, after=(held["step"], held["ordinal"])))
+            self._want(replace(wanted, after=held.place))
             self._is_released = True
             self.wake()
 
-    def _set_breakpoints(self, request: dict[str, Any]) -> dict[str, Any]:
-        found = breakpoints.parse_all(request["breakpoints"], self._rank)
-        self._want(self._wanted.with_breakpoints(found))
-        return {}
+    @property
+    def held(self) -> Hold | None:
+        """Where this rank is held; may be asked from any thread."""
+        return None if self._is_released else self._held
 
-    def _enqueue(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._held is None or self._is_released:
-            return {"accepted": False}
-        if request["job"].get("kind") not in jobs.KINDS:
-            raise UsageError(f"a held rank runs {', '.join(jobs.KINDS)}, not {request['job'].get('kind')!r}")
-        self._inbox.put((str(request["ticket"]), request["job"]))
-        return {"accepted": True}
+    @property
+    def tickets(self) -> dict[str, Done]:
+        """How the jobs ended that nobody has asked to forget."""
+        return dict(self._tickets)
 
-    def _forget(self, request: dict[str, Any]) -> dict[str, Any]:
-        for ticket in request["tickets"]:
-            self._tickets.pop(str(ticket), None)
-        return {}
-
-    def position(self) -> dict[str, Any]:
-        """Return where this rank stands and the answers nobody has asked to forget: JSON data, from any thread."""
-        held = None if self._is_released else self._held
-        return {
-            "held": held,
-            "ordinal": self._recorder.ordinal if held is None else held["ordinal"],
-            "waiting": self._recorder.step != NO_STEP and self._is_waiting(),
-            "tickets": dict(self._tickets),
-        }
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank is in a step and waits for others."""
+        return self._recorder.step != NO_STEP and self._is_waiting()
 
     def _is_waiting(self) -> bool:
-        recorder, row = self._recorder, self._recorder.last_event()
+        row = self._recorder.last_event()
         if row is not None and (row["kind"], row["edge"]) == (Kind.WAIT, Edge.BEGIN):
             return True
         # waits without an event of their own: for all ranks to say what they issue
         was_recent = time.monotonic_ns() - self._waited_ns < _RECENT_NS
-        return was_recent and self._waits_at == (recorder.step, recorder.ordinal)
-
-
-OPERATIONS = ("pause", "run_to", "continue", "next", "breakpoints", "enqueue", "forget")
-"""What :meth:`Gate.request` does."""
+        return was_recent and self._waits_at == self._place()

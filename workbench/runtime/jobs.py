@@ -34,12 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.engine._torch import local_of
 from workbench.errors import UsageError
+from workbench.protocol.commands import Evaluate, Inspect
+from workbench.protocol.messages import Done, Job, JobError, RunCell
 from workbench.runtime.inspection import inspect, plain_number
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.stacks import frames_of_the_step, place_of
 
-KINDS = ("evaluate", "inspect", "cell")
 MAX_TEXT = 50_000
 """Characters of output or of a repr that are kept."""
 
@@ -48,36 +49,30 @@ _EXPRESSION = "<expression>"
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # wait for what was issued, or only make a tensor of it
 
-Answer = dict[str, Any]
-"""``{"ok", "result", "text", "error"}``: JSON data."""
 
-
-def run(job: dict[str, Any], recorder: Recorder) -> Answer:
-    """Run one job in this thread.
+def run(job: Job, recorder: Recorder) -> Done:
+    """Run one job in this thread; one that raises leaves the rank held.
 
     Args:
-        job: its ``kind``, one of :data:`KINDS`, and its ``text``; ``alone`` if other ranks do not run it as well, so
-            that a collective with them would wait for ever: who runs it, and what to do, in words. ``ranks``: the same
-            as numbers. ``frame``: number of the user's frame in which names are looked up first, 0 the innermost.
+        job: what to do. If other ranks do not do it as well, a collective with them would wait for ever, and raises.
         recorder: what the rank recorded.
 
     Returns:
-        ``text`` is what to show (a repr, or the output), ``result`` data; ``error`` of a job that raised has ``ename``,
-        ``evalue`` and ``traceback``, and leaves the rank held.
+        ``text`` is what to show (a repr, or the output).
     """
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output), _company(job):
-            result, text = _run(job, recorder)
+            result, text = _run(job.work, recorder)
     except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer: the stop stays
-        return {"ok": False, "result": None, "text": _cut(output.getvalue()), "error": _error(error, job["kind"])}
-    return {"ok": True, "result": result, "text": _cut(output.getvalue() + text), "error": None}
+        return Done(text=_cut(output.getvalue()), error=_error(error, job.work))
+    return Done(result=result, text=_cut(output.getvalue() + text))
 
 
-def _company(job: dict[str, Any]) -> AbstractContextManager[object]:
-    if not job.get("alone"):
+def _company(job: Job) -> AbstractContextManager[object]:
+    if not job.alone:
         return nullcontext()
-    alone: AbstractContextManager[object] = _Alone(str(job["alone"]), job.get("ranks") or ())
+    alone: AbstractContextManager[object] = _Alone(job.alone, job.ranks)
     return alone
 
 
@@ -86,19 +81,17 @@ def needs_others(what: str, alone: str) -> str:
     return f"{what} waits for other ranks, and only {alone}"
 
 
-def refusal(why: str) -> Answer:
-    """Return the answer to a job that did not run."""
-    error = {"ename": "NotRun", "evalue": why, "traceback": f"NotRun: {why}"}
-    return {"ok": False, "result": None, "text": "", "error": error}
+def refusal(why: str) -> Done:
+    """Return how a job ended that did not run."""
+    return Done(error=JobError(ename="NotRun", evalue=why, traceback=f"NotRun: {why}"))
 
 
-def _run(job: dict[str, Any], recorder: Recorder) -> tuple[dict[str, Any] | None, str]:
-    kind, text = job["kind"], job["text"]
-    if kind == "inspect":
-        return inspect(text, recorder), ""
-    scope = _Scope.here(int(job.get("frame", 0)))
+def _run(work: Inspect | Evaluate | RunCell, recorder: Recorder) -> tuple[dict[str, Any] | None, str]:
+    if isinstance(work, Inspect):
+        return inspect(work.fqn, recorder), ""
+    scope = _Scope.here(work.frame if isinstance(work, Evaluate) else 0)
     with _WholeNumbers(), scope.explained():
-        return _evaluate(text, scope) if kind == "evaluate" else (None, _run_cell(text, scope))
+        return _evaluate(work.expr, scope) if isinstance(work, Evaluate) else (None, _run_cell(work.code, scope))
 
 
 # ---- what names mean
@@ -297,12 +290,13 @@ def _run_cell(text: str, scope: _Scope) -> str:
 # ---- what went wrong
 
 
-def _error(error: BaseException, kind: str) -> dict[str, str]:
+def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError:
     ename, evalue = type(error).__name__, str(error)
-    if kind == "cell":
-        return {"ename": ename, "evalue": evalue, "traceback": _cut("".join(_traceback_of(error)))}
-    place = _place(error) if kind == "evaluate" else ""
-    return {"ename": ename, "evalue": evalue, "traceback": _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")}
+    if isinstance(work, RunCell):
+        return JobError(ename=ename, evalue=evalue, traceback=_cut("".join(_traceback_of(error))))
+    place = _place(error) if isinstance(work, Evaluate) else ""
+    said = _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")
+    return JobError(ename=ename, evalue=evalue, traceback=said)
 
 
 def _traceback_of(error: BaseException) -> list[str]:

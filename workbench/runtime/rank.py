@@ -10,20 +10,39 @@ import atexit
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks are forked, not in each of them
 
-from workbench.commands import Command, Reshard, Shard, Step, Unshard, Verify, from_dict
+from workbench.codec import encode
 from workbench.engine import groups
 from workbench.engine._torch import untried
 from workbench.engine.device_clock import Cuda, DeviceClock
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
+from workbench.protocol.commands import Command, Request, Step, Verified, Verify, from_dict
+from workbench.protocol.messages import (
+    Drain,
+    Event,
+    GiveUp,
+    Known,
+    Line,
+    ListNames,
+    Locate,
+    Names,
+    Place,
+    Position,
+    Recorded,
+    Shut,
+    Stacks,
+    read_request,
+)
 from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
-from workbench.runtime.gate import OPERATIONS, Gate
+from workbench.runtime.doing import DOES, does
+from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.namespace import module_names, user_namespace, variables
 from workbench.runtime.quiet import Quiet
 from workbench.runtime.recorder import Recorder
@@ -57,114 +76,112 @@ class RankRuntime:
     doing: str = ""
     commands: int = 0
 
-    def execute(self, command: Command) -> dict[str, Any]:
-        """Run one command in the calling thread and return its result as plain data."""
+    def execute(self, command: Command) -> object:
+        """Do one command in the calling thread, and return what its ``reply`` says."""
         self.doing = command.word
         self.commands += 1
         try:
-            return self._execute(command)
+            if isinstance(command, Step):
+                with self.gate.stepping():
+                    return self.trainer.run(command)
+            with self.gate.passing():
+                result = DOES[type(command)](command, self)
+                self.account_optimizers()
+                return result
         finally:
             self.doing = ""
 
-    def _execute(self, command: Command) -> dict[str, Any]:
-        if isinstance(command, Step):
-            with self.gate.stepping():
-                return self.trainer.run(command)
-        with self.gate.passing():
-            return self._execute_between_steps(command)
-
-    def _execute_between_steps(self, command: Command) -> dict[str, Any]:
-        match command:
-            case Shard():
-                result = sharding.shard(command, self.groups.mesh_of)
-            case Reshard():
-                result = sharding.reshard(command, self.groups.mesh_of)
-            case Unshard():
-                result = sharding.unshard(command)
-            case Verify():
-                return self._verify(command)
-            case _:
-                raise ValueError(f"a rank cannot do {command.word!r}")
-        self._account_optimizers()
-        return result
-
-    def _account_optimizers(self) -> None:
+    def account_optimizers(self) -> None:
         """Record what optimizer state has become after a command exchanged it."""
         for value in variables().values():
             if isinstance(value, torch.optim.Optimizer):
                 self.trainer.account(value, changed=True)
 
-    def _verify(self, command: Verify) -> dict[str, Any]:
-        steps_before = self.trainer.optimizer_steps
-        try:
-            with self.recorder.unrecorded():
-                return verify(command)
-        finally:
-            self.trainer.optimizer_steps = steps_before
-            self._account_optimizers()
+    def position(self) -> Position:
+        """Return where this rank is; may be asked from any thread."""
+        held, recorder = self.gate.held, self.recorder
+        return Position(
+            rank=self.groups.rank,
+            doing=self.doing,
+            commands=self.commands,
+            place=Place(recorder.step, recorder.ordinal) if held is None else held.place,
+            held=held,
+            waiting=self.gate.is_waiting,
+            newest=_in_words(recorder.last_event()),
+            unfinished=groups.num_unfinished(),
+            optimizer_steps=self.trainer.optimizer_steps,
+            tickets=self.gate.tickets,
+        )
 
-    def position(self) -> dict[str, Any]:
-        """Return where this rank is: JSON data, read from any thread."""
-        row = self.recorder.last_event()
-        here = {
-            "rank": self.groups.rank,
-            "doing": self.doing,
-            "commands": self.commands,
-            "step": self.recorder.step,
-            "unfinished": groups.num_unfinished(),
-            "optimizer_steps": self.trainer.optimizer_steps,
-        } | self.gate.position()
-        if row is None:
-            return here
-        return here | {
-            "kind": Kind(row["kind"]).name.lower(),
-            "edge": Edge(row["edge"]).name.lower(),
-            "phase": Phase(row["phase"]).name.lower(),
-            "unit": int(row["unit"]),
-            "since_ns": int(row["t_ns"]),
-        }
-
-    def drain(self, next_seq: int, known_version: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the rows from ``next_seq`` on, the state after them, and the header if the known one is old."""
-        drained = self.recorder.drain(next_seq)
+    def drain(self, known: Known) -> Recorded:
+        """Return what was recorded since ``known``, and the state after it."""
+        drained = self.recorder.drain(known.next_seq)
         version = self.recorder.header_version
-        content = {
-            "first_seq": drained.first_seq,
-            "count": drained.key_frame.seq - drained.first_seq,
-            "lost": drained.lost,
-            "key_frame": key_frame_to_dict(drained.key_frame),
-            "header": header_to_dict(self.recorder.header) if version != known_version else None,
-            "header_version": version,
-            "position": self.position(),
-        }
-        return content, [to_wire(drained.rows)]
+        return Recorded(
+            rows=memoryview(to_wire(drained.rows)),
+            lost=drained.lost,
+            key_frame=key_frame_to_dict(drained.key_frame),
+            header=header_to_dict(self.recorder.header) if version != known.header_version else None,
+            header_version=version,
+            position=self.position(),
+        )
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request of the control thread asks for: look, set a flag, or enqueue."""
-        match request.get("op"):
-            case "where":
-                return self.position()
-            case "stacks":
-                return {"stacks": stacks()}
-            case "line":
-                return user_line()
-            case "names":
-                return {
-                    "modules": module_names(),
-                    "variables": sorted(variables()),
-                    "classes": sharding.class_names(),
-                }
-            case "abort":
-                self.groups.abort(str(request.get("reason", "aborted")))
+    def answer(self, request: Request[Any]) -> object:
+        """Do what a request of the control thread asks for: look, set a flag, or leave something to be done.
+
+        Raises:
+            UsageError: see :meth:`Gate.request`.
+        """
+        answer: object = None
+        match request:
+            case Drain(known=known):
+                answer = self.drain(known[self.groups.rank])
+            case Locate():
+                answer = self.position()
+            case Stacks():
+                answer = stacks()
+            case Line():
+                answer = user_line()
+            case ListNames():
+                answer = Names(
+                    modules=tuple(module_names()),
+                    variables=tuple(sorted(variables())),
+                    classes=tuple(sharding.class_names()),
+                )
+            case GiveUp(reason=reason):
+                self.groups.abort(reason)
                 self.gate.wake()
-            case "shut":
+            case Shut():
                 self.groups.shut()
-            case op if op in OPERATIONS:
-                return self.gate.request(request)
-            case other:
-                known = ("drain", "where", "stacks", "line", "names", "abort", "shut", *OPERATIONS)
-                raise ValueError(f"the side door knows {', '.join(known)}, not {other!r}")
-        return {}
+            case _:
+                answer = self.gate.request(cast("GateRequest", request))
+        return answer
+
+
+def _in_words(row: np.void | None) -> Event | None:
+    """Return a row of the trace as breakpoints name events."""
+    if row is None:
+        return None
+    kind, edge, phase = Kind(row["kind"]), Edge(row["edge"]), Phase(row["phase"])
+    return Event(
+        kind=kind.name.lower(),
+        edge=edge.name.lower(),
+        phase=phase.name.lower(),
+        unit=int(row["unit"]),
+        since_ns=int(row["t_ns"]),
+    )
+
+
+@does(Verify)
+def _verify(command: Verify, rank: RankRuntime) -> Verified:
+    """Compare a step with an unsharded one; nothing of it is recorded or counted."""
+    steps_before = rank.trainer.optimizer_steps
+    try:
+        with rank.recorder.unrecorded():
+            return verify(command)
+    finally:
+        rank.trainer.optimizer_steps = steps_before
+        rank.account_optimizers()
 
 
 _runtime: RankRuntime | None = None
@@ -249,11 +266,12 @@ def _sample_memory(runtime: RankRuntime) -> int:
 
 
 def execute(command: dict[str, Any]) -> dict[str, Any]:
-    """Run one command (``commands.to_dict``) in this thread; raises what the command raises."""
-    return _this_rank().execute(from_dict(command))
+    """Do one command (``commands.to_dict``) in this thread and return its reply as data; raises what it raises."""
+    data: dict[str, Any] = encode(_this_rank().execute(from_dict(command)))
+    return data
 
 
-def recover(generation: int) -> dict[str, Any]:
+def recover(generation: int) -> None:
     """Build new process groups after a failure and make the next step clean; collective over all ranks.
 
     Args:
@@ -265,7 +283,6 @@ def recover(generation: int) -> dict[str, Any]:
     runtime.groups.rebuild(generation)
     # some may have begun a step that others have not: a step's number is one and the same on all ranks
     runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
-    return runtime.position()
 
 
 def shutdown() -> None:
@@ -277,14 +294,12 @@ def shutdown() -> None:
         _runtime = None
 
 
-def side_door(request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-    """Answer a request of the control thread: drain, where, stacks, line, names, abort, shut, and what the gate does.
+def side_door(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
+    """Answer a request of the control thread (:mod:`workbench.protocol.messages`), as data and what goes beside it.
 
     Raises:
-        ValueError: unknown operation.
+        ValueError: it is no request.
         UsageError: see :meth:`Gate.request`.
     """
-    runtime = _this_rank()
-    if request.get("op") == "drain":
-        return runtime.drain(*request["known"][str(runtime.groups.rank)])
-    return runtime.answer(request), []
+    buffers: list[memoryview] = []
+    return encode(_this_rank().answer(read_request(data)), buffers), buffers

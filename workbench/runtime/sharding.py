@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.commands import Reshard, Shard, Unshard
 from workbench.engine import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -29,20 +28,20 @@ from workbench.engine.signature import check_same_lines
 from workbench.engine.state import state_of
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
-from workbench.policy import DTYPES, MixedPrecision, check_mesh_fits, check_reshard_fits
+from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
+from workbench.protocol.policy import DTYPES, MixedPrecision, check_mesh_fits, check_reshard_fits
 from workbench.runtime.describe import describe, unit_infos
+from workbench.runtime.doing import Rank, does
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 from workbench.runtime.prefetch import set_prefetch
-
-MeshOf = Callable[[tuple[int, ...]], DeviceMesh]
-"""Gives the mesh of a shape; ``()`` is all ranks on one axis."""
 
 _RESHARD = {"auto": None, "true": True, "false": False}
 
 _prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # asked for by a command; a new policy keeps it
 
 
-def shard(command: Shard, mesh_of: MeshOf) -> dict[str, Any]:
+@does(Shard)
+def shard(command: Shard, rank: Rank) -> Sharded:
     """Apply ``fully_shard`` to each wrapped module and to the model itself; collective.
 
     Optimizers that were made before go on with the sharded parameters, their state sharded too.
@@ -60,9 +59,9 @@ def shard(command: Shard, mesh_of: MeshOf) -> dict[str, Any]:
         )
     inner = _modules_to_wrap(model, command.wrap)
     ignored = _ignored(model, command.ignore)
-    _check_fits(command, [dist.get_world_size(), *command.mesh][-1])
-    check_same_model(model, inner, mesh_of(()))
-    policy = {"mesh": mesh_of(command.mesh), "ignored_params": ignored, **_policy(command)}
+    _check_fits(command, [dist.get_world_size(), *command.mesh_shape][-1])
+    check_same_model(model, inner, rank.groups.mesh_of(()))
+    policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
     _apply(model, inner, policy)
     mapping = {before.pop(name): param for name, param in model.named_parameters()}
@@ -72,7 +71,8 @@ def shard(command: Shard, mesh_of: MeshOf) -> dict[str, Any]:
     return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
 
 
-def reshard(command: Reshard, mesh_of: MeshOf) -> dict[str, Any]:
+@does(Reshard)
+def reshard(command: Reshard, rank: Rank) -> Sharded:
     """Give a sharded model another policy, in place; collective. Optimizers go on, their state carried along.
 
     Raises:
@@ -82,10 +82,10 @@ def reshard(command: Reshard, mesh_of: MeshOf) -> dict[str, Any]:
     model = _sharded(command.model)
     names = {_class_name(module) for module in _modules_to_wrap(model, command.wrap)} if command.wrap else set()
     for info in unit_infos(model):
-        _check_fits(command, [info.shard_size, *command.mesh][-1])
+        _check_fits(command, [info.shard_size, *command.mesh_shape][-1])
     policy = _policy(command)
     if command.mesh:
-        policy["mesh"] = mesh_of(command.mesh)
+        policy["mesh"] = rank.groups.mesh_of(command.mesh_shape)
     if names:
         policy["wrap"] = lambda module: _class_name(module) in names
     if command.wrap or command.mp:
@@ -99,7 +99,8 @@ def reshard(command: Reshard, mesh_of: MeshOf) -> dict[str, Any]:
     return describe(command.model, model, prefetch=ahead, optimizers=len(optimizers))
 
 
-def unshard(command: Unshard) -> dict[str, Any]:
+@does(Unshard)
+def unshard(command: Unshard, rank: Rank) -> Unsharded:
     """Undo :func:`shard`; collective.
 
     Raises:
@@ -109,7 +110,7 @@ def unshard(command: Unshard) -> dict[str, Any]:
     optimizers = optimizers_of(model)
     mapping = unshard_module(model, optimizers)
     _prefetch.pop(model, None)
-    return {"model": command.model, "num_params": len(mapping), "optimizers": len(optimizers)}
+    return Unsharded(model=command.model, num_params=len(mapping), optimizers=len(optimizers))
 
 
 def _sharded(name: str) -> nn.Module:
@@ -121,7 +122,7 @@ def _sharded(name: str) -> nn.Module:
 
 def _check_fits(command: Shard | Reshard, shard_size: int) -> None:
     try:
-        check_mesh_fits(command.mesh, dist.get_world_size())
+        check_mesh_fits(command.mesh_shape, dist.get_world_size())
         check_reshard_fits(command.reshard_after_forward, shard_size)
     except ValueError as error:
         raise UsageError(str(error)) from error

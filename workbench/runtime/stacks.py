@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from workbench.protocol.messages import Frame, Thread
 from workbench.runtime.namespace import user_namespace
 
 _LIBRARIES = frozenset(
@@ -58,34 +58,28 @@ def place_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} at {_path_of(frame).rpartition('/')[2]}:{frame.f_lineno}"
 
 
-def stacks() -> list[dict[str, Any]]:
-    """Return the stacks of all Python threads but the one that asks, the main thread's first.
-
-    Returns:
-        per thread its ``thread`` name, whether it ``is_main``, and its ``frames``, innermost first: each a ``text``
-        such as ``model.py:12 in forward: x = f(x)``, a ``number``, its place among the user's frames, which
-        ``%fsdp eval --frame`` takes (None: a library's), and whether it ``is_python``'s own.
-    """
+def stacks() -> tuple[Thread, ...]:
+    """Return what all Python threads but the one that asks run, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, asking = threading.main_thread().ident, threading.get_ident()
     current = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
-    return [
-        {"thread": names.get(ident, f"thread {ident}"), "is_main": ident == main, "frames": _described(frame)}
+    return tuple(
+        Thread(name=names.get(ident, f"thread {ident}"), is_main=ident == main, frames=_described(frame))
         for ident, frame in current
         if ident != asking or ident == main
-    ]
+    )
 
 
-def _described(frame: FrameType) -> list[dict[str, Any]]:
+def _described(frame: FrameType) -> tuple[Frame, ...]:
     numbers = {id(users): number for number, users in enumerate(users_frames(frame))}
-    return [
-        {
-            "text": _line(each),
-            "number": numbers.get(id(each)),
-            "is_python": _top_module_of(each) in sys.stdlib_module_names,
-        }
+    return tuple(
+        Frame(
+            text=_line(each),
+            number=numbers.get(id(each)),
+            is_python=_top_module_of(each) in sys.stdlib_module_names,
+        )
         for each in _outwards(frame)
-    ]
+    )
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

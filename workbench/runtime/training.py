@@ -16,12 +16,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from workbench.commands import Step
 from workbench.engine import StepAborted
 from workbench.engine._torch import local_of
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category, Edge
+from workbench.protocol.commands import Step, Stepped
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
 
@@ -79,7 +79,7 @@ class Trainer:
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
 
-    def run(self, command: Step) -> dict[str, Any]:
+    def run(self, command: Step) -> Stepped:
         """Call the step function ``command.count`` times.
 
         Raises:
@@ -103,14 +103,12 @@ class Trainer:
         finally:
             self._running = False
             self._recorder.give_up_step()
-        return {
-            "steps_done": len(losses),
-            "losses": losses
-            if any(loss is not None for loss in losses)
-            else None,  # of each step, None where it has none
-            "seconds": seconds,
-            "optimizer_steps": self.optimizer_steps,
-        }
+        return Stepped(
+            steps_done=len(losses),
+            losses=tuple(losses) if any(loss is not None for loss in losses) else None,
+            seconds=tuple(seconds),
+            optimizer_steps=self.optimizer_steps,
+        )
 
     def _one_step(self, function: Callable[[], Any]) -> float | None:
         cancellation.check()

@@ -5,25 +5,23 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
-from typing import Any
 
+from workbench.protocol.messages import CellLine
 from workbench.runtime.namespace import user_namespace
 
 
-def user_line() -> dict[str, Any]:
+def user_line() -> CellLine | None:
     """Return where the main thread is in the innermost function that a cell has defined, or in the cell itself.
 
-    Called in another thread, while the main one runs.
+    None: no code of a cell runs.
 
-    Returns:
-        ``line`` (in its cell), ``function`` (``<module>``: the cell itself) and ``text`` of the line; nothing if no
-        code of a cell runs.
+    Called in another thread, while the main one runs.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     cells = user_namespace()
     while frame is not None and frame.f_globals is not cells:
         frame = frame.f_back
     if frame is None:
-        return {}
+        return None
     code, line = frame.f_code, frame.f_lineno
-    return {"line": line, "function": code.co_name, "text": linecache.getline(code.co_filename, line).strip()}
+    return CellLine(line=line, function=code.co_name, text=linecache.getline(code.co_filename, line).strip())

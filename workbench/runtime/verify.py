@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.commands import Verify
 from workbench.engine import FSDPModule
 from workbench.engine._torch import local_of
 from workbench.engine.call import units_of
 from workbench.engine.state import states_below
 from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
+from workbench.protocol.commands import Verified, Verify
 from workbench.runtime.describe import unit_infos
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
@@ -34,7 +34,7 @@ from workbench.runtime.training import find_step_function, loss_of
 RTOL, ATOL = 1e-3, 1e-5
 
 
-def verify(command: Verify) -> dict[str, Any]:
+def verify(command: Verify) -> Verified:
     """Run both steps and compare every parameter; collective.
 
     Raises:
@@ -55,8 +55,8 @@ def verify(command: Verify) -> dict[str, Any]:
             loss_reference = _run_on(replaced, reference, step)
         with _restored_random_numbers():
             loss_sharded = loss_of(step())
-        result = _compare(model, before, after)
-    return result | {"loss_sharded": loss_sharded, "loss_reference": loss_reference}
+        found = _compare(model, before, after)
+    return Verified(**found, loss_sharded=loss_sharded, loss_reference=loss_reference)
 
 
 def _find_sharded(name: str) -> nn.Module:

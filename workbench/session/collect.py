@@ -5,23 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-from workbench.cluster.pending import Reply
 from workbench.events import Category
+from workbench.protocol.commands import Request
+from workbench.protocol.messages import Drain, Known, Position, Recorded
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
 from workbench.trace.wire import from_wire
+
+R = TypeVar("R")
 
 
 class SideDoor(Protocol):
     """What of a cluster is needed here."""
 
     def ask(
-        self, request: dict[str, Any], ranks: Iterable[int] | None = None, timeout_s: float = ...
-    ) -> Mapping[int, Reply | Exception]:
+        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = ...
+    ) -> Mapping[int, R | Exception]:
         """Put one request to the side doors of ``ranks`` at the same time."""
+
+
+def answers(door: SideDoor, request: Request[R], ranks: Iterable[int], *, timeout_s: float) -> dict[int, R]:
+    """Return what ``ranks`` answer at their side doors; one that does not in time is left out."""
+    replies = door.ask(request, ranks, timeout_s=timeout_s)
+    return {rank: reply for rank, reply in replies.items() if not isinstance(reply, Exception)}
 
 
 class Collector:
@@ -34,8 +43,8 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self.positions: dict[int, dict[str, Any]] = {}
-        self.heard: dict[int, dict[str, Any]] = {}
+        self.positions: dict[int, Position] = {}
+        self.heard: dict[int, Position] = {}
         self.gradient_bytes: dict[int, int] = {}
         self._builder = TraceBuilder()
         self._versions: dict[int, int] = {}
@@ -68,20 +77,20 @@ class Collector:
             self._drained_at = time.monotonic()
             # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
             # for the last request comes again
-            known = {str(r): [self._next_seq.get(r, 0), self._versions.get(r, 0)] for r in ranks}
-            replies = door.ask({"op": "drain", "known": known}, ranks, timeout_s=timeout_s).items()
-            answered = {rank: reply for rank, reply in replies if isinstance(reply, Reply)}
-            for rank, reply in answered.items():
-                self._take(rank, reply)
-            self.heard = {rank: self.positions[rank] for rank in answered}
+            known = {
+                r: Known(next_seq=self._next_seq.get(r, 0), header_version=self._versions.get(r, 0)) for r in ranks
+            }
+            drained = answers(door, Drain(known=known), ranks, timeout_s=timeout_s)
+            for rank, recorded in drained.items():
+                self._take(rank, recorded)
+            self.heard = {rank: recorded.position for rank, recorded in drained.items()}
 
-    def _take(self, rank: int, reply: Reply) -> None:
-        content = reply.content
-        if content["header"] is not None:
-            self._builder.update_header(header_from_dict(content["header"]), rank=rank)
-        self._versions[rank] = content["header_version"]
-        key_frame = key_frame_from_dict(content["key_frame"])
+    def _take(self, rank: int, recorded: Recorded) -> None:
+        if recorded.header is not None:
+            self._builder.update_header(header_from_dict(recorded.header), rank=rank)
+        self._versions[rank] = recorded.header_version
+        key_frame = key_frame_from_dict(recorded.key_frame)
         self._next_seq[rank] = key_frame.seq
-        self._builder.append(rank, from_wire(b"".join(reply.buffers)), lost=content["lost"], key_frame=key_frame)
-        self.positions[rank] = content["position"]
+        self._builder.append(rank, from_wire(recorded.rows), lost=recorded.lost, key_frame=key_frame)
+        self.positions[rank] = recorded.position
         self.gradient_bytes[rank] = key_frame.bytes_by_category[Category.SHARDED_GRADS]

@@ -6,15 +6,19 @@ import ast
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TypeVar
 
-from workbench.cluster.pending import Reply
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
+from workbench.protocol.commands import Evaluate, Inspect
+from workbench.protocol.messages import Done, Forget, Job, Locate, RunCell
 from workbench.replay.alike import label
 from workbench.session.watch import ASK_S, PATIENT_S, SLICE_S, CountInterrupts, Interruptible
 
-JobKind = Literal["evaluate", "inspect", "cell"]
+Inner = Inspect | Evaluate | RunCell
+"""What is done inside a stopped step."""
+
+R = TypeVar("R")
 
 GROUP_MAKERS = frozenset(
     {
@@ -29,23 +33,6 @@ GROUP_MAKERS = frozenset(
 """Functions that wait for other ranks without a collective: a rank sees the collectives themselves, not these."""
 
 _numbers = itertools.count(1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """How a job ended on one rank.
-
-    Attributes:
-        ok: whether it returned.
-        text: its value as text, or what it wrote.
-        result: plain data, of an inspection.
-        error: ``ename, evalue, traceback`` of what it raised.
-    """
-
-    ok: bool
-    text: str = ""
-    result: Any = None
-    error: Mapping[str, str] = field(default_factory=dict)
 
 
 def group_maker_in(code: str) -> str:
@@ -87,22 +74,18 @@ class Company:
             return f"{label(self.ranks)} would call it: leave -t out, {part}"
         return f"{label(self.held)} of {self.num_ranks} can call it here: stop where all ranks stop, {part}"
 
-    def job(self, kind: JobKind, text: str, frame: int = 0) -> dict[str, Any]:
-        """Return a job as ranks read it.
-
-        Args:
-            kind: what is to be done.
-            text: with what: an expression, a cell, the name of a parameter.
-            frame: number of the user's frame in which names are looked up first.
+    def job(self, ticket: str, work: Inner) -> Job:
+        """Return the job of ``work``.
 
         Raises:
             UsageError: it makes a process group, which waits for ranks that do not run it.
         """
-        alone = "" if kind == "inspect" else self.alone  # an inspection waits for nobody
-        maker = group_maker_in(text) if alone else ""
+        alone = "" if isinstance(work, Inspect) else self.alone  # an inspection waits for nobody
+        code = work.expr if isinstance(work, Evaluate) else work.code if isinstance(work, RunCell) else ""
+        maker = group_maker_in(code) if alone else ""
         if maker:
             raise UsageError(f"{maker}() waits for other ranks, and only {alone}")
-        return {"kind": kind, "text": text, "frame": frame, "alone": alone, "ranks": list(self.ranks)}
+        return Job(ticket=ticket, work=work, ranks=tuple(self.ranks), alone=alone)
 
 
 def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
@@ -129,8 +112,8 @@ class Jobs:
     def __init__(self, cluster: Interruptible, company: Company) -> None:
         self._cluster, self._company = cluster, company
 
-    def run(self, kind: JobKind, text: str, *, frame: int = 0) -> dict[int, Done]:
-        """Run one job, as :meth:`Company.job` has it, and return how it ended on each rank.
+    def run(self, work: Inner) -> dict[int, Done]:
+        """Have every rank do ``work``, and return how it ended on each.
 
         Raises:
             UsageError: a rank does not stand in the gate, or the job makes a process group on some ranks only.
@@ -138,14 +121,13 @@ class Jobs:
             Interrupted: a second Ctrl-C; the first one is sent to the ranks.
         """
         ticket, ranks = str(next(_numbers)), self._company.ranks
-        request = {"op": "enqueue", "ticket": ticket, "job": self._company.job(kind, text, frame)}
-        replies = self._cluster.ask(request, ranks, timeout_s=PATIENT_S)
-        accepted = [rank for rank in ranks if _content(replies[rank]).get("accepted")]
+        replies = self._cluster.ask(self._company.job(ticket, work), ranks, timeout_s=PATIENT_S)
+        accepted = [rank for rank in ranks if _value(replies[rank])]
         try:
             check_held(ranks, accepted)
             return self._wait(ticket, ranks)
         finally:
-            self._forget(ticket, ranks)
+            self._cluster.ask(Forget(tickets=(ticket,)), ranks, timeout_s=ASK_S)
 
     def _wait(self, ticket: str, ranks: Sequence[int]) -> dict[int, Done]:
         done: dict[int, Done] = {}
@@ -167,19 +149,15 @@ class Jobs:
 
     def _look(self, ticket: str, ranks: Sequence[int]) -> dict[int, Done]:
         found = {}
-        for rank, reply in self._cluster.ask({"op": "where"}, ranks, timeout_s=ASK_S).items():
-            content = _content(reply)
-            ended = content.get("tickets", {}).get(ticket)
-            if ended is not None:
-                error = ended.get("error") or {}
-                text = str(ended.get("text") or "")
-                found[rank] = Done(ok=bool(ended["ok"]), text=text, result=ended.get("result"), error=error)
-            elif content and not content.get("held"):
+        for rank, reply in self._cluster.ask(Locate(), ranks, timeout_s=ASK_S).items():
+            position = _value(reply)
+            if position is None:
+                continue
+            if ticket in position.tickets:
+                found[rank] = position.tickets[ticket]
+            elif position.held is None:
                 raise ClusterError(f"rank {rank} left the gate before it was done: see %fsdp where")
         return found
-
-    def _forget(self, ticket: str, ranks: Sequence[int]) -> None:
-        self._cluster.ask({"op": "forget", "tickets": [ticket]}, ranks, timeout_s=ASK_S)
 
 
 def to_error(done: Mapping[int, Done], where: str) -> WorkbenchError | None:
@@ -189,36 +167,32 @@ def to_error(done: Mapping[int, Done], where: str) -> WorkbenchError | None:
         done: by rank.
         where: where the ranks stand, as before.
     """
-    groups: dict[str, list[int]] = {}
-    for rank, ended in sorted(done.items()):
-        if not ended.ok:
-            what = f"{ended.error.get('ename', 'error')}: {ended.error.get('evalue', '')}".rstrip(": ")
-            groups.setdefault(what.splitlines()[0], []).append(rank)
-    if not groups:
+    errors = {rank: ended.error for rank, ended in sorted(done.items()) if ended.error is not None}
+    if not errors:
         return None
-    first = min(rank for ranks in groups.values() for rank in ranks)
-    error = done[first].error
-    if error.get("ename") == UsageError.__name__:
-        return UsageError(error.get("evalue", ""))
+    groups: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        groups.setdefault(f"{error.ename}: {error.evalue}".rstrip(": ").splitlines()[0], []).append(rank)
+    first, error = next(iter(errors.items()))
+    if error.ename == UsageError.__name__:
+        return UsageError(error.evalue)
     lines = [f"{label(ranks)} raised {what}" for what, ranks in groups.items()]
     return RankError(
         "\n".join([*lines, f"the stop stays: {where}"]),
         rank=first,
-        ename=error.get("ename", ""),
-        evalue=error.get("evalue", ""),
+        ename=error.ename,
+        evalue=error.evalue,
         also=tuple(rank for rank in next(iter(groups.values())) if rank != first),
     )
 
 
-def _content(reply: Reply | Exception) -> dict[str, Any]:
+def _value(reply: R | Exception) -> R | None:
     """Return a rank's answer; one that does not answer in time has none.
 
     Raises:
         RankDied: its process is gone.
         RankError: its side door refused the request.
     """
-    if isinstance(reply, Reply):
-        return reply.content
     if isinstance(reply, (RankDied, RankError)):
         raise reply
-    return {}
+    return None if isinstance(reply, Exception) else reply

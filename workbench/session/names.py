@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from workbench.errors import UsageError
+from workbench.protocol.breakpoints import nearest
+from workbench.protocol.commands import Command, Reshard, Shard, Step, Verify
+from workbench.protocol.messages import Names
+from workbench.protocol.policy import check_mesh_fits, check_reshard_fits
 from workbench.replay.alike import label
-
-
-@dataclass(frozen=True, kw_only=True)
-class Names:
-    """What the namespace of one rank holds.
-
-    Attributes:
-        modules: variables that are a ``torch.nn.Module``.
-        variables: all variables.
-        classes: of modules with parameters inside of those modules.
-    """
-
-    modules: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
+from workbench.trace.schema import Header
 
 
 def everywhere(names: Mapping[int, Names], kind: str) -> list[str]:
@@ -47,6 +37,32 @@ def check_function(names: Mapping[int, Names], fn: str, in_notebook: Callable[[s
     """
     near = difflib.get_close_matches(fn, everywhere(names, "variables"), n=3, cutoff=0.5)
     _check(names, fn, what="function", instead=near, in_notebook=in_notebook)
+
+
+def check_policy_fits(command: Shard | Reshard, num_ranks: int) -> None:
+    """Check that a mesh holds all ranks and a number of ranks splits a copy.
+
+    Raises:
+        UsageError: it does not.
+    """
+    mesh = command.mesh_shape
+    try:
+        check_mesh_fits(mesh, num_ranks)
+        if mesh or isinstance(command, Shard):
+            check_reshard_fits(command.reshard_after_forward, [num_ranks, *mesh][-1])
+    except ValueError as error:
+        raise UsageError(f"%fsdp {command.word}: {error}") from error
+
+
+def check_parameter(fqn: str, known: Sequence[str]) -> None:
+    """Check that there is a parameter called ``fqn``.
+
+    Raises:
+        UsageError: there is none; the message lists the nearest.
+    """
+    if fqn not in known:
+        near = ", ".join(nearest(fqn, known)[:5]) or "none"
+        raise UsageError(f"there is no parameter {fqn!r}; the parameters, nearest first: {near}")
 
 
 def shard_first(names: Mapping[int, Names], word: str) -> UsageError:
@@ -80,3 +96,23 @@ def _instead(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}the ranks have {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}"
+
+
+def check(
+    command: Command, names: Mapping[int, Names], header: Header, num_ranks: int, in_notebook: Callable[[str], bool]
+) -> None:
+    """Check that the ranks and their names fit ``command``: on some it would start, and wait for the rest.
+
+    Raises:
+        UsageError: they do not; the message says what to run first or write instead.
+    """
+    if isinstance(command, (Shard, Reshard)):
+        check_policy_fits(command, num_ranks)
+    is_sharded = any(not unit.retired for unit in header.units)
+    if isinstance(command, (Reshard, Step, Verify)) and not is_sharded:
+        raise shard_first(names, command.word)
+    given = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
+    if given.get("fn"):
+        check_function(names, given["fn"], in_notebook)
+    if given.get("model"):
+        check_model(names, given["model"], in_notebook)

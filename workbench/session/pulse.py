@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from workbench.session.cursor import Cursor
-from workbench.session.places import Position, State, state_of
+from workbench.protocol.messages import Position
+from workbench.reports.cursor import Cursor
+from workbench.reports.places import State, state_of
 from workbench.trace.columns import Trace
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from workbench.cluster.pending import Output, Pending
-from workbench.commands import Command, to_text
+from workbench.codec import decode
 from workbench.errors import RankDied
-from workbench.session.follow import Follower, Progress
+from workbench.protocol.commands import Command, to_text
+from workbench.reports.done import SAYS, CellReport, Report
+from workbench.reports.follow import Follower, Progress
+from workbench.reports.places import Stop
+from workbench.reports.stopped import StopReport
 from workbench.session.outputs import Stream, text_of
-from workbench.session.places import Stop
-from workbench.session.reports import CellReport, Report
-from workbench.session.results import to_report
 from workbench.session.standing import OnStanding, Standing, no_standing
-from workbench.session.stop_reports import StopReport
 from workbench.session.watch import Watch
 from workbench.trace.columns import Trace
 
@@ -140,7 +140,8 @@ class CommandWork(_Printing):
     def finish(self, results: dict[int, Any], listener: Listener) -> Report:
         """Hand on the rest of the output and return its report."""
         self._stream.finish(listener.on_output, also_agreement=True)
-        return to_report(self.command, results)
+        answers = [decode(self.command.reply, results[rank], f"answer of rank {rank}") for rank in sorted(results)]
+        return SAYS[type(self.command)](answers)
 
 
 class CellWork(_Printing):

@@ -5,34 +5,46 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
-from workbench.cluster.pending import Pending, Reply
+from workbench.cluster.pending import Pending, select
 from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, WorkbenchError
 from workbench.events import Phase
+from workbench.protocol.breakpoints import UNTIL, parse_event
+from workbench.protocol.commands import Command, Inspect, Step, to_dict
+from workbench.protocol.commands import Request as SideRequest
+from workbench.protocol.messages import Done, GiveUp, Line, ListNames, Locate, Names, Position, SetBreakpoints, Stacks
 from workbench.replay.alike import label
-from workbench.session.breakpoints import UNTIL, Breakpoints
-from workbench.session.collect import Collector
-from workbench.session.failures import (
+from workbench.reports.done import Report, StepReport
+from workbench.reports.failures import (
     RESTART,
-    Position,
+    Aftermath,
     death_sentence,
     first_cause,
     left_behind,
     losses_in_words,
     to_error,
 )
-from workbench.session.names import Names
-from workbench.session.places import State, Stop, state_of, unit_names
+from workbench.reports.follow import Follower
+from workbench.reports.places import State, Stop, live_units, state_of, unit_names
+from workbench.reports.stopped import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
+from workbench.reports.until import came
+from workbench.session.breakpoints import Breakpoints
+from workbench.session.collect import Collector, answers
+from workbench.session.jobs import Company, Inner, Jobs, check_held
+from workbench.session.jobs import to_error as to_error_of_jobs
+from workbench.session.names import check, check_parameter
 from workbench.session.pulse import Pulse, pulse
-from workbench.session.reports import Report, StepReport
-from workbench.session.request import Mark, Request, Work
+from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import Standing, no_standing, who_works
-from workbench.session.stop_reports import StopReport
-from workbench.session.until import came
+from workbench.session.stopping import WHERE_S
 from workbench.session.watch import ASK_S, PATIENT_S, Interruptible, Outcome, Tick, Watch
 from workbench.trace.columns import Trace
+
+R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
 """The rank side, in the ranks' processes; here it is only a name."""
@@ -45,6 +57,9 @@ SHARED_S = 0.08
 
 RECOVER_S = 30.0
 """How long ranks may take to build new process groups, in seconds."""
+
+STOP_S = 10.0
+"""How long a pause that somebody else carries out is waited for, in seconds; after an abort the ranks recover."""
 
 CLOSE_S = 1.0
 """How long ranks may take to leave what they do before they are stopped, in seconds."""
@@ -80,23 +95,52 @@ class ClusterLike(Interruptible, Protocol):
 
 NEXT_THING = "the ranks are ready again and keep their variables: correct the code, run its cell, and go on"
 
+NOTHING = "nothing is stopped and nothing runs: %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inside:
+    """What ranks did inside a stopped step.
+
+    Attributes:
+        done: how it ended, by rank.
+        others: ranks that do not stand in the gate, and so could not be asked.
+        error: what to raise; None: nothing.
+    """
+
+    done: Mapping[int, Done]
+    others: tuple[int, ...]
+    error: WorkbenchError | None
+
 
 class Session:
     """See the module docstring.
 
+    Its methods may be called from any thread.
+
     Args:
         cluster: started.
+        in_notebook: tells whether the caller itself has a variable of some name; used in messages only.
+        on_go: called when the ranks begin or go on.
 
     Attributes:
-        changed: held while a request is sent, stops, goes on or ends; notified at the latter three.
         request: what is under way, stopped ones included; None between requests.
         breakpoints: where ranks stop.
         is_closed: whether the ranks are being stopped.
     """
 
-    def __init__(self, cluster: ClusterLike) -> None:
+    def __init__(
+        self,
+        cluster: ClusterLike,
+        *,
+        in_notebook: Callable[[str], bool] = lambda name: False,
+        on_go: Callable[[], None] = lambda: None,
+    ) -> None:
         self.cluster = cluster
-        self.changed = threading.Condition(threading.RLock())
+        self._in_notebook, self._on_go = in_notebook, on_go
+        # held while a request is sent, stops, goes on or ends; notified at the latter three
+        self._changed = threading.Condition(threading.RLock())
+        self._news: deque[tuple[Request, str]] = deque()  # added to by the threads that wait in the background
         self.request: Request | None = None
         self.breakpoints = Breakpoints()
         self.is_closed = False
@@ -128,34 +172,234 @@ class Session:
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
-        replies = self.ask({"op": "names"})
-        return {
-            rank: Names(**{kind: tuple(content[kind]) for kind in ("modules", "variables", "classes")})
-            for rank, content in replies.items()
-        }
+        return self.ask(ListNames())
 
-    def where(self, *, timeout_s: float = ASK_S) -> dict[int, dict[str, Any]]:
+    def positions(self, *, timeout_s: float = ASK_S) -> dict[int, Position]:
         """Return where each rank is; one that does not answer in time is left out."""
-        return self.ask({"op": "where"}, timeout_s=timeout_s)
+        return self.ask(Locate(), timeout_s=timeout_s)
 
-    def state(self, rank: int, position: Mapping[str, Any]) -> State:
+    def where(self, *, stacks: bool) -> WhereReport:
+        """Return where every rank is; one that does not answer in a moment is named so."""
+        stop = self.request.stop if self.request is not None and self.request.state == "stopped" else None
+        # if all stand, they are there, and answer once the machine lets them
+        timeout_s = PATIENT_S if stop is not None and not stop.is_late else WHERE_S
+        positions = self.positions(timeout_s=timeout_s)
+        threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
+        header, now_ns = self.trace.header, time.monotonic_ns()
+        rows = []
+        for rank, alive in enumerate(self.cluster.alive()):
+            found = threads.get(rank, ())
+            if rank in positions:
+                state = self.state(rank, positions[rank])
+                rows.append(row_of(rank, positions[rank], header, now_ns, found, state))
+            else:
+                rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
+        return WhereReport(rows=tuple(rows))
+
+    def units(self) -> list[str]:
+        """Return the names of all units, root ``""`` included."""
+        self.drain()
+        return [unit.name for unit in live_units(self.trace.header)]
+
+    def state(self, rank: int, position: Position) -> State:
         """Return what a rank that answered is doing; one that has not begun what it was asked says that it is idle."""
         request = self.request
         if request is None or rank not in request.watch.running:
             return state_of(position)
         if not request.work.is_command:
             return state_of(position, "running")
-        has_begun = position.get("commands", 0) > request.mark.commands.get(rank, -1)
+        has_begun = position.commands > request.mark.commands.get(rank, -1)
         return state_of(position, "idle" if has_begun else "starting")
 
-    def ask(self, request: dict[str, Any], *, timeout_s: float = ASK_S) -> dict[int, dict[str, Any]]:
+    def ask(self, request: SideRequest[R], *, timeout_s: float = ASK_S) -> dict[int, R]:
         """Return what the ranks answer to a request at their side doors; one that does not in time is left out."""
-        replies = self.cluster.ask(request, self.living(), timeout_s=timeout_s)
-        return {rank: reply.content for rank, reply in replies.items() if isinstance(reply, Reply)}
+        return answers(self.cluster, request, self.living(), timeout_s=timeout_s)
 
-    # ---- doing
+    def parameters(self) -> list[str]:
+        """Return the names of all sharded parameters."""
+        self.drain()
+        return [param.fqn for unit in live_units(self.trace.header) for param in unit.params]
 
-    def ready(self, ranks: Sequence[int]) -> Mark:
+    # ---- the life of a request
+
+    def run(self, command: Command, listener: Listener) -> Report:
+        """Have all ranks do ``command``; return its report, or where they stopped inside it.
+
+        Raises:
+            UsageError: it cannot be done as asked; the message says what to run first or write instead.
+            RankError: it raised on a rank; the others were freed and all are ready again.
+            RankDied: a rank is gone.
+            Interrupted: it was given up.
+        """
+        num_ranks = self.cluster.num_ranks
+        with self._changed:
+            mark = self._ready(range(num_ranks))
+            check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
+            follower = None
+            if isinstance(command, Step):
+                if command.until:
+                    self.breakpoints.set_until(*parse_event(command.until, self.units()))
+                    self.push_breakpoints()
+                follower = Follower(self.trace, num_ranks=num_ranks, total=command.count)
+            pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
+            request = self._open(CommandWork(command, follower, pending), pending, mark)
+        request.is_background = isinstance(command, Step) and command.background
+        return self._follow(request, listener, background=request.is_background)
+
+    def run_cell(self, code: str, ranks: Sequence[int], listener: Listener) -> Report:
+        """Run a cell in the main thread of ``ranks``; errors as :meth:`run`."""
+        with self._changed:
+            mark = self._ready(ranks)
+            pending = self.cluster.run_cell(code, ranks=ranks)
+            request = self._open(CellWork(pending), pending, mark)
+        return self._follow(request, listener, background=False)
+
+    def pause(self) -> Report:
+        """Stop all ranks at the same event of what they are doing, and return where they stand.
+
+        Raises:
+            UsageError: nothing is under way.
+        """
+        request = self._under_way("pause")
+        with self._changed:
+            if request.state == "running":
+                request.watch.ask_pause()
+                self._wait_while_running(request, STOP_S)
+            if request.state == "stopped" and request.report is not None:
+                return EndReport(sentence=busy_sentence(request)) if request.dead else request.report
+        ended = "is over" if request.state == "over" else "stops at its next event: %fsdp where"
+        return EndReport(sentence=f"{request.work.words} {ended}")
+
+    def go_on(self, what: str | None, listener: Listener, *, background: bool | None) -> Report:
+        """Let stopped ranks go on, to the next ``what`` if one is given; return how it ended or where it stopped again.
+
+        Args:
+            what: as for :class:`~workbench.protocol.commands.Next`.
+            listener: who is told; without an ``on_output``, what is printed stays with the one who was told of it.
+            background: return at once; None: if it was begun so.
+
+        Raises:
+            UsageError: nothing is stopped.
+        """
+        request = self._under_way("continue" if what is None else "next")
+        with self._changed:
+            if request.state != "stopped":
+                raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
+            request.watch.stopper.release(set(request.watch.running), self.positions(timeout_s=PATIENT_S), what)
+            request.state = "running"
+        if listener.on_output is no_output:  # such as a button's
+            listener = dataclasses.replace(listener, on_output=request.listener.on_output)
+        return self._follow(request, listener, background=request.is_background if background is None else background)
+
+    def abort(self) -> Report:
+        """Give up what the ranks do; they are ready again afterwards.
+
+        Raises:
+            UsageError: nothing is under way.
+            WorkbenchError: they could not be made ready again.
+        """
+        request = self._under_way("abort")
+        with self._changed:
+            request.watch.ask_abort()
+            is_mine = request.state == "stopped"
+            if is_mine:
+                request.state = "running"
+            else:
+                self._wait_while_running(request, STOP_S + RECOVER_S)
+        if is_mine:
+            try:
+                return self._attend(request)
+            except Interrupted as ended:
+                return EndReport(sentence=str(ended))
+        if request.thread is not None:
+            self._drop_news_of(request)
+        return EndReport(
+            sentence=request.ending if request.state == "over" else f"{request.work.words} is being aborted"
+        )
+
+    def do_inside(self, word: str, work: Inner, ranks: Sequence[int] | None) -> Inside:
+        """Have ranks do ``work`` in the stopped step's own threads.
+
+        Args:
+            word: what is asked, for messages.
+            work: what to do; an :class:`~workbench.protocol.commands.Evaluate` is told its ranks here.
+            ranks: which; None: all that stand in the gate.
+
+        Raises:
+            UsageError: nothing is stopped, a rank does not stand in the gate, or it waits for ranks that do not do it.
+            RankError: it raised; the stop stays.
+        """
+        request = self._under_way(word)
+        if request.state != "stopped":
+            raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
+        here = self.positions(timeout_s=PATIENT_S)
+        held = tuple(sorted(rank for rank, position in here.items() if position.held is not None))
+        if not held:
+            raise UsageError(f"no rank stands in the gate, so there is nothing to {word}: see %fsdp where")
+        if isinstance(work, Inspect):
+            check_parameter(work.fqn, self.parameters())
+        num_ranks = self.cluster.num_ranks
+        chosen = held if ranks is None else select(ranks, num_ranks)
+        check_held(chosen, held)
+        done = Jobs(self.cluster, Company(ranks=chosen, held=held, num_ranks=num_ranks)).run(work)
+        others = tuple(rank for rank in range(num_ranks) if rank not in held)
+        return Inside(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
+
+    def news(self) -> tuple[str, ...]:
+        """Return what ended or stopped in the background since the last time, a sentence each.
+
+        What stopped ranks had written and what came too late to be shown then is handed on first.
+        """
+        if self.request is not None and self.request.state == "stopped":
+            self.request.work.on_slice(self.request.listener)
+        news = []
+        with suppress(IndexError):  # one at a time: another may be added meanwhile, and none is to be lost
+            while True:
+                news.append(self._news.popleft()[1])
+        return tuple(news)
+
+    def _under_way(self, word: str) -> Request:
+        request = self.request
+        if request is None:
+            raise UsageError(f"{word}: {NOTHING}")
+        return request
+
+    def _follow(self, request: Request, listener: Listener, *, background: bool) -> Report:
+        """Wait for a request here, or have a thread wait for it."""
+        self._on_go()
+        request.listener, request.thread = listener, None
+        if not background:
+            return self._attend(request)
+        name = f"workbench: {request.work.words}"
+        request.thread = threading.Thread(target=self._attend_behind, args=(request,), name=name, daemon=True)
+        request.thread.start()
+        return BackgroundReport(words=request.work.words)
+
+    def _attend_behind(self, request: Request) -> None:
+        try:
+            said = self._attend(request).headline
+        except WorkbenchError as error:
+            said = str(error)
+        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+            said = f"{type(error).__name__}: {error}"
+        if not self.is_closed:
+            self._news.append((request, f"in the background, {request.work.words}: {said}"))
+
+    def _drop_news_of(self, request: Request) -> None:
+        """Leave out what the caller is told anyway."""
+        if request.thread is not None and request.thread is not threading.current_thread():
+            request.thread.join(STOP_S)
+        for entry in tuple(self._news):
+            if entry[0] is request:
+                self._news.remove(entry)
+
+    def _wait_while_running(self, request: Request, timeout_s: float) -> None:
+        if request.watcher is not threading.current_thread():  # a callback of the one who waits cannot wait for itself
+            self._changed.wait_for(lambda: request.state != "running", timeout_s)
+
+    # ---- its steps
+
+    def _ready(self, ranks: Sequence[int]) -> Mark:
         """Make sure that ``ranks`` can take a request, and return where things are before it.
 
         Raises:
@@ -176,12 +420,12 @@ class Session:
         here = self._collector.positions.items()
         return Mark(
             num_rows=self._collector.next_seq,
-            optimizer_steps={rank: position["optimizer_steps"] for rank, position in here},
-            commands={rank: position.get("commands", 0) for rank, position in here},
+            optimizer_steps={rank: position.optimizer_steps for rank, position in here},
+            commands={rank: position.commands for rank, position in here},
             gradient_bytes=dict(self._collector.gradient_bytes),
         )
 
-    def open(self, work: Work, pending: Pending, mark: Mark) -> Request:
+    def _open(self, work: Work, pending: Pending, mark: Mark) -> Request:
         """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
         request = Request(work, pending, mark)
         request.watch = Watch(
@@ -195,7 +439,7 @@ class Session:
         self.request, self._catch_up = request, self.drain
         return request
 
-    def _take(self, request: Request, tick: Tick) -> dict[int, dict[str, Any]]:
+    def _take(self, request: Request, tick: Tick) -> dict[int, Position]:
         """Take what the ranks recorded, and return where those that answered are.
 
         While they work, what a live view was told a moment ago is new enough, and a late answer comes the next time.
@@ -221,12 +465,11 @@ class Session:
         ended = sorted(set(request.pending.ranks) - set(running))
 
         def sentence(seconds: float) -> str:
-            lines = self.ask({"op": "line"})
-            return who_works(seconds, {rank: lines.get(rank) for rank in running}, ended)
+            return who_works(seconds, running, self.ask(Line()), ended)
 
         request.standing.look(heard, sentence, request.listener.on_standing)
 
-    def _end(self, request: Request) -> dict[int, dict[str, Any]]:
+    def _end(self, request: Request) -> dict[int, Position]:
         """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
         if request.work.is_command:
             self._take(request, Tick.ENDED)
@@ -237,7 +480,7 @@ class Session:
             thread.start()
         return self._collector.heard
 
-    def attend(self, request: Request) -> Report:
+    def _attend(self, request: Request) -> Report:
         """Wait for ``request`` until it is over or stops; after a failure the ranks are ready again.
 
         Raises:
@@ -294,18 +537,18 @@ class Session:
 
     def _note(self, request: Request, *, is_over: bool) -> None:
         """Tell everybody that ``request`` stands or is over."""
-        with self.changed:
+        with self._changed:
             request.state = "over" if is_over else "stopped"
             if is_over and self.request is request:
                 self.request = None
             came_to_until = request.stop is not None and UNTIL in request.stop.breakpoints
             if (is_over or came_to_until) and self.breakpoints.clear_until() and not self.is_closed:
                 self.push_breakpoints()
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def push_breakpoints(self) -> None:
         """Have all ranks take the breakpoints that there are."""
-        self.ask({"op": "breakpoints", "breakpoints": self.breakpoints.to_data()}, timeout_s=PATIENT_S)
+        self.ask(SetBreakpoints(breakpoints=tuple(self.breakpoints)), timeout_s=PATIENT_S)
 
     def close(self) -> None:
         """Free the ranks from what they do, and whoever waits for them; called before the cluster is stopped."""
@@ -314,7 +557,7 @@ class Session:
         request = self.request
         if request is None:
             return
-        self.ask({"op": "abort", "reason": "the ranks are being stopped"})
+        self.ask(GiveUp(reason="the ranks are being stopped"))
         request.pending.wait(CLOSE_S)
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(CLOSE_S)
@@ -335,10 +578,10 @@ class Session:
 
     def _settle(self, outcome: Outcome, mark: Mark, is_command: bool) -> WorkbenchError:
         """Get the ranks ready again and return what to raise."""
-        positions = self._positions(mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
-        error = _error_of(outcome, positions)
+        found = self._aftermath(mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
+        error = _error_of(outcome, found)
         worked = is_command or self._collector.next_seq != mark.num_rows
-        blocked = any(position.unfinished for position in positions.values())
+        blocked = any(left.unfinished for left in found.values())
         if not (worked or blocked or outcome.aborted or outcome.results):
             return error  # all ranks raised by themselves, before anything that concerns the others
         self._needs_recovery = True
@@ -350,21 +593,21 @@ class Session:
             return ClusterError(f"{error}\n{broken}")
         return error
 
-    def _positions(self, mark: Mark, *, timeout_s: float) -> dict[int, Position]:
+    def _aftermath(self, mark: Mark, *, timeout_s: float) -> dict[int, Aftermath]:
         """Return where the ranks that answer are, with what they did since ``mark``."""
         trace, gradient_bytes = self.trace, self._collector.gradient_bytes
         names = {unit.index: unit.name for unit in trace.header.units}
         newest = {r.rank: r.rows[-1] for r in trace.ranks if r.end_seq > mark.num_rows.get(r.rank, 0) and len(r.rows)}
         return {
-            rank: Position(
+            rank: Aftermath(
                 step=int(newest[rank]["step"]) if rank in newest else None,
                 phase=Phase(newest[rank]["phase"]).words if rank in newest else None,
                 unit=names.get(int(newest[rank]["unit"])) if rank in newest else None,
-                optimizer_steps=content["optimizer_steps"] - mark.optimizer_steps.get(rank, 0),
-                unfinished=content["unfinished"],
+                optimizer_steps=position.optimizer_steps - mark.optimizer_steps.get(rank, 0),
+                unfinished=position.unfinished,
                 left_gradients=gradient_bytes.get(rank, 0) > 0 == mark.gradient_bytes.get(rank, 0),
             )
-            for rank, content in self.where(timeout_s=timeout_s).items()
+            for rank, position in self.positions(timeout_s=timeout_s).items()
         }
 
 
@@ -381,17 +624,17 @@ def busy_sentence(request: Request) -> str:
     return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort gives it up"
 
 
-def _error_of(outcome: Outcome, positions: dict[int, Position]) -> WorkbenchError:
+def _error_of(outcome: Outcome, found: dict[int, Aftermath]) -> WorkbenchError:
     """Return what to raise for an outcome that is not a success."""
     if outcome.abandoned:
         still = f"{label(outcome.abandoned)} still {'run' if len(outcome.abandoned) > 1 else 'runs'}"
         return Interrupted(f"interrupted; {still} and nobody waits: {RESTART}")
     if outcome.given_up and not any(failure.died for failure in outcome.failures):
         done = f"{outcome.given_up}; the ranks are ready again and keep their variables"
-        return Interrupted("\n".join([done, *left_behind(positions)]))
+        return Interrupted("\n".join([done, *left_behind(found)]))
     cause = first_cause(outcome.failures)
     if cause.ename == UsageError.__name__:
         alike = sum(str(failure) == str(cause) for failure in outcome.failures)
         everywhere = alike == len(outcome.failures) + len(outcome.results)
         return UsageError(cause.evalue if everywhere else f"rank {cause.rank}: {cause.evalue}")
-    return to_error(outcome.failures, positions, next_thing=NEXT_THING)
+    return to_error(outcome.failures, found, next_thing=NEXT_THING)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
+from workbench.protocol.messages import CellLine
 from workbench.replay.alike import label
 
 QUIET_S = 3.0
@@ -58,33 +58,33 @@ class Standing:
             self._next = now + max(AGAIN_S, (now - self._began) / 20)  # of what lasts long, less often
 
 
-def who_works(seconds: float, lines: Mapping[int, Mapping[str, Any] | None], ended: Iterable[int]) -> str:
+def who_works(
+    seconds: float, working: Iterable[int], lines: Mapping[int, CellLine | None], ended: Iterable[int]
+) -> str:
     """Return who works and where, alike ranks together.
 
     Example: ``rank 1 has run for 3 s, in dist.barrier() at line 2 of the cell; ranks 0, 2-3 have ended``.
 
     Args:
         seconds: since when.
-        lines: by rank that works, its answer to "line"; None: it did not answer.
+        working: ranks.
+        lines: where those that answered are in a cell; None: in no cell.
         ended: the other ranks that were asked.
     """
     groups: dict[str, list[int]] = {}
-    for rank, line in sorted(lines.items()):
-        groups.setdefault(_place(line), []).append(rank)
+    for rank in sorted(working):
+        groups.setdefault(_place(lines[rank]) if rank in lines else " without an answer", []).append(rank)
     words = [f"{label(ranks)} {_have(ranks)} run for {seconds:.0f} s{place}" for place, ranks in groups.items()]
     over = tuple(ended)
     return "; ".join([*words, *([f"{label(over)} {_have(over)} ended"] if over else [])])
 
 
-def _place(line: Mapping[str, Any] | None) -> str:
+def _place(line: CellLine | None) -> str:
     if line is None:
-        return " without an answer"
-    if not line:
         return ""
-    text = str(line["text"])
-    text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
-    where = "of the cell" if line["function"] == "<module>" else f"of {line['function']}"
-    return f", in {text} at line {line['line']} {where}" if text else f", at line {line['line']} {where}"
+    text = line.text if len(line.text) <= MAX_TEXT else f"{line.text[: MAX_TEXT - 1]}…"
+    where = "of the cell" if line.function == "<module>" else f"of {line.function}"
+    return f", in {text} at line {line.line} {where}" if text else f", at line {line.line} {where}"
 
 
 def _have(ranks: Iterable[int]) -> str:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from workbench.cluster.pending import Reply
-from workbench.session.collect import SideDoor
-from workbench.session.places import Place, Position, Stop, identity, place_of, state_of
+from workbench.protocol.commands import Continue, Next, Pause, Request
+from workbench.protocol.messages import Hold, Locate, Place, Position, RunTo
+from workbench.reports.places import Stop, state_of
+from workbench.session.collect import SideDoor, answers
+
+R = TypeVar("R")
 
 ALIGN_S = 0.15
 """How long after a pause a rank may still run before the others are told how far to go, in seconds."""
@@ -47,7 +51,7 @@ class Stopper:
         self.eager = self.is_armed = False
         self._paused_at: float | None = None
         self._sent_to: Place | None = None
-        self._left: dict[int, tuple[Any, ...]] = {}
+        self._left: dict[int, Hold | None] = {}
         self._seen: Any = None
         self._seen_at = 0.0
 
@@ -62,14 +66,14 @@ class Stopper:
             return
         self._paused_at, self._sent_to = self._clock(), None
         self.eager = self.is_armed = True
-        self._ask({"op": "pause"}, ranks)
+        self._ask(Pause(), ranks)
 
     def release(self, ranks: Set[int], positions: Mapping[int, Position], what: str | None = None) -> None:
         """Let ``ranks`` go, until the next ``what`` (event, collective, unit, phase) if one is given."""
-        self._left = {rank: identity(position.get("held")) for rank, position in positions.items()}
+        self._left = {rank: position.held for rank, position in positions.items()}
         self._paused_at, self._seen = None, None
         self.eager = self.is_armed = what is not None
-        self._ask({"op": "continue"} if what is None else {"op": "next", "what": what}, ranks)
+        self._ask(Continue() if what is None else Next(what=what), ranks)
 
     def disarm(self, ranks: Set[int]) -> None:
         """Make sure that nothing of an earlier pause or next stops ``ranks`` later."""
@@ -78,25 +82,26 @@ class Stopper:
 
     def ask_where(self, ranks: Set[int]) -> dict[int, Position]:
         """Return where ``ranks`` are now; one that does not answer is left out."""
-        return self._ask({"op": "where"}, ranks)
+        return self._ask(Locate(), ranks)
 
     def look(self, positions: Mapping[int, Position], running: Set[int]) -> Stop | None:
         """Return the stop if the ``running`` ranks stand by now, and let those that stand too early run on."""
         here = {rank: self._fresh(rank, positions[rank]) for rank in sorted(running) if rank in positions}
-        held = {rank for rank, position in here.items() if position.get("held")}
-        self._note({rank: (identity(p.get("held")), p.get("ordinal"), p.get("waiting")) for rank, p in here.items()})
+        held = {rank for rank, position in here.items() if position.held is not None}
+        self._note({rank: (position.held, position.place, position.waiting) for rank, position in here.items()})
         if self._paused_at is not None and self._align(here, held, running):
             return None
         if not held or not self._is_over(here, held, running):
             return None
         self._paused_at, self.eager = None, False
-        is_late = any(state_of(here.get(rank, {})) == "running" for rank in running - held)
-        return Stop(positions={rank: here.get(rank, {}) for rank in sorted(running)}, is_late=is_late)
+        is_late = any(rank in here and state_of(here[rank]) == "running" for rank in running - held)
+        positions = {rank: here.get(rank, Position(rank=rank)) for rank in sorted(running)}
+        return Stop(positions=positions, is_late=is_late)
 
     def _fresh(self, rank: int, position: Position) -> Position:
         """A rank that was let go and has not noticed yet is not held."""
-        is_old = bool(self._left.get(rank)) and identity(position.get("held")) == self._left[rank]
-        return {**position, "held": None} if is_old else position
+        is_old = position.held is not None and position.held == self._left.get(rank)
+        return replace(position, held=None) if is_old else position
 
     def _note(self, seen: object) -> None:
         if seen != self._seen:
@@ -107,28 +112,27 @@ class Stopper:
         since = self._clock() - (self._paused_at or 0.0)
         if held != running and since < ALIGN_S:
             return True
-        places = {rank: place_of(position) for rank, position in here.items()}
+        places = {rank: position.place for rank, position in here.items()}
         furthest = max(places.values(), default=None)
         if furthest is None or all(place == furthest for place in places.values()):
             return False
         if self._sent_to is None or self._sent_to < furthest:
             self._sent_to = furthest
-            self._left = {rank: identity(here[rank].get("held")) for rank in held if places[rank] < furthest}
-            self._ask({"op": "run_to", "step": furthest.step, "ordinal": furthest.ordinal}, running)
+            self._left = {rank: here[rank].held for rank in held if places[rank] < furthest}
+            self._ask(RunTo(place=furthest), running)
             return True
         return since < PAUSE_S
 
     def _is_over(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
         if held == running:
             return True
-        others_wait = all(state_of(here.get(rank, {})) == "waiting" for rank in running - held)
-        places = {rank: place_of(position) for rank, position in here.items()}
+        others_wait = all(rank in here and here[rank].waiting for rank in running - held)
+        places = {rank: position.place for rank, position in here.items()}
         # whoever is furthest behind has from all others what it needs: it waits for nobody, unless it is held
         is_held_up = min(places.values()) in {places[rank] for rank in held}
         if others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S):
             return True
         return self._paused_at is not None and self._clock() - self._paused_at >= PAUSE_S
 
-    def _ask(self, request: dict[str, Any], ranks: Set[int]) -> dict[int, Position]:
-        replies = self._door.ask(request, sorted(ranks), timeout_s=WHERE_S) if ranks else {}
-        return {rank: reply.content for rank, reply in replies.items() if isinstance(reply, Reply)}
+    def _ask(self, request: Request[R], ranks: Set[int]) -> dict[int, R]:
+        return answers(self._door, request, sorted(ranks), timeout_s=WHERE_S) if ranks else {}

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from workbench.cluster.pending import Pending
 from workbench.errors import RankDied, RankError
+from workbench.protocol.messages import GiveUp, Position, Shut
+from workbench.reports.failures import Failure
+from workbench.reports.places import Stop
 from workbench.session.collect import SideDoor
-from workbench.session.failures import Failure
-from workbench.session.places import Position, Stop
 from workbench.session.stopping import Stopper
 
 SLICE_S = 0.02
@@ -272,7 +273,7 @@ class Watch:
         ranks = sorted(self.running - self._outcome.aborted)
         self._outcome.aborted.update(ranks)
         if ranks:
-            self._cluster.ask({"op": "abort", "reason": reason}, ranks, timeout_s=ASK_S)
+            self._cluster.ask(GiveUp(reason=reason), ranks, timeout_s=ASK_S)
             self._shut_at = self._clock() + SHUT_AFTER_S
 
     def _shut(self) -> None:
@@ -281,7 +282,7 @@ class Watch:
         self._gather()
         ranks = sorted(self.running & self._outcome.aborted)
         if ranks:
-            self._cluster.ask({"op": "shut"}, ranks, timeout_s=ASK_S)
+            self._cluster.ask(Shut(), ranks, timeout_s=ASK_S)
 
     def _signal(self) -> None:
         self._signal_at = None

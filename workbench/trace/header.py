@@ -1,23 +1,20 @@
 """Headers and key frames as plain JSON data, and the join of two headers.
 
-The codec is driven by the dataclasses of :mod:`workbench.trace.schema`: a field added there needs nothing here.
+They are driven by the dataclasses of :mod:`workbench.trace.schema`: a field added there needs nothing here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from enum import IntEnum
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from workbench.codec import CodecError, decode, encode
 from workbench.errors import TraceError
 from workbench.events import Category
 from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, Rows
 from workbench.trace.versions import upgrade_header, upgrade_key_frame
-
-_LIMIT = 2**63  # a file may say anything, and folds count in 64 bits
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", str, CommGroup)
@@ -25,7 +22,7 @@ Entry = TypeVar("Entry", str, CommGroup)
 
 def header_to_dict(header: Header) -> dict[str, Any]:
     """Return ``header`` as data that JSON can hold."""
-    data: dict[str, Any] = _encode(header)
+    data: dict[str, Any] = encode(header)
     return data
 
 
@@ -46,7 +43,7 @@ def header_from_dict(data: dict[str, Any]) -> Header:
 
 def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
     """Return ``key_frame`` as data that JSON can hold."""
-    data: dict[str, Any] = _encode(key_frame)
+    data: dict[str, Any] = encode(key_frame)
     return data
 
 
@@ -112,63 +109,8 @@ def _union(first: tuple[Entry, ...], second: tuple[Entry, ...]) -> tuple[Entry, 
     return first + tuple(entry for entry in dict.fromkeys(second) if entry not in known)
 
 
-def _encode(value: Any) -> Any:  # noqa: ANN401 - any value of the schema
-    if dataclasses.is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _encode(item) for key, item in value.items()}
-    return int(value) if isinstance(value, IntEnum) else value
-
-
 def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - anything may stand in a file
-    """Return ``data`` as a ``kind``; ``where`` is its path, for messages."""
-    if dataclasses.is_dataclass(kind):
-        return _decode_fields(kind, data, where)
-    origin, args = get_origin(kind), get_args(kind)
-    value: Any
-    if origin is tuple:
-        _expect(data, (list, tuple), where)
-        value = tuple(_decode(args[0], item, f"{where}[{place}]") for place, item in enumerate(data))
-    elif origin is dict:
-        _expect(data, (dict,), where)
-        value = {_decode_key(key, where): _decode(args[1], item, f"{where}[{key}]") for key, item in data.items()}
-    elif origin is UnionType:
-        _expect(data, args, where)
-        value = data
-    elif issubclass(kind, IntEnum):
-        _expect(data, (int,), where)
-        if data not in {int(member) for member in kind}:
-            raise TraceError(f"{where} is {data}, which is no {kind.__name__}")
-        value = kind(data)
-    else:
-        _expect(data, (kind,), where)
-        value = data
-    if isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
-        raise TraceError(f"{where} is a number of {value.bit_length()} bits, and 63 and a sign are what fits")
-    return value  # type: ignore[no-any-return]
-
-
-def _decode_fields(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401
-    _expect(data, (dict,), where)
-    hints = get_type_hints(kind)
-    wrong = hints.keys() ^ data.keys()
-    if wrong:
-        missing, unknown = sorted(wrong & hints.keys()), sorted(map(str, wrong - hints.keys()))
-        raise TraceError(f"{where} lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
-    return kind(**{name: _decode(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
-
-
-def _decode_key(key: Any, where: str) -> int:  # noqa: ANN401
-    """Return a key of a JSON object as the int it was."""
     try:
-        return int(key)
-    except ValueError:
-        raise TraceError(f"{where} has the key {key!r}, expected an integer") from None
-
-
-def _expect(data: Any, kinds: tuple[type, ...], where: str) -> None:  # noqa: ANN401
-    """Raise unless ``data`` is of exactly one of ``kinds`` (a bool is no int)."""
-    if not any(type(data) is kind for kind in kinds) and not isinstance(data, IntEnum):
-        raise TraceError(f"{where} is {data!r:.80}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+        return cast("T", decode(kind, data, where))
+    except CodecError as error:
+        raise TraceError(str(error)) from error

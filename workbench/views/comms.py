@@ -56,7 +56,7 @@ class Column:
 
 
 def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
-    """Return the figure of what was communicated in one step.
+    """Count collectives of a step per unit: calls, bytes and time, beside what a formula says.
 
     Args:
         trace: what happened.

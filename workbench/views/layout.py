@@ -68,7 +68,7 @@ class Segment:
 
 
 def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
-    """Return the layout figure.
+    """Draw which rows of which parameter lie on which rank.
 
     Args:
         trace: only its header is read.

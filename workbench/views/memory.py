@@ -73,7 +73,7 @@ class Scale:
 def memory(
     trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None, process: bool = False
 ) -> go.Figure:
-    """Return the memory figure.
+    """Draw bytes by class over time, and name the peak.
 
     Args:
         trace: what happened.

@@ -34,7 +34,7 @@ _NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the r
 
 
 def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
-    """Return the figure of the units' states.
+    """Draw which unit is sharded, gathering, unsharded or reducing, over time.
 
     Args:
         trace: what happened.

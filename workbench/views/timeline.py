@@ -70,7 +70,7 @@ class Grid:
 
 
 def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
-    """Return the timeline figure.
+    """Draw compute, collectives and waits of a step, per rank.
 
     Args:
         trace: what happened.

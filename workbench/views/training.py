@@ -28,7 +28,7 @@ _PANEL_HEIGHT = 250  # pixels
 
 
 def training(trace: Trace) -> go.Figure:
-    """Return the training figure."""
+    """Draw loss, step time and what else is logged."""
     result = summary(without_holds(trace)[0])
     panels = _panels(result)
     if not panels:

@@ -14,7 +14,7 @@ from typing import Any
 import traitlets
 
 from workbench.replay.holds import GrowingCuts
-from workbench.session.cursor import Cursor
+from workbench.reports.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.widgets.feed import continues, job
 from workbench.widgets.pace import BYTES_PER_S

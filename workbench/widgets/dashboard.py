@@ -30,7 +30,7 @@ import traitlets
 from workbench.errors import WorkbenchError
 from workbench.replay.device import Clock, clock_of
 from workbench.replay.units import model_order, unit_name
-from workbench.session.cursor import Cursor
+from workbench.reports.cursor import Cursor
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header

@@ -19,7 +19,7 @@ from workbench.replay import memory, states
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
-from workbench.session.cursor import Cursor
+from workbench.reports.cursor import Cursor
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows

@@ -10,7 +10,7 @@ import html
 import sys
 from typing import Any, Literal, TextIO
 
-from workbench.session.follow import Progress
+from workbench.reports.follow import Progress
 from workbench.views.theme import format_duration, plural
 
 State = Literal["running", "done", "failed"]

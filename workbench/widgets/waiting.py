@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from workbench.errors import WorkbenchError
 from workbench.replay.alike import label
-from workbench.session.failures import RESTART, losses_in_words
-from workbench.session.places import describe, unit_names
+from workbench.reports.failures import RESTART, losses_in_words
+from workbench.reports.places import describe, unit_names
 from workbench.session.pulse import Pulse
 from workbench.widgets.pace import LOOK_S, Pace
 
@@ -115,8 +115,9 @@ def health(pulse: Pulse) -> list[dict[str, Any]]:
     names = unit_names(pulse.trace.header)
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(pulse.states.items()):
-        held = pulse.positions.get(rank, {}).get("held") if state == "held" else None
-        groups.setdefault((state, describe(held, names) if held else ""), []).append(rank)
+        position = pulse.positions.get(rank)
+        held = position.held if position is not None and state == "held" else None
+        groups.setdefault((state, describe(held, names) if held is not None else ""), []).append(rank)
     return [
         {"label": label(ranks), "ranks": ranks, "state": state, "where": where}
         for (state, where), ranks in groups.items()

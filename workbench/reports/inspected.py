@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.replay.alike import label
-from workbench.session.tables import Table
+from workbench.reports.tables import Table
 from workbench.views.theme import format_bytes
 
 Data = Mapping[str, Any]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.trace.strategies import Setup, example_trace, setups, simulate, traces
 from workbench.events import BESIDE, Edge, Kind
 from workbench.replay.alignment import same_events
-from workbench.session.cursor import Cursor, back, cut
+from workbench.reports.cursor import Cursor, back, cut
 from workbench.trace.columns import RankTrace, Trace
 
 TRACE = example_trace(num_ranks=2, num_units=2, steps=2)

@@ -60,8 +60,8 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a rank is, as its side door says it; None where it does not.
+class Aftermath:
+    """Where a failure found a rank, and what it left there; None where the rank does not say.
 
     Attributes:
         step: training step, -1 outside.
@@ -100,7 +100,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return (causes or list(failures))[0]
 
 
-def to_error(failures: Sequence[Failure], positions: Mapping[int, Position], *, next_thing: str) -> WorkbenchError:
+def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *, next_thing: str) -> WorkbenchError:
     """Return the exception to raise for ``failures``.
 
     Args:
@@ -180,18 +180,18 @@ def place_of(failure: Failure) -> str:
     return f"line {line}, in {function}" if function and function != "<module>" else f"line {line} of the cell"
 
 
-def _place(cause: Failure, positions: Mapping[int, Position]) -> str:
+def _place(cause: Failure, positions: Mapping[int, Aftermath]) -> str:
     found = [place_of(cause), str(positions.get(cause.rank, ""))]
     places = "; ".join(place for place in found if place)
     return f" ({places})" if places else ""
 
 
-def left_behind(positions: Mapping[int, Position]) -> list[str]:
+def left_behind(positions: Mapping[int, Aftermath]) -> list[str]:
     """Say what a step that was not done to its end has left behind that makes the next ones wrong; usually nothing."""
     return [*_split_optimizer(positions), *_left_gradients(positions)]
 
 
-def _left_gradients(positions: Mapping[int, Position]) -> list[str]:
+def _left_gradients(positions: Mapping[int, Aftermath]) -> list[str]:
     ranks = [rank for rank, position in sorted(positions.items()) if position.left_gradients]
     if not ranks:
         return []
@@ -201,7 +201,7 @@ def _left_gradients(positions: Mapping[int, Position]) -> list[str]:
     ]
 
 
-def _split_optimizer(positions: Mapping[int, Position]) -> list[str]:
+def _split_optimizer(positions: Mapping[int, Aftermath]) -> list[str]:
     """Say which ranks did the optimizer's step that others did not do; usually nothing."""
     counts = {rank: p.optimizer_steps for rank, p in positions.items() if p.optimizer_steps is not None}
     if len(set(counts.values())) < 2:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.session.tables import WIDTH, Table
+from workbench.reports.tables import WIDTH, Table
 
 
 def test_columns_are_aligned():

@@ -1,5 +1,5 @@
-from workbench.session.inspected import cells_of, table_of, unit_of
-from workbench.session.stop_reports import EvalReport, InspectReport
+from workbench.reports.inspected import cells_of, table_of, unit_of
+from workbench.reports.stopped import EvalReport, InspectReport
 
 KIND = {"shape": [8, 16], "dtype": "float32", "bytes": 512}
 TENSOR = KIND | {"present": True, "norm": 1.8251, "mean": -0.000125, "max_abs": 0.5}

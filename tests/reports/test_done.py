@@ -1,9 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 
 import pytest
 
-from workbench.commands import Command
-from workbench.session.reports import (
+from workbench.protocol.commands import ON_RANKS, Step, Stepped
+from workbench.reports.done import (
+    SAYS,
     CellReport,
     ExportReport,
     RankStatus,
@@ -15,8 +18,7 @@ from workbench.session.reports import (
     UnshardReport,
     VerifyReport,
 )
-from workbench.session.results import to_report
-from workbench.session.stop_reports import EndReport
+from workbench.reports.stopped import EndReport
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(
@@ -118,28 +120,23 @@ def test_status_says_what_is_missing():
 
 
 def test_ranks_without_a_loss_do_not_count():
-    from workbench.commands import Step
-
-    quiet = {"steps_done": 1, "losses": None, "seconds": [0.2], "optimizer_steps": 1}
-    assert to_report(Step(), {0: quiet, 1: quiet}).losses is None
-    loud = {**quiet, "losses": [3.0], "seconds": [0.4]}
-    report = to_report(Step(), {0: quiet, 1: loud})
+    quiet = Stepped(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1)
+    assert SAYS[Step]([quiet, quiet]).losses is None
+    loud = replace(quiet, losses=(3.0,), seconds=(0.4,))
+    report = SAYS[Step]([quiet, loud])
     assert (report.losses, report.seconds) == ((3.0,), (0.4,))
 
 
 def test_losses_belong_to_their_steps():
-    from workbench.commands import Step
-
-    done = {"steps_done": 3, "seconds": [0.2] * 3, "optimizer_steps": 3}
-    results = {0: {**done, "losses": [None, 2.0, None]}, 1: {**done, "losses": [1.0, 4.0, None]}}
-    report = to_report(Step(count=3), results)
+    done = Stepped(steps_done=3, losses=(None, 2.0, None), seconds=(0.2,) * 3, optimizer_steps=3)
+    report = SAYS[Step]([done, replace(done, losses=(1.0, 4.0, None))])
     assert report.losses == (1.0, 3.0, None)
     assert "3 steps, loss 1 -> 3, " in report.headline
 
 
-def test_a_command_without_a_report():
-    with pytest.raises(ValueError, match="no report"):
-        to_report(Command(), {})
+def test_everything_that_ranks_do_is_done_and_said():
+    assert set(SAYS) == set(ON_RANKS.values())
+    assert all(word.reply is not NoneType for word in SAYS)
 
 
 def test_lines_of_a_headline_stay_lines_and_are_text():

@@ -1,4 +1,4 @@
-"""What pausing, looking around and going on answer: reports as in :mod:`workbench.session.reports`."""
+"""What pausing, looking around and going on answer: reports as in :mod:`workbench.reports.done`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.events import unit_words
+from workbench.protocol.breakpoints import Breakpoint
+from workbench.protocol.messages import Event, Position, Thread
 from workbench.replay.alike import label
-from workbench.session.breakpoints import Breakpoint
-from workbench.session.inspected import table_of, unit_of
-from workbench.session.places import Stop
-from workbench.session.reports import Report
-from workbench.session.tables import Table
-from workbench.session.threads import Thread, lines_of
-from workbench.views.theme import plural
+from workbench.reports.done import Report
+from workbench.reports.inspected import table_of, unit_of
+from workbench.reports.places import State, Stop, event_words, state_of, unit_names
+from workbench.reports.tables import Table
+from workbench.reports.threads import lines_of
+from workbench.trace.schema import Header
+from workbench.views.theme import format_duration, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,44 @@ class WhereRow:
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
         return (str(self.rank), self.state, self.step, self.phase, self.unit, self.event, self.since)
+
+
+def row_of(
+    rank: int,
+    position: Position,
+    header: Header,
+    now_ns: int,
+    stacks: tuple[Thread, ...] = (),
+    state: State | None = None,
+) -> WhereRow:
+    """Return one line of the table.
+
+    Args:
+        rank: whose.
+        position: where it is.
+        header: of its trace.
+        now_ns: of the clock that the ranks of this machine share, in nanoseconds.
+        stacks: its Python threads.
+        state: what it is doing; None: what the position says.
+    """
+    state = state or state_of(position)
+    # of a held rank the event to come, of others the newest one
+    event = position.held or position.newest or Event(kind="", edge="")
+    unit = unit_names(header).get(event.unit)
+    waits = (state, event.kind, event.edge) == ("held", "wait", "begin")  # it stands in the wait, not before it
+    prefix = "in a " if waits else "before " if state == "held" else "begin of " if event.edge == "begin" else ""
+    synchronised = ", device synchronised" if position.held is not None and position.held.synchronised else ""
+    step = position.place.step
+    return WhereRow(
+        rank=rank,
+        state=state,
+        step=str(step) if step >= 0 else "",
+        phase=event.phase.replace("_", "-") if event.kind else "",
+        unit="" if unit is None else unit_words(unit),
+        event=f"{prefix}{event_words(event.kind, event.edge, None)}{synchronised}" if event.kind else "",
+        since=format_duration(max(now_ns - event.since_ns, 0)) if event.kind else "",
+        stacks=stacks,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

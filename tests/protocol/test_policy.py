@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.policy import (
+from workbench.protocol.policy import (
     MixedPrecision,
     as_mesh,
     as_reshard_after_forward,

@@ -4,29 +4,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench import commands as all_commands
-from workbench.commands import (
+from workbench.magics.words import parse_line
+from workbench.protocol import commands as all_commands
+from workbench.protocol.commands import (
     COMMANDS,
+    DEVICES,
     NEXT,
     Abort,
+    Back,
     Break,
+    Cell,
     Command,
+    Compare,
     Continue,
+    Dashboard,
     Evaluate,
+    Export,
+    Help,
     Inspect,
     Next,
     Pause,
     Reshard,
     Shard,
+    Start,
+    Status,
     Step,
+    Stop,
     Unshard,
     Verify,
+    Where,
     from_dict,
+    summary,
     to_dict,
     to_text,
 )
-from workbench.magics.words import parse_command
-from workbench.policy import DTYPES, OFF, RESHARD_AFTER_FORWARD
+from workbench.protocol.policy import DTYPES, OFF, RESHARD_AFTER_FORWARD
 
 identifiers = st.from_regex(r"[A-Za-z_]\w{0,9}", fullmatch=True).filter(str.isidentifier)
 models = st.builds(
@@ -86,7 +98,16 @@ STRATEGIES = {
     Continue: st.builds(Continue),
     Next: st.builds(Next, what=st.sampled_from(NEXT)),
     Abort: st.builds(Abort),
-    Break: st.builds(Break, event=events, rank=st.none() | ranks, when=st.none() | words),
+    Start: st.builds(Start, num_ranks=st.integers(1, 64), device=st.sampled_from(DEVICES), profile=st.none() | texts),
+    **{word: st.builds(word) for word in (Status, Stop, Dashboard)},
+    Where: st.builds(Where, stacks=st.booleans()),
+    Back: st.builds(Back, n=st.integers(0, 10**6)),
+    Compare: st.builds(Compare, a=texts, b=texts, rank=st.none() | ranks, talk=st.booleans()),
+    Export: st.builds(Export, path=texts, steps=st.sampled_from(["", "7", "-3..", "3..5"])),
+    Help: st.builds(Help, topic=st.just("") | texts),
+    Break: st.just(Break("list"))
+    | st.builds(Break, action=st.just("clear"), event=st.just("") | ranks.map(str))
+    | st.builds(Break, action=st.just("add"), event=events, rank=st.none() | ranks, when=st.none() | words),
     Inspect: st.builds(Inspect, fqn=texts),
     Evaluate: st.builds(Evaluate, expr=exprs, ranks=st.sets(ranks, max_size=4).map(lambda s: tuple(sorted(s)))),
 }
@@ -94,18 +115,18 @@ commands = st.one_of(*STRATEGIES.values())
 
 
 def test_every_command_there_is_can_be_built_here_and_has_a_word_of_its_own():
-    defined = {c for c in vars(all_commands).values() if isinstance(c, type) and issubclass(c, Command)} - {Command}
-    assert set(STRATEGIES) == defined == set(COMMANDS.values())
+    defined = {c for c in vars(all_commands).values() if isinstance(c, type) and issubclass(c, Command) and c.word}
+    assert set(STRATEGIES) == defined - {Cell} == set(COMMANDS.values())
     assert [cls.word for cls in COMMANDS.values()] == list(COMMANDS)
 
 
 @given(commands)
 def test_text_round_trip(command: Command):
-    assert parse_command(to_text(command)) == command
+    assert parse_line(to_text(command)) == command
 
 
-@given(commands)
-def test_dict_round_trip_through_json(command: Command):
+@given(st.one_of([strategy for word, strategy in STRATEGIES.items() if word.on_ranks]))
+def test_what_ranks_do_arrives_there(command: Command):
     assert from_dict(json.loads(json.dumps(to_dict(command)))) == command
 
 
@@ -139,13 +160,18 @@ def test_dict_round_trip_through_json(command: Command):
         (Next(), "next"),
         (Next(what="unit"), "next unit"),
         (Abort(), "abort"),
-        (Break(event="all_gather:blocks.*"), "break add 'all_gather:blocks.*'"),
-        (Break(event="wait", rank=0, when="step > 1"), "break add wait --rank 0 --when 'step > 1'"),
+        (Break("add", "all_gather:blocks.*"), "break add 'all_gather:blocks.*'"),
+        (Break("add", "wait", rank=0, when="step > 1"), "break add wait --rank 0 --when 'step > 1'"),
         (Inspect(fqn="blocks.2.mlp.0.weight"), "inspect blocks.2.mlp.0.weight"),
         (Evaluate(expr="x['a'] + 1"), "eval x['a'] + 1"),
         (Evaluate(expr="x", ranks=(0, 2)), "eval x -t 0,2"),
-        (Evaluate(expr="x", ranks=(0,), frame=1), "eval --frame 1 x -t 0"),
+        (Evaluate(expr="x", ranks=(0,), frame=1), "eval x -t 0 --frame 1"),
         (Verify(model="m"), "verify m"),
+        (Break("clear", "1"), "break clear 1"),
+        (Start(num_ranks=2), "start -n 2"),
+        (Compare("before.trace", "last:3..5", talk=True), "compare before.trace last:3..5 --talk"),
+        (Export("my run.json", steps="-3.."), "export 'my run.json' --steps=-3.."),
+        (Where(stacks=True), "where --stacks"),
     ],
 )
 def test_text_is_what_a_person_would_write(command: Command, text: str):
@@ -191,14 +217,38 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Reshard(model="m", mp="half"), "Not 'half'"),
         (lambda: Reshard(model="m", offload="yes"), "not 'yes'"),
         (lambda: Reshard(model="m", prefetch="2"), "not '2'"),
-        (lambda: from_dict({"word": "reshard", "model": "m", "ignore": []}), "no field ignore"),
+        (lambda: from_dict({"word": "reshard", "model": "m", "ignore": []}), "unknown ['ignore']"),
         (lambda: from_dict({"word": "dance"}), "shard, reshard, unshard, step, verify"),
+        (lambda: from_dict({"word": "pause"}), "unknown command 'pause'"),
+        (lambda: Break("add"), "needs an event"),
+        (lambda: Break("dance"), "add, list or clear"),
         (lambda: from_dict({"model": "m"}), "None"),
         (lambda: from_dict({"word": "shard", "model": "m", "speed": 3}), "speed"),
-        (lambda: from_dict({"word": "shard"}), "lacks model"),
+        (lambda: from_dict({"word": "shard"}), "command 'shard' lacks ['ignore', 'mesh', 'model'"),
+        (lambda: from_dict(to_dict(Step()) | {"count": "3"}), "command 'step'.count is '3', expected int"),
+        (lambda: from_dict(to_dict(Step()) | {"count": 0}), "at least 1"),
+        (lambda: from_dict(to_dict(Step()) | {"count": 2**63}), "a number of 64 bits"),
+        (lambda: from_dict(["step"]), "unknown command None"),
     ],
 )
 def test_what_is_refused(make, says: str):
     with pytest.raises(ValueError, match=r".+") as caught:
         make()
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", [2, 2], (2, 2)])
+def test_names_and_meshes_as_a_person_writes_them(mesh):
+    assert Shard("m", wrap="Block", mesh=mesh, ignore=["*.bias"]) == Shard(
+        "m", wrap=("Block",), mesh=(2, 2), ignore=("*.bias",)
+    )
+    assert Reshard("m", mesh=4).mesh_shape == (4,)
+    with pytest.raises(ValueError, match="such as 4 or 2x2, not '2y2'"):
+        Shard("m", mesh="2y2")
+
+
+@pytest.mark.parametrize("word", COMMANDS.values(), ids=COMMANDS)
+def test_what_is_said_of_a_word_is_one_line(word):
+    assert summary(word)
+    assert "`" not in summary(word)
+    assert len(summary(word)) <= 110

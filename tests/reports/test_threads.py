@@ -1,5 +1,6 @@
-from workbench.session.stop_reports import WhereReport, WhereRow
-from workbench.session.threads import Frame, Thread, lines_of, threads_of
+from workbench.protocol.messages import Frame, Thread
+from workbench.reports.stopped import WhereReport, WhereRow
+from workbench.reports.threads import lines_of
 
 WAIT = Frame(text="threading.py:331 in wait: acquire()", is_python=True)
 SLICE = Frame(text="workbench/engine/waits.py:196 in block: wait()")
@@ -50,14 +51,11 @@ def test_ranks_whose_own_code_differs_stand_apart_main_threads_first():
 
 def test_nobody_asked_or_nobody_answered():
     assert lines_of({}) == lines_of({0: (), 1: ()}) == []
-    assert threads_of({}) == ()
     assert "Thread" not in str(WhereReport(rows=(WhereRow(rank=0, state="idle"),)))
 
 
-def test_the_answer_of_a_rank():
-    frames = [{"text": "a.py:1 in f", "number": 0, "is_python": False}, {**vars(WAIT)}]
-    (thread,) = threads_of({"stacks": [{"thread": "<b>", "is_main": True, "frames": frames}]})
-    assert thread == Thread(name="<b>", is_main=True, frames=(Frame(text="a.py:1 in f", number=0), WAIT))
+def test_what_a_rank_names_is_escaped():
+    thread = Thread(name="<b>", is_main=True, frames=(Frame(text="a.py:1 in f", number=0), WAIT))
     report = WhereReport(rows=(WhereRow(rank=0, state="held", stacks=(thread,)),))
     assert "&lt;b&gt;" in report._repr_html_()
     assert "<b>" in str(report)

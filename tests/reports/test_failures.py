@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.shells import ipython_shell
 from workbench.errors import RankDied, RankError
-from workbench.session.failures import (
+from workbench.reports.failures import (
+    Aftermath,
     Failure,
-    Position,
     death_sentence,
     first_cause,
     left_behind,
@@ -54,7 +54,7 @@ ZeroDivisionError: division by zero
 def test_the_cause_is_named_with_place_and_next_thing():
     cause = Failure(**{**vars(DIVISION), "traceback": APPLY_TRACEBACK})
     error = to_error(
-        [ABORTED[0], cause, *ABORTED[1:]], {2: Position(step=7, phase="backward", unit="blocks.1")}, next_thing=NEXT
+        [ABORTED[0], cause, *ABORTED[1:]], {2: Aftermath(step=7, phase="backward", unit="blocks.1")}, next_thing=NEXT
     )
     assert isinstance(error, RankError)
     assert str(error).splitlines() == [
@@ -78,7 +78,7 @@ def test_equal_errors_are_counted_and_others_named():
 
 def test_a_dead_rank_names_the_survivors():
     closed = Failure(**{**vars(CLOSED), "rank": 0})
-    error = to_error([closed, DEAD], {0: Position(), 2: Position()}, next_thing=NEXT)
+    error = to_error([closed, DEAD], {0: Aftermath(), 2: Aftermath()}, next_thing=NEXT)
     assert isinstance(error, RankDied)
     assert error.ranks == (1,)
     assert str(error).splitlines() == [
@@ -96,19 +96,19 @@ def test_an_error_that_killed_another_rank_stays_the_cause():
 
 
 def test_ranks_whose_optimizer_went_ahead_are_named():
-    counts = {rank: Position(optimizer_steps=5 if rank < 2 else 4) for rank in range(4)}
+    counts = {rank: Aftermath(optimizer_steps=5 if rank < 2 else 4) for rank in range(4)}
     error = to_error([DIVISION, *ABORTED], counts, next_thing=NEXT)
     assert "applied on ranks 0-1 but not on ranks 2-3" in str(error)
-    level = {rank: Position(optimizer_steps=5) for rank in range(4)}
+    level = {rank: Aftermath(optimizer_steps=5) for rank in range(4)}
     assert "optimizer" not in str(to_error([DIVISION], level, next_thing=NEXT))
 
 
 def test_gradients_that_a_step_left_behind_are_told():
-    left = {0: Position(), 1: Position(left_gradients=True), 2: Position(left_gradients=True)}
+    left = {0: Aftermath(), 1: Aftermath(left_gradients=True), 2: Aftermath(left_gradients=True)}
     said = str(to_error([DIVISION], left, next_thing=NEXT))
     assert "gradients of that step are still there on ranks 1-2, and the next backward adds to them" in said
     assert said.endswith(NEXT)
-    assert left_behind({0: Position()}) == []
+    assert left_behind({0: Aftermath()}) == []
     assert "gradients" not in str(to_error([DEAD], left, next_thing=NEXT))  # there is no next backward
 
 
@@ -185,6 +185,6 @@ def test_losses_that_are_alike_are_one():
 
 
 def test_position_in_words():
-    assert str(Position()) == ""
-    assert str(Position(step=-1, phase="idle")) == ""
-    assert str(Position(step=3, phase="forward", unit="")) == "step 3, forward, unit (root)"
+    assert str(Aftermath()) == ""
+    assert str(Aftermath(step=-1, phase="idle")) == ""
+    assert str(Aftermath(step=3, phase="forward", unit="")) == "step 3, forward, unit (root)"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.trace.strategies import example_trace, traces
 from workbench.events import Edge, Kind
 from workbench.replay import training
-from workbench.session.follow import TOKENS, Follower, Progress
+from workbench.reports.follow import TOKENS, Follower, Progress
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header
 

@@ -8,11 +8,26 @@ from __future__ import annotations
 import html
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from workbench.events import unit_words
+from workbench.protocol.commands import (
+    Command,
+    Reshard,
+    Shard,
+    Sharded,
+    Step,
+    Stepped,
+    Unshard,
+    Unsharded,
+    Verified,
+    Verify,
+)
 from workbench.replay.alike import label
 from workbench.views.theme import format_bytes, format_duration, plural
 
@@ -369,3 +384,80 @@ def _by_rank(values: Sequence[str]) -> str:
     if len(ranks) == 1:
         return f"{values[0]} on every rank"
     return "; ".join(f"{value} on {label(own)}" for value, own in ranks.items())
+
+
+# ---- from what the ranks answer to a command to its report
+
+Saying = Callable[[Sequence[Any]], Report]
+"""Makes a report of what every rank answered, in the order of the ranks."""
+
+SAYS: dict[type[Command], Saying] = {}
+
+
+def says(command: type[Command]) -> Callable[[Saying], Saying]:
+    """Have the function below make the reports of ``command``."""
+
+    def note(saying: Saying) -> Saying:
+        SAYS[command] = saying
+        return saying
+
+    return note
+
+
+@says(Shard)
+def _shard(by_rank: Sequence[Sharded]) -> ShardReport:
+    return ShardReport(**_sharded(by_rank))
+
+
+@says(Reshard)
+def _reshard(by_rank: Sequence[Sharded]) -> ReshardReport:
+    return ReshardReport(**_sharded(by_rank), optimizers=by_rank[0].optimizers)
+
+
+def _sharded(by_rank: Sequence[Sharded]) -> dict[str, Any]:
+    first = by_rank[0]
+    same = {name: getattr(first, name) for name in ("model", "num_params", "num_elements", "bytes_unsharded")}
+    at_rest = tuple(sharded.bytes_at_rest for sharded in by_rank)
+    return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest}
+
+
+@says(Unshard)
+def _unshard(by_rank: Sequence[Unsharded]) -> UnshardReport:
+    return UnshardReport(**vars(by_rank[0]))
+
+
+@says(Step)
+def _step(by_rank: Sequence[Stepped]) -> StepReport:
+    return StepReport(
+        steps_done=min(stepped.steps_done for stepped in by_rank),
+        losses=_losses([stepped.losses or () for stepped in by_rank]),
+        seconds=tuple(map(max, zip(*(stepped.seconds for stepped in by_rank), strict=False))),
+        optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
+    )
+
+
+def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:
+    """Return the mean of each step over the ranks that have a loss of it; None if no rank has one of any step."""
+    steps = [[loss for loss in step if loss is not None] for step in zip_longest(*by_rank)]
+    return tuple(fmean(step) if step else None for step in steps) if any(steps) else None
+
+
+@says(Verify)
+def _verify(by_rank: Sequence[Verified]) -> VerifyReport:
+    worst = max(by_rank, key=lambda verified: verified.max_abs_diff)
+    return VerifyReport(
+        num_params=worst.params,
+        max_abs_diff=worst.max_abs_diff,
+        max_rel_diff=max(verified.max_rel_diff for verified in by_rank),
+        worst_param=worst.worst_param,
+        loss_sharded=_mean([verified.loss_sharded for verified in by_rank]),
+        loss_reference=_mean([verified.loss_reference for verified in by_rank]),
+        equal_bits=min(verified.equal_bits for verified in by_rank),
+        ok=all(verified.ok for verified in by_rank),
+        tolerance=worst.tolerance,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -1,8 +1,8 @@
 import pytest
 
 from tests.trace.strategies import example_trace
-from workbench.session.breakpoints import EVENTS, parse_event
-from workbench.session.until import MAX_CAME, came
+from workbench.protocol.breakpoints import EVENTS, parse_event
+from workbench.reports.until import MAX_CAME, came
 from workbench.trace.columns import Trace
 
 TRACE = example_trace(num_ranks=2, num_units=3, steps=2)

@@ -1,18 +1,19 @@
 import pytest
 
 from tests.trace.strategies import example_trace
-from workbench.session.looking import row_of
-from workbench.session.places import Place, Stop, describe, event_words, place_of, state_of
+from workbench.protocol.messages import Event, Hold, Place, Position
+from workbench.reports.places import Stop, describe, event_words, state_of
+from workbench.reports.stopped import row_of
 
 UNITS = {0: "blocks.0", 1: ""}
 
 
 def held(ordinal=3, kind="all_gather", edge="begin", unit=0, step=2, **more):
-    return {"step": step, "ordinal": ordinal, "kind": kind, "edge": edge, "unit": unit, "since_ns": 1, **more}
+    return Hold(place=Place(step, ordinal), kind=kind, edge=edge, unit=unit, since_ns=1, **more)
 
 
 def position(hold=None, **more):
-    return {"held": hold, "step": 2, "ordinal": 3, "waiting": False, "doing": "step", **more}
+    return Position(held=hold, place=hold.place if hold else Place(2, 3), doing="step", **more)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +39,8 @@ def test_states():
     assert state_of(position(held())) == "held"
     assert state_of(position(waiting=True)) == "waiting"
     assert state_of(position()) == "running"
-    assert state_of({"doing": "", "step": -1}) == "idle"
-    assert state_of({"doing": "", "step": 4}) == "running"
-
-
-def test_later_places_are_greater():
-    assert place_of(position(held(ordinal=9))) == Place(2, 9)
-    assert place_of(position(ordinal=5)) == Place(2, 5)
-    assert max(Place(1, 9), Place(2, 0)) == Place(2, 0)
+    assert state_of(Position()) == "idle"
+    assert state_of(Position(place=Place(4, 0))) == "running"
 
 
 def test_a_stop_in_a_sentence():
@@ -69,6 +64,6 @@ def test_a_line_of_the_table():
     name = header.units[0].name
     stopped = row_of(1, position(held(phase="post_backward")), header, 3_000_001)
     assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
-    works = position(kind="forward", edge="begin", phase="forward", unit=-1, since_ns=0)
+    works = position(newest=Event(kind="forward", edge="begin", phase="forward"))
     assert row_of(0, works, header, 1000).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
-    assert row_of(0, {"doing": "", "step": -1}, header, 0).cells() == ("0", "idle", "", "", "", "", "")
+    assert row_of(0, Position(), header, 0).cells() == ("0", "idle", "", "", "", "", "")

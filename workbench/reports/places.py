@@ -1,40 +1,21 @@
-"""Where ranks stand inside a step, in words: from the plain positions of their side doors. Pure.
-
-A *position* is a rank's answer to "where"; it is *held* when the thread that runs the step stands in the gate.
-"""
+"""Where ranks stand inside a step, in words: from the positions that their side doors tell. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from workbench.events import Kind, Unit, unit_words
+from workbench.protocol.messages import Hold, Place, Position
 from workbench.replay.alike import label
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
-Position = Mapping[str, Any]
 State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
 
 _WORDS = {kind.name.lower(): kind.words for kind in Kind}
 _OF_ALL_UNITS = {"optimizer", "step"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where ranks run to: the ``ordinal``-th event of a step; later places are greater.
-
-    Attributes:
-        step: training step, -1 outside.
-        ordinal: events of the step before it.
-    """
-
-    step: int
-    ordinal: int
-
-    def __lt__(self, other: Place) -> bool:
-        return (self.step, self.ordinal) < (other.step, other.ordinal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +33,24 @@ class Stop:
     is_late: bool = False
 
     @property
+    def holds(self) -> dict[int, Hold]:
+        """Where the ranks are held that stand in the gate, by rank."""
+        return {rank: p.held for rank, p in sorted(self.positions.items()) if p.held is not None}
+
+    @property
     def held(self) -> tuple[int, ...]:
         """The ranks that stand in the gate."""
-        return tuple(rank for rank, position in sorted(self.positions.items()) if position.get("held"))
+        return tuple(self.holds)
 
     @property
     def synchronised(self) -> tuple[int, ...]:
         """The ranks that waited for a device before they stopped."""
-        return tuple(rank for rank in self.held if self.positions[rank]["held"].get("synchronised"))
+        return tuple(rank for rank, hold in self.holds.items() if hold.synchronised)
 
     @property
-    def breakpoints(self) -> tuple[Any, ...]:
+    def breakpoints(self) -> tuple[int, ...]:
         """The breakpoints that hold them, each once."""
-        found = (self.positions[rank]["held"].get("breakpoint") for rank in self.held)
+        found = (hold.breakpoint for hold in self.holds.values())
         return tuple(dict.fromkeys(number for number in found if number is not None))
 
     def __str__(self) -> str:
@@ -79,11 +65,11 @@ class Stop:
     def _groups(self) -> dict[str, list[int]]:
         """The held ranks by where they are; a rank in a wait is where those are that come to the same event."""
         names: dict[Place, str] = {}
-        for rank in sorted(self.held, key=lambda rank: self.positions[rank]["held"]["kind"] == "wait"):
-            names.setdefault(place_of(self.positions[rank]), describe(self.positions[rank]["held"], self.units))
+        for hold in sorted(self.holds.values(), key=lambda hold: hold.kind == "wait"):
+            names.setdefault(hold.place, describe(hold, self.units))
         groups: dict[str, list[int]] = {}
-        for rank in self.held:
-            groups.setdefault(names[place_of(self.positions[rank])], []).append(rank)
+        for rank, hold in self.holds.items():
+            groups.setdefault(names[hold.place], []).append(rank)
         return groups
 
 
@@ -99,17 +85,6 @@ def _third(verb: str) -> str:
     return f"{first}s{space}{rest}"
 
 
-def place_of(position: Position) -> Place:
-    """Return the event that a rank stands before, or will come to next."""
-    here = position.get("held") or position
-    return Place(int(here.get("step", -1)), int(here.get("ordinal", 0)))
-
-
-def identity(held: Mapping[str, Any] | None) -> tuple[Any, ...]:
-    """Return what tells one hold from the next one."""
-    return () if not held else (held["step"], held["ordinal"], held.get("since_ns"))
-
-
 def state_of(position: Position, asked: State = "idle") -> State:
     """Return what a rank that answered is doing.
 
@@ -117,11 +92,11 @@ def state_of(position: Position, asked: State = "idle") -> State:
         position: its answer.
         asked: what it does, as far as the one who asked something of it knows, if it says nothing of that itself.
     """
-    if position.get("held"):
+    if position.held is not None:
         return "held"
-    if position.get("waiting"):
+    if position.waiting:
         return "waiting"
-    return "running" if position.get("doing") or position.get("step", -1) >= 0 else asked
+    return "running" if position.doing or position.place.step >= 0 else asked
 
 
 def event_words(kind: str, edge: str, unit: str | None) -> str:
@@ -131,11 +106,11 @@ def event_words(kind: str, edge: str, unit: str | None) -> str:
     return f"{'the end of ' if edge == 'end' else ''}{what}{of}"
 
 
-def describe(held: Mapping[str, Any], units: Mapping[int, str]) -> str:
+def describe(hold: Hold, units: Mapping[int, str]) -> str:
     """Return where a hold is: ``"before all-gather of blocks.2, step 3"``."""
-    step = f", {step_name(held['step'])}" if held["step"] >= 0 else ""
-    where = "in a" if (held["kind"], held["edge"]) == ("wait", "begin") else "before"
-    return f"{where} {event_words(held['kind'], held['edge'], units.get(held.get('unit', -1)))}{step}"
+    step = f", {step_name(hold.place.step)}" if hold.place.step >= 0 else ""
+    where = "in a" if (hold.kind, hold.edge) == ("wait", "begin") else "before"
+    return f"{where} {event_words(hold.kind, hold.edge, units.get(hold.unit))}{step}"
 
 
 def unit_names(header: Header) -> dict[int, str]:

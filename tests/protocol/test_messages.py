@@ -1,0 +1,83 @@
+"""Every request and every reply arrives as it was sent, and nothing else is read."""
+
+import dataclasses
+import json
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.codec import CodecError, decode, encode
+from workbench.protocol.commands import NEXT, ON_RANKS, Continue, Evaluate, Next
+from workbench.protocol.messages import REQUESTS, Frame, Place, Position, read_request
+
+JSON = st.recursive(st.none() | st.booleans() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=2))
+PLAIN = {
+    **{bool: st.booleans(), str: st.text(max_size=9), NoneType: st.none(), None: st.none()},
+    **{
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(allow_nan=False),
+        Any: JSON,
+        memoryview: st.binary(max_size=9).map(memoryview),
+    },
+}
+
+
+def of(kind):
+    """Any value of a type that a message may hold."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Next:
+        return st.builds(Next, what=st.sampled_from(NEXT))
+    if kind is Evaluate:
+        return st.builds(Evaluate, expr=of(str), ranks=of(tuple[int, ...]), frame=st.integers(0, 9))
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return st.builds(kind, **{field.name: of(hints[field.name]) for field in dataclasses.fields(kind)})
+    if origin is tuple:
+        return st.lists(of(args[0]), max_size=2).map(tuple)
+    if origin is dict:
+        return st.dictionaries(of(args[0]), of(args[1]), max_size=2)
+    return st.one_of([of(arg) for arg in args]) if args else PLAIN[kind]
+
+
+@given(st.one_of([of(cls) for cls in REQUESTS.values()]))
+def test_a_request_arrives(request):
+    assert read_request(json.loads(json.dumps(encode(request)))) == request
+
+
+@pytest.mark.parametrize("word", [*REQUESTS, *ON_RANKS])
+def test_its_reply_arrives(word):
+    kind = (REQUESTS | ON_RANKS)[word].reply
+
+    @given(of(kind))
+    def arrives(reply):
+        buffers = []
+        data = json.loads(json.dumps(encode(reply, buffers)))
+        assert decode(kind, data, "reply", buffers) == reply
+
+    arrives()
+
+
+def test_what_a_person_asks_goes_to_the_rank_as_it_is():
+    assert read_request({"word": "next", "what": "unit"}) == Next(what="unit")
+    assert read_request({"word": "continue", "foreground": True}) == Continue(foreground=True)
+    with pytest.raises(ValueError, match="next goes to the next one of event, collective, unit, phase, not 'month'"):
+        read_request({"word": "next", "what": "month"})
+
+
+@pytest.mark.parametrize("data", [None, [], "where", {"op": "where"}, {"word": ["where"]}, {"word": "x" * 10**6}])
+def test_what_is_no_request_is_refused_in_few_words(data):
+    with pytest.raises(CodecError, match="unknown request") as caught:
+        read_request(data)
+    assert len(str(caught.value)) < 400
+
+
+def test_later_places_are_greater():
+    assert max(Place(1, 9), Place(2, 0)) == Place(2, 0)
+    assert Position().place < Place(0, 0)
+
+
+def test_a_frame_of_a_library_has_no_number():
+    assert decode(Frame, encode(Frame(text="x")), "frame").number is None

@@ -1,0 +1,90 @@
+import json
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import pytest
+
+from workbench.codec import CodecError, decode, decode_named, encode
+
+NO_PIXELS = memoryview(b"")
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Cat:
+    word: ClassVar[str] = "cat"
+    lives: int
+
+
+@dataclass(frozen=True)
+class Dog:
+    word: ClassVar[str] = "dog"
+    tricks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class House:
+    pet: Cat | Dog | None = None
+    named: dict[str, Cat] = None
+    counted: dict[int, float] = None
+    colour: Colour = Colour.RED
+    number: int | str = 0
+    anything: Any = None
+    pixels: memoryview = NO_PIXELS
+
+
+FULL = House(
+    **{"pet": Dog(("sit",)), "named": {"7": Cat(9)}, "counted": {7: 0.5}, "number": "7b"},
+    **{"anything": {"x": [1, None]}, "pixels": memoryview(b"\x00\xff")},
+)
+
+
+def sent(value):
+    """What comes of ``value``: as JSON, and what goes beside it."""
+    buffers = []
+    return json.loads(json.dumps(encode(value, buffers))), buffers
+
+
+@pytest.mark.parametrize("house", [FULL, House(named={}, counted={}, number=3, pet=Cat(1))])
+def test_what_is_sent_comes(house):
+    data, buffers = sent(house)
+    assert decode(House, data, "house", buffers) == house
+
+
+def test_what_has_a_word_bears_it():
+    assert encode(Dog(("sit",))) == {"word": "dog", "tricks": ["sit"]}
+    assert decode_named({"dog": Dog, "cat": Cat}, {"word": "cat", "lives": 9}, "animal") == Cat(9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"pet": {"word": "cow"}}, "unknown house.pet 'cow'; known: cat, dog"),
+        ({"pet": {"word": "cat", "lives": True}}, "house.pet 'cat'.lives is True, expected int"),
+        ({"pet": {"lives": 9}}, "unknown house.pet None"),
+        ({"named": {"7": {"word": "dog", "lives": 9}}}, "house.named[7] is a 'dog', expected a 'cat'"),
+        ({"counted": {"x": 0.5}}, "house.counted has the key 'x', expected an integer"),
+        ({"counted": {"7": "0.5"}}, "house.counted[7] is '0.5', expected float"),
+        ({"colour": 2}, "house.colour is 2, which is no Colour"),
+        ({"number": None}, "house.number is None, expected int or str"),
+        ({"number": 2**63}, "house.number is a number of 64 bits"),
+        ({"pixels": 1}, "house.pixels came without its bytes"),
+        ({"pixels": -1}, "house.pixels came without its bytes"),
+        ({"door": 1}, "house lacks nothing and has unknown ['door']"),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_named(changed, says):
+    data, buffers = sent(FULL)
+    with pytest.raises(CodecError) as caught:
+        decode(House, data | changed, "house", buffers)
+    assert says in str(caught.value)
+
+
+def test_what_is_long_is_cut():
+    with pytest.raises(CodecError) as caught:
+        decode(Cat, {"word": "cat", "lives": "9" * 10**6}, "cat")
+    assert len(str(caught.value)) < 200

@@ -1,0 +1,150 @@
+"""Frozen dataclasses as plain JSON data and back: driven by their fields, and strict about what comes.
+
+Fields are ``bool``, ``int``, ``float``, ``str``, an ``IntEnum``, ``tuple[T, ...]`` or ``Sequence[T]``, ``dict[int, T]``
+or ``dict[str, T]``, another dataclass, or a union of these; ``Any`` stands for JSON data that is carried as it is. A
+``memoryview`` goes beside the data: a number stands for it there. A dataclass with a class attribute ``word`` bears it,
+so that a union of several such can be told apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+_LIMIT = 2**63  # a file or a message may say anything, and folds count in 64 bits
+_SHOWN = 80
+"""Letters shown of what is not as expected."""
+
+
+class CodecError(ValueError):
+    """Data is not what a dataclass says; the message names the place, what came, and what was expected."""
+
+
+def encode(value: Any, buffers: list[memoryview] | None = None) -> Any:  # noqa: ANN401 - any value that the module names
+    """Return ``value`` as data that JSON can hold.
+
+    Args:
+        value: of a type that the module names.
+        buffers: takes what goes beside the data.
+    """
+    if dataclasses.is_dataclass(value):
+        data = {f.name: encode(getattr(value, f.name), buffers) for f in dataclasses.fields(value)}
+        word = getattr(value, "word", None)
+        return data if word is None else {"word": word, **data}
+    if isinstance(value, (tuple, list)):
+        return [encode(item, buffers) for item in value]
+    if isinstance(value, dict):
+        return {str(key): encode(item, buffers) for key, item in value.items()}
+    if isinstance(value, memoryview) and buffers is not None:
+        buffers.append(value)
+        return len(buffers) - 1
+    return int(value) if isinstance(value, IntEnum) else value
+
+
+def decode(kind: Any, data: Any, where: str, buffers: Sequence[memoryview] = ()) -> Any:  # noqa: ANN401 - anything may come
+    """Return ``data`` as a ``kind``, also after a trip through JSON.
+
+    Args:
+        kind: a type that the module names.
+        data: what :func:`encode` returned.
+        where: what is read, for messages.
+        buffers: what came beside the data.
+
+    Raises:
+        CodecError: a field is missing, unknown or of another type, or a number does not fit into 64 bits.
+        ValueError: the dataclass itself refuses a value.
+    """
+    if kind is Any:
+        return data
+    if dataclasses.is_dataclass(kind):
+        return _decode_fields(cast("type[Any]", kind), data, where, buffers)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in {tuple, Sequence}:
+        _expect(data, (list, tuple), where)
+        return tuple(decode(args[0], item, f"{where}[{place}]", buffers) for place, item in enumerate(data))
+    if origin is dict:
+        _expect(data, (dict,), where)
+        items = (
+            (_key(args[0], key, where), decode(args[1], item, f"{where}[{key}]", buffers)) for key, item in data.items()
+        )
+        return dict(items)
+    if origin in {UnionType, Union}:
+        return _decode_union(args, data, where, buffers)
+    return _decode_plain(kind, data, where, buffers)
+
+
+def _decode_plain(kind: type, data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
+    if kind is memoryview:
+        _expect(data, (int,), where)
+        if not 0 <= data < len(buffers):
+            raise CodecError(f"{where} came without its bytes")
+        return buffers[data]
+    is_enum = issubclass(kind, IntEnum)
+    _expect(data, (int if is_enum else kind,), where)
+    if is_enum and data not in {int(member) for member in cast("type[IntEnum]", kind)}:
+        raise CodecError(f"{where} is {data}, which is no {kind.__name__}")
+    if isinstance(data, int) and not -_LIMIT <= data < _LIMIT:
+        raise CodecError(f"{where} is a number of {data.bit_length()} bits, and 63 and a sign are what fits")
+    return kind(data) if is_enum else data
+
+
+def decode_named(known: Mapping[str, type], data: Any, where: str) -> Any:  # noqa: ANN401 - anything may come
+    """Return ``data`` as that one of the ``known`` dataclasses whose word it bears.
+
+    Raises:
+        CodecError: it bears none of them, or see :func:`decode`.
+    """
+    word = data.get("word") if isinstance(data, dict) else None
+    if not isinstance(word, str) or word not in known:
+        raise CodecError(f"unknown {where} {word!r:.{_SHOWN}}; known: {', '.join(known)}")
+    return decode(known[word], data, f"{where} {word!r}")
+
+
+def _decode_union(args: tuple[Any, ...], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
+    structured = [arg for arg in args if dataclasses.is_dataclass(arg) or get_origin(arg) is not None]
+    plain = tuple(arg for arg in args if arg not in structured)
+    if not structured or type(data) in plain:
+        _expect(data, plain, where)
+        return data if data is None else _decode_plain(type(data), data, where, buffers)
+    words = {cast("Any", arg).word: cast("type", arg) for arg in structured if hasattr(arg, "word")}
+    return decode_named(words, data, where) if words else decode(structured[0], data, where, buffers)
+
+
+def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
+    _expect(data, (dict,), where)
+    hints, word = _hints(cast("Any", kind)), getattr(kind, "word", None)
+    wrong = (hints.keys() | (set() if word is None else {"word"})) ^ data.keys()
+    if wrong:
+        missing, unknown = sorted(wrong & hints.keys()), sorted(map(str, wrong - hints.keys()))
+        raise CodecError(f"{where} lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
+    if word is not None and data["word"] != word:
+        raise CodecError(f"{where} is a {data['word']!r:.{_SHOWN}}, expected a {word!r}")
+    return kind(**{name: decode(hint, data[name], f"{where}.{name}", buffers) for name, hint in hints.items()})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    """Return the types of a dataclass's fields: to look them up takes longer than all else."""
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _key(kind: type, key: Any, where: str) -> int | str:  # noqa: ANN401
+    """Return a key of a JSON object as the int or text it was."""
+    if kind is str:
+        return str(key)
+    try:
+        return int(key)
+    except ValueError:
+        raise CodecError(f"{where} has the key {key!r:.{_SHOWN}}, expected an integer") from None
+
+
+def _expect(data: Any, kinds: tuple[Any, ...], where: str) -> None:  # noqa: ANN401
+    """Raise unless ``data`` is of exactly one of ``kinds`` (a bool is no int)."""
+    if not any(type(data) is kind for kind in kinds) and not isinstance(data, IntEnum):
+        names = " or ".join("nothing" if kind is NoneType else kind.__name__ for kind in kinds)
+        raise CodecError(f"{where} is {data!r:.{_SHOWN}}, expected {names}")

@@ -1,0 +1,126 @@
+"""How a word's arguments are declared: what each means, how its text is read, and which names complete it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass
+from typing import Any, Literal
+
+Names = Literal["", "modules", "variables", "classes", "events", "units", "fqns", "traces", "files", "words"]
+"""Which names an argument takes: what the ranks' namespaces hold, stop events, units, parameters, trace files, all
+files that ``export`` writes, the words of ``%fsdp``."""
+
+
+def _same(text: str) -> str:
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """One argument of a word on a line; its name, type and default are those of the field that it declares.
+
+    A field that may be given by place in Python is given by place on the line, a bool as ``--name`` and ``--no-name``,
+    all others as ``--name TEXT``.
+
+    Attributes:
+        about: what it means, for help.
+        metavar: what stands for its text in help.
+        read: makes a value of a text; raises ValueError with a sentence.
+        completes: names of one kind, or texts, that complete it.
+        choices: the only texts that it may be; none: any.
+        flags: how it is written instead of ``--name``, the shortest first.
+        joint: between the parts of one that has several.
+        is_code: whether its text is code, in which ``{name}`` stays as it is; one by place is then the raw rest of the
+            line.
+    """
+
+    about: str
+    metavar: str | None = None
+    read: Callable[[str], Any] = _same
+    completes: Names | Sequence[str] = ""
+    choices: tuple[str, ...] | None = None
+    flags: tuple[str, ...] = ()
+    joint: str = ","
+    is_code: bool = False
+
+
+def argument(about: str, **more: Any) -> dict[str, Argument]:  # noqa: ANN401 - the fields of Argument
+    """Return the metadata of a field that declares an :class:`Argument`."""
+    return {"argument": Argument(about=about, **more)}
+
+
+def argument_of(field: Field[Any]) -> Argument:
+    """Return what a field declares."""
+    found: Argument = field.metadata["argument"]
+    return found
+
+
+# ---- reading texts
+
+
+def number(text: str) -> int:
+    """Return a whole number of at least 1.
+
+    Raises:
+        ValueError: ``text`` is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def count(zero: str) -> Callable[[str], int]:
+    """Return what reads a whole number of at least 0; ``zero`` says what 0 means.
+
+    Raises:
+        ValueError: when it reads something else.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal():
+            raise ValueError(f"expected a whole number, {zero}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def rank(text: str) -> int:
+    """Return a rank.
+
+    Raises:
+        ValueError: ``text`` is none.
+    """
+    if not text.isdecimal():
+        raise ValueError(f"expected a rank such as 1, got {text!r}")
+    return int(text)
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """Return ``"1,3"`` or ``"0-2,5"`` as ranks, each once, ascending.
+
+    Raises:
+        ValueError: written otherwise.
+    """
+    found: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"expected ranks such as 1,3 or 0-2, got {text!r}")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(found))
+
+
+def several(text: str) -> tuple[str, ...]:
+    """Return the parts of a list: ``"Block,Embedding"`` -> ``("Block", "Embedding")``."""
+    return tuple(part for part in (part.strip() for part in text.split(",")) if part)
+
+
+def truth(text: str) -> bool:
+    """Return ``"true"`` or ``"false"`` as a bool.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text not in {"true", "false"}:
+        raise ValueError(f"expected true or false, got {text!r}")
+    return text == "true"

@@ -1,0 +1,158 @@
+"""Breakpoints: the events before which ranks stop, such as ``all_gather:blocks.2``, and the conditions on them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import CodeType
+
+from workbench.errors import UsageError
+from workbench.events import STOPS, Edge, Kind, unit_words
+
+EVENTS = tuple(STOPS)
+SPANS = tuple(name for name, kind in STOPS.items() if kind.info.is_span)
+"""Events that begin and end."""
+
+EDGES = ("begin", "end")
+UNTIL = 0
+"""Number of the breakpoint of ``step --until``."""
+
+_SAMPLE = {"num_bytes": 1, "unit": "", "kind": "", "edge": "", "phase": "", "step": 1, "ordinal": 1, "rank": 0}
+FIELDS = tuple(_SAMPLE)
+"""What a condition may look at."""
+
+_PLAIN = (ast.Expression, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Compare, ast.cmpop)
+_LOGIC = (ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.UAdd)
+_SUMS = (ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_ALLOWED = (*_PLAIN, *_LOGIC, *_SUMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakpoint:
+    """Where ranks stop.
+
+    Attributes:
+        id: tells it from others; 0 for ``step --until``.
+        event: one of :data:`EVENTS`, maybe with ``.begin`` or ``.end``.
+        unit: name or glob of units; ``(root)`` for the root; None: any unit or none.
+        rank: the only rank that stops; None: all.
+        when: condition over :data:`FIELDS`; None: always.
+        once: whether it is gone after it stopped a rank.
+    """
+
+    id: int
+    event: str
+    unit: str | None = None
+    rank: int | None = None
+    when: str | None = None
+    once: bool = False
+
+    def __str__(self) -> str:
+        words = [self.event if self.unit is None else f"{self.event}:{self.unit}"]
+        words += [f"--rank {self.rank}"] if self.rank is not None else []
+        words += [f"--when {shlex.quote(self.when)}"] if self.when is not None else []
+        return " ".join(words)
+
+
+def parse_event(text: str, units: Sequence[str]) -> tuple[str, str | None]:
+    """Return ``"all-gather.end:blocks.2"`` as event and unit: ``("all_gather.end", "blocks.2")``.
+
+    Args:
+        text: as a person writes it.
+        units: names of the units there are, root ``""`` included.
+
+    Raises:
+        UsageError: no such event or unit; the message lists those there are, the nearest first.
+    """
+    name, colon, unit = text.strip().partition(":")
+    event = name.strip().replace("-", "_")
+    split_event(event)
+    return event, _check_unit(unit.strip(), units) if colon else None
+
+
+def split_event(event: str) -> tuple[Kind, Edge]:
+    """Return ``"forward.end"`` as kind and edge; without an edge it is the begin, or the instant it is.
+
+    Raises:
+        UsageError: there is no such event, or it has no such edge.
+    """
+    name, dot, edge = event.partition(".")
+    if name not in STOPS:
+        raise UsageError(f"there is no event {name!r}; the events, nearest first: {', '.join(nearest(name, EVENTS))}")
+    kind = STOPS[name]
+    if dot and (edge not in EDGES or not kind.info.is_span):
+        ends = "begin and end" if kind.info.is_span else "neither begin nor end: it is an instant"
+        raise UsageError(f"{event!r}: {name} has {ends}")
+    if not kind.info.is_span:
+        return kind, Edge.INSTANT
+    return kind, Edge.END if edge == "end" else Edge.BEGIN
+
+
+def _check_unit(unit: str, units: Sequence[str]) -> str:
+    known = [unit_words(name) for name in units]
+    if not known:
+        raise UsageError(f"nothing is sharded yet, so there is no unit {unit!r}: first %fsdp shard MODEL")
+    if not any(name == unit or fnmatchcase(name, unit) for name in known):
+        found = nearest(unit, known)
+        more = f", ... {len(found) - 12} more" if len(found) > 12 else ""
+        raise UsageError(f"there is no unit {unit!r}; the units, nearest first: {', '.join(found[:12])}{more}")
+    return unit
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Return ``known``, what reads most like ``word`` first."""
+    return sorted(known, key=lambda other: -difflib.SequenceMatcher(None, word, other).ratio())
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What ``--when`` says: names of :data:`FIELDS`, constants and operators.
+
+    Attributes:
+        text: as it was written.
+    """
+
+    text: str
+    _code: CodeType = field(repr=False, compare=False)
+
+    @classmethod
+    def parse(cls, text: str, rank: int | None) -> Condition:
+        """Read a condition of the rank that stops alone; None: all ranks stop.
+
+        Raises:
+            UsageError: it holds something else, compares what cannot be compared, or asks for the rank where every rank
+                has to stop at the same event.
+        """
+        try:
+            tree = ast.parse(text.strip(), mode="eval")
+        except (SyntaxError, ValueError):
+            raise UsageError(f"--when takes a Python expression such as 'num_bytes > 1e6', not {text!r}") from None
+        for node in ast.walk(tree):
+            _check_node(node, text, rank)
+        read = cls(text, compile(tree, "<when>", "eval", dont_inherit=True))
+        try:
+            read.holds(_SAMPLE)
+        except TypeError as error:
+            raise UsageError(f"--when cannot be computed as in {text!r}: {error}") from None
+        return read
+
+    def holds(self, values: Mapping[str, object]) -> bool:
+        """Tell whether it is true of an event with these :data:`FIELDS`; where a sum of them fails, it is not."""
+        try:
+            return bool(eval(self._code, {"__builtins__": {}}, values))
+        except ArithmeticError:
+            return False
+
+
+def _check_node(node: ast.AST, text: str, rank: int | None) -> None:
+    if not isinstance(node, _ALLOWED):
+        raise UsageError(f"--when takes names, numbers and operators only, no {type(node).__name__} as in {text!r}")
+    if isinstance(node, ast.Name) and node.id not in FIELDS:
+        known = ", ".join(nearest(node.id, FIELDS))
+        raise UsageError(f"--when knows no {node.id!r}; it knows, nearest first: {known}")
+    if isinstance(node, ast.Name) and node.id == "rank" and rank is None:
+        raise UsageError("a condition on the rank would stop ranks at different events: write --rank R instead")

@@ -1,0 +1,763 @@
+"""The words of ``%fsdp``: what a person may ask, each declared once as a small frozen command.
+
+A magic, a button and the Python API build the same command, and :meth:`workbench.workbench.Workbench.do` does it. The
+declaration of a word is all there is of it on the way: its docstring is its help, its fields are its arguments, on the
+line (:mod:`workbench.magics.words` makes the parser) as in Python (:func:`workbench.workbench.Workbench` takes its
+methods' signatures from here), and as plain data it goes to the ranks if it is for them.
+
+To add one that ranks do: declare it here, with what a rank answers; write what a rank does in ``runtime/``, under
+:func:`workbench.runtime.doing.does`; and what is said in ``reports/done.py``, under ``@says``. It then has its parser,
+its help, its completion and its method.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import NoneType
+from typing import Any, ClassVar, Generic, TypeVar
+
+from workbench.codec import decode_named, encode
+from workbench.protocol.arguments import Argument, argument, argument_of, count, number, rank, ranks, several
+from workbench.protocol.policy import (
+    DTYPES,
+    OFF,
+    RESHARD_AFTER_FORWARD,
+    MixedPrecision,
+    as_mesh,
+    as_reshard_after_forward,
+    check_mesh,
+    check_prefetch,
+    check_reshard_after_forward,
+)
+
+R_co = TypeVar("R_co", covariant=True)
+
+DEVICES = ("auto", "cpu", "cuda")
+NEXT = ("event", "collective", "unit", "phase")
+BREAK = ("add", "list", "clear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Base of all words.
+
+    Attributes:
+        word: as it stands after ``%fsdp``.
+        example: a line that works, without ``%fsdp``.
+        more: what else its row of the README says, in Markdown.
+        method: of :class:`~workbench.workbench.Workbench` that does it; empty: that of the same name.
+        on_ranks: whether every rank does it, in its main thread.
+        needs_ranks: whether there is nothing to do before ranks were started.
+        reply: type of what a rank answers, if ranks do it.
+    """
+
+    word: ClassVar[str] = ""
+    example: ClassVar[str] = ""
+    more: ClassVar[str] = ""
+    method: ClassVar[str] = ""
+    on_ranks: ClassVar[bool] = False
+    needs_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = NoneType
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that does it, and its arguments."""
+        return self.method or self.word, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def summary(command: type[Command]) -> str:
+    """Return what a word does, in one line: the first one of its docstring."""
+    first = (command.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
+
+
+class Request(Generic[R_co]):
+    """Base of what a rank is asked at its side door.
+
+    Attributes:
+        word: names it on its way.
+        reply: type of the answer; None: it is answered when it is done.
+    """
+
+    word: ClassVar[str]
+    reply: ClassVar[Any] = NoneType
+
+
+# ---- the ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Command):
+    """Start ranks."""
+
+    word: ClassVar[str] = "start"
+    example: ClassVar[str] = "start -n 4"
+    needs_ranks: ClassVar[bool] = False
+    num_ranks: int = field(
+        default=4, metadata=argument("ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number)
+    )
+    device: str = field(default="auto", metadata=argument("where they compute (default auto)", choices=DEVICES))
+    profile: str | None = field(default=None, metadata=argument("ipyparallel profile (default: none is needed)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(Command):
+    """Say where the ranks are, what is sharded, and what is recorded."""
+
+    word: ClassVar[str] = "status"
+    example: ClassVar[str] = "status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Command):
+    """Stop the ranks; what was recorded stays."""
+
+    word: ClassVar[str] = "stop"
+    example: ClassVar[str] = "stop"
+    needs_ranks: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dashboard(Command):
+    """Watch the ranks while they train, and at any event before; its buttons stop inside a step."""
+
+    word: ClassVar[str] = "dashboard"
+    example: ClassVar[str] = "dashboard"
+    needs_ranks: ClassVar[bool] = False
+
+
+# ---- how a model is sharded
+
+_MODEL = argument("its variable on the ranks, such as model", metavar="MODEL", completes="modules")
+_POLICY = {
+    "wrap": Argument(
+        about="module classes of which each instance becomes a unit",
+        metavar="CLASS,...",
+        read=several,
+        completes="classes",
+    ),
+    "mesh": Argument(
+        about="ranks that share a copy, or copies x ranks that share one", metavar="4|2x2", read=as_mesh, joint="x"
+    ),
+    "reshard_after_forward": Argument(
+        about="free full parameters after forward; auto: all but the root's; K: K ranks share them",
+        metavar="auto|true|false|K",
+        read=as_reshard_after_forward,
+        completes=RESHARD_AFTER_FORWARD,
+    ),
+    "mp": Argument(
+        about=f"compute and reduce in {', '.join(DTYPES)}; or {OFF}",
+        metavar="DTYPE[,reduce=DTYPE][,output=DTYPE]",
+        completes=(*DTYPES, OFF),
+    ),
+    "offload": Argument(about="keep what is sharded in host memory"),
+    "prefetch": Argument(
+        about="gather N units ahead, in the order of the modules; 0: the engine's own order",
+        metavar="N",
+        read=count("0 or more"),
+    ),
+}
+
+
+def _policy(name: str, default: str = "as it is") -> dict[str, Argument]:
+    """Return the metadata of a field that ``shard`` and ``reshard`` have; ``default`` in words."""
+    known = _POLICY[name]
+    return {"argument": replace(known, about=f"{known.about} (default: {default})")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sharding(Command):
+    """What ``shard`` and ``reshard`` have in common: a mesh, and names, as people write them."""
+
+    wrap: Sequence[str] = ()
+    mesh: int | str | Sequence[int] = ()
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """``(F,)``: all F ranks share one copy; ``(R, F)``: R copies, each shared by F ranks. Empty: none is given."""
+        return as_mesh(self.mesh)
+
+    def _check(self, model: str) -> None:
+        """Raise unless the fields hold what they may, or their default."""
+        _check_model(model)
+        _set(self, wrap=_tuple(self.wrap), mesh=as_mesh(self.mesh))
+        for cls in self.wrap:
+            if not _is_name(cls):
+                raise ValueError(f"wrap takes names of module classes such as Block, not {cls!r}")
+        if self.mesh:
+            check_mesh(self.mesh_shape)
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        if given["reshard_after_forward"] != default["reshard_after_forward"]:
+            check_reshard_after_forward(given["reshard_after_forward"])
+        if given["mp"] != default["mp"]:
+            MixedPrecision.parse(given["mp"])
+        if not isinstance(given["offload"], bool) and given["offload"] is not default["offload"]:
+            raise ValueError(f"offload is true or false, not {given['offload']!r}")
+        if given["prefetch"] is not default["prefetch"]:
+            check_prefetch(given["prefetch"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """What a model has become on one rank.
+
+    Attributes:
+        model: its name on the ranks.
+        units: paths of its units, ``(root)`` for the model's own.
+        num_params: parameters (tensors).
+        num_elements: elements of all parameters.
+        bytes_unsharded: bytes of the whole model.
+        bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
+        policy: how units are kept and computed, a phrase each; nothing for what is the plain way.
+        optimizers: optimizers that go on with its parameters.
+    """
+
+    model: str
+    units: tuple[str, ...]
+    num_params: int
+    num_elements: int
+    bytes_unsharded: int
+    bytes_at_rest: int
+    policy: tuple[str, ...]
+    optimizers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(_Sharding):
+    """Shard a model with fully_shard, one unit per module of a class.
+
+    Raises:
+        ValueError: a field holds something else than it may.
+    """
+
+    word: ClassVar[str] = "shard"
+    example: ClassVar[str] = "shard model --wrap Block"
+    on_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = Sharded
+    model: str = field(kw_only=False, metadata=_MODEL)
+    wrap: Sequence[str] = field(default=(), metadata=_policy("wrap", "chosen from the model"))
+    mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh", "all ranks share one"))
+    reshard_after_forward: str | int = field(default="auto", metadata=_policy("reshard_after_forward", "auto"))
+    mp: str = field(default=OFF, metadata=_policy("mp", OFF))
+    offload: bool = field(default=False, metadata=_policy("offload", "no"))
+    prefetch: int = field(default=0, metadata=_policy("prefetch", "0"))
+    ignore: Sequence[str] = field(
+        default=(), metadata=argument("parameters that stay whole, such as *.bias", metavar="GLOB,...", read=several)
+    )
+
+    def __post_init__(self) -> None:
+        self._check(self.model)
+        _set(self, ignore=_tuple(self.ignore))
+        if not all(_is_pattern(glob) for glob in self.ignore):
+            raise ValueError(
+                f"ignore takes patterns of names without commas or outer spaces, such as *.bias, not {self.ignore}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard(_Sharding):
+    """Change how a sharded model is sharded, in place; optimizers go on with their state.
+
+    What is not given stays as it is, and so do the parameters that ``shard`` left out.
+
+    Raises:
+        ValueError: a field holds something else than it may.
+    """
+
+    word: ClassVar[str] = "reshard"
+    example: ClassVar[str] = "reshard model --reshard-after-forward false"
+    on_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = Sharded
+    model: str = field(kw_only=False, metadata=_MODEL)
+    wrap: Sequence[str] = field(default=(), metadata=_policy("wrap"))
+    mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh"))
+    reshard_after_forward: str | int = field(default="", metadata=_policy("reshard_after_forward"))
+    mp: str = field(default="", metadata=_policy("mp"))
+    offload: bool | None = field(default=None, metadata=_policy("offload"))
+    prefetch: int | None = field(default=None, metadata=_policy("prefetch"))
+
+    def __post_init__(self) -> None:
+        self._check(self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsharded:
+    """A model that is a plain module again.
+
+    Attributes:
+        model: its name on the ranks.
+        num_params: parameters (tensors).
+        optimizers: optimizers whose state was carried along.
+    """
+
+    model: str
+    num_params: int
+    optimizers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unshard(Command):
+    """Make a sharded model a plain module again, with the same values.
+
+    Raises:
+        ValueError: ``model`` is not the name of one.
+    """
+
+    word: ClassVar[str] = "unshard"
+    example: ClassVar[str] = "unshard model"
+    on_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = Unsharded
+    model: str = field(kw_only=False, metadata=_MODEL)
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+
+
+# ---- training, and stopping inside of it
+
+_FN = argument("step function (default train_step)", metavar="NAME", completes="variables", flags=("--fn",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """The steps of one rank.
+
+    Attributes:
+        steps_done: how many.
+        losses: of each step, None where it has none; None: no step has one.
+        seconds: of each step, without the time it was held.
+        optimizer_steps: since the rank was started.
+    """
+
+    steps_done: int
+    losses: tuple[float | None, ...] | None
+    seconds: tuple[float, ...]
+    optimizer_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Command):
+    """Train: call train_step() on every rank, so many times; a number that it returns is the loss.
+
+    Raises:
+        ValueError: ``count`` < 1, or ``fn`` is not a name.
+    """
+
+    word: ClassVar[str] = "step"
+    example: ClassVar[str] = "step 40"
+    on_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = Stepped
+    count: int = field(
+        default=1, kw_only=False, metadata=argument("training steps (default 1)", metavar="N", read=number)
+    )
+    fn: str = field(default="train_step", kw_only=False, metadata=_FN)
+    until: str = field(
+        default="", metadata=argument("stop before it, once: EVENT[:UNIT]", metavar="EVENT", completes="events")
+    )
+    background: bool = field(default=False, metadata=argument("go on with the notebook at once (default: no)"))
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise ValueError(f"the number of steps is a whole number of at least 1, not {self.count!r}")
+        _check_function(self.fn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause(Command, Request[None]):
+    """Stop all ranks at the same event of the step under way."""
+
+    word: ClassVar[str] = "pause"
+    example: ClassVar[str] = "pause"
+    more: ClassVar[str] = "Ctrl-C in a step does the same, a second one aborts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Next(Command, Request[None]):
+    """Let stopped ranks go on to the next event, collective, unit or phase.
+
+    Raises:
+        ValueError: ``what`` is none of :data:`NEXT`.
+    """
+
+    word: ClassVar[str] = "next"
+    example: ClassVar[str] = "next collective"
+    what: str = field(
+        default="event",
+        kw_only=False,
+        metadata=argument("default: event", metavar="|".join(NEXT), choices=NEXT),
+    )
+
+    def __post_init__(self) -> None:
+        if self.what not in NEXT:
+            raise ValueError(f"next goes to the next one of {', '.join(NEXT)}, not {self.what!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continue(Command, Request[None]):
+    """Let stopped ranks go on, in the background if it began there."""
+
+    word: ClassVar[str] = "continue"
+    example: ClassVar[str] = "continue"
+    more: ClassVar[str] = "`--foreground` waits for it all the same"
+    method: ClassVar[str] = "resume"
+    foreground: bool = field(
+        default=False, metadata=argument("wait for what was begun with --background, too (default: no)")
+    )
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that does it, and its arguments."""
+        return self.method, {"background": False if self.foreground else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort(Command):
+    """Give up what the ranks do; they are ready again afterwards."""
+
+    word: ClassVar[str] = "abort"
+    example: ClassVar[str] = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where(Command):
+    """Say where every rank is, and since when."""
+
+    word: ClassVar[str] = "where"
+    example: ClassVar[str] = "where"
+    more: ClassVar[str] = "`--stacks`: what its Python threads run as well, your functions first"
+    stacks: bool = field(default=False, metadata=argument("also each rank's Python threads (default: no)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break(Command):
+    """Stop before every such event: add, list or clear breakpoints.
+
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+
+    word: ClassVar[str] = "break"
+    example: ClassVar[str] = "break add all_gather:blocks.2"
+    more: ClassVar[str] = "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`, `break clear 1`"
+    action: str = field(kw_only=False, metadata=argument("what to do", metavar="|".join(BREAK), choices=BREAK))
+    event: str = field(
+        default="",
+        kw_only=False,
+        metadata=argument("such as backward:blocks.2", metavar="EVENT[:UNIT]|ID", completes="events"),
+    )
+    rank: int | None = field(
+        default=None, metadata=argument("the only rank that stops (default: all)", metavar="R", read=rank)
+    )
+    when: str | None = field(
+        default=None,
+        metadata=argument("a condition such as 'num_bytes > 1e6' (default: always)", metavar="EXPR", is_code=True),
+    )
+
+    def __post_init__(self) -> None:
+        if self.action not in BREAK:
+            raise ValueError(f"break is to add, list or clear, not to {self.action!r}")
+        if self.action == "add" and not self.event:
+            raise ValueError("add needs an event, such as all_gather:blocks.2 or backward")
+        if self.action != "add" and (self.rank is not None or self.when is not None):
+            raise ValueError(f"{self.action} takes no --rank and no --when")
+        if self.action == "list" and self.event:
+            raise ValueError("list takes no event")
+        if self.action == "clear" and self.event and not self.event.isdecimal():
+            raise ValueError(f"clear takes a number that %fsdp break list shows, not {self.event!r}")
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that does it, and its arguments."""
+        if self.action == "add":
+            return "break_add", {"event": self.event, "rank": self.rank, "when": self.when}
+        if self.action == "clear":
+            return "break_clear", {"id": int(self.event) if self.event else None}
+        return "break_list", {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Command):
+    """Say what every stopped rank has of a parameter, in a table."""
+
+    word: ClassVar[str] = "inspect"
+    example: ClassVar[str] = "inspect blocks.2.mlp.0.weight"
+    fqn: str = field(
+        kw_only=False,
+        metadata=argument("a parameter, such as blocks.2.mlp.0.weight", metavar="FQN", completes="fqns"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Command):
+    """Evaluate an expression on stopped ranks, inside the step, with the variables of the functions under way.
+
+    Raises:
+        ValueError: ``frame`` is no number of one.
+    """
+
+    word: ClassVar[str] = "eval"
+    example: ClassVar[str] = "eval x.shape -t 0"
+    more: ClassVar[str] = "`--frame 1`: those of the caller first"
+    method: ClassVar[str] = "evaluate"
+    expr: str = field(
+        kw_only=False,
+        metadata=argument(
+            "a Python expression: the raw rest of the line", metavar="EXPR", completes="variables", is_code=True
+        ),
+    )
+    ranks: Sequence[int] = field(
+        default=(),
+        kw_only=False,
+        metadata=argument(
+            "ranks that evaluate it, such as 1,3 or 0-2 (default: all)",
+            metavar="RANKS",
+            flags=("-t", "--targets"),
+            read=ranks,
+        ),
+    )
+    frame: int = field(
+        default=0,
+        metadata=argument(
+            "look names up from the N-th function under way outwards; 0: the innermost (default 0)",
+            metavar="N",
+            read=count("0 for the innermost"),
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.frame) is not int or self.frame < 0:
+            raise ValueError(f"a frame is a number, 0 for the innermost, not {self.frame!r}")
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that does it, and its arguments."""
+        return self.method, {"expr": self.expr, "ranks": self.ranks or None, "frame": self.frame}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Back(Command):
+    """Show what was recorded up to some events ago, 0: everything; undoes nothing."""
+
+    word: ClassVar[str] = "back"
+    example: ClassVar[str] = "back 3"
+    n: int = field(
+        default=1,
+        kw_only=False,
+        metadata=argument("events; 0: the newest (default 1)", metavar="N", read=count("0 for the newest event")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """One sharded step beside the same step of an unsharded copy, on one rank.
+
+    Attributes:
+        params: parameters compared.
+        max_abs_diff: largest absolute difference of any element.
+        max_rel_diff: largest relative difference.
+        worst_param: the parameter that has the former.
+        equal_bits: parameters that are equal bit by bit.
+        ok: whether all differences are within the tolerance.
+        tolerance: what is allowed, in words.
+        loss_sharded, loss_reference: of both steps; None: they have none.
+    """
+
+    params: int
+    max_abs_diff: float
+    max_rel_diff: float
+    worst_param: str
+    equal_bits: int
+    ok: bool
+    tolerance: str
+    loss_sharded: float | None
+    loss_reference: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(Command):
+    """Compare a step with the same step of an unsharded copy; training state is left as it was.
+
+    Raises:
+        ValueError: ``model`` or ``fn`` is not a name.
+    """
+
+    word: ClassVar[str] = "verify"
+    example: ClassVar[str] = "verify"
+    on_ranks: ClassVar[bool] = True
+    reply: ClassVar[Any] = Verified
+    model: str = field(
+        default="",
+        kw_only=False,
+        metadata=argument("default: the only sharded model there is", metavar="MODEL", completes="modules"),
+    )
+    fn: str = field(default="train_step", kw_only=False, metadata=_FN)
+
+    def __post_init__(self) -> None:
+        if self.model:
+            _check_model(self.model)
+        _check_function(self.fn)
+
+
+# ---- what was recorded
+
+_SIDE = (
+    "a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or last:-3.. for the newest "
+    "three; 3..5 is of last"
+)
+TALK = argument("in sizes and colours for a projector")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Command):
+    """Say and draw what changed from one record, or some steps of it, to another."""
+
+    word: ClassVar[str] = "compare"
+    example: ClassVar[str] = "compare before.trace last"
+    more: ClassVar[str] = "steps: `last:3..5`, `last:-3..`"
+    needs_ranks: ClassVar[bool] = False
+    a: str = field(kw_only=False, metadata=argument(_SIDE, metavar="A", completes="traces"))
+    b: str = field(
+        kw_only=False, metadata=argument("likewise: what to compare it with", metavar="B", completes="traces")
+    )
+    rank: int | None = field(
+        default=None, metadata=argument("compare this rank (default: whose peak differs most)", read=rank)
+    )
+    talk: bool = field(default=False, metadata=TALK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Command):
+    """Write what was recorded to a file: .trace to load again, .json for Perfetto, .html as a page of figures."""
+
+    word: ClassVar[str] = "export"
+    example: ClassVar[str] = "export run.trace"
+    more: ClassVar[str] = "`--steps 3..5`: only these"
+    path: str = field(
+        kw_only=False,
+        metadata=argument("where to; its suffix says what to write", metavar="FILE", completes="files"),
+    )
+    steps: str = field(
+        default="",
+        metadata=argument("only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", metavar="STEPS"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Help(Command):
+    """List the words, or explain one of them."""
+
+    word: ClassVar[str] = "help"
+    example: ClassVar[str] = "help shard"
+    more: ClassVar[str] = "`-h` after a word explains it"
+    needs_ranks: ClassVar[bool] = False
+    topic: str = field(
+        default="", kw_only=False, metadata=argument("default: all words", metavar="WORD", completes="words")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Command):
+    """Run the cell on the ranks, all or -t RANKS."""
+
+    word: ClassVar[str] = "%%fsdp"
+    example: ClassVar[str] = "-t 0,2\nprint(rank)"
+    ranks: Sequence[int] | None = field(
+        default=None,
+        metadata=argument(
+            "ranks that run the cell, such as 1,3 or 0-2 (default: all)",
+            metavar="RANKS",
+            flags=("-t", "--targets"),
+            read=ranks,
+        ),
+    )
+
+
+_ALL: tuple[type[Command], ...] = (
+    *(Start, Status, Stop, Dashboard, Shard, Reshard, Unshard, Step, Pause, Next, Continue, Abort, Where, Break),
+    *(Inspect, Evaluate, Back, Verify, Compare, Export, Help),
+)
+COMMANDS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL}
+"""All words but those that draw, which their views declare."""
+
+ON_RANKS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL if cls.on_ranks}
+
+
+def to_dict(command: Command) -> dict[str, Any]:
+    """Return ``command`` as plain data that JSON can hold."""
+    data: dict[str, Any] = encode(command)
+    return data
+
+
+def from_dict(data: dict[str, Any]) -> Command:
+    """Inverse of :func:`to_dict`, of what ranks do.
+
+    Raises:
+        ValueError: unknown word or field, one that is missing, or of another type.
+    """
+    command: Command = decode_named(ON_RANKS, data, "command")
+    return command
+
+
+def is_by_place(declared: dataclasses.Field[Any]) -> bool:
+    """Return whether an argument is given by its place on the line."""
+    return not declared.kw_only and not argument_of(declared).flags
+
+
+def to_text(command: Command) -> str:
+    """Return the line for ``command``; fields at their default are left out.
+
+    Example: ``Shard(model="model", wrap=("Block",))`` -> ``shard model --wrap Block``.
+    """
+    words, flags = [command.word], []
+    for f in dataclasses.fields(command):
+        value, known = getattr(command, f.name), argument_of(f)
+        if value == f.default and type(value) is type(f.default):  # False and 0 are equal
+            continue
+        if is_by_place(f):
+            words.append(str(value) if known.is_code else shlex.quote(str(value)))
+        else:
+            flags += _flag(known.flags[0] if known.flags else f"--{f.name.replace('_', '-')}", value, known.joint)
+    return " ".join(words + flags)
+
+
+def _flag(flag: str, value: object, joint: str) -> list[str]:
+    """Return the words for one field: ``--mesh, (2, 4)`` -> ``--mesh 2x4``; ``--a, False`` -> ``--no-a``."""
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-")]
+    text = joint.join(map(str, value)) if isinstance(value, tuple) else str(value)
+    # argparse takes a separate word that starts with a dash for a flag
+    return [f"{flag}={shlex.quote(text)}"] if text.startswith("-") else [flag, shlex.quote(text)]
+
+
+# ---- checks
+
+
+def _set(command: Command, **fields: object) -> None:
+    """Give fields of a command that is being made the form that all have."""
+    for name, value in fields.items():
+        object.__setattr__(command, name, value)
+
+
+def _tuple(names: Sequence[str]) -> tuple[str, ...]:
+    """One name is no sequence of letters."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_model(model: object) -> None:
+    """Raise unless ``model`` is a Python name, or a dotted path of names and list places after one."""
+    first, *rest = model.split(".") if isinstance(model, str) else [""]
+    if not _is_name(first) or not all(_is_name(part) or part.isdecimal() for part in rest):
+        raise ValueError(f"a model is named by its variable on the ranks, such as model or model.blocks, not {model!r}")
+
+
+def _check_function(fn: object) -> None:
+    if not _is_name(fn):
+        raise ValueError(f"fn is the name of a function on the ranks, such as train_step, not {fn!r}")
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and text.isidentifier()
+
+
+def _is_pattern(text: object) -> bool:
+    return isinstance(text, str) and bool(text) and "," not in text and text == text.strip()

@@ -1,0 +1,369 @@
+"""What a notebook asks a rank at its side door, and what the rank answers: small frozen requests and replies.
+
+The side door is served in a thread of its own, also while the rank is busy: a request looks, sets a flag or leaves
+something to be done. ``Pause``, ``Next`` and ``Continue`` are commands of a person that go this way as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from workbench.codec import decode_named
+from workbench.protocol.breakpoints import Breakpoint
+from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a rank is in its training: the ``ordinal``-th event of a step. Later places are greater.
+
+    Attributes:
+        step: training step, -1 outside.
+        ordinal: events of the step before it.
+    """
+
+    step: int
+    ordinal: int
+
+
+NOWHERE = Place(-1, -1)
+"""Before all places."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An event of a rank, in the names that breakpoints have.
+
+    Attributes:
+        kind, edge, phase: as the trace names them, in lower case.
+        unit: index of its unit, -1 without.
+        since_ns: when it was, or since when the rank is held before it, in nanoseconds of the rank's clock.
+    """
+
+    kind: str
+    edge: str
+    phase: str = "idle"
+    unit: int = -1
+    since_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold(Event):
+    """The event before which a rank is held.
+
+    Attributes:
+        place: which event of which step it is.
+        num_bytes: its payload.
+        breakpoint: number of the breakpoint that holds it; None: something else.
+        synchronised: whether the rank waited for its device before.
+    """
+
+    place: Place
+    num_bytes: int = 0
+    breakpoint: int | None = None
+    synchronised: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobError:
+    """What a job raised.
+
+    Attributes:
+        ename: class name of the exception.
+        evalue: its message.
+        traceback: what there is to read of it.
+    """
+
+    ename: str
+    evalue: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How a job ended on one rank.
+
+    Attributes:
+        text: its value as text, or what it wrote.
+        result: JSON data, of an inspection or an expression.
+        error: what it raised; None: nothing.
+    """
+
+    text: str = ""
+    result: Any = None
+    error: JobError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a rank is.
+
+    Attributes:
+        rank: which.
+        doing: word of the command under way, empty between commands.
+        commands: how many it has begun.
+        place: the event before which it is held, else the one that comes next.
+        held: where it is held; None: it is not.
+        waiting: whether it waits for other ranks.
+        newest: the newest event that it recorded.
+        unfinished: collectives begun and not ended.
+        optimizer_steps: since it was started.
+        tickets: jobs that have ended and that nobody has asked to forget.
+    """
+
+    rank: int = 0
+    doing: str = ""
+    commands: int = 0
+    place: Place = NOWHERE
+    held: Hold | None = None
+    waiting: bool = False
+    newest: Event | None = None
+    unfinished: int = 0
+    optimizer_steps: int = 0
+    tickets: dict[str, Done] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locate(Request[Position]):
+    """Asks where a rank is."""
+
+    word: ClassVar[str] = "locate"
+    reply: ClassVar[Any] = Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One function that is under way.
+
+    Attributes:
+        text: such as ``model.py:12 in forward: x = f(x)``.
+        number: its place among the user's frames of its thread, 0 the innermost, which ``%fsdp eval --frame`` takes;
+            None: it is a library's.
+        is_python: whether it is of Python's own library.
+    """
+
+    text: str
+    number: int | None = None
+    is_python: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thread:
+    """One Python thread of a rank.
+
+    Attributes:
+        name: as Python has it.
+        is_main: whether it is the main thread.
+        frames: innermost first.
+    """
+
+    name: str
+    is_main: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks(Request[tuple[Thread, ...]]):
+    """Asks what a rank's Python threads run, the main one first."""
+
+    word: ClassVar[str] = "stacks"
+    reply: ClassVar[Any] = tuple[Thread, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellLine:
+    """A line of a cell that is running.
+
+    Attributes:
+        line: number in its cell.
+        function: name of the function; ``<module>``: the cell itself.
+        text: of the line.
+    """
+
+    line: int
+    function: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line(Request[CellLine | None]):
+    """Asks at which line of a cell the main thread is; None: no code of a cell runs."""
+
+    word: ClassVar[str] = "line"
+    reply: ClassVar[Any] = CellLine | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What the namespace of one rank holds.
+
+    Attributes:
+        modules: variables that are a ``torch.nn.Module``.
+        variables: all variables.
+        classes: of modules with parameters inside of those modules.
+    """
+
+    modules: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListNames(Request[Names]):
+    """Asks what a rank's namespace holds."""
+
+    word: ClassVar[str] = "names"
+    reply: ClassVar[Any] = Names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a rank's record.
+
+    Attributes:
+        next_seq: number of the first row that is not.
+        header_version: of the header that is; 0: none.
+    """
+
+    next_seq: int = 0
+    header_version: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a rank recorded since.
+
+    Attributes:
+        rows: packed rows, as :mod:`workbench.trace.wire` has them.
+        lost: rows that were overwritten before they could be read.
+        key_frame, header: as :mod:`workbench.trace.header` writes them; no header: the one that is known holds.
+        header_version: of the header that holds.
+        position: where the rank is.
+    """
+
+    rows: memoryview
+    lost: int
+    key_frame: Any
+    header: Any
+    header_version: int
+    position: Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain(Request[Recorded]):
+    """Asks for what was recorded since.
+
+    Attributes:
+        known: by rank; one request serves all of them, and each finds in it what is known of itself.
+    """
+
+    word: ClassVar[str] = "drain"
+    reply: ClassVar[Any] = Recorded
+    known: dict[int, Known]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp(Request[None]):
+    """Frees a rank from what it does.
+
+    Attributes:
+        reason: why, a sentence.
+    """
+
+    word: ClassVar[str] = "give up"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shut(Request[None]):
+    """Shuts the sockets of a rank's process groups, to free it from collectives of the user's own."""
+
+    word: ClassVar[str] = "shut"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTo(Request[None]):
+    """Lets a rank go on and stop at a place, unless it is there or further.
+
+    Attributes:
+        place: where to.
+    """
+
+    word: ClassVar[str] = "run to"
+    place: Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetBreakpoints(Request[None]):
+    """Gives a rank the breakpoints there are, those of other ranks included, in place of the ones before.
+
+    Attributes:
+        breakpoints: in the order they were added.
+    """
+
+    word: ClassVar[str] = "breakpoints"
+    breakpoints: tuple[Breakpoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCell:
+    """A cell to be run inside the step in which a rank is held.
+
+    Attributes:
+        code: as in a notebook.
+    """
+
+    word: ClassVar[str] = "cell"
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Request[bool]):
+    """Has a held rank do something in the thread of its step; answered with whether it is held, and so will.
+
+    Attributes:
+        ticket: under which the rank's :class:`Position` has how it ended.
+        work: what to do.
+        ranks: that do it.
+        alone: who does it and what to do instead, the end of a sentence of why other ranks cannot be waited for; empty:
+            all ranks do it, or it waits for nobody.
+    """
+
+    word: ClassVar[str] = "job"
+    reply: ClassVar[Any] = bool
+    ticket: str
+    work: Inspect | Evaluate | RunCell
+    ranks: tuple[int, ...] = ()
+    alone: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forget(Request[None]):
+    """Has a rank forget how jobs ended.
+
+    Attributes:
+        tickets: of these.
+    """
+
+    word: ClassVar[str] = "forget"
+    tickets: tuple[str, ...]
+
+
+REQUESTS: dict[str, type[Request[Any]]] = {
+    cls.word: cls
+    for cls in (
+        *(Locate, Stacks, Line, ListNames, Drain, GiveUp, Shut),
+        *(Pause, RunTo, Continue, Next, SetBreakpoints, Job, Forget),
+    )
+}
+
+
+def read_request(data: Any) -> Request[Any]:  # noqa: ANN401 - anything may come
+    """Return the request that came as ``data``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    request: Request[Any] = decode_named(REQUESTS, data, "request")
+    return request

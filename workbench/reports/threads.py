@@ -1,0 +1,77 @@
+"""What the Python threads of several ranks are doing, in few lines: the user's frames, equal ones once. Pure.
+
+::
+
+    ranks 0-1, MainThread:
+        0  cell:21 in forward: x = block(x)
+        1  cell:30 in train_step: loss = model(batch).mean()
+        and 42 frames of libraries, now in workbench/engine/waits.py:196 in block
+    ranks 0-3, Thread-2, Thread-3: 4 frames of libraries, now in ipykernel/iostream.py:478 in run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from workbench.protocol.messages import Frame, Thread
+from workbench.replay.alike import label
+from workbench.views.theme import plural
+
+
+def users_frames(thread: Thread) -> tuple[Frame, ...]:
+    """Return the user's frames."""
+    return tuple(frame for frame in thread.frames if frame.number is not None)
+
+
+def library_place(thread: Thread) -> str:
+    """Return where in a library it is, Python's own left out if there is another; empty: in the user's code."""
+    libraries = [frame for frame in thread.frames if frame.number is None]
+    if not libraries or thread.frames[0].number is not None:
+        return ""
+    place = next((frame.text for frame in libraries if not frame.is_python), libraries[0].text)
+    return place.partition(": ")[0]  # without the line's text
+
+
+def _shown(thread: Thread) -> tuple[object, ...]:
+    """Return what is shown of a thread, but its name."""
+    users = users_frames(thread)
+    return not thread.is_main, not users, users or library_place(thread)
+
+
+def lines_of(threads: Mapping[int, Sequence[Thread]]) -> list[str]:
+    """Return the threads of all ranks as the module says: main ones first, then those that run the user's code."""
+    alike: dict[tuple[object, ...], list[tuple[int, Thread]]] = {}
+    for rank, own in threads.items():
+        for thread in own:
+            alike.setdefault(_shown(thread), []).append((rank, thread))
+    return [line for shown in sorted(alike, key=lambda shown: shown[:2]) for line in _lines(alike[shown])]
+
+
+def _lines(alike: Sequence[tuple[int, Thread]]) -> Iterator[str]:
+    """Yield the lines of threads of which the same is shown."""
+    names = ", ".join(dict.fromkeys(thread.name for _, thread in alike))
+    who = f"{label({rank for rank, _ in alike})}, {names}:"
+    users = users_frames(alike[0][1])
+    others = _libraries(alike)
+    yield who if users else f"{who} {others}"
+    for frame in users:
+        yield f"  {frame.number:>3}  {frame.text}"
+    if users and others:
+        yield f"       and {others}"
+
+
+def _libraries(alike: Sequence[tuple[int, Thread]]) -> str:
+    """Say how many frames of libraries there are, and in which the threads are now; empty: none."""
+    count = max(len(thread.frames) - len(users_frames(thread)) for _, thread in alike)
+    if not count:
+        return ""
+    now: dict[str, set[int]] = {}
+    for rank, thread in alike:
+        now.setdefault(library_place(thread), set()).add(rank)
+    said = plural(count, "frame") + " of libraries"
+    places = [_place(text, ranks if len(now) > 1 else ()) for text, ranks in now.items() if text]
+    return f"{said}, now in {'; '.join(places)}" if places else said
+
+
+def _place(text: str, ranks: Iterable[int]) -> str:
+    return f"{text} ({label(ranks)})" if ranks else text
