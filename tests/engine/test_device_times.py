@@ -166,7 +166,7 @@ def test_collectives_pair_and_compute_waits_for_each_of_them(ranks):
         found = of_device(header, rows)
         assert found.end_seq == len(rows)
         collectives = table(found.part)
-        assert (collectives.end_ns - collectives.issue_ns >= COLLECTIVE_NS).all()
+        assert (collectives.end_ns - collectives.issue_ns >= COLLECTIVE_NS - 1_000).all()  # 32-bit milliseconds round
         assert (collectives.wait_begin_ns >= 0).sum() >= len(collectives) - 1  # each reduce-scatter where it is joined
         kinds = {Kind(kind) for kind in collectives.kind[collectives.wait_begin_ns >= 0]}
         assert kinds == {Kind.ALL_GATHER, Kind.REDUCE_SCATTER}
