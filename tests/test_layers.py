@@ -1,5 +1,6 @@
 """Who may import whom: README's table, checked both ways."""
 
+import re
 import subprocess
 import sys
 
@@ -67,3 +68,17 @@ def test_the_package_itself_loads_only_python():
     program = "import sys; before = set(sys.modules); import workbench; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
     assert {name.partition(".")[0] for name in done.stdout.split()} <= {"workbench"} | sys.stdlib_module_names
+
+
+KIND_OF_DEVICE = re.compile(r"device\.type\b|\.is_cuda\b|\bdata_ptr\(|\btorch\.cuda\.(?!(Event|Stream)\b(?!\())")
+ASKS = {"workbench.engine._torch", "workbench.engine.device_clock"}
+"""What else may know which kind of device there is, or where memory lies: a wrapper of torch's, and CUDA's clock."""
+
+
+def test_in_the_engine_only_backends_ask_for_the_kind_of_a_device_or_an_address():
+    others = [s for s in sources() if s.part == "engine" and ".backends" not in s.module and s.module not in ASKS]
+    assert len(others) > 20
+    found = [
+        f"{s.module}: {line.strip()}" for s in others for line in s.text.splitlines() if KIND_OF_DEVICE.search(line)
+    ]
+    assert found == []

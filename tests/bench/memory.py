@@ -142,7 +142,7 @@ def totals(events: Iterable[Any]) -> Iterator[int]:
 
 def page_bytes(objects: Iterable[object]) -> int:
     """Return the bytes of the engine's pages of full parameters among all objects; they are as many in every step."""
-    pages = sys.modules.get("workbench.engine.pages")
+    pages = sys.modules.get("workbench.engine.backends.pages")
     return 0 if pages is None else sum(each.num_bytes for each in objects if type(each) is pages.KeptPages)
 
 

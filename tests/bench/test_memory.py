@@ -10,8 +10,8 @@ from torch.profiler import profile
 
 from tests.bench.memory import Classes, _count_in_all_threads, page_bytes, shared_bytes, totals
 from tests.bench.processes import on_ranks
-from workbench.engine import pages
-from workbench.engine.pages import Pages, SparePages
+from workbench.engine.backends import pages
+from workbench.engine.backends.pages import Pages, SparePages
 from workbench.events import Category
 
 MAPPINGS = """\

@@ -13,12 +13,11 @@ from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from workbench.engine import groups
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
 from workbench.engine.comm import (
     DefaultAllGather,
     DefaultReduceScatter,
-    GlooAllGather,
-    GlooReduceScatter,
-    default_pair,
     input_nbytes,
 )
 from workbench.engine.groups import CommGroup
@@ -71,7 +70,7 @@ def test_what_the_collectives_compute(world_size, name, numel, dtype):
 
 
 def pair_for(device: torch.device) -> tuple[tuple[type, type], str]:
-    pair = default_pair(device)
+    pair = backend_of(device).pair()
     return (type(pair.gather), type(pair.reduce)), pair.name
 
 

@@ -23,11 +23,11 @@ from torch.profiler import ProfilerActivity, profile
 from tests.engine.models import Block, Net
 from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, collectives, fully_shard, probe
+from workbench.engine.backends.cuda import CudaStreams
 from workbench.engine.call import states_below, units_of
 from workbench.engine.device_clock import Cuda, DeviceClock
 from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
-from workbench.engine.streams import Streams
 from workbench.events import BESIDE, COLLECTIVES, Kind
 from workbench.ports import reserved_port
 from workbench.replay.device import on_device
@@ -378,7 +378,7 @@ def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
 
 
 def test_each_context_has_three_streams_beside_the_one_that_computes():
-    streams = Streams(torch.device("cuda", 0))
+    streams = CudaStreams(torch.device("cuda", 0))
     with streams.gathering():
         assert torch.cuda.current_stream() == streams.copy_in
     with streams.reducing(after_compute=True):

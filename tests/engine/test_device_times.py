@@ -16,10 +16,11 @@ from tests.device import FakeDevice
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
-from workbench.engine import comm_context, probe
+from workbench.engine import probe
+from workbench.engine.backends.cuda import CudaStreams
+from workbench.engine.backends.host import Host
 from workbench.engine.device_clock import COMMUNICATION, DeviceClock
 from workbench.engine.groups import CommGroup
-from workbench.engine.streams import Streams
 from workbench.engine.waits import PendingWork
 from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, Edge, Kind
 from workbench.replay.collectives import table
@@ -59,7 +60,7 @@ def streams_of(device: FakeDevice):
         patch.setattr(torch.cuda, "Stream", lambda *_, **__: device.stream(next(names)))
         patch.setattr(torch.cuda, "current_stream", lambda *_: device.current)
         patch.setattr(torch.cuda, "stream", device.on)
-        patch.setattr(comm_context, "Streams", lambda _: Streams(torch.device("cuda", 0)))
+        patch.setattr(Host, "streams", lambda _: CudaStreams(torch.device("cuda", 0)))
         patch.setattr(CommGroup, "_on_device", property(lambda _: True, lambda *_: None), raising=False)
         of = PendingWork.of
         on_stream = lambda work, *args, **more: of(OnStream(work, device), *args, **more)  # noqa: E731

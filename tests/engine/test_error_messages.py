@@ -26,7 +26,8 @@ from workbench.engine import (
     reshard_module,
     unshard_module,
 )
-from workbench.engine.comm import DefaultAllGather, GlooReduceScatter
+from workbench.engine.backends.gloo import GlooReduceScatter
+from workbench.engine.comm import DefaultAllGather
 from workbench.engine.mesh import FSDPMeshInfo
 
 Words = tuple[str, ...]

@@ -9,8 +9,8 @@ import torch
 
 from tests.engine.ranks import on_one_rank
 from tests.engine.recording import recording
-from workbench.engine import pages
-from workbench.engine.pages import Pages, SparePages
+from workbench.engine.backends import pages
+from workbench.engine.backends.pages import Pages, SparePages
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 SIZES = (0, 1, 1000, pages._ALIGNMENT // 4 + 5, pages._TILE // 2 + 3)

@@ -12,8 +12,9 @@ from torch import nn
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
-from workbench.engine import CollectiveFailed, StepAborted, collectives, shared_memory
-from workbench.engine.shared_memory import Readers
+from workbench.engine import CollectiveFailed, StepAborted, collectives
+from workbench.engine.backends import shared_memory
+from workbench.engine.backends.shared_memory import Readers
 from workbench.engine.waits import cancellation
 
 FORK = multiprocessing.get_context("fork")

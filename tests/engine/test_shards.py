@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.engine.ranks import run_ranks, simulated_rank, simulating
 from workbench.engine import collectives, fully_shard
+from workbench.engine.backends.host import Host
 from workbench.engine.collectives import UnitId
 from workbench.engine.flat_shard import in_flat_order
 from workbench.engine.param_group import FSDPParamGroup
@@ -33,7 +34,7 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
 def kernels(fused: bool):
     """Copy with the kernels that a device has for many pieces at once, or with one copy each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_is_fused", lambda _: fused)
+        patch.setattr(Host, "fuses_copies", fused)
         yield
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import DTYPES, connected, mapped
-from workbench.engine.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
+from workbench.engine.backends.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
 
 FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")

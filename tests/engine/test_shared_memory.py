@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.ranks import outcomes, run_ranks
 from tests.waiting import eventually
-from workbench.engine import CollectiveFailed, StepAborted, groups, shared_memory
+from workbench.engine import CollectiveFailed, StepAborted, groups
+from workbench.engine.backends import shared_memory
+from workbench.engine.backends.shared_memory import SharedMemory, barrier
 from workbench.engine.order import Call
-from workbench.engine.shared_memory import SharedMemory, barrier
 from workbench.engine.waits import PendingWork, cancellation
 
 FORK = multiprocessing.get_context("fork")

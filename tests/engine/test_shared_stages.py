@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import connected
-from workbench.engine import shared_comm
-from workbench.engine.shared_comm import SharedMemoryReduceScatter
-from workbench.engine.shared_memory import SharedMemory
+from workbench.engine.backends import shared_comm
+from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
+from workbench.engine.backends.shared_memory import SharedMemory
 from workbench.engine.waits import PendingWork
 
 FORK = multiprocessing.get_context("fork")

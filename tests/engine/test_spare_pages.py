@@ -15,7 +15,8 @@ from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, ROOT_SHAPES, slots
 from tests.waiting import eventually
-from workbench.engine import MixedPrecisionPolicy, fully_shard, pages, unshard_module
+from workbench.engine import MixedPrecisionPolicy, fully_shard, unshard_module
+from workbench.engine.backends import pages
 from workbench.engine.call import states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.events import Category, Edge, Kind
@@ -127,7 +128,7 @@ def test_where_pages_cannot_be_moved_fresh_ones_give_the_same_bits(world_size):
 def allocated(model: nn.Module) -> int:
     """Bytes of full parameters' pages, whether used or not, and of the storages of what is communicated."""
     ctx = model._get_fsdp_state()._comm_ctx
-    full = [unit._home.memory._pages._kept for unit in units(model) if unit._home.memory.is_held]
+    full = [unit._home.memory._memory._kept for unit in units(model) if unit._home.memory.is_held]
     gathers = [unit._all_gather.output for unit in units(model) if unit._all_gather is not None]
     scatters = [r.scatter for r in ctx.reductions._scattering]
     to_cast = [s.output for s in scatters if s.output.dtype is torch.bfloat16]

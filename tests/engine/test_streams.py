@@ -12,10 +12,12 @@ from tests.engine.parity import shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import recording
 from workbench.engine import collectives
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.base import Streams
+from workbench.engine.backends.cuda import CudaStreams
 from workbench.engine.collectives import UnitId
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.reduction import PartialSum, Reduction, ReductionQueue
-from workbench.engine.streams import Streams
 from workbench.events import Category, Edge, Kind
 
 COMPUTE = "compute"
@@ -100,7 +102,7 @@ def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(d
         return AllReduced(device, unit.name)
 
     monkeypatch.setattr("workbench.engine.reduction.all_reduce", all_reduce)
-    streams = Streams(torch.device("cuda", 0))
+    streams = CudaStreams(torch.device("cuda", 0))
     queue = ReductionQueue(streams)
     for name in ("b", "a"):
         with streams.reducing(after_compute=True):
@@ -125,7 +127,7 @@ def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(d
 
 
 def test_a_single_rank_trails_as_well(device):
-    streams = Streams(torch.device("cuda", 0))
+    streams = CudaStreams(torch.device("cuda", 0))
     alone = reduction(device, "a", replicas=False)
     alone.scatter, alone.summed = None, PartialSum([], torch.ones(1), None)
     with streams.reducing(after_compute=True):
@@ -134,7 +136,7 @@ def test_a_single_rank_trails_as_well(device):
 
 
 def test_on_the_cpu_there_are_none():
-    streams = Streams(torch.device("cpu"))
+    streams = backend_of(torch.device("cpu")).streams()
     assert not streams.are_there
     with streams.trailing(torch.ones(1)):
         streams.join_all()

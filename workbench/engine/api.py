@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine._torch import tell_pipelining
+from workbench.engine.backends import is_of_kind
 from workbench.engine.call import attach
 from workbench.engine.managed import (
     _get_managed_modules,
@@ -182,7 +183,7 @@ def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
 def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
     """Move what is elsewhere to the device that computes; what is on the meta device stays there."""
     for tensor in (*params, *buffers):
-        if tensor.device.type not in {device.type, "meta"}:
+        if not (tensor.is_meta or is_of_kind(tensor, device)):
             tensor.data = tensor.data.to(device)
 
 

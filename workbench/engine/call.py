@@ -17,7 +17,7 @@ from workbench.events import Phase
 
 
 class ShardedCall:
-    """See the module docstring.
+    """The modules that one ``fully_shard`` call was given, and the units it made of their parameters.
 
     Attributes:
         modules: the modules given to that call.

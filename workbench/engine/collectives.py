@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine._torch import chunk_cat, premultiplied_sum
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.base import Mark
 from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes, takes_own_in_output
 from workbench.engine.groups import CommGroup
 from workbench.engine.layout import ShardLayout
@@ -118,12 +120,12 @@ class DeviceCopyState:
 
     output: torch.Tensor
     unit: UnitId
-    ready: torch.cuda.Event | None
+    ready: Mark
 
     def wait(self) -> torch.Tensor:
         """Let the current stream wait for the bytes; returns the output."""
         if self.ready is not None:
-            torch.cuda.current_stream().wait_event(self.ready)
+            backend_of(self.output.device).wait_for(self.ready)
         return self.output
 
     def drop(self) -> None:
@@ -176,8 +178,7 @@ def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device
     output = torch.empty(shard.numel(), dtype=dtype, device=device)
     with _alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output.nbytes):
         _copy_shard(output, shard, unit)
-    ready = torch.cuda.current_stream().record_event() if output.is_cuda else None
-    return DeviceCopyState(output, unit, ready)
+    return DeviceCopyState(output, unit, backend_of(device).mark())
 
 
 def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None:
@@ -199,14 +200,9 @@ def foreach_all_gather_copy_out(gathered: torch.Tensor, targets: Sequence[torch.
     probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)
 
 
-def _is_fused(tensor: torch.Tensor) -> bool:
-    """Whether there are kernels that copy many strided pieces at once; a copy for each is dear there."""
-    return tensor.is_cuda
-
-
 def _copy_out(gathered: torch.Tensor, targets: list[torch.Tensor]) -> None:
     sizes = [target.numel() // len(gathered) for target in targets]
-    if _is_fused(gathered) and all(
+    if backend_of(gathered.device).fuses_copies and all(
         t.dtype == gathered.dtype and t.shape == (len(gathered), size) and t.is_contiguous()
         for t, size in zip(targets, sizes, strict=True)
     ):
@@ -287,7 +283,7 @@ def _copy_in(
     layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor, first_rank: int = 0
 ) -> None:
     if (
-        _is_fused(chunks)
+        backend_of(chunks.device).fuses_copies
         and all(layout.dim == 0 and grad.numel() for layout, grad in zip(layouts, grads, strict=True))
         and len({grad.dtype for grad in grads}) == 1
     ):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from workbench.engine import probe
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.pages import SparePages
 from workbench.engine.comm_selection import CommSelection, CommUser
-from workbench.engine.pages import SparePages
 from workbench.engine.reduction import ReductionQueue
-from workbench.engine.streams import Streams
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home
 from workbench.events import Edge, Kind
@@ -40,7 +40,7 @@ class FSDPCommContext:
         comms: comm pairs of the units.
         pages: those of full parameters that no unit uses now.
         reductions: reductions in flight.
-        streams: CUDA streams.
+        streams: where work goes, and what waits for what.
         post_forward_order: calls (FSDPState) of this iteration whose backward comes, in the order their forwards ended.
         recorded: forwards whose backward can still come, after the iteration's end too (pipeline order).
     """
@@ -49,7 +49,7 @@ class FSDPCommContext:
         self.device = device
         self.comms = CommSelection()
         self.pages = SparePages()
-        self.streams = Streams(device)
+        self.streams = backend_of(device).streams()
         self.reductions = ReductionQueue(self.streams)
         self.post_forward_order: list[Any] = []
         self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()

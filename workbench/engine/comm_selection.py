@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from workbench.engine.comm import SET_BY_USER, CommPair, comm_choice, default_pair
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
+from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.engine.comm import SET_BY_USER, CommPair, comm_choice
 from workbench.engine.flat_shard import FlatShard
 from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
-from workbench.engine.shared_memory import SharedMemory
 
 SHARED = "shared memory"
 
@@ -73,7 +74,7 @@ class CommSelection:
         self._reducers.clear()
         for unit in units:
             if unit.comm is None or unit.comm.name not in SET_BY_USER:
-                unit.use_comm(self._shared_pair(unit, max_scatters) or default_pair(unit.device))
+                unit.use_comm(self._shared_pair(unit, max_scatters) or backend_of(unit.device).pair())
         for (group, dtype), reducer in self._reducers.items():
             users = [u for u in units if u.mesh_info.shard_group is group and u.reduce_dtype == dtype]
             reducer.reserve((group.size - 1) * max((u.shards.numel for u in users if u.is_trained), default=0))
@@ -96,7 +97,7 @@ class CommSelection:
         return CommPair(gather, self._reducers[key], SHARED)
 
     def _memory(self, group: CommGroup, device: torch.device) -> SharedMemory | None:
-        if device.type != "cpu" or comm_choice():
+        if not backend_of(device).shares_memory or comm_choice():
             return None
         if group not in self._memories:
             is_real = dist.get_backend(group.process_group) == "gloo"

@@ -77,7 +77,7 @@ class ShardCall:
 
 
 class Exchange:
-    """One such exchange; see the module docstring.
+    """Exchanges the calls of a tree for others; whatever is raised meanwhile, the tree is as it was.
 
     Attributes:
         mapping: new parameter for each one that could not go over as it is.

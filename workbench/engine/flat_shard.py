@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine import probe
 from workbench.engine._torch import local_of
+from workbench.engine.backends.addresses import lies_in
 from workbench.engine.param import FSDPParam, check_uniform, local_tensor
 from workbench.engine.policies import UnitPolicy
 from workbench.events import Category
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
@@ -32,7 +33,7 @@ def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
 
 
 class FlatShard:
-    """See the module docstring.
+    """The shards of one unit on this rank, in one flat tensor.
 
     Attributes:
         flat: ``[S]``, the slots one after another; the all-gather's input as it lies.
@@ -52,7 +53,7 @@ class FlatShard:
 
     def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> None:
         # zeros: padding travels in collectives, it must not hold signalling garbage
-        place = CPU if policy.offloads and device.type != "meta" else device
+        place = CPU if policy.offloads and device != META else device
         pin = policy.pins and place == CPU
         self._use(torch.zeros(self.numel, dtype=dtype, device=place, pin_memory=pin))
 
@@ -75,8 +76,7 @@ class FlatShard:
             local_of(cast("DTensor", param.sharded_param))._workbench_lease = self._lease  # type: ignore[attr-defined]
 
     def _owns(self, local: torch.Tensor) -> bool:
-        first = self.flat.data_ptr()
-        return first <= local.data_ptr() < first + self.flat.nbytes or local.numel() == 0
+        return lies_in(local, self.flat)
 
     @torch.no_grad()
     def adopt_registered(self, policy: UnitPolicy) -> bool:

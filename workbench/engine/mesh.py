@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from workbench.engine import groups
 from workbench.engine._torch import flattened_mesh, joined_mesh
+from workbench.engine.backends import device_here, usual_kind
 from workbench.engine.groups import CommGroup, group_of
 
 Axes = str | tuple[str, ...] | None
@@ -84,8 +85,7 @@ class DataParallelMeshInfo:
     @property
     def device(self) -> torch.device:
         """The device this rank computes on."""
-        kind = self.mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return device_here(self.mesh.device_type)
 
     @property
     def _coordinate(self) -> list[int]:
@@ -205,8 +205,7 @@ def _init_default_fully_shard_mesh() -> DeviceMesh:
         raise RuntimeError(
             "fully_shard needs a process group: call torch.distributed.init_process_group first, or pass mesh="
         )
-    device = "cuda" if "nccl" in dist.get_backend_config() and torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),))  # without names: equal to the one a user makes
+    return init_device_mesh(usual_kind(), (dist.get_world_size(),))  # without names: equal to the one a user makes
 
 
 def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:

@@ -41,6 +41,7 @@ from workbench.engine._torch import (
     waited,
     with_dtype,
 )
+from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo, names_of
 from workbench.events import Param
@@ -260,7 +261,7 @@ class FSDPParam:
         """
         param = self.registered()
         view = self.local_view(slot)
-        if not param.is_meta and local_of(param).data_ptr() != view.data_ptr():
+        if not param.is_meta and not is_same_memory(local_of(param), view):
             view.copy_(local_of(param))
         set_local(param, view)
         self._local = view

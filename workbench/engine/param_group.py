@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from workbench.engine import collectives, probe
+from workbench.engine.backends import backend_of
 from workbench.engine.collectives import AllGatherState, DeviceCopyState
-from workbench.engine.comm import AllGather, default_pair
+from workbench.engine.comm import AllGather
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo
 from workbench.engine.policies import UnitPolicy
@@ -36,7 +37,7 @@ class TrainingState(Enum):
 
 
 class FSDPParamGroup(Unit):
-    """See the module docstring.
+    """A unit, and what it does in each phase of a step.
 
     Attributes:
         reshard_after_backward: free full parameters after backward.
@@ -113,7 +114,7 @@ class FSDPParamGroup(Unit):
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
         # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
-        return self.pair.gather if info is self.mesh_info else default_pair(self.device).gather
+        return self.pair.gather if info is self.mesh_info else backend_of(self.device).pair().gather
 
     @unrecorded
     def wait_for_unshard(self) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from workbench.engine.backends import can_pin
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -82,4 +84,4 @@ class UnitPolicy:
     def pins(self) -> bool:
         """True if the shards' memory is pinned."""
         policy = self.offload_policy
-        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.cuda.is_available()
+        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and can_pin()

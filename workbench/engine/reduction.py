@@ -17,6 +17,8 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.base import Backend, Mark, Streams
 from workbench.engine.collectives import (
     AllReduceState,
     ReduceMode,
@@ -33,7 +35,6 @@ from workbench.engine.collectives import (
 from workbench.engine.comm import ReduceScatter
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
-from workbench.engine.streams import Streams, used_here
 from workbench.events import Category, Comm, Edge, Kind
 
 CPU = torch.device("cpu")
@@ -102,7 +103,11 @@ class Reducer:
     pins: bool
     sync: GradientSync = field(default_factory=GradientSync)
     kept: PartialSum | None = None
-    _to_host: torch.cuda.Event | None = None  # after the last copy that the host has not waited for
+    _to_host: Mark = None  # after the last copy that the host has not waited for
+
+    @property
+    def _backend(self) -> Backend:
+        return backend_of(torch.device(self.mesh_info.mesh.device_type))
 
     @property
     def scaling(self) -> Scaling:
@@ -112,7 +117,7 @@ class Reducer:
         return _get_gradient_divide_factors(
             self.mesh_info.data_parallel_size,
             self.dtype,
-            has_average=self.mesh_info.mesh.device_type == "cuda" and not self.sync.force_sum and can_divide,
+            has_average=self._backend.averages and not self.sync.force_sum and can_divide,
             factor=self.sync.divide_factor,
         )
 
@@ -203,14 +208,14 @@ class Reducer:
         probe.event(Kind.OFFLOAD, Edge.BEGIN, self.unit.index, grad.nbytes)
         host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=self.pins)
         host.copy_(grad, non_blocking=True)
-        self._to_host = torch.cuda.current_stream().record_event()
+        self._to_host = backend_of(grad.device).mark()
         probe.event(Kind.OFFLOAD, Edge.END, self.unit.index, grad.nbytes)
         return host
 
     def wait_for_host(self) -> None:
         """Let gradients that are copied to the host be there; on the CPU they always are."""
         if self._to_host is not None:
-            self._to_host.synchronize()
+            self._backend.wait_on_host(self._to_host)
             self._to_host = None
 
     def _run_hook(self, output: torch.Tensor) -> None:
@@ -220,11 +225,8 @@ class Reducer:
         if stream is None:
             hook(output)
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            used_here(output)
+        with backend_of(output.device).within(stream, output):
             hook(output)
-        torch.cuda.current_stream().wait_stream(stream)
 
 
 @dataclass

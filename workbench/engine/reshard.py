@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.engine.backends import backend_of
 from workbench.engine.call import units_of
 from workbench.engine.exchange import Exchange, ShardCall
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
@@ -157,7 +158,7 @@ class Change:
     def makes_units(self, units: Sequence[FSDPParamGroup]) -> bool:
         """True if other units are needed, not only another policy for those there are."""
         moves = not isinstance(self.offload_policy, Keep) and any(
-            unit.device.type != "cpu" and unit.policy.offload_policy != self.offload_policy for unit in units
+            not backend_of(unit.device).is_host and unit.policy.offload_policy != self.offload_policy for unit in units
         )
         return moves or not (isinstance(self.wrap, Keep) and isinstance(self.mesh, Keep))
 

@@ -45,7 +45,7 @@ register_optimizer_step_post_hook(_give_up_outdated)
 
 
 class RootContext:
-    """See the module docstring.
+    """What the calls of one model share, from the first forward of its root on.
 
     Attributes:
         states: every call in the tree, parents first.

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine import call, groups, probe
 from workbench.engine._torch import base_of, is_in_backward, is_transforming, queue_backward_final_callback
+from workbench.engine.backends import backend_of
 from workbench.engine.call import ShardedCall, units_of
 from workbench.engine.comm_context import RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
@@ -176,7 +177,7 @@ class FSDPState(ShardedCall):
     def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Move the model's inputs from the host, where a data loader leaves them, to the device that computes."""
         device = self._comm_ctx.device
-        if device.type == "cpu":
+        if backend_of(device).is_host:
             return args, kwargs
         moved_args, moved_kwargs = map_tensors((args, kwargs), lambda t: t.to(device))
         return moved_args, moved_kwargs

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from workbench.engine._torch import dtensor_of, local_of, share_post_accumulate_hooks, spec_of
+from workbench.engine.backends import is_of_kind
+from workbench.engine.backends.addresses import is_same_storage
 from workbench.engine.call import detach, units_of
 from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import TrainingState
@@ -142,7 +144,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _gathered(tensor: DTensor) -> torch.Tensor:
     """Gather on the device of the mesh, wherever the shards are; a single rank's is the shard's own memory."""
     local, device_type = local_of(tensor), tensor.device_mesh.device_type
-    if local.device.type not in {device_type, "meta"}:
+    if not (local.is_meta or is_of_kind(local, torch.device(device_type))):
         tensor = dtensor_of(local.detach().to(device_type), spec_of(tensor))
     return cast("DTensor", tensor.detach()).full_tensor()
 
@@ -210,6 +212,6 @@ def laid_out(value: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement,
     whole = _gathered(value) if isinstance(value, DTensor) else value.detach()
     split = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     local = local_of(split)
-    if local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+    if is_same_storage(local, whole):
         local = local.clone()
     return dtensor_of(local.to(place), spec_of(split))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from workbench import events
 from workbench.engine import probe
+from workbench.engine.backends import backend_of
 from workbench.engine.collectives import UnitId
 from workbench.engine.comm import (
     CUSTOM,
@@ -22,7 +23,6 @@ from workbench.engine.comm import (
     AllGather,
     CommPair,
     ReduceScatter,
-    default_pair,
     group_pair,
 )
 from workbench.engine.comm_context import FSDPCommContext
@@ -38,7 +38,7 @@ _indices = itertools.count()
 
 
 class Unit:
-    """See the module docstring.
+    """Parameters that are gathered and reduced together: where they lie, and how they travel.
 
     Attributes:
         index: number of the unit in this process, never reused; equal on all ranks that make the same calls.
@@ -241,12 +241,12 @@ class Unit:
     def pair(self) -> CommPair:
         """What the unit communicates with; what works between any ranks until its root has chosen."""
         if self.comm is None:
-            self.comm = default_pair(self.device)
+            self.comm = backend_of(self.device).pair()
         return self.comm
 
     def set_custom(self, gather: AllGather | None = None, reduce: ReduceScatter | None = None) -> None:
         """Communicate with an object of the user's."""
-        pair = self.pair if self.pair.name == CUSTOM else default_pair(self.device)
+        pair = self.pair if self.pair.name == CUSTOM else backend_of(self.device).pair()
         self.use_comm(CommPair(gather or pair.gather, reduce or pair.reduce, CUSTOM))
 
     def allocate_from_group(self, enable: bool) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from workbench.engine import probe
-from workbench.engine._torch import allow_reading, forbid_reading
-from workbench.engine.pages import Pages, SparePages
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.pages import SparePages
 from workbench.engine.param import FullView
 from workbench.events import Category
 
@@ -19,7 +19,7 @@ class UnshardMemory:
     """Memory of one unit, which exists only while it is used.
 
     What autograd saved in forward points into it. So it is emptied and refilled, never replaced. What a user still
-    holds of it (a view, ``detach()``) reads as NaN while it is empty, or raises (CUDA).
+    holds of it (a view, ``detach()``) reads as NaN while it is empty, or raises (on a device).
 
     Attributes:
         full: ``[F * S]`` in the param dtype; the padded fulls one after another.
@@ -27,33 +27,20 @@ class UnshardMemory:
 
     def __init__(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._unit = unit
-        self._num_bytes = numel * dtype.itemsize
         self._held = False
-        self._pages = Pages(numel, dtype) if device.type == "cpu" else None
-        if self._pages is not None:
-            self.full = self._pages.tensor
-        else:
-            self.full = torch.empty(numel, dtype=dtype, device=device)
-            self._shrink()
+        self._memory = backend_of(device).full_memory(numel, dtype)
+        self.full = self._memory.tensor
 
     @contextmanager
     def present(self) -> Iterator[torch.Tensor]:
         """Within the body views of :attr:`full` can be made; it stays empty otherwise."""
-        if self._pages is None:
-            self._grow()
-        yield self.full
-        if self._pages is None and not self._held:
-            self._shrink()
+        with self._memory.present():
+            yield self.full
 
-    def _grow(self) -> None:
-        if not self.full.is_meta:
-            allow_reading(self.full)
-            self.full.untyped_storage().resize_(self._num_bytes)
-
-    def _shrink(self) -> None:
-        if not self.full.is_meta:
-            self.full.untyped_storage().resize_(0)
-            forbid_reading(self.full, "a full parameter was read after its unit was resharded")
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of :attr:`full`."""
+        return self.full.numel() * self.full.itemsize
 
     @property
     def is_held(self) -> bool:
@@ -65,22 +52,16 @@ class UnshardMemory:
         if self._held:
             return
         self._held = True
-        if self._pages is not None:
-            self._pages.fill(spare)
-        else:
-            self._grow()
-        probe.memory(Category.UNSHARDED_PARAMS, self._unit, self._num_bytes)
+        self._memory.fill(spare)
+        probe.memory(Category.UNSHARDED_PARAMS, self._unit, self.full_nbytes)
 
     def give_back(self, spare: SparePages) -> bool:
         """Let go; returns False if it was not held."""
         if not self._held:
             return False
         self._held = False
-        if self._pages is not None:
-            self._pages.empty(spare)
-        else:
-            self._shrink()
-        probe.memory(Category.UNSHARDED_PARAMS, self._unit, -self._num_bytes)
+        self._memory.empty(spare)
+        probe.memory(Category.UNSHARDED_PARAMS, self._unit, -self.full_nbytes)
         return True
 
 

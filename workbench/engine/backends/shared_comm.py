@@ -1,8 +1,9 @@
 """Ranks of one host read each other's memory instead of sending bytes.
 
-The unit's shards, and the gradients to be reduced, lie in mappings (see :mod:`workbench.engine.shared_memory`). Both
-collectives are barriers: one ends as soon as every rank has *issued* it, and the bytes are read after that, by each
-rank for itself. So they cost no copy, but a slow rank reads later than it would with any of gloo's collectives.
+The unit's shards, and the gradients to be reduced, lie in mappings (see
+:mod:`workbench.engine.backends.shared_memory`). Both collectives are barriers: one ends as soon as every rank has
+*issued* it, and the bytes are read after that, by each rank for itself. So they cost no copy, but a slow rank reads
+later than it would with any of gloo's collectives.
 
 What a rank may write, and when
     A write to one's own row is safe once this rank has waited for a collective of the group that every rank issues
@@ -31,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine.shared_memory import SharedMemory, barrier
+from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.shared_memory import SharedMemory, barrier
 from workbench.engine.waits import PendingWork, Work
 from workbench.events import Category
 
@@ -45,7 +47,8 @@ def _refuse_unless_cpu(device: torch.device) -> None:
 
 def _is_same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two contiguous tensors are the same elements in the same memory."""
-    return (tensor.data_ptr(), tensor.numel(), tensor.dtype) == (expected.data_ptr(), expected.numel(), expected.dtype)
+    is_alike = (tensor.numel(), tensor.dtype) == (expected.numel(), expected.dtype)
+    return is_alike and is_same_memory(tensor, expected)
 
 
 def _waited(work: Work, async_op: bool) -> Work | None:

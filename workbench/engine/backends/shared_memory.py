@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share.
 
 A *mapping* is memory that all ranks of a group have mapped; its *row* r is written by rank r alone and read by all.
-The collectives over it are in :mod:`workbench.engine.shared_comm`, which also says what may be written when.
+The collectives over it are in :mod:`workbench.engine.backends.shared_comm`, which also says what may be written when.
 
 The memory belongs to no file system: it is gone with the last process that maps it, however that one ended.
 """

@@ -1,0 +1,21 @@
+"""Which tensors lie in the same memory."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at one address."""
+    return tensor.data_ptr() == other.data_ptr()
+
+
+def is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether ``part`` begins within the memory of ``whole``, or has none."""
+    first = whole.data_ptr()
+    return first <= part.data_ptr() < first + whole.nbytes or part.numel() == 0

@@ -1,0 +1,160 @@
+"""What the engine asks of the device it computes on, and what it gets of one that does all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from workbench.engine._torch import allow_reading, forbid_reading
+from workbench.engine.backends.pages import SparePages
+from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter
+
+Mark = Any
+"""A place in a device's work; None where the host has waited for it already."""
+
+
+class FullMemory(Protocol):
+    """Memory that can be emptied under the tensors that point into it.
+
+    Attributes:
+        tensor: ``[numel]``; empty at first.
+    """
+
+    tensor: torch.Tensor
+
+    def present(self) -> AbstractContextManager[None]:
+        """Within the body views of :attr:`tensor` can be made, though it is empty."""
+
+    def fill(self, spare: SparePages) -> None:
+        """Make it memory that can be written, of spare pages if there are any; what is in it is not specified."""
+
+    def empty(self, spare: SparePages) -> None:
+        """Give it up; who still reads it finds NaN, or gets an error."""
+
+
+class ResizedMemory:
+    """A storage that the device's own allocator, which keeps what it had, empties and fills."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._num_bytes = numel * dtype.itemsize
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._shrink()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Within the body views of :attr:`tensor` can be made, though it is empty."""
+        self._grow()
+        yield
+        self._shrink()
+
+    def fill(self, _spare: SparePages) -> None:
+        """Make it memory that can be written; what is in it is not specified."""
+        self._grow()
+
+    def empty(self, _spare: SparePages) -> None:
+        """Give it up; to read it is an error."""
+        self._shrink()
+
+    def _grow(self) -> None:
+        if not self.tensor.is_meta:
+            allow_reading(self.tensor)
+            self.tensor.untyped_storage().resize_(self._num_bytes)
+
+    def _shrink(self) -> None:
+        if not self.tensor.is_meta:
+            self.tensor.untyped_storage().resize_(0)
+            forbid_reading(self.tensor, "a full parameter was read after its unit was resharded")
+
+
+class Streams:
+    """Where the work of one communication context goes, and what waits for what.
+
+    Here all of it goes one way, in the order in which it is given: nothing has to wait, and nothing here does anything.
+    """
+
+    @property
+    def are_there(self) -> bool:
+        """True if work is handed over, and goes on while the host does."""
+        return False
+
+    def gathering(self) -> AbstractContextManager[object]:
+        """Within the body work is for an all-gather's input."""
+        return nullcontext()
+
+    def reducing(self, *, after_compute: bool) -> AbstractContextManager[object]:
+        """Within the body work is of reductions; ``after_compute``: after what was computed so far."""
+        return nullcontext()
+
+    def trailing(self, *_outputs: torch.Tensor) -> AbstractContextManager[object]:
+        """Within the body work is of what follows reduce-scatters, after what the present one was given so far."""
+        return nullcontext()
+
+    def shards_changed(self, event: Mark) -> None:
+        """Let later all-gathers see the optimizer's step: wait for ``event``, or for all that was computed so far."""
+
+    def was_read(self) -> None:
+        """Let the next all-gather have the memory of one that was copied out, or waited for, just now."""
+
+    def join(self) -> None:
+        """Let compute see that full gradients were read and freed."""
+
+    def join_all(self) -> None:
+        """Let compute see reduced gradients as well."""
+
+
+class Backend:
+    """One device. What is here does for a device of which no more is known; other kinds say what they do better.
+
+    Attributes:
+        is_host: it is where data loaders leave inputs, and offloaded shards lie.
+        shares_memory: ranks can read each other's memory.
+        averages: its collectives can divide.
+        fuses_copies: it has kernels that copy many strided pieces at once; a copy for each is dear there.
+    """
+
+    is_host = False
+    shares_memory = False
+    averages = False
+    fuses_copies = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # ---- memory
+
+    def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
+        """Return memory for a unit's full parameters, empty."""
+        return ResizedMemory(numel, dtype, self.device)
+
+    # ---- gather and reduce
+
+    def pair(self) -> CommPair:
+        """Return what works between any ranks."""
+        return CommPair(DefaultAllGather(), DefaultReduceScatter(), "c10d")
+
+    # ---- who waits for what
+
+    def streams(self) -> Streams:
+        """Return where the work of a communication context goes."""
+        return Streams()
+
+    def mark(self) -> Mark:
+        """Return where the work given so far ends."""
+        return None
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let what is given from now on come after ``mark``."""
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Let the host wait for ``mark``."""
+
+    def within(
+        self,
+        stream: Any,  # noqa: ANN401 - of whatever kind the device has
+        *_tensors: torch.Tensor,
+    ) -> AbstractContextManager[object]:
+        """Within the body work goes to a stream of the user's, between what was and will be given; it uses tensors."""
+        return nullcontext()

@@ -1,0 +1,43 @@
+"""The CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from workbench.engine.backends.base import Backend, FullMemory
+from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
+from workbench.engine.backends.pages import Pages
+from workbench.engine.comm import CommPair, comm_choice
+
+
+class HostMemory(Pages):
+    """Pages, which views can be made of at any time."""
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Within the body views of :attr:`tensor` can be made, though it is empty."""
+        yield
+
+
+class Host(Backend):
+    """The CPU: waits are the host's own, and can be interrupted; pages are used again."""
+
+    is_host = True
+    shares_memory = True
+
+    def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
+        """Return pages for a unit's full parameters, empty."""
+        return HostMemory(numel, dtype)
+
+    def pair(self) -> CommPair:
+        """Return the fastest for gloo, or c10d's own if WORKBENCH_COMM asks for that.
+
+        Raises:
+            ValueError: see :func:`workbench.engine.comm.comm_choice`.
+        """
+        if comm_choice() == "default":
+            return super().pair()
+        return CommPair(GlooAllGather(), GlooReduceScatter(), "gloo")
