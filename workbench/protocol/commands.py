@@ -29,8 +29,10 @@ from workbench.protocol.policy import (
     as_mesh,
     as_reshard_after_forward,
     check_mesh,
+    check_mesh_fits,
     check_prefetch,
     check_reshard_after_forward,
+    check_reshard_fits,
 )
 
 R_co = TypeVar("R_co", covariant=True)
@@ -173,11 +175,27 @@ class _Sharding(Command):
 
     wrap: Sequence[str] = ()
     mesh: int | str | Sequence[int] = ()
+    reshard_after_forward: str | int = ""
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """``(F,)``: all F ranks share one copy; ``(R, F)``: R copies, each shared by F ranks. Empty: none is given."""
         return as_mesh(self.mesh)
+
+    def check_fits(self, world_size: int, shard_size: int) -> None:
+        """Check that the mesh holds all ranks and a number of ranks splits a copy.
+
+        Args:
+            world_size: number of ranks.
+            shard_size: ranks that share a copy where no mesh is given; 0: not known.
+
+        Raises:
+            ValueError: it does not; the message says what would.
+        """
+        check_mesh_fits(self.mesh_shape, world_size)
+        shared_by = [shard_size, *self.mesh_shape][-1]
+        if shared_by:
+            check_reshard_fits(self.reshard_after_forward, shared_by)
 
     def _check(self, model: str) -> None:
         """Raise unless the fields hold what they may, or their default."""

@@ -29,7 +29,7 @@ from workbench.engine.state import state_of
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
-from workbench.protocol.policy import DTYPES, MixedPrecision, check_mesh_fits, check_reshard_fits
+from workbench.protocol.policy import DTYPES, MixedPrecision
 from workbench.runtime.describe import describe, unit_infos
 from workbench.runtime.doing import Rank, does
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
@@ -59,7 +59,7 @@ def shard(command: Shard, rank: Rank) -> Sharded:
         )
     inner = _modules_to_wrap(model, command.wrap)
     ignored = _ignored(model, command.ignore)
-    _check_fits(command, [dist.get_world_size(), *command.mesh_shape][-1])
+    _check_fits(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
     policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
@@ -82,7 +82,7 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
     model = _sharded(command.model)
     names = {_class_name(module) for module in _modules_to_wrap(model, command.wrap)} if command.wrap else set()
     for info in unit_infos(model):
-        _check_fits(command, [info.shard_size, *command.mesh_shape][-1])
+        _check_fits(command, info.shard_size)
     policy = _policy(command)
     if command.mesh:
         policy["mesh"] = rank.groups.mesh_of(command.mesh_shape)
@@ -122,8 +122,7 @@ def _sharded(name: str) -> nn.Module:
 
 def _check_fits(command: Shard | Reshard, shard_size: int) -> None:
     try:
-        check_mesh_fits(command.mesh_shape, dist.get_world_size())
-        check_reshard_fits(command.reshard_after_forward, shard_size)
+        command.check_fits(dist.get_world_size(), shard_size)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -10,7 +10,6 @@ from workbench.errors import UsageError
 from workbench.protocol.breakpoints import nearest
 from workbench.protocol.commands import Command, Reshard, Shard, Step, Verify
 from workbench.protocol.messages import Names
-from workbench.protocol.policy import check_mesh_fits, check_reshard_fits
 from workbench.replay.alike import label
 from workbench.trace.schema import Header
 
@@ -37,21 +36,6 @@ def check_function(names: Mapping[int, Names], fn: str, in_notebook: Callable[[s
     """
     near = difflib.get_close_matches(fn, everywhere(names, "variables"), n=3, cutoff=0.5)
     _check(names, fn, what="function", instead=near, in_notebook=in_notebook)
-
-
-def check_policy_fits(command: Shard | Reshard, num_ranks: int) -> None:
-    """Check that a mesh holds all ranks and a number of ranks splits a copy.
-
-    Raises:
-        UsageError: it does not.
-    """
-    mesh = command.mesh_shape
-    try:
-        check_mesh_fits(mesh, num_ranks)
-        if mesh or isinstance(command, Shard):
-            check_reshard_fits(command.reshard_after_forward, [num_ranks, *mesh][-1])
-    except ValueError as error:
-        raise UsageError(f"%fsdp {command.word}: {error}") from error
 
 
 def check_parameter(fqn: str, known: Sequence[str]) -> None:
@@ -107,7 +91,10 @@ def check(
         UsageError: they do not; the message says what to run first or write instead.
     """
     if isinstance(command, (Shard, Reshard)):
-        check_policy_fits(command, num_ranks)
+        try:
+            command.check_fits(num_ranks, num_ranks if isinstance(command, Shard) else 0)
+        except ValueError as error:
+            raise UsageError(f"%fsdp {command.word}: {error}") from error
     is_sharded = any(not unit.retired for unit in header.units)
     if isinstance(command, (Reshard, Step, Verify)) and not is_sharded:
         raise shard_first(names, command.word)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from workbench.cluster.pending import Output, Pending
 from workbench.codec import decode
 from workbench.errors import RankDied
-from workbench.protocol.commands import Command, to_text
+from workbench.protocol.commands import Command, Step, to_text
 from workbench.reports.done import SAYS, CellReport, Report
 from workbench.reports.follow import Follower, Progress
 from workbench.reports.places import Stop
@@ -121,15 +121,18 @@ class CommandWork(_Printing):
 
     Args:
         command: of which the report is made.
-        follower: follows its steps; None for a command without any.
         pending: the request.
+        before: what was recorded before it, after which its steps are followed.
     """
 
     is_command = True
 
-    def __init__(self, command: Command, follower: Follower | None, pending: Pending) -> None:
+    def __init__(self, command: Command, pending: Pending, before: Trace) -> None:
         super().__init__(pending)
-        self.command, self._follower = command, follower
+        self.command = command
+        self._follower = None
+        if isinstance(command, Step):
+            self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
         self.words = f"%fsdp {to_text(command)}"
 
     def on_tick(self, listener: Listener, trace: Trace) -> None:

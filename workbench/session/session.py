@@ -28,7 +28,6 @@ from workbench.reports.failures import (
     losses_in_words,
     to_error,
 )
-from workbench.reports.follow import Follower
 from workbench.reports.places import State, Stop, live_units, state_of, unit_names
 from workbench.reports.stopped import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.until import came
@@ -235,14 +234,12 @@ class Session:
         with self._changed:
             mark = self._ready(range(num_ranks))
             check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
-            follower = None
-            if isinstance(command, Step):
-                if command.until:
-                    self.breakpoints.set_until(*parse_event(command.until, self.units()))
-                    self.push_breakpoints()
-                follower = Follower(self.trace, num_ranks=num_ranks, total=command.count)
+            if isinstance(command, Step) and command.until:
+                self.breakpoints.set_until(*parse_event(command.until, self.units()))
+                self.push_breakpoints()
+            before = self.trace
             pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-            request = self._open(CommandWork(command, follower, pending), pending, mark)
+            request = self._open(CommandWork(command, pending, before), pending, mark)
         request.is_background = isinstance(command, Step) and command.background
         return self._follow(request, listener, background=request.is_background)
 
