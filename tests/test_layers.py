@@ -11,6 +11,8 @@ from tests.source import PACKAGE, imports, sources
 
 # what a process that only imports the part must not hold
 NEVER_LOADED = {
+    "protocol": {"numpy", "torch", "ipyparallel", "IPython", "plotly"},
+    "reports": {"torch", "ipyparallel", "IPython"},
     "trace": {"torch", "ipyparallel", "IPython", "plotly"},
     "replay": {"torch", "ipyparallel", "IPython", "plotly"},
     "views": {"torch", "ipyparallel", "IPython"},
