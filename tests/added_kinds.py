@@ -95,16 +95,15 @@ def check_trace(trace) -> None:
 
 
 def check_stops() -> None:
-    """Breakpoints on both sides, completion, and where ranks stand in words."""
+    """Breakpoints, completion, and where ranks stand in words."""
     from workbench.events import Edge, Kind
     from workbench.magics.shell import EVENTS
+    from workbench.protocol.breakpoints import parse_event, split_event
     from workbench.reports.places import event_words
-    from workbench.runtime import breakpoints
-    from workbench.session.breakpoints import parse_event
 
-    assert breakpoints.parse_event("all_to_all.end") == (Kind.ALL_TO_ALL, Edge.END)
-    assert breakpoints.parse_event("evict") == (Kind.EVICT, Edge.INSTANT)
     assert parse_event("all-to-all.end:blocks.0", ["blocks.0"]) == ("all_to_all.end", "blocks.0")
+    assert split_event("all_to_all.end") == (Kind.ALL_TO_ALL, Edge.END)
+    assert split_event("evict") == (Kind.EVICT, Edge.INSTANT)
     assert {"all_to_all", "evict"} <= set(EVENTS)
     assert event_words("all_to_all", "end", "blocks.0") == "the end of all-to-all of blocks.0"
 
