@@ -308,7 +308,7 @@ class Category(Word):
     # saved for backward
     ACTIVATIONS = 7, CategoryInfo(words="activations", colour=Colour.ACTIVATIONS, is_engines=False)
     OTHER = 8, CategoryInfo(words="other", colour=Colour.PLAIN, is_engines=False)
-    # kept by pools for reuse, and nobody's now: what a slot holds while it is taken counts elsewhere
+    # kept for reuse, and nobody's now: what of it is used counts elsewhere
     RESERVED = 9, CategoryInfo(words="reserved", colour=Colour.RESERVED)
 
 
