@@ -27,6 +27,7 @@ from workbench.views.theme import format_bytes, format_duration, plural
 PAGE = "tour.html"
 TRACE = "tour.trace"  # the name that the tour exports to
 CELL_TIMEOUT_S = 300
+START_TIMEOUT_S = 300  # of the notebook's kernel
 
 _HELDOUT = re.compile(r"held-out loss (\d+\.\d+), unigram (\d+\.\d+)")  # as the tour prints it
 
@@ -104,7 +105,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
-        startup_timeout=CELL_TIMEOUT_S,
+        startup_timeout=START_TIMEOUT_S,
         iopub_timeout=CELL_TIMEOUT_S,  # outputs take another way than the reply, and may come later
         resources={"metadata": {"path": str(folder)}},
         store_widget_state=False,

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import psutil
 import pytest
 
 from tests.integration.keys import TOGETHER, Pressing
@@ -281,6 +282,7 @@ def test_where_waits_for_no_rank_that_does_not_answer(ready):
     ready.step(FOREVER, background=True)
     pid = ready.status().ranks[1].pid
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: {psutil.Process(t.id).status() for t in psutil.Process(pid).threads()} == {"stopped"})
     try:
         assert ready.where().rows[1].state == "no answer"
     finally:
