@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-JOBS ?= 2
+JOBS ?= 3
 BENCH_FLAGS ?=
 TORCH := 2.13.0
 OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
