@@ -13,6 +13,7 @@ from tests.engine.models import Block, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
+from tests.engine.sizes import FP32, slots
 from workbench.engine import fully_shard
 from workbench.events import Category, Edge, Kind
 
@@ -206,7 +207,9 @@ def warmed_up(reshard: bool | None) -> tuple[int, int, int]:
         average_grads(plain)
         assert_same_shards(model, plain)
         assert unit.is_sharded
-        return kept, unit.full_nbytes, record.alive.get(Category.UNSHARDED_PARAMS, 0)
+        of_the_root = tuple(p.shape for name, p in plain.named_parameters() if not name.startswith("blocks."))
+        full = 2 * slots(2, of_the_root) * FP32
+        return kept, full, record.alive.get(Category.UNSHARDED_PARAMS, 0)
 
 
 @pytest.mark.parametrize("reshard", [None, True])

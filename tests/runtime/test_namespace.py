@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from workbench.protocol.messages import CellLine
 from workbench.runtime import namespace, rank, user_line
 
 
@@ -45,6 +46,6 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
     monkeypatch.setattr(user_line, "user_namespace", lambda: cell)
     monkeypatch.setitem(linecache.cache, "<cell>", (len(CELL), None, CELL.splitlines(keepends=True), "<cell>"))
     exec(compile(CELL, "<cell>", "exec"), cell)
-    assert cell["here"] == {"line": 3, "function": "<module>", "text": "here, there = ask(), f()"}
-    assert cell["there"] == {"line": 2, "function": "f", "text": "return ask()"}
-    assert ask() == {}
+    assert cell["here"] == CellLine(line=3, function="<module>", text="here, there = ask(), f()")
+    assert cell["there"] == CellLine(line=2, function="f", text="return ask()")
+    assert ask() is None

@@ -36,7 +36,12 @@ class Draw(Command):
 
 
 class Timeline(Draw):
-    """Base of ``timeline``, which also has a widget of its own."""
+    """Base of ``timeline``, which also has a widget of its own: that one shows ranks that are started later."""
+
+    canvas: bool | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs_ranks", not self.canvas)
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """Return the method of the workbench that draws it, and the options that were given."""
