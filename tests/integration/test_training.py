@@ -66,7 +66,7 @@ def test_after_a_step_only_shards_and_optimizer_state_are_alive(trained):
         live = np.zeros(len(Category), np.int64)
         moves = rows[np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]
         np.add.at(live, moves["category"], moves["num_bytes"])
-        kept = {Category(c) for c in np.flatnonzero(live)} - {Category.RESERVED}  # what the pools keep for the next
+        kept = {Category(c) for c in np.flatnonzero(live)} - {Category.RESERVED}  # what is kept for the next
         assert kept == {Category.SHARDED_PARAMS, Category.OPTIMIZER_STATE}
 
 

@@ -101,7 +101,7 @@ def test_one_rank_can_be_chosen():
         memory(example_trace(), rank=9)
 
 
-def test_what_pools_keep_lies_hatched_above_the_total_and_moves_no_peak():
+def test_what_is_kept_for_reuse_lies_hatched_above_the_total_and_moves_no_peak():
     trace = example_trace()
     plain, fig = memory(trace), memory(with_pool(trace))
     assert title(fig) == title(plain)
@@ -113,8 +113,8 @@ def test_what_pools_keep_lies_hatched_above_the_total_and_moves_no_peak():
     assert reserved.fillcolor == theme.CLEAR
     most = live.most_reserved(with_pool(trace).slice(step=2).rank(0))
     assert max(reserved.y) * MIB == pytest.approx(most)
-    assert f"pools keep up to {theme.format_bytes(most)} more for reuse" in subtitle(fig)
-    assert "pools" not in subtitle(plain)
+    assert f"up to {theme.format_bytes(most)} more are kept for reuse" in subtitle(fig)
+    assert "for reuse" not in subtitle(plain)
     assert fig.layout.yaxis.range[1] >= max(np.add(named(fig, "total in use").y, reserved.y))
 
 

@@ -1,7 +1,7 @@
 """How many bytes of which class a rank holds over time, and what is going on when they are most.
 
-The bytes are those the engine owns, exact, in the order the rank's program asked for them. What its pools keep for
-reuse lies hatched above the line of all that is in use. One panel per group of ranks whose bytes are alike.
+The bytes are those the engine owns, exact, in the order the rank's program asked for them. What it keeps for reuse
+lies hatched above the line of all that is in use. One panel per group of ranks whose bytes are alike.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unshar
         "bytes the engine owns, exact, in the order the program asked for them",
         "" if measured else "activations are not measured",
         f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
-        f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
+        f"up to {theme.format_bytes(reserved)} more are kept for reuse" if reserved else "",
         f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
         *more,
     ]
