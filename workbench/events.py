@@ -72,6 +72,11 @@ class Word(IntEnum):
         vars(member)["info"] = info
         return member
 
+    @property
+    def key(self) -> str:
+        """How breakpoints, conditions and messages spell it: ``all_gather``."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeInfo(WordInfo):
@@ -235,7 +240,7 @@ WORK = tuple(_kinds(is_work=True))
 BESIDE = tuple(_kinds(is_event=False))
 """Kinds whose rows do not say where a rank is."""
 
-STOPS = {kind.name.lower(): kind for kind in _kinds(is_stop=True)}
+STOPS = {kind.key: kind for kind in _kinds(is_stop=True)}
 """What a breakpoint can be set on, by the name it is given there."""
 
 COPIES = tuple(_kinds(is_copy=True))

@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind
+from workbench.events import STOPS, Edge, Kind
 from workbench.protocol.breakpoints import (
     EDGES,
     EVENTS,
     FIELDS,
-    SPANS,
     Condition,
     nearest,
     parse_event,
     split_event,
 )
 
+SPANS = tuple(name for name, kind in STOPS.items() if kind.info.is_span)
 UNITS = ["blocks.0", "blocks.1", "head", ""]
 
 

@@ -14,10 +14,7 @@ from workbench.errors import UsageError
 from workbench.events import STOPS, Edge, Kind, unit_words
 
 EVENTS = tuple(STOPS)
-SPANS = tuple(name for name, kind in STOPS.items() if kind.info.is_span)
-"""Events that begin and end."""
-
-EDGES = ("begin", "end")
+EDGES = (Edge.BEGIN.key, Edge.END.key)
 UNTIL = 0
 """Number of the breakpoint of ``step --until``."""
 

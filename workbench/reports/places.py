@@ -14,7 +14,7 @@ from workbench.trace.step_names import step_name
 
 State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
 
-_WORDS = {kind.name.lower(): kind.words for kind in Kind}
+_WORDS = {kind.key: kind.words for kind in Kind}
 _OF_ALL_UNITS = {"optimizer", "step"}
 
 

@@ -43,8 +43,6 @@ def _names(rows: Rows, header: Header, edge: Edge, *, with_unit: bool) -> set[st
     rows = rows[of_kind(rows, STOPS.values()) & np.isin(rows["edge"], (edge, Edge.INSTANT))]
     distinct = set(zip(*(rows[name].tolist() for name in ("kind", "edge", "unit")), strict=True))
     return {
-        Kind(kind).name.lower()
-        + (".end" if at == Edge.END else "")
-        + (f":{units[unit]}" if with_unit and unit in units else "")
+        Kind(kind).key + (".end" if at == Edge.END else "") + (f":{units[unit]}" if with_unit and unit in units else "")
         for kind, at, unit in distinct
     }

@@ -82,9 +82,9 @@ def _fields(event: Event, rank: int) -> dict[str, object]:
     return {
         "num_bytes": event.num_bytes,
         "unit": event.unit_name,
-        "kind": event.kind.name.lower(),
-        "edge": event.edge.name.lower(),
-        "phase": event.phase.name.lower(),
+        "kind": event.kind.key,
+        "edge": event.edge.key,
+        "phase": event.phase.key,
         "step": event.place.step,
         "ordinal": event.place.ordinal,
         "rank": rank,

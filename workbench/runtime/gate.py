@@ -203,9 +203,9 @@ class Gate:
     def _begin_hold(self, event: Event, met: Armed | None, *, is_synchronised: bool) -> None:
         self._is_released = False
         self._held = Hold(
-            kind=event.kind.name.lower(),
-            edge=event.edge.name.lower(),
-            phase=event.phase.name.lower(),
+            kind=event.kind.key,
+            edge=event.edge.key,
+            phase=event.phase.key,
             unit=event.unit,
             since_ns=time.monotonic_ns(),
             place=event.place,

@@ -164,9 +164,9 @@ def _in_words(row: np.void | None) -> Event | None:
         return None
     kind, edge, phase = Kind(row["kind"]), Edge(row["edge"]), Phase(row["phase"])
     return Event(
-        kind=kind.name.lower(),
-        edge=edge.name.lower(),
-        phase=phase.name.lower(),
+        kind=kind.key,
+        edge=edge.key,
+        phase=phase.key,
         unit=int(row["unit"]),
         since_ns=int(row["t_ns"]),
     )
