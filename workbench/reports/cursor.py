@@ -62,7 +62,7 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     here = int(np.searchsorted(events, shown))
     number = max(here - 1 - count, 0)
     place = int(events[number])
-    ends = {r.rank: _end(lead, place, r) for r in trace.ranks}
+    ends = {r.rank: _end(lead, times, place, r) for r in trace.ranks}
     found = Cursor(
         t_ns=int(times[place]), ends={rank: trace.rank(rank).start.seq + end for rank, (end, _) in ends.items()}
     )
@@ -73,11 +73,14 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     return found, f"{where}: {left:,} events before the newest; %fsdp back 0 goes there"
 
 
-def _end(lead: RankTrace, place: int, other: RankTrace) -> tuple[int, bool]:
-    """How many rows of ``other`` there are up to the event at ``place`` of ``lead``, and whether it has that event."""
-    now_ns = _times(lead)[place]
+def _end(lead: RankTrace, times: Ints, place: int, other: RankTrace) -> tuple[int, bool]:
+    """How many rows of ``other`` there are up to the event at ``place`` of ``lead``, and whether it has that event.
+
+    ``times`` is when the rows of ``lead`` were known, ``[N]`` ns.
+    """
+    now_ns = times[place]
     if other is lead:
-        return int(np.searchsorted(_times(lead), now_ns, side="right")), True
+        return int(np.searchsorted(times, now_ns, side="right")), True
     mine, theirs = same_events(lead, other)
     passed = int(np.searchsorted(mine, place, side="right"))
     low = int(theirs[passed - 1]) + 1 if passed else 0
@@ -102,7 +105,7 @@ def _of_model(trace: Trace, lead: RankTrace, place: int) -> str:
 
 
 def _said(trace: Trace, row: np.void) -> str:
-    kind, edge = Kind(row["kind"]).name.lower(), Edge(row["edge"]).name.lower()
+    kind, edge = Kind(row["kind"]).key, Edge(row["edge"]).key
     what = event_words(kind, edge, unit_names(trace.header).get(int(row["unit"])))
     begins = "the begin of " if edge == "begin" else ""
     step = f", {step_name(int(row['step']))}" if row["step"] >= 0 else ""
