@@ -184,29 +184,18 @@ class ReshardReport(ShardReport):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        carried = f", state of {plural(self.optimizers, 'optimizer')} carried along" if self.optimizers else ""
-        return f"resharded in place, {super().headline}{carried}"
+        return f"resharded in place, {super().headline}{_carried(self.optimizers)}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnshardReport(Report):
-    """A model is a plain module again.
-
-    Attributes:
-        model: its name on the ranks.
-        num_params: parameters (tensors).
-        optimizers: optimizers whose state was carried along.
-    """
-
-    model: str
-    num_params: int
-    optimizers: int
+class UnshardReport(Unsharded, Report):
+    """A model is a plain module again; attributes as in :class:`~workbench.protocol.commands.Unsharded`."""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        carried = f", state of {plural(self.optimizers, 'optimizer')} carried along" if self.optimizers else ""
-        return f"{self.model} is a plain module again on every rank: {plural(self.num_params, 'parameter')}{carried}"
+        done = f"{self.model} is a plain module again on every rank: {plural(self.num_params, 'parameter')}"
+        return done + _carried(self.optimizers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +355,11 @@ class StartReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the notice."""
         return [("notice", self.notice)] if self.notice else []
+
+
+def _carried(optimizers: int) -> str:
+    """Say that the state of so many optimizers went along, if there are any."""
+    return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
 
 
 def _names(units: Sequence[str], limit: int = 12) -> str:
