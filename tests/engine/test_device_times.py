@@ -63,8 +63,7 @@ def streams_of(device: FakeDevice):
         patch.setattr(Host, "streams", lambda _: CudaStreams(torch.device("cuda", 0)))
         patch.setattr(CommGroup, "_on_device", property(lambda _: True, lambda *_: None), raising=False)
         of = PendingWork.of
-        on_stream = lambda work, *args, **more: of(OnStream(work, device), *args, **more)  # noqa: E731
-        patch.setattr(PendingWork, "of", on_stream)
+        patch.setattr(PendingWork, "of", lambda work, *args, **more: of(OnStream(work, device), *args, **more))
         yield
 
 

@@ -157,7 +157,6 @@ class FromGroup(Allocator):
     """Allocates in memory that the backend can send from without a copy (NCCL with registered buffers)."""
 
     def __init__(self, allocate: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
         self._allocate = allocate
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
