@@ -19,7 +19,7 @@ from workbench.protocol.messages import Hold, Place, Position
 from workbench.reports.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, script
+from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace
 from workbench.widgets.waiting import MAX_VIEWS, health
@@ -400,14 +400,6 @@ def test_nothing_is_left_of_a_closed_dashboard(made):
     assert not widget._views
     widget._do("a", "pause", lambda: "too late")
     assert len(widget.sent) == 1
-
-
-def test_the_program_imports_nothing_and_names_no_address():
-    text = script()
-    assert "import " not in "".join(line for line in text.splitlines() if line.startswith("import"))
-    assert text.count("export ") == text.count("export default") == 1
-    assert "http" not in text
-    assert "innerHTML" not in text
 
 
 def test_the_word_and_the_method_give_a_dashboard():

@@ -10,7 +10,8 @@ from tests.trace.on_device import on_devices
 from tests.trace.simulation import example_trace
 from tests.widgets.test_dashboard import Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
-from workbench.widgets.dashboard import Dashboard, script
+from workbench.widgets.dashboard import Dashboard
+from workbench.widgets.modules import joined
 
 pytestmark = pytest.mark.browser
 
@@ -48,7 +49,7 @@ def shown(chromium, tmp_path, kept):
 @contextmanager
 def showing(chromium, tmp_path, widget):
     """See the fixture."""
-    given = {"program": script(), "about": widget.about}
+    given = {"program": joined("dashboard.js"), "about": widget.about}
     file = tmp_path / "page.html"
     file.write_text(PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, file) as opened:

@@ -1,7 +1,5 @@
 """What the browser is told of a trace: all of it, each rectangle once, in the right columns."""
 
-import re
-from importlib.resources import files
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.source import REPO
 from tests.trace.on_device import on_devices
 from tests.trace.simulation import example_trace
 from tests.trace.strategies import Setup, simulate, traces
@@ -21,9 +18,7 @@ from workbench.views.tracks import COMPUTE, tracks
 from workbench.widgets import timeline as module
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS
-from workbench.widgets.timeline import COLUMNS, MAX_RANKS, Timeline, not_ended, pack, script
-
-STATIC = files("workbench.widgets") / "static"
+from workbench.widgets.timeline import COLUMNS, MAX_RANKS, Timeline, not_ended, pack
 
 
 class Page:
@@ -251,21 +246,6 @@ def test_times_are_exact_after_a_day():
     columns = unpack(pack(found, 0), 1)
     assert columns["end"][0] - columns["start"][0] == pytest.approx(1, abs=1e-4)
     assert np.isnan(columns["arrowFrom"][0])
-
-
-def test_the_script_is_one_module_that_asks_nobody_for_anything():
-    text = script("timeline_widget.js")
-    assert len(re.findall(r"^export ", text, re.MULTILINE)) == 1
-    assert not re.search(
-        r"^import |innerHTML|outerHTML|insertAdjacentHTML|https?://|\beval\(|document\.write", text, re.M
-    )
-
-
-def test_the_wheel_takes_the_scripts_along():
-    """Hatch takes every file of the package that git does not ignore."""
-    ignored = (REPO / ".gitignore").read_text().split()
-    assert not any(pattern in {"*.js", "static", "static/"} for pattern in ignored)
-    assert {path.name for path in STATIC.iterdir()} >= {"events.js", "timeline.js", "timeline_widget.js"}
 
 
 def test_it_says_whose_times_it_draws(monkeypatch):

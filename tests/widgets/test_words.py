@@ -1,7 +1,7 @@
 import re
 
-from tests.widgets.test_timeline import STATIC
 from workbench.events import Kind
+from workbench.widgets.modules import STATIC
 from workbench.widgets.words import FILE, program
 
 

@@ -3,9 +3,9 @@
 import base64
 import json
 from contextlib import contextmanager
-from importlib.resources import files
 
 from tests.browser import open_offline
+from workbench.widgets.modules import joined
 from workbench.widgets.timeline import Timeline
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>
@@ -112,9 +112,7 @@ function show() {
 @contextmanager
 def open_page(chromium, folder):
     """Open the page: see its functions ``draw``, ``open`` and ``show``."""
-    static = files("workbench.widgets") / "static"
-    drawing = "".join((static / name).read_text(encoding="utf-8") for name in ("events.js", "timeline.js"))
-    given = {"drawing": drawing, "widget": str(Timeline._esm), "options": {}}
+    given = {"drawing": joined("timeline.js"), "widget": str(Timeline._esm), "options": {}}
     page = folder / "page.html"
     page.write_text(_PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, page) as opened:

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -37,6 +36,7 @@ from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.feed import Feed
+from workbench.widgets.modules import STATIC, joined
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.packing import COLUMNS, pack, told_holds
@@ -58,17 +58,6 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _ALL_NS = 1 << 62  # later than anything
 
-_STATIC = Path(__file__).parent / "static"
-_PROGRAMS = ("events.js", "timeline.js", "panels.js", "closeup.js", "dashboard.js")
-
-
-def script() -> str:
-    """Return the widget's program: the words of events, the timeline's module, enclosed, and the dashboard's files."""
-    events, timeline, *own = ((_STATIC / name).read_text("utf-8") for name in _PROGRAMS)
-    timeline = timeline.replace("export function", "function")
-    enclosed = f"const createTimeline = (() => {{\n{timeline}\nreturn createTimeline;\n}})();\n"
-    return "\n".join((events, enclosed, *own))
-
 
 class Dashboard(anywidget.AnyWidget):
     """See the module docstring.
@@ -78,8 +67,8 @@ class Dashboard(anywidget.AnyWidget):
         clock: seconds, monotonic.
     """
 
-    _esm = script()
-    _css = (_STATIC / "dashboard.css").read_text("utf-8")
+    _esm = joined("dashboard.js")
+    _css = (STATIC / "dashboard.css").read_text("utf-8")
     about = traitlets.Dict().tag(sync=True)
 
     def __init__(self, workbench: Watched, *, clock: Callable[[], float] = time.monotonic) -> None:

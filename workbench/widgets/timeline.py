@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import anywidget
@@ -26,6 +25,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.widgets.busy import answer_while_busy
+from workbench.widgets.modules import joined
 from workbench.widgets.packing import told_holds
 from workbench.widgets.spans import NO_HEADER, SPAN_DTYPE, TRACKS, RankSpans, of_device, thinned
 
@@ -47,17 +47,6 @@ COLUMNS = (
 """Name and type of each column, in the order in which they follow each other in a buffer; times in microseconds."""
 
 _OPEN_ROWS = 4096  # at the end of a rank's trace, among which what has not ended is looked for
-
-
-def script(widget: str) -> str:
-    """Return one ES module: the words of events, the drawing module without its export, and the widget's file.
-
-    Args:
-        widget: name of a file in ``workbench/widgets/static``.
-    """
-    static = files("workbench.widgets") / "static"
-    events, drawing, own = ((static / name).read_text("utf-8") for name in ("events.js", "timeline.js", widget))
-    return events + drawing.replace("\nexport function", "\nfunction") + own
 
 
 def pack(found: NDArray[np.void], origin_ns: int) -> bytes:
@@ -124,7 +113,7 @@ class Timeline(anywidget.AnyWidget):
             None: nowhere. All views share it.
     """
 
-    _esm = script("timeline_widget.js")
+    _esm = joined("timeline_widget.js")
     cursor_us: traitlets.Float[Any, Any] = traitlets.Float(None, allow_none=True).tag(sync=True)
 
     def __init__(self, trace: Trace, *, ranks: Sequence[int] | None = None) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 from workbench.events import Category, Kind, UnitState
 from workbench.views import theme
+from workbench.widgets.modules import STATIC
 
-FILE = Path(__file__).parent / "static" / "events.js"
+FILE = STATIC / "events.js"
 
 
 def program() -> str:
@@ -37,12 +37,12 @@ def _look(word: Kind | Category | UnitState, colour: str) -> dict[str, Any]:
 
 def _table(name: str, entries: Iterable[dict[str, Any]]) -> str:
     lines = "".join(f"  {json.dumps(entry)},\n" for entry in entries)
-    return f"const {name} = [\n{lines}];\n"
+    return f"export const {name} = [\n{lines}];\n"
 
 
 def _numbers(name: str, words: type[IntEnum]) -> str:
     lines = "".join(f"  {word.name}: {int(word)},\n" for word in words)
-    return f"const {name} = {{\n{lines}}};\n"
+    return f"export const {name} = {{\n{lines}}};\n"
 
 
 if __name__ == "__main__":

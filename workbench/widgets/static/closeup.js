@@ -1,31 +1,17 @@
 // Every change of memory and units in the part of time in view. The feed tells only extremes of them; where the view
 // holds still the kernel is asked for the rest, so that what is drawn under the cursor is what the numbers say.
 
+import { fillMemory, fillStates } from "./series.js";
+
+export const ASK_AGAIN_MS = 6000; // a question without an answer for so long is put again
 const REST_MS = 100; // that the view has not moved before it is asked for
 const LATE_MS = 500; // between two questions for the same part of time
 const LATE_US = 1e6; // after this much more time no rank tells anything of a moment that it has not told
 const PATIENCE_MS = 700; // until it is said that the answer is not there
 const MARGIN = 0.25; // of the view, asked for on either side: small moves need no answer
 
-/** Add the table of memory to a series per group. */
-function fillMemory(series, { t, bytes, group }) {
-  t.forEach((when, k) => {
-    series[group[k]] ??= new Series({ t: [Float64Array, 1], bytes: [Float32Array, CATEGORIES.length] });
-    series[group[k]].push({ t: when, bytes: bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length) });
-  });
-}
-
-/** Add the table of states to a series per group and unit. */
-function fillStates(series, { t, unit, group, state }) {
-  t.forEach((when, k) => {
-    const units = (series[group[k]] ??= []);
-    units[unit[k]] ??= new Series({ t: [Float64Array, 1], state: [Uint8Array, 1] });
-    units[unit[k]].push({ t: when, state: state[k] });
-  });
-}
-
 /** Asks for a window of time when that is needed, one question at a time, and keeps the last answer. */
-class Closeup {
+export class Closeup {
   constructor(ask) {
     Object.assign(this, { ask, number: 0 });
     this.forget();

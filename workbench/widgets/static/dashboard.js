@@ -1,10 +1,15 @@
 // The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
 // cursor it asks for as well. Text from the kernel (names of units, ranks, metrics) becomes text, never HTML.
-// The tables of events come from events.js, `createTimeline` from timeline.js, the panels from panels.js, what they show of a view that holds still from
-// closeup.js: Python puts the five together.
+// Python joins this module and those that it imports to one: see workbench/widgets/modules.py.
+
+import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
+import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
+import { formatBytes, formatDuration } from "./format.js";
+import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
+import { Series, fillMemory, fillStates } from "./series.js";
+import { createTimeline } from "./timeline.js";
 
 const SILENT_MS = 2500; // without an answer, that is said
-const ASK_AGAIN_MS = 6000;
 const STEPS_IN_VIEW = 2.4; // that a running view shows
 const MAX_UNITS = 200;
 
@@ -502,7 +507,7 @@ class DashboardView {
 
   drawHead(at) {
     const step = at && at.step >= 0 ? `step ${at.step}` : "";
-    const when = at ? timeInWords(at.t_us) : "";
+    const when = at ? formatDuration(at.t_us) : "";
     this.when.textContent = [step, when].filter(Boolean).join(" \u00b7 ");
     this.event.textContent = at?.event ?? "";
     this.event.title = at?.event ?? "";
@@ -543,7 +548,7 @@ class DashboardView {
     const here = step === null ? steps.length - 1 : steps.last("step", step);
     for (const { value, number, sheet } of this.lines) {
       const found = here >= 0 ? steps[value][here] : NaN;
-      const text = Number.isFinite(found) ? (value === "ms" ? timeInWords(found * 1000) : found.toPrecision(4)) : "\u2013";
+      const text = Number.isFinite(found) ? (value === "ms" ? formatDuration(found * 1000) : found.toPrecision(4)) : "\u2013";
       if (number.textContent !== text) number.textContent = text;
       const { colour } = value === "loss" ? UNIT_STATES[UNIT_STATE.SHARDED] : KINDS[KIND.OPTIMIZER];
       sheet.paint(40, { steps, value, colour, at: step, skin });
@@ -567,8 +572,8 @@ class DashboardView {
     const rank = at?.ranks[0];
     const held = rank ? rank.bytes.map((bytes, place) => ({ ...CATEGORIES[place], bytes })).filter(({ bytes }) => bytes > 0) : [];
     refill(this.memoryLegend, [held, rank?.label], () => [
-      ...(rank ? [swatch(`${rank.label}: in use`, "", bytesInWords(rank.in_use))] : []),
-      ...held.map(({ words, colour, bytes }) => swatch(words, colour, bytesInWords(bytes))),
+      ...(rank ? [swatch(`${rank.label}: in use`, "", formatBytes(rank.in_use))] : []),
+      ...held.map(({ words, colour, bytes }) => swatch(words, colour, formatBytes(bytes))),
     ]);
   }
 
@@ -578,7 +583,7 @@ class DashboardView {
     refill(this.memoryNote, [top?.peak, more, this.clock], () => {
       if (!top) return [];
       const step = top.peak.step >= 0 ? `, step ${top.peak.step}` : "";
-      const button = make("button", "fw-peak", `peak ${bytesInWords(top.peak.num_bytes)}${step}`);
+      const button = make("button", "fw-peak", `peak ${formatBytes(top.peak.num_bytes)}${step}`);
       button.title = "go there";
       button.onclick = () => {
         this.putCursor(top.peak.t_us);

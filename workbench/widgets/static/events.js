@@ -1,6 +1,6 @@
 // Made of workbench/events.py and workbench/views/theme.py by: python -m workbench.widgets.words
 
-const KINDS = [
+export const KINDS = [
   {"words": "step", "colour": "#8a8c83", "isCollective": false},
   {"words": "forward", "colour": "#69b0ee", "isCollective": false},
   {"words": "backward", "colour": "#274b8e", "isCollective": false},
@@ -24,7 +24,7 @@ const KINDS = [
   {"words": "resident", "colour": "#8a8c83", "isCollective": false},
   {"words": "device", "colour": "#8a8c83", "isCollective": false},
 ];
-const KIND = {
+export const KIND = {
   STEP: 0,
   FORWARD: 1,
   BACKWARD: 2,
@@ -49,7 +49,7 @@ const KIND = {
   DEVICE: 21,
 };
 
-const CATEGORIES = [
+export const CATEGORIES = [
   {"words": "sharded params", "colour": "#5c70c6"},
   {"words": "unsharded params", "colour": "#5fb6f1"},
   {"words": "all-gather buffers", "colour": "#1a969d"},
@@ -61,7 +61,7 @@ const CATEGORIES = [
   {"words": "other", "colour": "#8a8c83"},
   {"words": "reserved", "colour": "#b8b8a4"},
 ];
-const CATEGORY = {
+export const CATEGORY = {
   SHARDED_PARAMS: 0,
   UNSHARDED_PARAMS: 1,
   ALL_GATHER_BUFFERS: 2,
@@ -74,13 +74,13 @@ const CATEGORY = {
   RESERVED: 9,
 };
 
-const UNIT_STATES = [
+export const UNIT_STATES = [
   {"words": "sharded", "colour": "#5c70c6"},
   {"words": "all-gather in flight", "colour": "#1a969d"},
   {"words": "unsharded", "colour": "#5fb6f1"},
   {"words": "reducing", "colour": "#eba51c"},
 ];
-const UNIT_STATE = {
+export const UNIT_STATE = {
   SHARDED: 0,
   ALL_GATHER_IN_FLIGHT: 1,
   UNSHARDED: 2,

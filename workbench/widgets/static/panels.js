@@ -1,80 +1,17 @@
 // What the dashboard draws besides the timeline: memory by class, states of units, and a number per training step.
 //
 // Times are microseconds from the view's origin. Every panel draws the part of time that the timeline shows, between
-// the same two lines of pixels, so that all share one axis and one cursor. A *series* is columns that grow.
+// the same two lines of pixels, so that all share one axis and one cursor. A *series* is columns that grow: see series.js.
+
+import { CATEGORIES, CATEGORY, UNIT_STATE, UNIT_STATES } from "./events.js";
+import { formatBytes, shorten } from "./format.js";
 
 const LABEL_FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
-const MAX_POINTS = 60000; // of one series; of more the older half is forgotten
-
-/** Columns that grow; `width` numbers of a column stand for one entry. */
-class Series {
-  constructor(columns) {
-    this.columns = columns; // name -> [typed array, width]
-    this.length = 0;
-    for (const [name, [Type, width]] of Object.entries(columns)) this[name] = new Type(64 * width);
-  }
-
-  push(entry) {
-    if (this.length === MAX_POINTS) this.forget();
-    for (const [name, [Type, width]] of Object.entries(this.columns)) {
-      if ((this.length + 1) * width > this[name].length) {
-        const grown = new Type(2 * this[name].length);
-        grown.set(this[name]);
-        this[name] = grown;
-      }
-      if (width === 1) this[name][this.length] = entry[name];
-      else this[name].set(entry[name], this.length * width);
-    }
-    this.length += 1;
-  }
-
-  forget() {
-    const half = this.length >> 1;
-    for (const [name, [, width]] of Object.entries(this.columns)) this[name].copyWithin(0, half * width);
-    this.length -= half;
-  }
-
-  /** Position of the last entry whose `column` is at most `value`; -1 if there is none. */
-  last(column, value) {
-    const values = this[column];
-    let low = 0, high = this.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (values[middle] <= value) low = middle + 1;
-      else high = middle;
-    }
-    return low - 1;
-  }
-}
-
-// -- numbers, as the other views write them
-
-function digits3(number) {
-  const size = Math.abs(number);
-  return number.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0);
-}
-
-function bytesInWords(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let power = 0;
-  while (bytes >= 1024 ** (power + 1) && power < units.length - 1) power += 1;
-  return power ? `${digits3(bytes / 1024 ** power)} ${units[power]}` : `${bytes.toFixed(0)} B`;
-}
-
-function timeInWords(us) {
-  const size = Math.abs(us);
-  const [divisor, unit] = size >= 1e6 ? [1e6, "s"] : size >= 1e3 ? [1e3, "ms"] : [1, "\u00b5s"];
-  return `${digits3(us / divisor)} ${unit}`;
-}
-
-function shortened(text, width) {
-  return text.length <= width ? text : `\u2026${text.slice(1 - width)}`;
-}
 
 // -- a canvas
 
 /** A canvas that is as wide as its parent, sharp on any screen, and drawn at most once a frame. */
-class Sheet {
+export class Sheet {
   constructor(parent, className, draw) {
     this.canvas = document.createElement("canvas");
     this.canvas.className = className;
@@ -102,7 +39,7 @@ class Sheet {
 }
 
 /** The part of a canvas on which time runs: the timeline's plot, and what it shows. */
-class Axis {
+export class Axis {
   constructor(plot, view) {
     this.left = plot.left;
     this.width = plot.width;
@@ -135,8 +72,8 @@ function drawHoldLines(ctx, axis, holds, height, skin) {
 
 // -- memory
 
-const MEMORY_HEIGHTS = [132, 84];
-const MAX_AREAS = 4; // groups of ranks that are drawn
+export const MEMORY_HEIGHTS = [132, 84];
+export const MAX_AREAS = 4; // groups of ranks that are drawn
 
 /** Of each pixel the moment with most bytes: `[pixels + 1][classes]`, and the total in use. */
 function memoryColumns(series, axis) {
@@ -158,7 +95,7 @@ function memoryColumns(series, axis) {
   return { columns, totals, pixels };
 }
 
-function drawMemory(ctx, width, height, { groups, axis, holds, cursor, skin, end }) {
+export function drawMemory(ctx, width, height, { groups, axis, holds, cursor, skin, end }) {
   const shown = groups.slice(0, MAX_AREAS), each = height / Math.max(shown.length, 1);
   const found = shown.map((group) => memoryColumns(group.series, axis));
   const top = 1.12 * Math.max(1, ...found.map(({ columns, totals }) => highest(columns, totals)));
@@ -218,13 +155,13 @@ function drawMemoryScale(ctx, axis, base, room, top, skin) {
     ctx.fillStyle = skin.grid;
     ctx.fillRect(axis.left, Math.round(y), axis.width, 1);
     ctx.fillStyle = skin.soft;
-    if (room > 70 || share !== 0.5) ctx.fillText(bytesInWords(most * share), axis.left - 8, y);
+    if (room > 70 || share !== 0.5) ctx.fillText(formatBytes(most * share), axis.left - 8, y);
   });
 }
 
 /** Beside the plot, or in its corner where there is no room beside the numbers of its scale. */
 function drawMemoryLabel(ctx, group, y, left, skin) {
-  const isBeside = left > 120, text = shortened(group.label, isBeside ? 13 : 24);
+  const isBeside = left > 120, text = shorten(group.label, isBeside ? 13 : 24);
   if (!isBeside) {
     ctx.globalAlpha = 0.85;
     ctx.fillStyle = skin.page;
@@ -244,7 +181,7 @@ function drawPeak(ctx, peak, { axis, base, scale, skin, width }) {
   ctx.fill();
   Object.assign(ctx, { lineWidth: 2, strokeStyle: skin.peak });
   ctx.stroke();
-  const text = `peak ${bytesInWords(peak.num_bytes)}`, wide = ctx.measureText(text).width + 10;
+  const text = `peak ${formatBytes(peak.num_bytes)}`, wide = ctx.measureText(text).width + 10;
   const at = x + 8 + wide > width ? x - 8 - wide : x + 8, middle = Math.max(y, 9);
   ctx.globalAlpha = 0.85;
   ctx.fillStyle = skin.page;
@@ -259,12 +196,12 @@ function drawPeak(ctx, peak, { axis, base, scale, skin, width }) {
 const STATES_HEIGHT = 300; // that all rows may take together
 const UNIT_HEIGHTS = [5, 20];
 
-function unitHeight(count) {
+export function unitHeight(count) {
   return Math.max(Math.min(Math.floor(STATES_HEIGHT / Math.max(count, 1)), UNIT_HEIGHTS[1]), UNIT_HEIGHTS[0]);
 }
 
 /** `units`: a name and a series each; `now`: the state of each at the cursor. */
-function drawStates(ctx, width, height, { units, axis, now, holds, cursor, skin, end }) {
+export function drawStates(ctx, width, height, { units, axis, now, holds, cursor, skin, end }) {
   const each = unitHeight(units.length), last = Math.min(axis.x(end), width);
   const every = Math.ceil(14 / each);
   units.forEach(({ name, series }, place) => {
@@ -278,7 +215,7 @@ function drawStates(ctx, width, height, { units, axis, now, holds, cursor, skin,
     }
     if (place % every) return;
     Object.assign(ctx, { fillStyle: skin.ink, textAlign: "right", textBaseline: "middle" });
-    ctx.fillText(shortened(name, axis.left > 120 ? 20 : 10), axis.left - 20, y + each / 2 + 0.5);
+    ctx.fillText(shorten(name, axis.left > 120 ? 20 : 10), axis.left - 20, y + each / 2 + 0.5);
   });
   drawHoldLines(ctx, axis, holds, height, skin);
   drawCursorLine(ctx, axis, cursor, height, skin);
@@ -299,7 +236,7 @@ function drawUnit(ctx, series, { axis, y, each, last }) {
 // -- a number per step
 
 /** A line over steps; the last of each pixel's lowest and highest are drawn. `value` is a column of `steps`. */
-function drawLine(ctx, width, height, { steps, value, colour, at, skin }) {
+export function drawLine(ctx, width, height, { steps, value, colour, at, skin }) {
   const low = 4, room = height - 8, from = Math.max(steps.length - 400, 0);
   const model = steps.model[at === null ? steps.length - 1 : Math.max(steps.last("step", at), 0)];
   const known = []; // of one model: another one's numbers are another curve

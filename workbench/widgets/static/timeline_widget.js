@@ -1,6 +1,9 @@
 // The widget around the timeline: it asks the kernel for what it does not have, keeps it for all its views, and tells
 // each of them what arrives. A live one asks again and again while somebody looks; the kernel answers when there is
-// something new. Put behind timeline.js by workbench/widgets/timeline.py.
+// something new.
+
+import { FONT, createTimeline } from "./timeline.js";
+import { COLUMNS } from "./track.js";
 
 const WIDTHS = { start: 8, end: 8, bytes: 8, arrowFrom: 8, unit: 2, kind: 1, exposed: 1 }; // bytes on the wire
 const LOST_MS = 6000; // a question without an answer for so long is put again

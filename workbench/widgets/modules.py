@@ -1,0 +1,71 @@
+"""The widgets' ES modules as one text: anywidget takes a program as a single module, and a browser must fetch nothing.
+
+Each module becomes a function of its own, so that names of one are not seen in another; what it exports is what the
+function returns. There are two ways alone to import and export: ``import { a, b } from "./other.js";`` at the beginning
+of a line, and ``export`` before a declaration or ``export default`` before an expression.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|class|async function|function)\b\*?\s*(\w+))", re.MULTILINE)
+_DEFAULT = re.compile(r"^export default ", re.MULTILINE)
+_UNKNOWN = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
+
+
+def joined(entry: str, folder: Path = STATIC) -> str:
+    """Return ``entry`` and all that it imports as one module, which exports what ``entry`` exports.
+
+    Args:
+        entry: name of a file in ``folder``.
+        folder: where the modules are.
+
+    Raises:
+        ValueError: a module imports or exports in another way, in a circle, or what another one does not export.
+    """
+    texts: dict[str, str] = {}
+    _collect(entry, folder, texts, ())
+    parts = [_enclosed(name, text) for name, text in texts.items()]
+    exports = ", ".join(_EXPORT.findall(texts[entry]))
+    named = f"export const {{ {exports} }} = {_variable(entry)};\n" if exports else ""
+    default = f"export default {_variable(entry)}.default;\n" if _DEFAULT.search(texts[entry]) else ""
+    return "\n".join((*parts, named + default))
+
+
+def _collect(name: str, folder: Path, texts: dict[str, str], path: tuple[str, ...]) -> None:
+    """Add a module to ``texts``, behind all that it imports."""
+    if name in texts:
+        return
+    if name in path:
+        raise ValueError(f"modules import each other in a circle: {' -> '.join((*path, name))}")
+    text = (folder / name).read_text("utf-8")
+    for wanted, other in _imports(text):
+        _collect(other, folder, texts, (*path, name))
+        if missing := [word for word in wanted if word not in _EXPORT.findall(texts[other])]:
+            raise ValueError(f"{name} imports {', '.join(missing)} from {other}, which does not export it")
+    texts[name] = text
+
+
+def _imports(text: str) -> Iterator[tuple[list[str], str]]:
+    for found in _IMPORT.finditer(text):
+        yield [word for word in re.split(r"[\s,]+", found[1]) if word], found[2]
+
+
+def _enclosed(name: str, text: str) -> str:
+    exports = _EXPORT.findall(text)
+    body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = {_variable(found[2])};", text)
+    body, has_default = _DEFAULT.subn("const $default = ", _EXPORT.sub("", body))
+    if unknown := _UNKNOWN.search(body):
+        raise ValueError(f"{name}: this way to import or export is not known here: {unknown[0]}")
+    told = ", ".join([*exports, *(["default: $default"] if has_default else [])])
+    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {told} }};\n}})();\n"
+
+
+def _variable(name: str) -> str:
+    return "$" + name.removesuffix(".js")
