@@ -224,7 +224,7 @@ def test_many_are_drawn_as_mean_colours_and_few_alike(page):
 
 
 _COMPARE = """async (seed) => {
-    const {Track, paint, makeLook} = await load(given.drawing + "\\nexport {Track, paint, makeLook};");
+    const {Track, paint} = await load(given.track), {makeLook} = await load(given.look);
     const random = () => ((seed = (seed * 16807) % 2147483647) / 2147483647);
     const n = 500, width = 200, look = makeLook(), track = new Track({name: "a", rank: 0});
     const items = {start: new Float64Array(n), end: new Float64Array(n), bytes: new Float64Array(n),

@@ -25,7 +25,7 @@ const place = document.getElementById("place");
 // -- the drawing module on its own, with rectangles made up here
 
 async function draw(tracks, data, units) {
-  const {createTimeline} = await load(given.drawing);
+  const {createTimeline} = await load(given.timeline);
   const canvas = document.createElement("canvas");
   place.append(canvas);
   const begin = performance.now();
@@ -112,7 +112,8 @@ function show() {
 @contextmanager
 def open_page(chromium, folder):
     """Open the page: see its functions ``draw``, ``open`` and ``show``."""
-    given = {"drawing": joined("timeline.js"), "widget": str(Timeline._esm), "options": {}}
+    alone = {name: joined(f"{name}.js") for name in ("timeline", "track", "look")}
+    given = {**alone, "widget": str(Timeline._esm), "options": {}}
     page = folder / "page.html"
     page.write_text(_PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, page) as opened:

@@ -5,6 +5,7 @@
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
 import { formatBytes, formatDuration } from "./format.js";
+import { isDark } from "./look.js";
 import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
 import { Series, fillMemory, fillStates } from "./series.js";
 import { createTimeline } from "./timeline.js";
@@ -465,9 +466,7 @@ class DashboardView {
 
   picture() {
     const { root, timeline } = this, stats = timeline.stats();
-    const light = document.body.dataset.jpThemeLight;
-    const isDark = light === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : light === "false";
-    root.classList.toggle("fw-dark", isDark);
+    root.classList.toggle("fw-dark", isDark());
     const style = getComputedStyle(root), css = (name) => style.getPropertyValue(`--fw-${name}`).trim();
     const skin = Object.fromEntries(["page", "ink", "soft", "row", "grid", "accent", "peak"].map((name) => [name, css(name)]));
     const axis = new Axis(stats.plot, stats.view), at = this.isLive ? this.now : this.moment ?? this.now;

@@ -11,6 +11,7 @@
 
 import { KIND, KINDS } from "./events.js";
 import { formatBytes, formatDuration, shorten, timeUnit } from "./format.js";
+import { isDark, makeLook } from "./look.js";
 import { BLOCK, COLUMNS, MAX_STRADDLING, Track, gallop, paint, share } from "./track.js";
 
 const MAX_ITEMS = 2e6; // of all tracks; of more those of the earlier half are forgotten
@@ -33,29 +34,6 @@ const DARK = {
   ink: "#e4e7ea", soft: "#a3adb6", grid: "rgba(200,210,220,0.14)", row: "rgba(200,210,220,0.07)", accent: "#8ab8ff",
   onAccent: "#10151b", tip: "#252a30", tipEdge: "rgba(255,255,255,0.22)", selected: "rgba(138,184,255,0.12)",
 };
-
-// -- colours
-
-function rgb(hex) {
-  return [1, 3, 5].map((at) => Number.parseInt(hex.slice(at, at + 2), 16));
-}
-
-/** The colour of each kind; that of a wait means exposed. */
-function makeLook() {
-  const look = { red: new Uint8Array(256), green: new Uint8Array(256), blue: new Uint8Array(256) };
-  KINDS.forEach(({ colour }, kind) => ([look.red[kind], look.green[kind], look.blue[kind]] = rgb(colour)));
-  look.exposedCss = KINDS[KIND.WAIT].colour;
-  look.exposed = rgb(look.exposedCss);
-  look.colour = (kind) => KINDS[kind].colour;
-  look.textOn = (kind) =>
-    look.red[kind] * 0.299 + look.green[kind] * 0.587 + look.blue[kind] * 0.114 > 140 ? "#10151b" : "#ffffff";
-  return look;
-}
-
-function isDark() {
-  const lab = document.body?.dataset.jpThemeLight;
-  return lab === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : lab === "false";
-}
 
 // -- the timeline
 
