@@ -616,7 +616,7 @@ def test_export_of_some_steps_is_smaller_and_holds_only_them(trained, tmp_path, 
 
 def test_export_writes_what_the_suffix_says(trained, tmp_path):
     trained.step(3)
-    assert "to load again" in str(trained.export(tmp_path / "run.trace"))
+    assert "to open again" in str(trained.export(tmp_path / "run.trace"))
     assert load(tmp_path / "run.trace") == trained.trace
     trained.export(str(tmp_path / "run.json"))
     assert "traceEvents" in json.loads((tmp_path / "run.json").read_text())

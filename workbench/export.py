@@ -18,7 +18,7 @@ from workbench.views import VIEWS, draw
 
 
 def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> ExportReport:
-    """Write ``trace`` to ``path``: ``.trace`` to load again, ``.json`` for Perfetto, ``.html`` a page of all views.
+    """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` a page of all views.
 
     The file appears whole or not at all.
 
@@ -76,7 +76,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 _WRITERS: dict[str, tuple[Callable[[Trace, Path], None], str]] = {
-    ".trace": (save, "all events, to load again with workbench.trace.file.load"),
+    ".trace": (save, "all events, to open again with %fsdp open"),
     ".json": (_write_perfetto, "for https://ui.perfetto.dev"),
     ".html": (_write_page, "a page of all views"),
 }

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
 
@@ -26,6 +27,7 @@ from workbench.reports import cursor as cursors
 from workbench.reports.done import (
     CellReport,
     ExportReport,
+    OpenReport,
     RankStatus,
     Report,
     ReshardReport,
@@ -51,10 +53,10 @@ from workbench.session.outputs import compare
 from workbench.session.pulse import Pulse
 from workbench.session.request import Listener, OnOutput, OnProgress, no_output, no_progress
 from workbench.session.session import ClusterLike, Session
-from workbench.session.sides import side
+from workbench.session.sides import opened, side
 from workbench.session.standing import OnStanding, no_standing
 from workbench.session.watch import ASK_S
-from workbench.trace.columns import Trace
+from workbench.trace.columns import Trace, steps
 from workbench.views import draw
 from workbench.views.compare import draw as draw_compared
 
@@ -118,6 +120,7 @@ class Workbench:
 
     Attributes:
         cursor: up to where views show what was recorded; None: all of it.
+        record: name of the file that was opened and is shown; empty: what ranks recorded.
     """
 
     def __init__(
@@ -137,6 +140,14 @@ class Workbench:
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._last_trace = Trace.empty()
+        self.record = ""
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Return a workbench that shows a trace file; it has no ranks and needs none. Errors as :meth:`load`."""
+        workbench = cls()
+        workbench.load(path)
+        return workbench
 
     def __enter__(self) -> Self:
         self.start()
@@ -174,7 +185,7 @@ class Workbench:
             UsageError: some run already, or they cannot be had as asked.
             ClusterError: they did not come up.
         """
-        self._check_startable()
+        self._check_replaceable("%fsdp start")
         self.stop()
         begin = time.monotonic()
         wanted: RankSettings = {**self.settings, **settings}
@@ -182,7 +193,7 @@ class Workbench:
         cluster.start()
         self.num_ranks, self.device, self.profile = wanted["num_ranks"], wanted["device"], wanted["profile"]
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
-        self._last_trace = Trace.empty()
+        self._last_trace, self.record = Trace.empty(), ""
         self._show_newest()
         devices = tuple(info["device"] for info in cluster.rank_info)
         notice = cluster.rank_info[0].get("notice", "")
@@ -199,20 +210,41 @@ class Workbench:
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
 
+    def load(self, path: str | os.PathLike[str]) -> OpenReport:
+        """Show a trace file (``%fsdp open``) instead of what ranks recorded; those that are all lost are stopped.
+
+        Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on what ranks record.
+
+        Raises:
+            UsageError: ranks run, or there is no such file, or it is no trace; what was shown is shown still.
+        """
+        self._check_replaceable("%fsdp open", " To look at the file beside them: Workbench.open(path).")
+        trace = opened(path)
+        self.stop()
+        self._last_trace, self.record = trace, Path(path).name
+        self._show_newest()
+        return OpenReport(
+            name=self.record,
+            num_ranks=len(trace.ranks),
+            steps=tuple(steps(trace)),
+            units=tuple(unit.name for unit in live_units(trace.header)),
+            num_rows=trace.num_rows,
+        )
+
     def _show_newest(self) -> None:
         self.cursor = None
 
     def _keep_trace(self, session: Session) -> None:
         self._last_trace = session.trace
 
-    def _check_startable(self) -> None:
-        """Raise unless there are no ranks, or none that lives."""
+    def _check_replaceable(self, word: str, more: str = "") -> None:
+        """Raise unless there are no ranks, or none that lives; say to stop them before ``word``."""
         if self._session is None or not self._session.living():
             return
         losses = losses_in_words(self.losses)
         if losses:
-            raise UsageError(f"{losses}; the others run on: %fsdp stop first, then %fsdp start")
-        raise UsageError(f"{self.num_ranks} ranks run already: %fsdp stop first, then %fsdp start")
+            raise UsageError(f"{losses}; the others run on: %fsdp stop first, then {word}{more and '.'}{more}")
+        raise UsageError(f"{self.num_ranks} ranks run already: %fsdp stop first, then {word}{more and '.'}{more}")
 
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""
@@ -224,6 +256,7 @@ class Workbench:
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
             num_dropped=trace.num_dropped,
+            record=self.record,
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
@@ -521,7 +554,7 @@ class Workbench:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
         found = Pulse(trace=self._last_trace) if session is None else session.pulse()
-        return dataclasses.replace(found, cursor=self.cursor)
+        return dataclasses.replace(found, cursor=self.cursor, record=self.record)
 
     @property
     def shown_trace(self) -> Trace:
@@ -530,7 +563,8 @@ class Workbench:
 
     def _started(self) -> Session:
         if self._session is None:
-            raise UsageError("there are no ranks: first %fsdp start -n 4")
+            only = f", only what {self.record} holds" if self.record else ""
+            raise UsageError(f"there are no ranks{only}: first %fsdp start -n 4")
         return self._session
 
     # ---- looking

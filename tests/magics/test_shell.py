@@ -242,6 +242,8 @@ def test_files_complete_what_compares_and_exports(bare, tmp_path, monkeypatch):
         (tmp_path / name).touch()
     assert bare.complete("%fsdp compare b") == ["before.trace"]
     assert "last" in bare.complete("%fsdp compare before.trace ")
+    assert bare.complete("%fsdp open b") == ["before.trace"]
+    assert "last" not in bare.complete("%fsdp open ")
     assert bare.complete("%fsdp export r") == ["run.json"]
     assert "notes.txt" not in bare.complete("%fsdp export ")
 

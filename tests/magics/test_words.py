@@ -152,6 +152,7 @@ EXPANDED = {
     "verify": ("verify {m}", "model", "net"),
     "compare": ("compare {m}.trace last:{n}", "b", "last:3"),
     "export": ("export {n}.json", "path", "3.json"),
+    "open": ("open {m}.trace", "path", "net.trace"),
     "help": ("help {w}", "topic", "unit"),
 }
 VALUES = {"{n}": "3", "{m}": "net", "{w}": "unit", "{flag}": "--stacks", "{b}": "true"}

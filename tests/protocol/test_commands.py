@@ -23,6 +23,7 @@ from workbench.protocol.commands import (
     Help,
     Inspect,
     Next,
+    Open,
     Pause,
     Reshard,
     Shard,
@@ -104,6 +105,7 @@ STRATEGIES = {
     Back: st.builds(Back, n=st.integers(0, 10**6)),
     Compare: st.builds(Compare, a=texts, b=texts, rank=st.none() | ranks, talk=st.booleans()),
     Export: st.builds(Export, path=texts, steps=st.sampled_from(["", "7", "-3..", "3..5"])),
+    Open: st.builds(Open, path=texts),
     Help: st.builds(Help, topic=st.just("") | texts),
     Break: st.just(Break("list"))
     | st.builds(Break, action=st.just("clear"), event=st.just("") | ranks.map(str))

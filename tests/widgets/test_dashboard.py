@@ -22,7 +22,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace
-from workbench.widgets.waiting import MAX_VIEWS, health
+from workbench.widgets.waiting import MAX_VIEWS, health, mark
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=Place(1, 0))
@@ -366,6 +366,7 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
         (Pulse(trace=Trace.empty()), "There are no ranks"),
         (Pulse(trace=Trace.empty(), running=True), "Nothing is recorded yet"),
         (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
+        (Pulse(trace=example_trace(num_ranks=2), record="run.trace"), "No ranks are running: this is run.trace."),
     ],
 )
 def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, told, words):
@@ -374,6 +375,20 @@ def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, told, words):
     answer, _ = ask(made(workbench))
     assert words in answer["said"]
     assert ("now" in answer) == bool(answer["groups"]) or answer["now"] is None
+
+
+def test_a_file_that_is_opened_is_told_from_the_beginning_even_if_it_is_of_the_same_job(made):
+    workbench = Pretender()
+    widget = made(workbench)
+    whole = workbench.pulse()
+    ask(widget)
+    part = replace(whole, trace=whole.trace.slice(first=1), running=False, states={}, record="part.trace")
+    assert mark(part) != mark(replace(part, record=""))  # a view that waits is told
+    workbench.pulse = lambda: part
+    answer, _ = ask(widget)
+    assert (answer["restart"], answer["another"]) == (True, True)
+    assert answer["counts"]["steps"] == 2
+    assert not ask(widget)[0]["restart"]
 
 
 def test_buttons_are_those_that_the_workbench_has(made):

@@ -29,7 +29,7 @@ from workbench.magics.words import (
 )
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Start, Step, Stop
+from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Open, Start, Step, Stop
 from workbench.reports.done import CellReport, Report
 from workbench.reports.places import live_units
 from workbench.reports.stopped import StopReport
@@ -51,7 +51,7 @@ class FsdpMagics(Magics):
         make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
 
     Attributes:
-        workbench: there is one from the first ``%fsdp start`` on; what it recorded outlives ``%fsdp stop``.
+        workbench: there is one from the first ``%fsdp start`` or ``open`` on; what it recorded outlives ``%fsdp stop``.
     """
 
     def __init__(self, shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> None:
@@ -104,6 +104,8 @@ class FsdpMagics(Magics):
                 return self._stop()
             case Help():
                 return self._help(command)
+            case Open():
+                return self._open(command)
         return self._do(self._running() if command.needs_ranks else self._shown(), command)
 
     def _run_cell(self, line: str, cell: str) -> None:
@@ -157,6 +159,12 @@ class FsdpMagics(Magics):
         self.workbench = workbench
         return report
 
+    def _open(self, command: Open) -> Report:
+        workbench = self._shown()
+        report: Report = workbench.do(command)
+        self.workbench = workbench
+        return report
+
     def _shown(self) -> Workbench:
         """Return the workbench, also before there are ranks: what is opened now shows those that are started later."""
         if self._only is None:
@@ -198,8 +206,8 @@ class FsdpMagics(Magics):
         """Return names on the ranks; a model alone brings the paths of its units along."""
         if kind == "events":
             return EVENTS
-        if kind in {"traces", "files"}:
-            suffixes = {".trace"} if kind == "traces" else {".trace", ".json", ".html"}
+        if kind in {"traces", "records", "files"}:
+            suffixes = {".trace", ".json", ".html"} if kind == "files" else {".trace"}
             files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)
             return [LAST, *files] if kind == "traces" else files
         if self.workbench is None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, Literal
 
-Names = Literal["", "modules", "variables", "classes", "events", "units", "fqns", "traces", "files", "words"]
-"""Which names an argument takes: what the ranks' namespaces hold, stop events, units, parameters, trace files, all
-files that ``export`` writes, the words of ``%fsdp``."""
+Names = Literal["", "modules", "variables", "classes", "events", "units", "fqns", "traces", "records", "files", "words"]
+"""Which names an argument takes: what the ranks' namespaces hold, stop events, units, parameters, what ``compare``
+takes, trace files, all files that ``export`` writes, the words of ``%fsdp``."""
 
 
 def _same(text: str) -> str:

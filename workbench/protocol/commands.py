@@ -645,7 +645,7 @@ class Compare(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Command):
-    """Write what was recorded to a file: .trace to load again, .json for Perfetto, .html as a page of figures."""
+    """Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page of figures."""
 
     word: ClassVar[str] = "export"
     example: ClassVar[str] = "export run.trace"
@@ -657,6 +657,20 @@ class Export(Command):
     steps: str = field(
         default="",
         metadata=argument("only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", metavar="STEPS"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open(Command):
+    """Show a trace file again: every view, the dashboard, compare and export, without ranks."""
+
+    word: ClassVar[str] = "open"
+    example: ClassVar[str] = "open run.trace"
+    more: ClassVar[str] = "takes the place of what was recorded before; ranks are to be stopped first"
+    method: ClassVar[str] = "load"
+    needs_ranks: ClassVar[bool] = False
+    path: str = field(
+        kw_only=False, metadata=argument("a file that export has written", metavar="FILE", completes="records")
     )
 
 
@@ -692,7 +706,7 @@ class Cell(Command):
 
 _ALL: tuple[type[Command], ...] = (
     *(Start, Status, Stop, Dashboard, Shard, Reshard, Unshard, Step, Pause, Next, Continue, Abort, Where, Break),
-    *(Inspect, Evaluate, Back, Verify, Compare, Export, Help),
+    *(Inspect, Evaluate, Back, Verify, Compare, Export, Open, Help),
 )
 COMMANDS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL}
 """All words but those that draw, which their views declare."""

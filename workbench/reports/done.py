@@ -28,7 +28,7 @@ from workbench.protocol.commands import (
     Verified,
     Verify,
 )
-from workbench.replay.alike import label
+from workbench.replay.alike import label, ranges
 from workbench.views.theme import format_bytes, format_duration, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
@@ -102,6 +102,7 @@ class StatusReport(Report):
         num_rows: rows of the trace so far, all ranks together.
         num_lost: rows overwritten on ranks before they could be read.
         num_dropped: oldest rows that were let go here, for only so many are kept.
+        record: the file that is shown instead of what ranks record; empty: none.
     """
 
     running: bool
@@ -110,12 +111,14 @@ class StatusReport(Report):
     num_rows: int = 0
     num_lost: int = 0
     num_dropped: int = 0
+    record: str = ""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
         if not self.running:
-            return "no ranks are running: %fsdp start -n 4"
+            shown = f", {self.record} is open" if self.record else ""
+            return f"no ranks are running{shown}: %fsdp start -n 4"
         dead = [r.rank for r in self.ranks if not r.alive]
         if dead:
             return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
@@ -124,7 +127,7 @@ class StatusReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
         found = [(f"rank {r.rank}", str(r)) for r in self.ranks]
-        if self.running:
+        if self.running or self.record:
             found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
@@ -306,6 +309,38 @@ class ExportReport(Report):
     def headline(self) -> str:
         """The result in one sentence."""
         return f"wrote {self.path} ({format_bytes(self.num_bytes)}): {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenReport(Report):
+    """A trace file is shown.
+
+    Attributes:
+        name: of the file.
+        num_ranks: ranks that recorded anything.
+        steps: numbers of the training steps in it.
+        units: names of the sharded units, root ``""`` included.
+        num_rows: rows, all ranks together.
+    """
+
+    name: str
+    num_ranks: int
+    steps: tuple[int, ...]
+    units: tuple[str, ...]
+    num_rows: int
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        ranks, events = plural(self.num_ranks, "rank"), plural(self.num_rows, "event")
+        return (
+            f"{self.name} is open: {ranks}, {plural(len(self.steps), 'step')}, {events}; looking at it needs no ranks"
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the steps and the units."""
+        found = [("steps", ranges(self.steps))] if self.steps else []
+        return [*found, ("sharded", _names(self.units) if self.units else "nothing")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ class Pulse:
         positions: where each rank was when it was last heard of.
         losses: of each rank that was lost, how.
         cursor: up to where the views show what was recorded; None: all of it.
+        record: name of the file that the trace is from; empty: ranks recorded it.
     """
 
     trace: Trace
@@ -30,6 +31,7 @@ class Pulse:
     positions: Mapping[int, Position] = field(default_factory=dict)
     losses: Mapping[int, str] = field(default_factory=dict)
     cursor: Cursor | None = None
+    record: str = ""
 
 
 def pulse(

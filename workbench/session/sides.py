@@ -11,6 +11,7 @@ written ``./5``.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     if isinstance(text, Trace):
         return "a trace", text
     source, part = _split(os.fspath(text))
-    trace = last() if source == LAST else _load(source)
+    trace = last() if source == LAST else opened(source, "; a side is a trace file, 'last', or steps such as 3..5")
     if source == LAST and not trace.num_rows:
         raise UsageError("nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3")
     name = LAST if source == LAST else Path(source).name
@@ -78,13 +79,28 @@ def _split(text: str) -> tuple[str, str]:
     return found["source"], found["part"] or ""
 
 
-def _load(path: str) -> Trace:
+def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
+    """Return the trace of a file.
+
+    Args:
+        path: of the file.
+        if_missing: what else to say where there is none.
+
+    Raises:
+        UsageError: there is no such file, or it is no trace; the message says why.
+    """
+    file = Path(path).expanduser()
     try:
-        return load(path)
+        return load(file)
     except FileNotFoundError:
-        raise UsageError(f"there is no file {path!r}; a side is a trace file, 'last', or steps such as 3..5") from None
-    except (OSError, TraceError) as error:
-        raise UsageError(f"{path!r} cannot be compared: {error}") from error
+        there = sorted(other.name for other in file.parent.glob("*.trace"))
+        near = difflib.get_close_matches(file.name, there, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"there is no file {os.fspath(path)!r}{hint}{if_missing}") from None
+    except TraceError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _number(text: str, known: Sequence[int]) -> int | None:

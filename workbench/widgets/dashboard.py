@@ -155,6 +155,7 @@ class _View:
         self._units: Sequence[object] = ()
         self._num_cuts = 0
         self._cursor: Cursor | None = None
+        self._record = ""
         self._asked_at: float | None = None
 
     def answer(
@@ -184,6 +185,8 @@ class _View:
         begin = clock()
         ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
         self._asked_at = begin
+        if pulse.record != self._record:  # it may be of the same job, with other rows
+            self._record, self._feed = pulse.record, Feed()
         trace = pulse.trace
         new = self._feed.take(trace, FIRST_BYTES if ago is None else int(BYTES_PER_S * ago))
         if new.restart:

@@ -107,7 +107,7 @@ class Waiting:
 def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    return pulse.running, ends, health(pulse), pulse.losses, pulse.cursor
+    return pulse.running, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor
 
 
 def health(pulse: Pulse) -> list[dict[str, Any]]:
@@ -129,6 +129,8 @@ def said(pulse: Pulse) -> str:
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
     if pulse.trace.num_rows:
+        if pulse.record:
+            return f"No ranks are running: this is {pulse.record}."
         return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
     if not pulse.running:
         return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."

@@ -1,0 +1,82 @@
+"""``%fsdp open``: a record is shown again, and no rank is needed for it."""
+
+import pytest
+
+from tests.trace.strategies import example_trace
+from workbench.errors import UsageError
+from workbench.magics.show import PLOTLY_MIME, WIDGET_MIME
+from workbench.trace import load, save
+from workbench.views import VIEWS
+from workbench.workbench import Workbench
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A record of 4 ranks and 3 steps in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    save(example_trace(), "run.trace")
+
+
+def test_a_record_has_every_view_the_dashboard_compare_back_and_export_without_a_rank(bare, run):
+    said = bare.ok("%fsdp open run.trace").shown[0]["text/plain"]
+    assert said.startswith("run.trace is open: 4 ranks, 3 steps, ")
+    assert "  steps    0-2\n" in said
+    for name in VIEWS:
+        assert PLOTLY_MIME in bare.ok(f"%fsdp {name}").shown[0]
+    bare.ok("board = %fsdp dashboard")
+    assert bare.shell.user_ns["board"]._repr_mimebundle_()[0].keys() >= {WIDGET_MIME}
+    bare.shell.user_ns["board"].close()
+    whole = bare.shell.run_line_magic("fsdp", "memory")
+    bare.ok("%fsdp back 300")
+    assert bare.shell.run_line_magic("fsdp", "memory") != whole
+    bare.ok("%fsdp back 0")
+    assert bare.ok("%fsdp compare run.trace last").shown[0]["text/plain"].startswith("the same, event for event")
+    bare.ok("%fsdp export again.trace")
+    assert load("again.trace") == load("run.trace")
+    assert not bare.fakes
+
+
+def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
+    bare.ok("%fsdp open run.trace")
+    for line in ("%fsdp step", "%fsdp where", "%%fsdp\n1", "%fsdp continue"):
+        assert "there are no ranks, only what run.trace holds: first %fsdp start -n 4" in bare.run(line).out
+    status = bare.ok("%fsdp status").shown[0]["text/plain"]
+    assert status.startswith("no ranks are running, run.trace is open: %fsdp start -n 4")
+    assert "blocks.0" in status
+
+
+def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
+    error = notebook.run("%fsdp open run.trace").error
+    assert isinstance(error, UsageError)
+    assert "4 ranks run already: %fsdp stop first, then %fsdp open. To look at the file beside them:" in str(error)
+    notebook.ok("%fsdp stop\n%fsdp open run.trace")
+    notebook.ok("%fsdp start -n 2")
+    assert "run.trace" not in notebook.ok("%fsdp status").shown[0]["text/plain"]
+    assert notebook.run("%fsdp compare last run.trace").out.count("nothing is recorded yet")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("rnu.trace", "there is no file 'rnu.trace', did you mean 'run.trace'?"),
+        ("notes.txt", "cannot read notes.txt: it is not a trace, or it is damaged or cut short"),
+        ("folder", "cannot read folder: Is a directory"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_and_what_was_shown_stays(bare, run, tmp_path, name, says):
+    (tmp_path / "notes.txt").write_text("no")
+    (tmp_path / "folder").mkdir()
+    bare.ok("%fsdp open run.trace")
+    error = bare.run(f"%fsdp open {name}").error
+    assert isinstance(error, UsageError)
+    assert says in str(error)
+    assert "run.trace is open" in bare.ok("%fsdp status").shown[0]["text/plain"]
+
+
+def test_in_python_a_record_is_a_workbench(tmp_path):
+    save(example_trace(), tmp_path / "run.trace")
+    workbench = Workbench.open(tmp_path / "run.trace")
+    assert workbench.trace == load(tmp_path / "run.trace")
+    assert not workbench.running
+    assert workbench.pulse().record == "run.trace"
+    assert workbench.memory().data
