@@ -1,0 +1,778 @@
+// Made of workbench/panel/messages.py and the words of %fsdp by: python -m workbench.panel.typescript
+// What a panel in the browser and the kernel say to each other: questions and answers, all of them declared here.
+
+export const TARGET = "workbench.panel";
+
+export const DASHBOARD_TARGET = "workbench.dashboard";
+
+export const VERSION = 1;
+
+/** Who asks. What it has never changes, so that any two versions understand each other this far. */
+export interface Hello {
+  readonly word: "hello";
+  /** comes back with the answer. */
+  readonly number: number;
+  /** the browser's VERSION. */
+  readonly version: number;
+  /** version of the JupyterLab extension, such as `0.1.0`. */
+  readonly extension: string;
+}
+
+/** Asks how everything is. */
+export interface Look {
+  readonly word: "look";
+  /** comes back with the answer. */
+  readonly number: number;
+  /**
+   * answer as soon as something is new, after a second at the latest, and without the units
+   * that were told before; a new question like this takes the place of the last one. Else: at
+   * once, and everything.
+   */
+  readonly wait?: boolean;
+}
+
+/** Asks which models the ranks' cells have made. */
+export interface FindModels {
+  readonly word: "find models";
+  /** comes back with the answer. */
+  readonly number: number;
+}
+
+/** Asks what a command `shard` would come to, before it is done. */
+export interface Try {
+  readonly word: "try";
+  /** comes back with the answer. */
+  readonly number: number;
+  /** a command; of a word that cannot be tried the answer says so. */
+  readonly command: Command;
+}
+
+/** Asks for the parameters of a unit. */
+export interface FindParams {
+  readonly word: "find params";
+  /** comes back with the answer. */
+  readonly number: number;
+  /** index of the unit. */
+  readonly unit: number;
+}
+
+/** Asks for the line that one could have typed for a command. */
+export interface Spell {
+  readonly word: "spell";
+  /** comes back with the answer. */
+  readonly number: number;
+  /** a command. */
+  readonly command: Command;
+}
+
+/** Asks for a command to be done, as the line typed into a cell would be. */
+export interface Do {
+  readonly word: "do";
+  /** comes back with the answer. */
+  readonly number: number;
+  /** a command. */
+  readonly command: Command;
+}
+
+/** Asks which commands were done in this notebook. */
+export interface Recall {
+  readonly word: "recall";
+  /** comes back with the answer. */
+  readonly number: number;
+}
+
+/** Who answers. */
+export interface Welcome {
+  readonly word: "welcome";
+  /** of the question. */
+  readonly number: number;
+  /** the kernel's VERSION. */
+  readonly version: number;
+  /** version of the Python package. */
+  readonly workbench: string;
+  /**
+   * a sentence with both versions and what to do, if they do not fit: all further questions are
+   * refused then. Empty: they fit.
+   */
+  readonly problem: string;
+}
+
+/** Whose ranks they are. */
+export interface ClusterState {
+  /** whether there are any. */
+  readonly is_running: boolean;
+  /** how many there are, or there would be with `start` and no number. */
+  readonly num_ranks: number;
+  /** where they were asked to compute: `auto`, `cpu` or `cuda`. */
+  readonly device: string;
+  /** IPython profile that they were started with; empty: none. */
+  readonly profile: string;
+  /** machine of the notebook's kernel. */
+  readonly host: string;
+  /** its process. */
+  readonly kernel_pid: number;
+}
+
+/** One rank now. */
+export interface RankState {
+  /** which. */
+  readonly rank: number;
+  /**
+   * what it is doing; `gone`: its process is; `no answer`: it is there and has not answered in
+   * time.
+   */
+  readonly health: "held" | "waiting" | "running" | "starting" | "idle" | "no answer" | "gone";
+  /**
+   * where it stands, in words, such as `before all-gather of blocks.2, step 3`; of a rank that
+   * is gone, how it was lost.
+   */
+  readonly where: string;
+  /** its machine. */
+  readonly host: string;
+  /** such as `cpu` or `cuda:0`. */
+  readonly device: string;
+  /** of its process. */
+  readonly pid: number;
+  /**
+   * live bytes of each memory class, in the order of the classes (`CATEGORIES` of the
+   * dashboard).
+   */
+  readonly num_bytes: readonly number[];
+  /** those bytes together, what pools keep for reuse left out. */
+  readonly in_use: number;
+  /** most bytes in use there were at once. */
+  readonly peak_bytes: number;
+  /** each class at that moment. */
+  readonly peak_bytes_by_class: readonly number[];
+  /** what the rank was doing then, in words; empty: nothing is recorded. */
+  readonly peak: string;
+}
+
+/** One unit of a sharded model: one `fully_shard` call. */
+export interface UnitInfo {
+  /** which. */
+  readonly index: number;
+  /** module path relative to its root, `(root)` for the root's own; its dots make the tree. */
+  readonly name: string;
+  /** index of the root unit of its model. */
+  readonly root: number;
+  /** parameters (tensors). */
+  readonly num_params: number;
+  /** all its parameters in full. */
+  readonly bytes_unsharded: number;
+  /** what each rank keeps of them between steps, padding included. */
+  readonly bytes_at_rest: number;
+  /** of that what is padding, over the ranks that share one copy together. */
+  readonly bytes_padding: number;
+  /** ranks that share one copy. */
+  readonly shard_size: number;
+  /** copies. */
+  readonly replicate_size: number;
+  /** `true`, `false`, or the number of ranks that share it from forward to backward. */
+  readonly reshard_after_forward: string;
+  /** of the all-gather and of forward and backward, such as `bfloat16`. */
+  readonly compute_dtype: string;
+  /** of gradients on their way. */
+  readonly reduce_dtype: string;
+  /** whether its shards stay in host memory between uses. */
+  readonly offload: boolean;
+}
+
+/** Where the units are on ranks that have them alike. */
+export interface UnitStates {
+  /** these ranks. */
+  readonly ranks: readonly number[];
+  /**
+   * one digit a unit, in the order of `State.units`: its number in `UNIT_STATES` of the
+   * dashboard (0 sharded, 1 all-gather in flight, 2 unsharded, 3 reducing).
+   */
+  readonly states: string;
+}
+
+/** A breakpoint. */
+export interface BreakpointState {
+  /** its number, which `break clear`, `break on` and `break off` take. */
+  readonly id: number;
+  /** as it was written, such as `all_gather:blocks.2 --rank 1`. */
+  readonly text: string;
+  /** whether it stops ranks. */
+  readonly is_on: boolean;
+}
+
+/** What the ranks were asked and have not ended. */
+export interface RequestState {
+  /** such as `%fsdp step 40`, or `a cell`. */
+  readonly line: string;
+  /** whether they stand still inside it. */
+  readonly is_stopped: boolean;
+  /** where they stand, a sentence; empty: they do not. */
+  readonly stop: string;
+  /** because of what, such as `breakpoint 1: all_gather:blocks.2`. */
+  readonly reasons: readonly string[];
+  /** whether the notebook is free meanwhile. */
+  readonly in_background: boolean;
+  /** steps that all ranks have finished; 0 if it is no `step`. */
+  readonly steps_done: number;
+  /** steps asked for; 0 if it is no `step`. */
+  readonly steps_total: number;
+}
+
+/** How training goes. */
+export interface TrainingState {
+  /** number of the newest step that a rank has begun, -1 before the first. */
+  readonly step: number;
+  /** mean over the ranks, of the newest step that has one. */
+  readonly loss: number | null;
+  /** of the newest step that all ranks have finished, on the slowest of them. */
+  readonly steps_per_s: number | null;
+  /** of all ranks together, where they log `tokens`. */
+  readonly tokens_per_s: number | null;
+}
+
+/** How the last thing that the ranks were asked ended, whoever asked it. */
+export interface Ended {
+  /** how many have ended; another one than before: this is news. */
+  readonly count: number;
+  /** such as `%fsdp step 40`, or `a cell`. */
+  readonly line: string;
+  /** its result or its error. */
+  readonly text: string;
+  /** whether it failed or was given up. */
+  readonly is_error: boolean;
+}
+
+/** How everything is. */
+export interface State {
+  readonly word: "state";
+  /** of the question. */
+  readonly number: number;
+  /** whose ranks they are. */
+  readonly cluster: ClusterState;
+  /** one entry a rank, by number; none when none run. */
+  readonly ranks: readonly RankState[];
+  /** of all models that are sharded now, from the top of each; None: as they were told last. */
+  readonly units: readonly UnitInfo[] | null;
+  /** where these units are. */
+  readonly unit_states: readonly UnitStates[];
+  /** in the order they were added. */
+  readonly breakpoints: readonly BreakpointState[];
+  /** what is under way; None: nothing is. */
+  readonly request: RequestState | null;
+  /** how training goes. */
+  readonly training: TrainingState;
+  /** how the last request ended; None: none has yet. */
+  readonly ended: Ended | null;
+  /** what there is to see, or what to do first, a sentence; empty while ranks train. */
+  readonly said: string;
+  /** whether the notebook runs a cell, for whose end `pause` and `abort` need not wait. */
+  readonly cell_runs: boolean;
+}
+
+/** A class of modules that `wrap` may name. */
+export interface WrapClass {
+  /** of the class. */
+  readonly name: string;
+  /** modules of it inside the model. */
+  readonly count: number;
+  /** of the parameters of all of them together, in elements. */
+  readonly num_elements: number;
+}
+
+/** A model that the ranks' cells have made. */
+export interface Model {
+  /** its variable. */
+  readonly name: string;
+  /** of its class. */
+  readonly class_name: string;
+  /** whether it is sharded. */
+  readonly is_sharded: boolean;
+  /** that have it; a model that is not on all of them cannot be sharded. */
+  readonly ranks: readonly number[];
+  /** parameters (tensors). */
+  readonly num_params: number;
+  /** of all parameters, in elements. */
+  readonly num_elements: number;
+  /** of all parameters in full. */
+  readonly num_bytes: number;
+  /** that `wrap` may name, by the most elements first. */
+  readonly classes: readonly WrapClass[];
+  /** of those the ones that `shard` takes if none is named. */
+  readonly suggested: readonly string[];
+}
+
+/** The models on the ranks. */
+export interface Models {
+  readonly word: "models";
+  /** of the question. */
+  readonly number: number;
+  /** by name. */
+  readonly models: readonly Model[];
+  /** why there is none and what to do, a sentence; empty if there is one. */
+  readonly text: string;
+}
+
+/** What ranks would hold between steps of training with Adam, in bytes. */
+export interface RestPreview {
+  /** that hold equally much. */
+  readonly ranks: readonly number[];
+  /** their shards, padding included. */
+  readonly params: number;
+  /** of the gradients. */
+  readonly grads: number;
+  /** of Adam's state. */
+  readonly adam: number;
+}
+
+/** The collectives of one kind of one training step, on each rank. */
+export interface SentPreview {
+  /** in words, such as `all-gather`. */
+  readonly kind: string;
+  /** that take part in each. */
+  readonly num_ranks: number;
+  /** how many. */
+  readonly calls: number;
+  /** their payloads together. */
+  readonly num_bytes: number;
+  /** what one rank sends for them, on a ring. */
+  readonly sent_bytes: number;
+}
+
+/** What a command would come to; nothing was done. */
+export interface Preview {
+  readonly word: "preview";
+  /** of the question. */
+  readonly number: number;
+  /** what one could have typed. */
+  readonly line: string;
+  /** why it cannot be done, a sentence; all that follows is empty then. Empty: it can. */
+  readonly problem: string;
+  /** names of the units that there would be, `(root)` for the root's own. */
+  readonly units: readonly string[];
+  /** of the whole model. */
+  readonly bytes_unsharded: number;
+  /** what each rank would hold. */
+  readonly at_rest: readonly RestPreview[];
+  /** the collectives of one step of one forward and one backward. */
+  readonly sent: readonly SentPreview[];
+  /** what one rank sends for all of them. */
+  readonly sent_bytes: number;
+}
+
+/** A parameter of a unit. */
+export interface ParamInfo {
+  /** name relative to the root of its model, which `inspect` takes. */
+  readonly fqn: string;
+  /** in elements, whole. */
+  readonly shape: readonly number[];
+  /** such as `float32`. */
+  readonly dtype: string;
+  /** in full. */
+  readonly bytes_unsharded: number;
+  /** what each rank keeps of it, padding included. */
+  readonly bytes_at_rest: number;
+  /** rows of its shard dim that each of the ranks that share it holds. */
+  readonly rows_per_rank: readonly number[];
+  /** whether it takes a gradient. */
+  readonly is_trainable: boolean;
+}
+
+/** The parameters of a unit. */
+export interface Params {
+  readonly word: "params";
+  /** of the question. */
+  readonly number: number;
+  /** index of the unit. */
+  readonly unit: number;
+  /** in its order; none if there is no such unit any more. */
+  readonly params: readonly ParamInfo[];
+}
+
+/** A command as a line. */
+export interface Line {
+  readonly word: "line";
+  /** of the question. */
+  readonly number: number;
+  /** what one could have typed, such as `%fsdp shard model --wrap Block`. */
+  readonly line: string;
+}
+
+/** What a command said. */
+export interface Said {
+  readonly word: "said";
+  /** of the question. */
+  readonly number: number;
+  /** what one could have typed; it is in the history of commands. */
+  readonly line: string;
+  /** what came of it, or its error; the first line says it in one sentence. */
+  readonly text: string;
+  /** whether it failed. */
+  readonly is_error: boolean;
+  /**
+   * by MIME type what a cell would show of it: a figure, a table; none if it failed or there is
+   * only the text.
+   */
+  readonly data: unknown;
+}
+
+/** A command that was asked for in this notebook. */
+export interface Past {
+  /** what was typed, or could have been. */
+  readonly line: string;
+  /** who asked. */
+  readonly source: "cell" | "panel";
+  /** when, in seconds since 1970. */
+  readonly t_s: number;
+}
+
+/** The commands of this notebook; `%fsdp history` shows the same. */
+export interface History {
+  readonly word: "history";
+  /** of the question. */
+  readonly number: number;
+  /** the oldest first. */
+  readonly commands: readonly Past[];
+}
+
+/** A question that has no answer. */
+export interface Refused {
+  readonly word: "refused";
+  /** of the question; -1 if it has none that can be read. */
+  readonly number: number;
+  /** why, a sentence. */
+  readonly text: string;
+}
+
+/** Start ranks. */
+export interface Start {
+  readonly word: "start";
+  /** ranks (default 4) */
+  readonly num_ranks?: number;
+  /** where they compute (default auto) */
+  readonly device?: "auto" | "cpu" | "cuda";
+  /** ipyparallel profile (default: none is needed) */
+  readonly profile?: string | null;
+}
+
+/** Say where the ranks are, what is sharded, and what is recorded. */
+export interface Status {
+  readonly word: "status";
+}
+
+/** Stop the ranks; what was recorded stays. */
+export interface Stop {
+  readonly word: "stop";
+}
+
+/** Watch the ranks while they train, and at any event before; its buttons stop inside a step. */
+export interface Dashboard {
+  readonly word: "dashboard";
+}
+
+/** Shard a model with fully_shard, one unit per module of a class. */
+export interface Shard {
+  readonly word: "shard";
+  /** module classes of which each instance becomes a unit (default: chosen from the model) */
+  readonly wrap?: readonly string[];
+  /** ranks that share a copy, or copies x ranks that share one (default: all ranks share one) */
+  readonly mesh?: number | string | readonly number[];
+  /**
+   * free full parameters after forward; auto: all but the root's; K: K ranks share them
+   * (default: auto)
+   */
+  readonly reshard_after_forward?: string | number;
+  /** its variable on the ranks, such as model */
+  readonly model: string;
+  /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: off) */
+  readonly mp?: string;
+  /** keep what is sharded in host memory (default: no) */
+  readonly offload?: boolean;
+  /** gather N units ahead, in the order of the modules; 0: the engine's own order (default: 0) */
+  readonly prefetch?: number;
+  /** parameters that stay whole, such as *.bias */
+  readonly ignore?: readonly string[];
+}
+
+/**
+ * Change how a sharded model is sharded, in place; optimizers go on with their state. What is
+ * not given stays as it is, and so do the parameters that `shard` left out.
+ */
+export interface Reshard {
+  readonly word: "reshard";
+  /** module classes of which each instance becomes a unit (default: as it is) */
+  readonly wrap?: readonly string[];
+  /** ranks that share a copy, or copies x ranks that share one (default: as it is) */
+  readonly mesh?: number | string | readonly number[];
+  /**
+   * free full parameters after forward; auto: all but the root's; K: K ranks share them
+   * (default: as it is)
+   */
+  readonly reshard_after_forward?: string | number;
+  /** its variable on the ranks, such as model */
+  readonly model: string;
+  /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: as it is) */
+  readonly mp?: string;
+  /** keep what is sharded in host memory (default: as it is) */
+  readonly offload?: boolean | null;
+  /**
+   * gather N units ahead, in the order of the modules; 0: the engine's own order (default: as
+   * it is)
+   */
+  readonly prefetch?: number | null;
+}
+
+/** Make a sharded model a plain module again, with the same values. */
+export interface Unshard {
+  readonly word: "unshard";
+  /** its variable on the ranks, such as model */
+  readonly model: string;
+}
+
+/** Train: call train_step() on every rank, so many times; a number that it returns is the loss. */
+export interface Step {
+  readonly word: "step";
+  /** training steps (default 1) */
+  readonly count?: number;
+  /** step function (default train_step) */
+  readonly fn?: string;
+  /** stop before it, once: EVENT[:UNIT] */
+  readonly until?: string;
+  /** go on with the notebook at once (default: no) */
+  readonly background?: boolean;
+}
+
+/** Stop all ranks at the same event of the step under way. */
+export interface Pause {
+  readonly word: "pause";
+}
+
+/** Let stopped ranks go on to the next event, collective, unit or phase. */
+export interface Next {
+  readonly word: "next";
+  /** default: event */
+  readonly what?: "event" | "collective" | "unit" | "phase";
+}
+
+/** Let stopped ranks go on, in the background if it began there. */
+export interface Continue {
+  readonly word: "continue";
+  /** wait for what was begun with --background, too (default: no) */
+  readonly foreground?: boolean;
+}
+
+/** Give up what the ranks do; they are ready again afterwards. */
+export interface Abort {
+  readonly word: "abort";
+}
+
+/** Say where every rank is, and since when. */
+export interface Where {
+  readonly word: "where";
+  /** also each rank's Python threads (default: no) */
+  readonly stacks?: boolean;
+}
+
+/** Stop before every such event: add, list or clear breakpoints. */
+export interface Break {
+  readonly word: "break";
+  /** what to do */
+  readonly action: "add" | "list" | "clear";
+  /** such as backward:blocks.2 */
+  readonly event?: string;
+  /** the only rank that stops (default: all) */
+  readonly rank?: number | null;
+  /** a condition such as 'num_bytes > 1e6' (default: always) */
+  readonly when?: string | null;
+}
+
+/** Say what every stopped rank has of a parameter, in a table. */
+export interface Inspect {
+  readonly word: "inspect";
+  /** a parameter, such as blocks.2.mlp.0.weight */
+  readonly fqn: string;
+}
+
+/**
+ * Evaluate an expression on stopped ranks, inside the step, with the variables of the functions
+ * under way.
+ */
+export interface Evaluate {
+  readonly word: "eval";
+  /** a Python expression: the raw rest of the line */
+  readonly expr: string;
+  /** ranks that evaluate it, such as 1,3 or 0-2 (default: all) */
+  readonly ranks?: readonly number[];
+  /** look names up from the N-th function under way outwards; 0: the innermost (default 0) */
+  readonly frame?: number;
+}
+
+/** Show what was recorded up to some events ago, 0: everything; undoes nothing. */
+export interface Back {
+  readonly word: "back";
+  /** events; 0: the newest (default 1) */
+  readonly n?: number;
+}
+
+/** Compare a step with the same step of an unsharded copy; training state is left as it was. */
+export interface Verify {
+  readonly word: "verify";
+  /** default: the only sharded model there is */
+  readonly model?: string;
+  /** step function (default train_step) */
+  readonly fn?: string;
+}
+
+/** Draw which rows of which parameter lie on which rank. */
+export interface DrawLayout {
+  readonly word: "layout";
+  /**
+   * draw parameters that are alike in all but a number (blocks.0-3) as one bar; None: only if
+   * many.
+   */
+  readonly fold?: boolean | null;
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean | null;
+}
+
+/** Draw bytes by class over time, and name the peak. */
+export interface DrawMemory {
+  readonly word: "memory";
+  /** the last step to show; None: the last one there is. */
+  readonly step?: number | null;
+  /** how many steps, up to that one. */
+  readonly steps?: number | null;
+  /** show this rank alone; None: one rank of each group of alike ones. */
+  readonly rank?: number | null;
+  /** show the memory of the whole process as well, where it was sampled. */
+  readonly process?: boolean | null;
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean | null;
+}
+
+/** Draw compute, collectives and waits of a step, per rank. */
+export interface DrawTimeline {
+  readonly word: "timeline";
+  /** the last step to show; None: the last one there is. */
+  readonly step?: number | null;
+  /** how many steps, up to that one. */
+  readonly steps?: number | null;
+  /** show this rank alone; None: all of them, alike ones together if they are many. */
+  readonly rank?: number | null;
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean | null;
+  /** all of the run instead, live, to pan and zoom */
+  readonly canvas?: boolean | null;
+}
+
+/** Draw which unit is sharded, gathering, unsharded or reducing, over time. */
+export interface DrawStates {
+  readonly word: "states";
+  /** the last step to show; None: the last one there is. */
+  readonly step?: number | null;
+  /** how many steps, up to that one. */
+  readonly steps?: number | null;
+  /** the rank to show; None: one of the largest group of alike ones. */
+  readonly rank?: number | null;
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean | null;
+}
+
+/** Count collectives of a step per unit: calls, bytes and time, beside what a formula says. */
+export interface DrawComms {
+  readonly word: "comms";
+  /** which step; None: the last one that ended. */
+  readonly step?: number | null;
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean | null;
+}
+
+/** Draw loss, step time and what else is logged. */
+export interface DrawTraining {
+  readonly word: "training";
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean | null;
+}
+
+/** Say and draw what changed from one record, or some steps of it, to another. */
+export interface Compare {
+  readonly word: "compare";
+  /**
+   * a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or
+   * last:-3.. for the newest three; 3..5 is of last
+   */
+  readonly a: string;
+  /** likewise: what to compare it with */
+  readonly b: string;
+  /** compare this rank (default: whose peak differs most) */
+  readonly rank?: number | null;
+  /** in sizes and colours for a projector */
+  readonly talk?: boolean;
+}
+
+/**
+ * Write what was recorded to a file: .trace to load again, .json for Perfetto, .html as a page
+ * of figures.
+ */
+export interface Export {
+  readonly word: "export";
+  /** where to; its suffix says what to write */
+  readonly path: string;
+  /** only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three) */
+  readonly steps?: string;
+}
+
+/** List the words, or explain one of them. */
+export interface Help {
+  readonly word: "help";
+  /** default: all words */
+  readonly topic?: string;
+}
+
+export type Question =
+  | Hello
+  | Look
+  | FindModels
+  | Try
+  | FindParams
+  | Spell
+  | Do
+  | Recall;
+
+export type Answer =
+  | Welcome
+  | State
+  | Models
+  | Preview
+  | Params
+  | Line
+  | Said
+  | History
+  | Refused;
+
+export type Command =
+  | Start
+  | Status
+  | Stop
+  | Dashboard
+  | Shard
+  | Reshard
+  | Unshard
+  | Step
+  | Pause
+  | Next
+  | Continue
+  | Abort
+  | Where
+  | Break
+  | Inspect
+  | Evaluate
+  | Back
+  | Verify
+  | DrawLayout
+  | DrawMemory
+  | DrawTimeline
+  | DrawStates
+  | DrawComms
+  | DrawTraining
+  | Compare
+  | Export
+  | Help;

@@ -1,0 +1,106 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from workbench.protocol.arguments import argument
+from workbench.widgets.typescript import module, read_docstring, type_of
+
+
+class Colour(IntEnum):
+    RED = 0
+    BLUE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A wheel */ of ``n`` spokes.
+
+    Attributes:
+        spokes, teeth: how many;
+            not negative.
+    """
+
+    spokes: int
+    teeth: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cart:
+    """See :class:`tests.Wheel`.
+
+    Raises:
+        ValueError: never.
+    """
+
+    word: ClassVar[str] = "cart"
+    wheels: tuple[Wheel, ...]
+    load: float | None = None
+    to: str = field(default="left", metadata=argument("which way", choices=("left", "right")))
+    cargo: Any = field(default=None, metadata={"typescript": "Cargo"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (bool, "boolean"),
+        (int | float, "number"),
+        (str | None, "string | null"),
+        (memoryview, "number"),
+        (Any, "unknown"),
+        (Colour, "0 | 2"),
+        (Literal["a", 'b"'], '"a" | "b\\""'),
+        (tuple[int, ...], "readonly number[]"),
+        (Sequence[str | None], "readonly (string | null)[]"),
+        (dict[int, Wheel], "Readonly<Record<string, Wheel>>"),
+        (tuple[tuple[Wheel, ...], ...], "readonly readonly Wheel[][]"),
+    ],
+)
+def test_types(kind, text):
+    assert type_of(kind) == text
+
+
+def test_what_no_message_holds_is_refused():
+    with pytest.raises(TypeError, match="set"):
+        type_of(set[int])
+
+
+def test_a_module():
+    assert module("Made.", [Cart], unions={"Any": [Cart, Wheel]}, constants={"VERSION": 3}, sent=[Cart]) == (
+        """\
+// Made.
+
+export const VERSION = 3;
+
+/** A wheel * / of `n` spokes. */
+export interface Wheel {
+  /** how many; not negative. */
+  readonly spokes: number;
+  /** how many; not negative. */
+  readonly teeth: number;
+}
+
+/** See Wheel. */
+export interface Cart {
+  readonly word: "cart";
+  readonly wheels: readonly Wheel[];
+  readonly load?: number | null;
+  /** which way */
+  readonly to?: "left" | "right";
+  readonly cargo?: Cargo;
+}
+
+export type Any =
+  | Cart
+  | Wheel;
+"""
+    )
+
+
+def test_docstrings_say_something_of_every_attribute_that_they_list():
+    about, attributes = read_docstring(
+        "One.\nTwo.\n\nMore.\n\nAttributes:\n    a, b: x\n        y.\n    c: z: w.\n\nEnd."
+    )
+    assert (about, attributes) == ("One. Two. More.", {"a": "x y.", "b": "x y.", "c": "z: w."})

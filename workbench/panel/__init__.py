@@ -1,0 +1,1 @@
+"""The kernel's side of the panel in JupyterLab: what it asks and is told, over a comm."""

@@ -1,0 +1,628 @@
+"""What a panel in the browser and the kernel say to each other: questions and answers, all of them declared here.
+
+The browser opens a comm of the target :data:`TARGET` and asks; the kernel answers, and sends nothing unasked, so that a
+panel that nobody sees costs nothing. A message is the ``data`` of a ``comm_msg``: the fields of one of the classes
+below, and its ``word``. A question bears a ``number`` of the browser's choice, and its answer bears the same one. Of a
+question what has a default may be left out. ``extension/src/protocol.ts`` has the same types for TypeScript, made of
+these by ``python -m workbench.panel.typescript``.
+
+=================== =================== =================================================================
+question            answer              when
+=================== =================== =================================================================
+:class:`Hello`      :class:`Welcome`    at once; the first question of a comm, before which all are refused
+:class:`Look`       :class:`State`      at once, or with ``wait`` when there is something new
+:class:`FindModels` :class:`Models`     at once
+:class:`Try`        :class:`Preview`    at once; nothing is changed
+:class:`FindParams` :class:`Params`     at once
+:class:`Spell`      :class:`Line`       at once: the line of a command, to copy
+:class:`Do`         :class:`Said`       when it is done; what takes long goes on in the background
+:class:`Recall`     :class:`History`    at once
+any of them         :class:`Refused`    it cannot be read, or is of another version
+=================== =================== =================================================================
+
+A command is one of the words of ``%fsdp``, as plain data: ``{"word": "shard", "model": "model", "wrap": ["Block"]}``.
+Every answer holds plain text: a panel shows it as text and never as HTML.
+
+The dashboard is a comm of its own, of the target :data:`DASHBOARD_TARGET`: see :mod:`workbench.panel.dashboards`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from workbench.reports.places import State as Health
+
+TARGET = "workbench.panel"
+"""Name of the comm target."""
+
+DASHBOARD_TARGET = "workbench.dashboard"
+"""Name of the comm target of a dashboard."""
+
+VERSION = 1
+"""Of this protocol. It changes with every change that a panel of before could not read; both sides say theirs."""
+
+COMMAND = {"typescript": "Command"}
+"""Of a field that holds a command as plain data: how TypeScript calls its type."""
+
+
+# ---- questions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Who asks. What it has never changes, so that any two versions understand each other this far.
+
+    Attributes:
+        number: comes back with the answer.
+        version: the browser's :data:`VERSION`.
+        extension: version of the JupyterLab extension, such as ``0.1.0``.
+    """
+
+    word: ClassVar[str] = "hello"
+    number: int
+    version: int
+    extension: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Asks how everything is.
+
+    Attributes:
+        number: comes back with the answer.
+        wait: answer as soon as something is new, after a second at the latest, and without the units that were told
+            before; a new question like this takes the place of the last one. Else: at once, and everything.
+    """
+
+    word: ClassVar[str] = "look"
+    number: int
+    wait: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindModels:
+    """Asks which models the ranks' cells have made.
+
+    Attributes:
+        number: comes back with the answer.
+    """
+
+    word: ClassVar[str] = "find models"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """Asks what a command ``shard`` would come to, before it is done.
+
+    Attributes:
+        number: comes back with the answer.
+        command: a command; of a word that cannot be tried the answer says so.
+    """
+
+    word: ClassVar[str] = "try"
+    number: int
+    command: Any = field(metadata=COMMAND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindParams:
+    """Asks for the parameters of a unit.
+
+    Attributes:
+        number: comes back with the answer.
+        unit: index of the unit.
+    """
+
+    word: ClassVar[str] = "find params"
+    number: int
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spell:
+    """Asks for the line that one could have typed for a command.
+
+    Attributes:
+        number: comes back with the answer.
+        command: a command.
+    """
+
+    word: ClassVar[str] = "spell"
+    number: int
+    command: Any = field(metadata=COMMAND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Do:
+    """Asks for a command to be done, as the line typed into a cell would be.
+
+    Attributes:
+        number: comes back with the answer.
+        command: a command.
+    """
+
+    word: ClassVar[str] = "do"
+    number: int
+    command: Any = field(metadata=COMMAND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Asks which commands were done in this notebook.
+
+    Attributes:
+        number: comes back with the answer.
+    """
+
+    word: ClassVar[str] = "recall"
+    number: int
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """Who answers.
+
+    Attributes:
+        number: of the question.
+        version: the kernel's :data:`VERSION`.
+        workbench: version of the Python package.
+        problem: a sentence with both versions and what to do, if they do not fit: all further questions are refused
+            then. Empty: they fit.
+    """
+
+    word: ClassVar[str] = "welcome"
+    number: int
+    version: int
+    workbench: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A question that has no answer.
+
+    Attributes:
+        number: of the question; -1 if it has none that can be read.
+        text: why, a sentence.
+    """
+
+    word: ClassVar[str] = "refused"
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterState:
+    """Whose ranks they are.
+
+    Attributes:
+        is_running: whether there are any.
+        num_ranks: how many there are, or there would be with ``start`` and no number.
+        device: where they were asked to compute: ``auto``, ``cpu`` or ``cuda``.
+        profile: IPython profile that they were started with; empty: none.
+        host: machine of the notebook's kernel.
+        kernel_pid: its process.
+    """
+
+    is_running: bool
+    num_ranks: int
+    device: str
+    profile: str
+    host: str
+    kernel_pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One rank now.
+
+    Attributes:
+        rank: which.
+        health: what it is doing; ``gone``: its process is; ``no answer``: it is there and has not answered in time.
+        where: where it stands, in words, such as ``before all-gather of blocks.2, step 3``; of a rank that is gone, how
+            it was lost.
+        host: its machine.
+        device: such as ``cpu`` or ``cuda:0``.
+        pid: of its process.
+        num_bytes: live bytes of each memory class, in the order of the classes (``CATEGORIES`` of the dashboard).
+        in_use: those bytes together, what pools keep for reuse left out.
+        peak_bytes: most bytes in use there were at once.
+        peak_bytes_by_class: each class at that moment.
+        peak: what the rank was doing then, in words; empty: nothing is recorded.
+    """
+
+    rank: int
+    health: Health
+    where: str
+    host: str
+    device: str
+    pid: int
+    num_bytes: tuple[int, ...]
+    in_use: int
+    peak_bytes: int
+    peak_bytes_by_class: tuple[int, ...]
+    peak: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitInfo:
+    """One unit of a sharded model: one ``fully_shard`` call.
+
+    Attributes:
+        index: which.
+        name: module path relative to its root, ``(root)`` for the root's own; its dots make the tree.
+        root: index of the root unit of its model.
+        num_params: parameters (tensors).
+        bytes_unsharded: all its parameters in full.
+        bytes_at_rest: what each rank keeps of them between steps, padding included.
+        bytes_padding: of that what is padding, over the ranks that share one copy together.
+        shard_size: ranks that share one copy.
+        replicate_size: copies.
+        reshard_after_forward: ``true``, ``false``, or the number of ranks that share it from forward to backward.
+        compute_dtype: of the all-gather and of forward and backward, such as ``bfloat16``.
+        reduce_dtype: of gradients on their way.
+        offload: whether its shards stay in host memory between uses.
+    """
+
+    index: int
+    name: str
+    root: int
+    num_params: int
+    bytes_unsharded: int
+    bytes_at_rest: int
+    bytes_padding: int
+    shard_size: int
+    replicate_size: int
+    reshard_after_forward: str
+    compute_dtype: str
+    reduce_dtype: str
+    offload: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitStates:
+    """Where the units are on ranks that have them alike.
+
+    Attributes:
+        ranks: these ranks.
+        states: one digit a unit, in the order of ``State.units``: its number in ``UNIT_STATES`` of the dashboard (0
+            sharded, 1 all-gather in flight, 2 unsharded, 3 reducing).
+    """
+
+    ranks: tuple[int, ...]
+    states: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakpointState:
+    """A breakpoint.
+
+    Attributes:
+        id: its number, which ``break clear``, ``break on`` and ``break off`` take.
+        text: as it was written, such as ``all_gather:blocks.2 --rank 1``.
+        is_on: whether it stops ranks.
+    """
+
+    id: int
+    text: str
+    is_on: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestState:
+    """What the ranks were asked and have not ended.
+
+    Attributes:
+        line: such as ``%fsdp step 40``, or ``a cell``.
+        is_stopped: whether they stand still inside it.
+        stop: where they stand, a sentence; empty: they do not.
+        reasons: because of what, such as ``breakpoint 1: all_gather:blocks.2``.
+        in_background: whether the notebook is free meanwhile.
+        steps_done: steps that all ranks have finished; 0 if it is no ``step``.
+        steps_total: steps asked for; 0 if it is no ``step``.
+    """
+
+    line: str
+    is_stopped: bool
+    stop: str
+    reasons: tuple[str, ...]
+    in_background: bool
+    steps_done: int
+    steps_total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the last thing that the ranks were asked ended, whoever asked it.
+
+    Attributes:
+        count: how many have ended; another one than before: this is news.
+        line: such as ``%fsdp step 40``, or ``a cell``.
+        text: its result or its error.
+        is_error: whether it failed or was given up.
+    """
+
+    count: int
+    line: str
+    text: str
+    is_error: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """How training goes.
+
+    Attributes:
+        step: number of the newest step that a rank has begun, -1 before the first.
+        loss: mean over the ranks, of the newest step that has one.
+        steps_per_s: of the newest step that all ranks have finished, on the slowest of them.
+        tokens_per_s: of all ranks together, where they log ``tokens``.
+    """
+
+    step: int = -1
+    loss: float | None = None
+    steps_per_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How everything is.
+
+    Attributes:
+        number: of the question.
+        cluster: whose ranks they are.
+        ranks: one entry a rank, by number; none when none run.
+        units: of all models that are sharded now, from the top of each; None: as they were told last.
+        unit_states: where these units are.
+        breakpoints: in the order they were added.
+        request: what is under way; None: nothing is.
+        training: how training goes.
+        ended: how the last request ended; None: none has yet.
+        said: what there is to see, or what to do first, a sentence; empty while ranks train.
+        cell_runs: whether the notebook runs a cell, for whose end ``pause`` and ``abort`` need not wait.
+    """
+
+    word: ClassVar[str] = "state"
+    number: int
+    cluster: ClusterState
+    ranks: tuple[RankState, ...]
+    units: tuple[UnitInfo, ...] | None
+    unit_states: tuple[UnitStates, ...]
+    breakpoints: tuple[BreakpointState, ...]
+    request: RequestState | None
+    training: TrainingState
+    ended: Ended | None
+    said: str
+    cell_runs: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapClass:
+    """A class of modules that ``wrap`` may name.
+
+    Attributes:
+        name: of the class.
+        count: modules of it inside the model.
+        num_elements: of the parameters of all of them together, in elements.
+    """
+
+    name: str
+    count: int
+    num_elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that the ranks' cells have made.
+
+    Attributes:
+        name: its variable.
+        class_name: of its class.
+        is_sharded: whether it is sharded.
+        ranks: that have it; a model that is not on all of them cannot be sharded.
+        num_params: parameters (tensors).
+        num_elements: of all parameters, in elements.
+        num_bytes: of all parameters in full.
+        classes: that ``wrap`` may name, by the most elements first.
+        suggested: of those the ones that ``shard`` takes if none is named.
+    """
+
+    name: str
+    class_name: str
+    is_sharded: bool
+    ranks: tuple[int, ...]
+    num_params: int
+    num_elements: int
+    num_bytes: int
+    classes: tuple[WrapClass, ...]
+    suggested: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models on the ranks.
+
+    Attributes:
+        number: of the question.
+        models: by name.
+        text: why there is none and what to do, a sentence; empty if there is one.
+    """
+
+    word: ClassVar[str] = "models"
+    number: int
+    models: tuple[Model, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestPreview:
+    """What ranks would hold between steps of training with Adam, in bytes.
+
+    Attributes:
+        ranks: that hold equally much.
+        params: their shards, padding included.
+        grads: of the gradients.
+        adam: of Adam's state.
+    """
+
+    ranks: tuple[int, ...]
+    params: int
+    grads: int
+    adam: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentPreview:
+    """The collectives of one kind of one training step, on each rank.
+
+    Attributes:
+        kind: in words, such as ``all-gather``.
+        num_ranks: that take part in each.
+        calls: how many.
+        num_bytes: their payloads together.
+        sent_bytes: what one rank sends for them, on a ring.
+    """
+
+    kind: str
+    num_ranks: int
+    calls: int
+    num_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a command would come to; nothing was done.
+
+    Attributes:
+        number: of the question.
+        line: what one could have typed.
+        problem: why it cannot be done, a sentence; all that follows is empty then. Empty: it can.
+        units: names of the units that there would be, ``(root)`` for the root's own.
+        bytes_unsharded: of the whole model.
+        at_rest: what each rank would hold.
+        sent: the collectives of one step of one forward and one backward.
+        sent_bytes: what one rank sends for all of them.
+    """
+
+    word: ClassVar[str] = "preview"
+    number: int
+    line: str
+    problem: str = ""
+    units: tuple[str, ...] = ()
+    bytes_unsharded: int = 0
+    at_rest: tuple[RestPreview, ...] = ()
+    sent: tuple[SentPreview, ...] = ()
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamInfo:
+    """A parameter of a unit.
+
+    Attributes:
+        fqn: name relative to the root of its model, which ``inspect`` takes.
+        shape: in elements, whole.
+        dtype: such as ``float32``.
+        bytes_unsharded: in full.
+        bytes_at_rest: what each rank keeps of it, padding included.
+        rows_per_rank: rows of its shard dim that each of the ranks that share it holds.
+        is_trainable: whether it takes a gradient.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_unsharded: int
+    bytes_at_rest: int
+    rows_per_rank: tuple[int, ...]
+    is_trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The parameters of a unit.
+
+    Attributes:
+        number: of the question.
+        unit: index of the unit.
+        params: in its order; none if there is no such unit any more.
+    """
+
+    word: ClassVar[str] = "params"
+    number: int
+    unit: int
+    params: tuple[ParamInfo, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A command as a line.
+
+    Attributes:
+        number: of the question.
+        line: what one could have typed, such as ``%fsdp shard model --wrap Block``.
+    """
+
+    word: ClassVar[str] = "line"
+    number: int
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a command said.
+
+    Attributes:
+        number: of the question.
+        line: what one could have typed; it is in the history of commands.
+        text: what came of it, or its error; the first line says it in one sentence.
+        is_error: whether it failed.
+        data: by MIME type what a cell would show of it: a figure, a table; none if it failed or there is only the text.
+    """
+
+    word: ClassVar[str] = "said"
+    number: int
+    line: str
+    text: str
+    is_error: bool
+    data: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """A command that was asked for in this notebook.
+
+    Attributes:
+        line: what was typed, or could have been.
+        source: who asked.
+        t_s: when, in seconds since 1970.
+    """
+
+    line: str
+    source: Literal["cell", "panel"]
+    t_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The commands of this notebook; ``%fsdp history`` shows the same.
+
+    Attributes:
+        number: of the question.
+        commands: the oldest first.
+    """
+
+    word: ClassVar[str] = "history"
+    number: int
+    commands: tuple[Past, ...]
+
+
+Question = Hello | Look | FindModels | Try | FindParams | Spell | Do | Recall
+Answer = Welcome | State | Models | Preview | Params | Line | Said | History | Refused

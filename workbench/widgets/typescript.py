@@ -1,0 +1,159 @@
+"""Types for the front end from Python's dataclasses: each an ``interface``, its docstring beside it.
+
+They are of what :mod:`workbench.codec` encodes. A tuple becomes a ``readonly`` array, a ``dict`` a ``Record``, a union
+a union; texts to choose from (``Literal``, or the choices of an argument of ``%fsdp``) become the union of these texts,
+an enum the union of its numbers, ``Any`` is ``unknown``, and a ``memoryview`` the place of a buffer beside the message.
+A field whose metadata has ``typescript`` is of the type that this names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_PLAIN: dict[Any, str] = {
+    **{bool: "boolean", int: "number", float: "number", str: "string", NoneType: "null"},
+    **{memoryview: "number", Any: "unknown"},
+}
+_WIDTH = 100
+
+
+def module(
+    heading: str,
+    dataclasses: Iterable[type],
+    *,
+    unions: Mapping[str, Iterable[type]] | None = None,
+    constants: Mapping[str, object] | None = None,
+    sent: Iterable[type] = (),
+) -> str:
+    """Return a TypeScript module.
+
+    Args:
+        heading: what it is and who made it, lines of a comment.
+        dataclasses: to be declared, with all that they hold.
+        unions: names of unions, and what each is one of.
+        constants: exported as they are.
+        sent: of these the front end may leave out what has a default.
+    """
+    may_lack = set(sent)
+    parts = ["".join(f"// {line}\n" for line in heading.splitlines())]
+    parts += [f"export const {name} = {json.dumps(value)};\n" for name, value in (constants or {}).items()]
+    parts += [_interface(kind, may_lack=kind in may_lack) for kind in _reached(dataclasses)]
+    parts += [
+        f"export type {name} =\n  " + "\n  ".join(f"| {kind.__name__}" for kind in kinds) + ";\n"
+        for name, kinds in (unions or {}).items()
+    ]
+    return "\n".join(parts)
+
+
+def _reached(roots: Iterable[type]) -> list[type]:
+    """Return dataclasses and those that they hold, each once, before the first that holds it."""
+    found: dict[type, None] = {}
+
+    def visit(kind: Any) -> None:  # noqa: ANN401 - a type
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            if kind not in found:
+                for hint in _hints(kind).values():
+                    visit(hint)
+                found[kind] = None
+        else:
+            for part in get_args(kind):
+                visit(part)
+
+    for root in roots:
+        visit(root)
+    return list(found)
+
+
+def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a dataclass
+    about, attributes = read_docstring(inspect.getdoc(kind) or "")
+    lines = [*_comment(about, ""), f"export interface {kind.__name__} {{"]
+    word = getattr(kind, "word", None)
+    lines += [] if word is None else [f"  readonly word: {json.dumps(word)};"]
+    hints = _hints(kind)
+    for field in dataclasses.fields(kind):
+        known = field.metadata.get("argument")
+        lines += _comment(known.about if known is not None else attributes.get(field.name, ""), "  ")
+        is_optional = may_lack and field.default is not dataclasses.MISSING
+        choices = known.choices if known is not None else None
+        type_ = field.metadata.get("typescript") or (_of_texts(choices) if choices else type_of(hints[field.name]))
+        lines.append(f"  readonly {field.name}{'?' if is_optional else ''}: {type_};")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def type_of(kind: Any) -> str:  # noqa: ANN401 - a type
+    """Return how TypeScript writes a type.
+
+    Raises:
+        TypeError: no message holds such a one.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is not None:
+        return _generic(origin, args)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if isinstance(kind, type) and issubclass(kind, IntEnum):
+        return " | ".join(str(int(member)) for member in kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return kind.__name__
+    raise TypeError(f"no message holds a {kind}")
+
+
+def _generic(origin: Any, args: tuple[Any, ...]) -> str:  # noqa: ANN401 - types
+    if origin is Literal:
+        return _of_texts(args)
+    if origin in {tuple, Sequence}:
+        item = type_of(args[0])
+        return f"readonly ({item})[]" if " | " in item else f"readonly {item}[]"
+    if origin is dict:
+        return f"Readonly<Record<string, {type_of(args[1])}>>"
+    if origin in {UnionType, Union}:
+        return " | ".join(dict.fromkeys(type_of(arg) for arg in args))
+    raise TypeError(f"no message holds a {origin}")
+
+
+def _of_texts(texts: Iterable[str]) -> str:
+    return " | ".join(json.dumps(text) for text in texts)
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    """Yield a comment for what follows; its text cannot end it."""
+    if not text:
+        return
+    words = " ".join(re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", text).replace("``", "`").replace("*/", "* /").split())
+    lines = textwrap.wrap(words, _WIDTH - len(indent) - len("/**  */"))
+    if len(lines) == 1:
+        yield f"{indent}/** {lines[0]} */"
+        return
+    yield f"{indent}/**"
+    yield from (f"{indent} * {line}" for line in lines)
+    yield f"{indent} */"
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return what a docstring says of a class, and of each of its attributes.
+
+    Example: an entry ``host: its machine.`` -> ``{"host": "its machine."}``; attributes that share one, as in
+    ``kind, edge: as the trace has them.``, share what it says.
+    """
+    about, _, rest = text.partition("\n\nAttributes:\n")
+    about = re.split(r"\n\n(?:Args|Raises|Returns|Yields|Example):", about)[0]
+    found: dict[str, str] = {}
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(re.split(r"\n(?=\S)", rest)[0]))
+    for entry in entries:
+        head = re.match(r"(\w+(?:, \w+)*): ", entry)
+        if head:
+            found |= dict.fromkeys(head[1].split(", "), " ".join(entry[head.end() :].split()))
+    return " ".join(about.split()), found
