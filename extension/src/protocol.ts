@@ -709,7 +709,7 @@ export interface Compare {
 }
 
 /**
- * Write what was recorded to a file: .trace to load again, .json for Perfetto, .html as a page
+ * Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page
  * of figures.
  */
 export interface Export {
@@ -718,6 +718,13 @@ export interface Export {
   readonly path: string;
   /** only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three) */
   readonly steps?: string;
+}
+
+/** Show a trace file again: every view, the dashboard, compare and export, without ranks. */
+export interface Open {
+  readonly word: "open";
+  /** a file that export has written */
+  readonly path: string;
 }
 
 /** List the words, or explain one of them. */
@@ -775,4 +782,5 @@ export type Command =
   | DrawTraining
   | Compare
   | Export
+  | Open
   | Help;
