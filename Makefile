@@ -18,6 +18,8 @@ OTHER_TESTS := tests/engine tests/runtime# what depends on torch's version: the 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
+PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -35,7 +37,7 @@ help:
 	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
 	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
-	@echo "make lab          open the tour in JupyterLab"
+	@echo "make lab          open the tour in JupyterLab, with the panel"
 	@echo "make bench        measure steps, recording, views and the dashboard; write build/bench.json"
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
 	@echo "make clean        remove the environment and all that was made"
@@ -43,7 +45,7 @@ help:
 demo: $(VENV)/installed
 	@$(BIN)/workbench demo
 
-lab: $(VENV)/installed
+lab: $(VENV)/panel
 	@$(BIN)/workbench lab
 
 bench: $(VENV)/installed
@@ -73,7 +75,7 @@ coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report=term
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-torch-* build dist extension/node_modules extension/lib workbench/labextension .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/made:
@@ -92,12 +94,18 @@ $(VENV)/torch: $(VENV)/made
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "Installing the workbench ..."
-	@$(PIP) install --editable .
+	@WORKBENCH_PANEL=skip $(PIP) install --editable .
+	@touch $@
+
+# The JupyterLab panel is built apart, as it may need Node and packages of it: nothing but JupyterLab waits for these.
+$(VENV)/panel: $(VENV)/installed hatch_build.py $(PANEL)
+	@echo "Building the JupyterLab panel ..."
+	@$(PIP) install --editable . --no-deps
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what the tests need ..."
-	@$(PIP) install --editable '.[dev]'
+	@WORKBENCH_PANEL=skip $(PIP) install --editable '.[dev]'
 	@touch $@
 
 # torch alone; all the rest is lent by the main environment, whose packages are looked for after those in here

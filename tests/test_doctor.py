@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from workbench import doctor
+from workbench import doctor, installed
 from workbench.doctor import Finding, Verdict
 
 
@@ -97,17 +97,17 @@ def test_a_torch_that_cannot_be_loaded(monkeypatch):
 
 
 def test_widgets_are_looked_for_where_jupyter_looks(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "jupyter_path", lambda kind: [str(tmp_path / kind)])
+    monkeypatch.setattr(installed, "jupyter_path", lambda kind: [str(tmp_path / kind)])
     assert [f.verdict for f in doctor.widgets()] == [Verdict.NOTE, Verdict.NOTE]
     (tmp_path / "labextensions" / "anywidget").mkdir(parents=True)
     (tmp_path / "labextensions" / "anywidget" / "package.json").write_text(json.dumps({}))
     assert [f.verdict for f in doctor.widgets()] == [Verdict.NOTE, Verdict.GOOD]
 
 
-def test_the_panel(tmp_path):
-    assert only(doctor.panel(tmp_path)).verdict is Verdict.NOTE
-    (tmp_path / "package.json").touch()
-    assert only(doctor.panel(tmp_path)).verdict is Verdict.GOOD
+@pytest.mark.parametrize(("there", "verdict"), [(False, Verdict.NOTE), (True, Verdict.GOOD)])
+def test_the_panel(there, verdict, monkeypatch):
+    monkeypatch.setattr(doctor, "has_extension", lambda name: there and name == "fsdp-workbench")
+    assert only(doctor.panel()).verdict is verdict
 
 
 def test_a_self_test_that_raises_is_a_finding(monkeypatch):

@@ -5,6 +5,7 @@ Importing this package loads nothing heavy; ``Workbench`` is imported at first u
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +25,12 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
 
 def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes its InteractiveShell
     """``%load_ext workbench``: register the ``%fsdp`` magics."""
+    from workbench.installed import panel_notice  # noqa: PLC0415 - lazy by design
     from workbench.magics import register  # noqa: PLC0415 - lazy by design
 
     register(shell)
+    if notice := panel_notice():
+        sys.stdout.write(f"{notice}\n")
 
 
 def unload_ipython_extension(shell: Any) -> None:  # noqa: ANN401

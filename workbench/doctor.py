@@ -10,14 +10,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import psutil
-from jupyter_core.paths import jupyter_path
 from packaging.requirements import Requirement
+
+from workbench.installed import PANEL, REMEDY, has_extension
 
 PACKAGE = "fsdp-workbench"
 SELF_TEST_RANKS = 2
@@ -160,19 +160,19 @@ def devices() -> Iterator[Finding]:
 def widgets() -> Iterator[Finding]:
     """Yield whether JupyterLab can draw the widgets: progress bars and controls."""
     for name, extension in _WIDGETS.items():
-        if _has_extension(extension):
+        if has_extension(extension):
             yield Finding(f"{name} in Lab", Verdict.GOOD, f"{extension} is installed")
         else:
             advice = f"pip install --force-reinstall {name}, in the environment that JupyterLab runs in"
             yield Finding(f"{name} in Lab", Verdict.NOTE, f"{extension} is not installed", advice)
 
 
-def panel(folder: Path = Path(__file__).parent / "labextension") -> Iterator[Finding]:
-    """Yield whether the JupyterLab panel was built into this package."""
-    if (folder / "package.json").exists():
+def panel() -> Iterator[Finding]:
+    """Yield whether JupyterLab finds the panel."""
+    if has_extension(PANEL):
         yield Finding("Lab panel", Verdict.GOOD, "installed")
     else:
-        yield Finding("Lab panel", Verdict.NOTE, "not part of this installation", "nothing: %fsdp works without it")
+        yield Finding("Lab panel", Verdict.NOTE, "not installed", REMEDY)
 
 
 def self_test() -> Iterator[Finding]:
@@ -208,8 +208,3 @@ def _train() -> int:
     if not sent.as_expected or not sent.calls:
         raise RuntimeError(f"{sent.calls} collectives were recorded, the closed form says {sent.expected_calls}")
     return sent.calls
-
-
-def _has_extension(name: str) -> bool:
-    find: Callable[[str], list[str]] = jupyter_path
-    return any((Path(folder) / name / "package.json").exists() for folder in find("labextensions"))

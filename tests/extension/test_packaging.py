@@ -1,0 +1,158 @@
+"""What pip makes of the workbench: with the panel wherever it can be had, without it and with a sentence elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hatch_build
+from tests.extension.built import built_panel, with_node
+from tests.source import REPO
+
+NOT_SOURCES = {".git", ".venv", "build", "dist", "labextension", "node_modules", "lib", "__pycache__", ".hypothesis"}
+NO_NODE = "/nowhere"
+MOST_BYTES = 300_000
+
+pytestmark = pytest.mark.timeout(900)  # the first build of a checkout fetches the compilers
+
+
+@pytest.fixture(scope="module")
+def panel():
+    return built_panel()
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of what is under version control; the panel is not built in it."""
+    ignored = shutil.ignore_patterns(*NOT_SOURCES, ".venv-torch-*", ".*_cache")
+    return Path(shutil.copytree(REPO, tmp_path / "clone", ignore=ignored, symlinks=True))
+
+
+def packed(kind, source, out, **env):
+    """Build a distribution without an environment of its own; returns the file and what was said."""
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(
+        command, env=with_node() | {"WORKBENCH_PANEL": "auto"} | env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = out.glob("*.tar.gz" if kind == "sdist" else "*.whl")
+    return file, done.stdout + done.stderr
+
+
+def of_the_panel(wheel):
+    """Names of the panel's files in a wheel, below the folder where JupyterLab looks."""
+    place = f".data/data/{hatch_build.SHARE}/"
+    return {name.partition(place)[2] for name in zipfile.ZipFile(wheel).namelist() if place in name}
+
+
+def test_it_is_small(panel):
+    assert sum(path.stat().st_size for path in (panel / "static").glob("*.js")) <= MOST_BYTES
+
+
+def test_a_source_distribution_carries_it_and_its_wheel_installs_where_no_node_is(panel, tmp_path):
+    sdist, _ = packed("sdist", REPO, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    assert not (source / "extension" / "node_modules").exists()
+    wheel, _ = packed("wheel", source, tmp_path / "wheel", PATH=NO_NODE, WORKBENCH_PANEL="require")
+    files = of_the_panel(wheel)
+    assert files == {path.relative_to(panel).as_posix() for path in panel.rglob("*") if path.is_file()}
+
+    python = empty_environment(tmp_path / "empty")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", str(wheel)]
+    ran(pip, tmp_path, env)
+    where = ran([python, "-c", "import workbench; print(workbench.__file__)"], tmp_path, env).stdout
+    assert where.startswith(str(tmp_path / "empty"))
+    listed = ran([python, "-m", "jupyterlab.labextensions", "list"], tmp_path, env | {"PATH": NO_NODE})
+    (line,) = [each for each in (listed.stdout + listed.stderr).splitlines() if "fsdp-workbench" in each]
+    assert "enabled" in line
+    assert "OK" in line
+
+
+def ran(command, folder, env):
+    """Run a command that must end well."""
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def empty_environment(folder):
+    """An environment with nothing in it, and the packages of this one lent; returns its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = ran([python, "-c", ask], folder, os.environ).stdout.strip()
+    lent = sysconfig.get_path("purelib")
+    (Path(own) / "lent.pth").write_text(f"import sys; sys.path.append({lent!r})\n")  # not the .pth files in there
+    return str(python)
+
+
+def test_an_editable_installation_has_it(panel, tmp_path):
+    out = tmp_path / "made"
+    out.mkdir()
+    build = f"from hatchling.build import build_editable; build_editable({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=REPO, env=os.environ | {"PATH": NO_NODE}, check=True)
+    (wheel,) = out.glob("*.whl")
+    assert "package.json" in of_the_panel(wheel)
+
+
+def test_without_node_all_but_the_panel_is_packed_and_that_is_said(clone, tmp_path):
+    wheel, said = packed("wheel", clone, tmp_path / "wheel", PATH=NO_NODE)
+    assert of_the_panel(wheel) == set()
+    assert "workbench/workbench.py" in zipfile.ZipFile(wheel).namelist()
+    assert "panel not installed: it was not built, as there is no Node." in said
+
+
+def test_a_failing_build_is_said_with_what_npm_said(clone, tmp_path):
+    (tmp_path / "npm").write_text("#!/bin/sh\necho no such package\nexit 7\n")
+    (tmp_path / "npm").chmod(0o755)
+    wheel, said = packed("wheel", clone, tmp_path / "wheel", PATH=str(tmp_path))
+    assert of_the_panel(wheel) == set()
+    assert "panel not installed: npm ci failed with code 7: no such package." in said
+
+
+def test_where_the_panel_is_required_its_absence_is_an_error(clone, tmp_path):
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(clone)]
+    env = os.environ | {"PATH": NO_NODE, "WORKBENCH_PANEL": "require"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "there is no Node" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def hook(root):
+    return hatch_build.PanelHook(str(root), {}, None, None, str(root), "wheel")
+
+
+def test_node_is_fetched_only_where_something_is_to_be_built_and_none_is_there(panel, clone, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_PANEL", raising=False)
+    monkeypatch.setenv("PATH", NO_NODE)
+    assert hook(REPO).dependencies() == []
+    assert hook(clone).dependencies() == [hatch_build.NODE]
+    monkeypatch.setenv("WORKBENCH_PANEL", "skip")
+    assert hook(clone).dependencies() == []
+    monkeypatch.delenv("WORKBENCH_PANEL")
+    (tmp_path / "npm").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hook(clone).dependencies() == []
+
+
+def test_what_was_built_from_other_sources_is_not_fresh(panel, clone):
+    shutil.copytree(panel, hatch_build.panel_folder(clone))
+    assert hatch_build.is_fresh(clone)
+    (clone / "extension" / "src" / "index.ts").write_text("// changed")
+    assert not hatch_build.is_fresh(clone)
+
+
+def test_the_lock_names_no_host():
+    assert "http" not in "".join(
+        line for line in (REPO / "extension" / "package-lock.json").read_text().splitlines() if '"resolved"' in line
+    )
