@@ -74,9 +74,14 @@ class Increment:
 
 
 class Feed:
-    """What one view of the browser knows of a trace."""
+    """What one view of the browser knows of a trace.
 
-    def __init__(self) -> None:
+    Args:
+        history_rows: of each rank that it is told of when it opens.
+    """
+
+    def __init__(self, history_rows: int = HISTORY_ROWS) -> None:
+        self._history_rows = history_rows
         self._job: tuple[object, ...] = ()
         self._ends: dict[int, int] = {}
         self._known: dict[int, KeyFrame] = {}
@@ -141,7 +146,7 @@ class Feed:
     def _fresh(self, trace: Trace, rank: int) -> Part:
         rank_trace, before = trace.rank(rank), self._known.get(rank)
         if before is None:
-            part = rank_trace.cut(rank_trace.end_seq - HISTORY_ROWS, rank_trace.end_seq)
+            part = rank_trace.cut(rank_trace.end_seq - self._history_rows, rank_trace.end_seq)
         else:
             part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
         return shown_part(part, trace, self.cuts, is_first=before is None)
@@ -150,7 +155,7 @@ class Feed:
         parts = [np.empty(0, SPAN_DTYPE)]
         for place, rank in enumerate(ranks):
             rank_trace = trace.rank(rank)
-            reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - HISTORY_ROWS))
+            reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - self._history_rows))
             ahead_ns, first_track = offset_ns(trace, rank), place * len(TRACKS)
             found = reader.take(
                 rank_trace, header=trace.header, first_track=first_track, offset_ns=ahead_ns, cuts=self.cuts
