@@ -19,7 +19,8 @@ def modules(folder, **texts):
 def test_a_module_stands_behind_what_it_imports_and_sees_no_other_names(tmp_path):
     modules(
         tmp_path,
-        a='import { two } from "./b.js";\nimport {\n  one,\n} from "./c.js";\nconst own = 1;\nexport default { own, one };\n',
+        a='import { two } from "./b.js";\nimport {\n  one,\n} from "./c.js";\n'
+        "const own = 1;\nexport default { own, one };\n",
         b='import { one } from "./c.js";\nconst own = 2;\nexport function two() {\n  return own + one;\n}\n',
         c="export const one = 1;\n",
     )

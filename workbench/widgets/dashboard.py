@@ -60,7 +60,8 @@ class Dashboard(anywidget.AnyWidget):
         self._views: dict[str, Answers] = {}
         self._pulse: Pulse | None = None
         self._waiting = Waiting(workbench.pulse, self._news, clock)
-        super().__init__(about=about_view([word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)]))
+        buttons = [word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)]
+        super().__init__(about=about_view(buttons))
         self.on_msg(self._on_message)
         answer_while_busy(self)
 
