@@ -1,22 +1,29 @@
 """A device without a device: streams are queues on a clock of their own, that lags behind the host that fills them.
 
-What it is given takes as long as it is told, and begins when its stream is free and the host has come to it. It behaves
-as CUDA does where a :class:`~workbench.engine.device_clock.DeviceClock` asks it, and both pass one contract
-(``engine/test_device_clock.py``).
+What it is given takes as long as it is told, and begins when its stream is free and the host has come to it. It is a
+backend, and behaves as CUDA's does: both pass one contract (``engine/test_backends.py``,
+``engine/test_device_clock.py``). What ranks train on it is computed on the CPU: it only says when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from workbench.engine.device_clock import COMMUNICATION
-from workbench.events import COMPUTE_STREAM
+from workbench.engine import backends
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.clock import DeviceClock
+from workbench.engine.backends.host import Host
+from workbench.engine.backends.pending import PendingWork
+from workbench.engine.backends.streams import StreamBackend, StreamTransport
 
 LATENCY_NS = 3_000  # from the host's call until an idle device comes to it
+COLLECTIVE_NS = 1_000_000
 
 
 @dataclass
@@ -36,7 +43,6 @@ class FakeStream:
     """Attributes: until_ns: when it will have done what it was given so far."""
 
     device: FakeDevice
-    name: str
     until_ns: int = 0
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -47,9 +53,12 @@ class FakeStream:
 
     def record_event(self) -> FakeEvent:
         event = self.device.event()
-        with self.device.on(self):
-            self.device.record(event)
+        event.record(self)
         return event
+
+    def give(self, duration_ns: int) -> None:
+        """Give it something to do that takes so long."""
+        self.until_ns = max(self.until_ns, self.device.now_ns() + LATENCY_NS) + duration_ns
 
     def query(self) -> bool:
         return self.device.now_ns() >= self.until_ns
@@ -61,6 +70,10 @@ class FakeEvent:
 
     device: FakeDevice
     at_ns: int = -1
+
+    def record(self, stream: FakeStream) -> None:
+        stream.give(0)
+        self.at_ns = stream.until_ns
 
     def query(self) -> bool:
         return self.device.now_ns() >= self.at_ns
@@ -75,42 +88,54 @@ class FakeEvent:
         return float(np.float32((end_event.at_ns - self.at_ns) * self.device.rate / 1e6))
 
 
-@dataclass(eq=False)
-class FakeDevice:
+class OnStream(dist.Work):
+    """A collective that begins where the stream that issues it is; the stream that waits for it waits from there."""
+
+    def __init__(self, work: dist.Work, device: FakeDevice) -> None:
+        super().__init__()
+        self.work, self.device = work, device
+        self.until_ns = max(device.current.until_ns, device.now_ns()) + COLLECTIVE_NS
+
+    def wait(self, *_: object) -> bool:
+        self.work.wait()  # tensors are on the CPU: they must be there
+        self.device.current.until_ns = max(self.device.current.until_ns, self.until_ns)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+class FakeTransport(StreamTransport):
+    """Collectives that run in streams of a fake device."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+
+    def pending(self, work, call, watch=None) -> PendingWork:
+        return super().pending(OnStream(work, self.device), call, watch)
+
+
+class FakeDevice(StreamBackend):
     """Attributes: now_ns: the host's clock; rate: of the device's clock; events: how many were made."""
 
-    now_ns: Callable[[], int] = field(default_factory=HostClock)
-    rate: float = 1.0
-    events: int = 0
+    is_host = True  # that is where what it computes with lies
 
-    def __post_init__(self) -> None:
-        self.compute = self.current = FakeStream(self, COMPUTE_STREAM)
-        self.streams = {COMPUTE_STREAM: self.compute}
+    def __init__(self, now_ns: Callable[[], int] | None = None, rate: float = 1.0) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now_ns = HostClock() if now_ns is None else now_ns
+        self.rate = rate
+        self.events = 0
+        self.compute = self.current = FakeStream(self)
+        self.all_streams = [self.compute]
 
-    # ---- what a clock needs of it
+    # ---- what a backend says
 
-    def event(self) -> FakeEvent:
-        self.events += 1
-        return FakeEvent(self)
+    def make_stream(self, *, is_urgent: bool) -> FakeStream:
+        self.all_streams.append(FakeStream(self))
+        return self.all_streams[-1]
 
-    def record(self, event: FakeEvent) -> str:
-        self.give(0)
-        event.at_ns = self.current.until_ns
-        return self.current.name
-
-    def beside(self, group: int):
-        return self.on(self.stream(f"{COMMUNICATION} {group}", COMMUNICATION))
-
-    def reading(self):
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        self.wait_until(max(stream.until_ns for stream in self.streams.values()))
-
-    # ---- what is done with it
-
-    def stream(self, key: str, name: str = "") -> FakeStream:
-        return self.streams.setdefault(key, FakeStream(self, name or key))
+    def current_stream(self) -> FakeStream:
+        return self.current
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -118,12 +143,48 @@ class FakeDevice:
         yield
         self.current = before
 
+    def event(self) -> FakeEvent:
+        self.events += 1
+        return FakeEvent(self)
+
+    def used_here(self, *_tensors: torch.Tensor) -> None:
+        pass
+
+    def reading(self):
+        return nullcontext()
+
+    def runs(self, _process_group) -> bool:
+        return True
+
+    def transport(self, _process_group) -> FakeTransport:
+        return FakeTransport(self)
+
+    def clock(self) -> DeviceClock:
+        return super().clock(self.now_ns)
+
+    def synchronize(self) -> None:
+        self.wait_until(max(stream.until_ns for stream in self.all_streams))
+
+    # ---- what is done with it
+
     def give(self, duration_ns: int) -> None:
         """Give the current stream something to do that takes so long."""
-        self.current.until_ns = max(self.current.until_ns, self.now_ns() + LATENCY_NS) + duration_ns
+        self.current.give(duration_ns)
 
     def wait_until(self, t_ns: int) -> None:
         if isinstance(self.now_ns, HostClock):
             self.now_ns.ns = max(self.now_ns.ns, t_ns)
         while self.now_ns() < t_ns:
             pass
+
+
+@contextmanager
+def computing_on(backend: backends.Backend) -> Iterator[None]:
+    """Within the body the engine takes the CPU for another device."""
+    backends.KINDS["cpu"] = lambda _device: backend
+    backend_of.cache_clear()
+    try:
+        yield
+    finally:
+        backends.KINDS["cpu"] = Host
+        backend_of.cache_clear()

@@ -73,13 +73,12 @@ def test_the_package_itself_loads_only_python():
 
 
 KIND_OF_DEVICE = re.compile(r"device\.type\b|\.is_cuda\b|\bdata_ptr\(|\btorch\.cuda\.(?!(Event|Stream)\b(?!\())")
-ASKS = {"workbench.engine._torch", "workbench.engine.device_clock"}
-"""What else may know which kind of device there is, or where memory lies: a wrapper of torch's, and CUDA's clock."""
 
 
-def test_in_the_engine_only_backends_ask_for_the_kind_of_a_device_or_an_address():
-    others = [s for s in sources() if s.part == "engine" and ".backends" not in s.module and s.module not in ASKS]
-    assert len(others) > 20
+@pytest.mark.parametrize(("folder", "num_files"), [("engine", 20), ("runtime", 15)])
+def test_only_backends_ask_for_the_kind_of_a_device_or_an_address(folder, num_files):
+    others = [s for s in sources() if s.part == folder and ".backends" not in s.module]
+    assert len(others) > num_files
     found = [
         f"{s.module}: {line.strip()}" for s in others for line in s.text.splitlines() if KIND_OF_DEVICE.search(line)
     ]

@@ -57,7 +57,7 @@ def story():
 
 HOOK, INNER = Code("/engine/state.py"), Code("/engine/deeper/param.py")
 MODEL, ELSEWHERE = Code("/model.py"), Code("/engineer.py")
-BLOCK = Code("/engine/waits.py", "PendingWork.block")
+BLOCK = Code("/engine/backends/pending.py", "PendingWork.block")
 GATHER = Code("/engine/comm.py", "GlooAllGather.__call__")
 
 

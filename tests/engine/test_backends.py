@@ -1,21 +1,25 @@
 """One class for each kind of device: which there are, and that a new one is all that another kind needs."""
 
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.device import FakeDevice, computing_on
 from tests.engine.models import make_net
 from tests.engine.parity import check_parity, shard_net
-from tests.engine.ranks import run_ranks
-from workbench.engine import backends
+from tests.engine.ranks import on_one_rank, run_ranks
+from workbench.engine import CollectiveFailed, StepAborted
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, ResizedMemory, Streams
 from workbench.engine.backends.cuda import Cuda
 from workbench.engine.backends.host import Host
 from workbench.engine.backends.pages import SparePages
+from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter
+from workbench.engine.layout import ShardLayout
+from workbench.engine.waits import cancellation
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("cpu", Host), ("cuda:1", Cuda), ("meta", Backend)])
@@ -80,19 +84,8 @@ class Simulated(Backend):
         return NotedStreams()
 
 
-@contextmanager
-def simulated():
-    backends.KINDS["cpu"] = Simulated
-    backend_of.cache_clear()
-    try:
-        yield
-    finally:
-        backends.KINDS["cpu"] = Host
-        backend_of.cache_clear()
-
-
 def train() -> tuple[list[float], dict[str, int]]:
-    with simulated():
+    with computing_on(Simulated(torch.device("cpu"))):
         losses = check_parity(make_net, shard_net, 3)
     return losses, dict(asked)
 
@@ -102,3 +95,122 @@ def test_a_simulated_device_takes_one_class(monkeypatch):
     losses, asked_of = run_ranks(2, train)[0]
     assert len(losses) == 3
     assert set(asked_of) == {"memory", "pair", "gathering", "reducing", "join"}
+
+
+# ---- the contract of all of them
+
+
+def on_cuda() -> Backend:
+    return Cuda(torch.device("cuda", torch.cuda.current_device()))
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # whatever torch's own warn of
+]
+KINDS = {
+    "host": lambda: Host(torch.device("cpu")),
+    "no more is known": lambda: Backend(torch.device("cpu")),
+    "simulated": lambda: Simulated(torch.device("cpu")),
+    "lags behind its host": FakeDevice,
+    "cuda": on_cuda,
+}
+
+
+@pytest.fixture(params=[pytest.param(make, id=kind, marks=GPU * (kind == "cuda")) for kind, make in KINDS.items()])
+def backend(request):
+    return request.param()
+
+
+def test_memory_is_there_between_fill_and_empty_and_its_views_last(backend):
+    memory, spare = backend.full_memory(6, torch.float32), SparePages()
+    with memory.present():
+        view = memory.tensor[2:4]
+    for number in (1, 2):
+        memory.fill(spare)
+        memory.tensor.fill_(number)
+        assert view.tolist() == [number, number]
+        memory.empty(spare)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_copied_in_comes_out_again(backend, dtype):
+    layouts = [ShardLayout(torch.Size(shape), dim, 3) for shape, dim in (((7, 2), 0), ((2, 6), 1), ((3,), 0))]
+    grads = [torch.rand(layout.shape, device=backend.device) for layout in layouts]
+    for some in ([0, 1, 2], [0, 2]):  # along dim 0 alone, a device may do all by one kernel
+        of, full = [layouts[i] for i in some], [grads[i] for i in some]
+        chunks = torch.empty(3, sum(la.slot_numel for la in of), dtype=dtype, device=backend.device)
+        backend.copy_in(of, full, chunks)
+        parts = torch.full_like(chunks, torch.nan)
+        backend.copy_in(of, full, parts[:1])
+        backend.copy_in(of, full, parts[1:], 1)
+        assert torch.equal(parts, chunks)
+        fulls = [torch.empty(3 * la.slot_numel, device=backend.device) for la in of]
+        backend.copy_out(chunks, [la.by_rank(padded) for la, padded in zip(of, fulls, strict=True)])
+        for la, padded, grad in zip(of, fulls, full, strict=True):
+            assert torch.equal(la.full_view(padded), grad.to(dtype).float())
+
+
+def test_what_waits_for_an_event_comes_after_it(backend):
+    streams, values = backend.streams(), torch.zeros(1, device=backend.device)
+    streams.shards_changed(None)
+    with streams.gathering():
+        values += 1
+        read = backend.record_event()
+    streams.was_read()
+    backend.wait_event(read)
+    with streams.reducing(after_compute=True):
+        values *= 3
+        with streams.trailing(values):
+            values += 4
+            ended = backend.record_event()
+    streams.join()
+    streams.join_all()
+    backend.wait_on_host(ended)
+    assert values.item() == 7
+    backend.synchronize()
+
+
+def test_a_clock_belongs_to_a_device_that_goes_on_while_its_host_does(backend):
+    assert (backend.clock() is not None) == isinstance(backend, StreamBackend)
+
+
+class Ends:
+    """A collective that ended as it was said."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@on_one_rank
+def check_waits(make) -> None:
+    transport = make().transport(dist.group.WORLD)
+    pending = transport.pending(Ends(), "all-gather")
+    pending.block()
+    pending.finish()
+    assert pending.has_ended
+    failed = transport.pending(Ends("gone"), "all-gather")
+    with pytest.raises(CollectiveFailed, match="all-gather failed: gone"):
+        (failed.block(), failed.finish())
+    cancellation.cancel("enough")
+    with pytest.raises(StepAborted, match="enough"):
+        transport.pending(Ends(), "all-gather").block()
+    cancellation.reset()
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=k, marks=GPU * (k == "cuda")) for k, make in KINDS.items()])
+def test_waits_end_with_the_collective_with_its_failure_or_with_an_abort(make):
+    check_waits(make)

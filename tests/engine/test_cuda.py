@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.models import Block, Net
 from workbench import engine
-from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, collectives, fully_shard, probe
-from workbench.engine.backends.cuda import CudaStreams
+from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.streams import DeviceStreams
 from workbench.engine.call import states_below, units_of
-from workbench.engine.device_clock import Cuda, DeviceClock
 from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.events import BESIDE, COLLECTIVES, Kind
@@ -289,7 +289,7 @@ def recorded() -> None:
     """Each event is told of once, after it was handed over; the host waits for the device as little as without."""
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = Recorder(Header(world_size=dist.get_world_size()))
-    recorder.device_clock = DeviceClock(Cuda(device))
+    recorder.device_clock = backend_of(device).clock()
     probe.active = recorder
     model = shard(make())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -378,7 +378,7 @@ def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
 
 
 def test_each_context_has_three_streams_beside_the_one_that_computes():
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = DeviceStreams(backend_of(torch.device("cuda", torch.cuda.current_device())))
     with streams.gathering():
         assert torch.cuda.current_stream() == streams.copy_in
     with streams.reducing(after_compute=True):
@@ -403,8 +403,9 @@ def test_many_parameters_are_copied_by_few_kernels():
     chunks = torch.empty(4, sum(layout.slot_numel for layout in layouts), device="cuda")
     fulls = [torch.empty(4 * layout.slot_numel, device="cuda") for layout in layouts]
     targets = [layout.by_rank(full) for layout, full in zip(layouts, fulls, strict=True)]
-    assert kernels_of(lambda: collectives._copy_in(layouts, grads, chunks)) < 8
-    assert kernels_of(lambda: collectives._copy_out(chunks, targets)) < 8
+    cuda = backend_of(chunks.device)
+    assert kernels_of(lambda: cuda.copy_in(layouts, grads, chunks)) < 8
+    assert kernels_of(lambda: cuda.copy_out(chunks, targets)) < 8
     for layout, full, grad in zip(layouts, fulls, grads, strict=True):
         assert torch.equal(layout.full_view(full), grad)
 

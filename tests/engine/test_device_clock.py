@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device import LATENCY_NS, FakeDevice, HostClock
-from workbench.engine.device_clock import NOBODYS, REBASE_NS, Cuda, DeviceClock, name_stream
+from workbench.engine.backends.clock import NOBODYS, REBASE_NS, DeviceClock
+from workbench.engine.backends.cuda import Cuda
 from workbench.events import COMPUTE_STREAM
 
 MS = 1_000_000
@@ -37,17 +38,18 @@ class OnFake:
     def __init__(self) -> None:
         self.device = FakeDevice()
         self.now_ns = self.device.now_ns
+        self.side = self.device.new_stream("side")
 
     def work(self, ms: int) -> None:
         self.device.give(ms * MS)
 
     @contextmanager
     def other_stream(self):
-        with self.device.on(self.device.stream("side")):
+        with self.device.on(self.side):
             yield
 
     def wait_for_other(self) -> None:
-        self.device.current.wait_stream(self.device.stream("side"))
+        self.device.current.wait_stream(self.side)
 
 
 class OnCuda:
@@ -56,8 +58,7 @@ class OnCuda:
     def __init__(self) -> None:
         self.device = Cuda(torch.device("cuda", torch.cuda.current_device()))
         self.now_ns = time.monotonic_ns
-        self.side = torch.cuda.Stream()
-        name_stream(self.side, "side")
+        self.side = self.device.new_stream("side")
         self.work(1)  # loads the kernel
         torch.cuda.synchronize()
         begin_ns = self.now_ns()

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device import FakeDevice
+from tests.device import COLLECTIVE_NS, FakeDevice, computing_on
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
 from workbench.engine import probe
-from workbench.engine.backends.cuda import CudaStreams
-from workbench.engine.backends.host import Host
-from workbench.engine.device_clock import COMMUNICATION, DeviceClock
-from workbench.engine.groups import CommGroup
-from workbench.engine.waits import PendingWork
+from workbench.engine.backends.clock import COMMUNICATION
 from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, Edge, Kind
 from workbench.replay.collectives import table
 from workbench.replay.device import on_device
@@ -30,41 +24,7 @@ from workbench.runtime.recorder import Recorder
 from workbench.trace import RankTrace, Trace, check
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, RankInfo
 
-COLLECTIVE_NS = 1_000_000
 LAG_NS = 20_000_000  # that the device takes for each forward: far more than its host
-
-
-class OnStream(dist.Work):
-    """A collective that begins where the stream that issues it is; the stream that waits for it waits from there."""
-
-    def __init__(self, work: dist.Work, device: FakeDevice) -> None:
-        super().__init__()
-        self.work, self.device = work, device
-        self.until_ns = max(device.current.until_ns, device.now_ns()) + COLLECTIVE_NS
-
-    def wait(self, *_: object) -> bool:
-        self.work.wait()  # tensors are on the CPU: they must be there
-        self.device.current.until_ns = max(self.device.current.until_ns, self.until_ns)
-        return True
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-
-@contextmanager
-def streams_of(device: FakeDevice):
-    """The engine's streams are the device's, and its groups run collectives there; tensors stay on the CPU."""
-    names = itertools.cycle(["copy-in", "reduce", "trail"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_COMM", "default")  # the works of c10d itself
-        patch.setattr(torch.cuda, "Stream", lambda *_, **__: device.stream(next(names)))
-        patch.setattr(torch.cuda, "current_stream", lambda *_: device.current)
-        patch.setattr(torch.cuda, "stream", device.on)
-        patch.setattr(Host, "streams", lambda _: CudaStreams(torch.device("cuda", 0)))
-        patch.setattr(CommGroup, "_on_device", property(lambda _: True, lambda *_: None), raising=False)
-        of = PendingWork.of
-        patch.setattr(PendingWork, "of", lambda work, *args, **more: of(OnStream(work, device), *args, **more))
-        yield
 
 
 def rows_of(drained):
@@ -75,7 +35,7 @@ def run(num_steps: int, drains: bool = False) -> tuple[Header, np.ndarray, list[
     """Train, and return what was recorded, and the threads in which the host waited for the device within a step."""
     device, waited = FakeDevice(time.monotonic_ns), []
     recorder = Recorder(Header(world_size=dist.get_world_size()))
-    recorder.device_clock = clock = DeviceClock(device)
+    recorder.device_clock = clock = device.clock()
     info = RankInfo(rank=dist.get_rank(), host="h", device="cuda:0", pid=1, device_error_ns=clock.error_ns)
     recorder.set_run(info, mesh_shape=(2,), mesh_axes=("shard",))
     wait_until = device.wait_until
@@ -87,7 +47,8 @@ def run(num_steps: int, drains: bool = False) -> tuple[Header, np.ndarray, list[
 
     device.wait_until = wait
     rows, at = [], 0
-    with streams_of(device):
+    with pytest.MonkeyPatch.context() as patch, computing_on(device):
+        patch.setenv("WORKBENCH_COMM", "default")  # the works of c10d itself
         probe.active = recorder
         try:
             model = shard_net(make_net(num_blocks=2))

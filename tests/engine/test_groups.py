@@ -15,9 +15,11 @@ from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.test_order import gather
 from tests.waiting import eventually
 from workbench.engine import StepAborted, groups
+from workbench.engine.backends.pending import Transport
+from workbench.engine.backends.streams import StreamTransport, StreamWork
 from workbench.engine.call import states_below, units_of
 from workbench.engine.order import Call
-from workbench.engine.waits import PendingWork, cancellation
+from workbench.engine.waits import cancellation
 
 MIXED = "cpu:gloo,cuda:nccl"
 
@@ -93,13 +95,13 @@ class Spinning:
         return False
 
 
-def unfinished(on_device: bool) -> tuple[list[str], int]:
+def unfinished(transport: Transport) -> tuple[list[str], int]:
     """Return what was done with a process group that was let go with a collective unfinished, and how many kept it."""
     group = groups.CommGroup((0,))
     done: list[str] = []
     group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
-    group._on_device = on_device
-    group._in_flight.add(PendingWork.of(Spinning(), Call("all-gather", "a", 0), group, on_device=True))
+    group._transport = transport
+    group._in_flight.add(StreamWork(Spinning(), Call("all-gather", "a", 0), group))
     references = sys.getrefcount(dropped)
     group.let_go()
     assert group.process_group is None
@@ -108,9 +110,9 @@ def unfinished(on_device: bool) -> tuple[list[str], int]:
 
 @on_one_rank
 def test_a_group_with_a_kernel_that_waits_for_a_peer_is_aborted():
-    assert unfinished(on_device=True) == (["abort"], -1)
+    assert unfinished(StreamTransport()) == (["abort"], -1)
 
 
 @on_one_rank
 def test_one_of_gloo_is_kept_for_good():
-    assert unfinished(on_device=False) == ([], 0)
+    assert unfinished(Transport()) == ([], 0)

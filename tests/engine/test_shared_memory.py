@@ -17,9 +17,10 @@ from tests.engine.ranks import outcomes, run_ranks
 from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, groups
 from workbench.engine.backends import shared_memory
+from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.shared_memory import SharedMemory, barrier
 from workbench.engine.order import Call
-from workbench.engine.waits import PendingWork, cancellation
+from workbench.engine.waits import cancellation
 
 FORK = multiprocessing.get_context("fork")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8)
@@ -275,7 +276,7 @@ def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
         assert peer_is_past_the_barrier.wait(60)
         os.kill(os.getpid(), signal.SIGKILL)
     peer_is_past_the_barrier.set()
-    pending = PendingWork.of(barrier(shared.group.process_group), "barrier")
+    pending = PendingWork(barrier(shared.group.process_group), "barrier")
     pending.block()
     with pytest.raises(CollectiveFailed, match=r"^barrier failed: "):
         pending.finish()
@@ -329,7 +330,7 @@ def alone_at_a_barrier(other_may_come) -> bool:
     group = all_ranks()
     if dist.get_rank() == 1:
         assert other_may_come.wait(60)
-    pending = PendingWork.of(barrier(group.process_group), "barrier")
+    pending = PendingWork(barrier(group.process_group), "barrier")
     early = pending.has_ended
     other_may_come.set()
     pending.block()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import connected
 from workbench.engine.backends import shared_comm
+from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
 from workbench.engine.backends.shared_memory import SharedMemory
-from workbench.engine.waits import PendingWork
 
 FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], 
         if len(outstanding) == n:
             read_oldest()
         work = reduce(total, chunks, dist.group.WORLD, SUM, async_op=True)
-        outstanding.append((number, PendingWork.of(work, f"reduction {number}")))
+        outstanding.append((number, PendingWork(work, f"reduction {number}")))
     while outstanding:
         read_oldest()
     wanted = [(value(0, i) + value(1, i))[4 * rank : 4 * rank + 4] for i in range(plan.number)]

@@ -14,7 +14,7 @@ from tests.engine.recording import recording
 from workbench.engine import collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Streams
-from workbench.engine.backends.cuda import CudaStreams
+from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.collectives import UnitId
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.reduction import PartialSum, Reduction, ReductionQueue
@@ -23,28 +23,42 @@ from workbench.events import Category, Edge, Kind
 COMPUTE = "compute"
 
 
-class Device:
+class Device(StreamBackend):
     """A device whose streams are names; notes what each was given, in order."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.names = iter(["copy_in", "reduce", "trail"])
-        self.now = COMPUTE
+        self.now = Stream(self, COMPUTE)
         self.done: list[str] = []
 
-    def Stream(self, *_: object, **__: object) -> "Stream":
+    def make_stream(self, *, is_urgent: bool) -> "Stream":
+        assert is_urgent
         return Stream(self, next(self.names))
 
     def current_stream(self) -> "Stream":
-        return Stream(self, self.now)
+        return self.now
 
     @contextmanager
-    def stream(self, stream: "Stream"):
-        before, self.now = self.now, stream.name
+    def on(self, stream: "Stream"):
+        before, self.now = self.now, stream
         yield
         self.now = before
 
+    def event(self):
+        raise NotImplementedError
+
+    def used_here(self, *_tensors: torch.Tensor) -> None:
+        pass
+
+    def reading(self):
+        raise NotImplementedError
+
+    def runs(self, _process_group) -> bool:
+        return True
+
     def do(self, what: str) -> None:
-        self.done.append(f"{self.now}: {what}")
+        self.done.append(f"{self.now.name}: {what}")
 
 
 class Stream:
@@ -56,11 +70,8 @@ class Stream:
 
 
 @pytest.fixture
-def device(monkeypatch) -> Device:
-    device = Device()
-    for name in ("Stream", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
-    return device
+def device() -> Device:
+    return Device()
 
 
 class Step:
@@ -102,7 +113,7 @@ def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(d
         return AllReduced(device, unit.name)
 
     monkeypatch.setattr("workbench.engine.reduction.all_reduce", all_reduce)
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = device.streams()
     queue = ReductionQueue(streams)
     for name in ("b", "a"):
         with streams.reducing(after_compute=True):
@@ -127,7 +138,7 @@ def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(d
 
 
 def test_a_single_rank_trails_as_well(device):
-    streams = CudaStreams(torch.device("cuda", 0))
+    streams = device.streams()
     alone = reduction(device, "a", replicas=False)
     alone.scatter, alone.summed = None, PartialSum([], torch.ones(1), None)
     with streams.reducing(after_compute=True):

@@ -20,8 +20,10 @@ from tests.engine.ranks import outcomes, run_ranks
 from tests.engine.recording import recording
 from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, waits
+from workbench.engine.backends.pending import PendingWork
+from workbench.engine.backends.streams import StreamWork
 from workbench.engine.order import Call
-from workbench.engine.waits import PendingWork, cancellation
+from workbench.engine.waits import cancellation
 from workbench.events import Category, Edge, Kind
 
 REDUCE = Call("reduce-scatter", "", 4)
@@ -56,7 +58,7 @@ def no_cancellation_left():
 
 def test_a_wait_ends_with_the_collective():
     work = FakeWork()
-    pending = PendingWork.of(work, REDUCE)
+    pending = PendingWork(work, REDUCE)
     assert pending.end_ns == 0
     before = time.monotonic_ns()
     thread = in_a_thread(lambda: work.future.set_result(None))
@@ -80,7 +82,7 @@ class Slices:
 
 
 def test_a_cancelled_wait_ends_with_its_slice_well_within_a_second():
-    pending = PendingWork.of(FakeWork(), REDUCE)
+    pending = PendingWork(FakeWork(), REDUCE)
     pending._done = slices = Slices()
     with pytest.raises(StepAborted, match=r"^rank 1 failed$"):
         pending.block()
@@ -89,7 +91,7 @@ def test_a_cancelled_wait_ends_with_its_slice_well_within_a_second():
 
 
 def test_a_wait_may_be_cancelled_from_another_thread():
-    pending = PendingWork.of(FakeWork(), REDUCE)
+    pending = PendingWork(FakeWork(), REDUCE)
     thread = in_a_thread(lambda: cancellation.cancel("rank 3 failed"))
     with pytest.raises(StepAborted, match=r"^rank 3 failed$"):
         pending.block()
@@ -102,7 +104,7 @@ def test_a_wait_may_be_cancelled_from_another_thread():
 
 def test_a_failed_collective_says_which_one():
     work = FakeWork("Connection closed by peer\n  some C++ frames")
-    pending = PendingWork.of(work, Call("all-gather", "blocks.4", 8))
+    pending = PendingWork(work, Call("all-gather", "blocks.4", 8))
     work.future.set_exception(RuntimeError("gone"))
     pending.block()  # failing is a way of ending
     with pytest.raises(
@@ -118,7 +120,7 @@ def test_a_collective_that_an_abort_broke_reports_the_abort(when, monkeypatch):
     """The word of the abort may come after the sockets are gone: a failure waits for it a little."""
     monkeypatch.setattr(waits, "GRACE_S", 60)
     work = FakeWork("Connection closed by peer")
-    pending = PendingWork.of(work, REDUCE)
+    pending = PendingWork(work, REDUCE)
     work.future.set_result(None)
     pending.block()
     if when == "before":
@@ -134,7 +136,7 @@ def test_a_collective_that_an_abort_broke_reports_the_abort(when, monkeypatch):
 
 def test_a_wait_is_not_begun_after_an_abort_even_if_the_collective_has_ended():
     work = FakeWork()
-    pending = PendingWork.of(work, REDUCE)
+    pending = PendingWork(work, REDUCE)
     work.future.set_result(None)
     cancellation.cancel("aborted")
     with pytest.raises(StepAborted, match=r"^aborted$"):
@@ -328,7 +330,7 @@ class Bare:
 @pytest.mark.parametrize("kind", [NoFuture, Bare])
 @pytest.mark.parametrize("error", ["", "Connection closed by peer"])
 def test_work_without_a_future_is_waited_for_in_a_thread(kind, error):
-    pending = PendingWork.of(kind(error), REDUCE)
+    pending = PendingWork(kind(error), REDUCE)
     pending.block()
     assert pending.has_ended
     assert pending.end_ns > 0
@@ -340,7 +342,7 @@ def test_work_without_a_future_is_waited_for_in_a_thread(kind, error):
 
 
 def test_a_collective_that_was_synchronous_has_ended():
-    pending = PendingWork.of(None, REDUCE)
+    pending = PendingWork(None, REDUCE)
     assert pending.has_ended
     assert pending.end_ns > 0
     pending.block()
@@ -363,7 +365,7 @@ class DeviceWork(FakeWork):
 
 def test_no_host_thread_waits_for_work_on_a_device():
     work = DeviceWork()
-    pending = PendingWork.of(work, REDUCE, on_device=True)
+    pending = StreamWork(work, REDUCE)
     pending.block()  # lets the stream wait; the device is not done
     assert not pending.has_ended
     pending.finish()
@@ -378,7 +380,7 @@ def test_no_host_thread_waits_for_work_on_a_device():
 
 def test_work_on_a_device_that_cannot_tell_counts_as_ended():
     for work in (None, Bare("")):
-        assert PendingWork.of(work, REDUCE, on_device=True).has_ended
+        assert StreamWork(work, REDUCE).has_ended
 
 
 class Watcher:
@@ -401,7 +403,7 @@ def test_whoever_waits_looks_around_in_every_slice(monkeypatch):
     monkeypatch.setattr(waits, "SLICE_S", 0.001)
     watcher = Watcher()
     with pytest.raises(RanksDisagreeError, match=r"^something else$"):
-        PendingWork.of(FakeWork(), REDUCE, watcher).block()
+        PendingWork(FakeWork(), REDUCE, watcher).block()
     assert watcher.looks == 2
     assert watcher.given_up == [RanksDisagreeError]
 
@@ -410,7 +412,7 @@ def test_the_watcher_learns_of_every_wait_that_came_to_nothing():
     watcher = Watcher()
     failed = FakeWork("gone")
     failed.future.set_result(None)
-    pending = PendingWork.of(failed, REDUCE, watcher)
+    pending = PendingWork(failed, REDUCE, watcher)
     pending.block()
     with pytest.raises(CollectiveFailed):
         pending.finish()
@@ -433,7 +435,7 @@ def test_waiting_threads_come_to_the_stop_point_and_may_be_interrupted_there(mon
         raise KeyboardInterrupt
 
     watcher = Watcher()
-    pending = PendingWork.of(FakeWork(), REDUCE, watcher)
+    pending = PendingWork(FakeWork(), REDUCE, watcher)
     monkeypatch.setattr(waits, "SLICE_S", 0.001)
     monkeypatch.setattr(waits, "stop_point", stop)
     with pytest.raises(KeyboardInterrupt):
@@ -485,22 +487,22 @@ class WorkOfC10d(dist.Work):
 
 def test_streams_of_others_wait_for_c10ds_own_work_alone(monkeypatch):
     work = WorkOfC10d()
-    wait = PendingWork.of(work, REDUCE, on_device=True).lets_stream_wait
+    wait = StreamWork(work, REDUCE).lets_stream_wait
     assert wait is not None
     assert wait() is True
-    assert PendingWork.of(DeviceWork(), REDUCE, on_device=True).lets_stream_wait is None  # a custom comm's
-    assert PendingWork.of(FakeWork(), REDUCE).lets_stream_wait is None  # on the host
+    assert StreamWork(DeviceWork(), REDUCE).lets_stream_wait is None  # a custom comm's
+    assert PendingWork(FakeWork(), REDUCE).lets_stream_wait is None  # on the host
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # the host would wait where the collective is issued
-    assert PendingWork.of(work, REDUCE, on_device=True).lets_stream_wait is None
+    assert StreamWork(work, REDUCE).lets_stream_wait is None
 
 
 @pytest.mark.parametrize("error", ["", "the communicator was aborted"])
 def test_a_stream_waits_for_what_is_given_up_while_it_may_still_write(error, monkeypatch):
     work = DeviceWork(error)
-    PendingWork.of(work, REDUCE, on_device=True).abandon()
+    StreamWork(work, REDUCE).abandon()
     assert work.waits == 1
     on_host = FakeWork("a host never waits for what is given up")
-    PendingWork.of(on_host, REDUCE).abandon()
+    PendingWork(on_host, REDUCE).abandon()
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    PendingWork.of(work, REDUCE, on_device=True).abandon()
+    StreamWork(work, REDUCE).abandon()
     assert work.waits == 1

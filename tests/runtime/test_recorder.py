@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device import FakeDevice
-from workbench.engine.device_clock import DeviceClock
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import RankTrace, Trace, advance, check
@@ -268,7 +267,7 @@ def on_device() -> tuple[Recorder, FakeDevice]:
     """A recorder of a device that does nothing by itself."""
     device = FakeDevice()
     recorder = Recorder(Header(world_size=2))
-    recorder.device_clock = DeviceClock(device, device.now_ns)
+    recorder.device_clock = device.clock()
     recorder.comm_group(0, (0, 1))
     return recorder, device
 
@@ -285,7 +284,7 @@ def told(rows):
 
 def gather(recorder, device, *, ends=True):
     """An all-gather in a stream of its own that takes longer than the host takes to wait for it."""
-    side = device.stream("nccl")
+    side = device.new_stream("nccl")
     side.wait_stream(device.current)
     tell_one(recorder, Kind.ALL_GATHER, Edge.BEGIN, comm=COMM, num_bytes=8)
     with device.on(side):

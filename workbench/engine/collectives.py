@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine._torch import chunk_cat, premultiplied_sum
+from workbench.engine._torch import premultiplied_sum
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Mark
+from workbench.engine.backends.clock import Event
+from workbench.engine.backends.pending import PendingWork
 from workbench.engine.comm import AllGather, ReduceScatter, give_back, input_nbytes, output_nbytes, takes_own_in_output
 from workbench.engine.groups import CommGroup
-from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
 from workbench.engine.param import FSDPParam
-from workbench.engine.waits import PendingWork
 from workbench.events import Category, Comm, Edge, Kind
 
 
@@ -120,12 +119,12 @@ class DeviceCopyState:
 
     output: torch.Tensor
     unit: UnitId
-    ready: Mark
+    ready: Event
 
     def wait(self) -> torch.Tensor:
         """Let the current stream wait for the bytes; returns the output."""
         if self.ready is not None:
-            backend_of(self.output.device).wait_for(self.ready)
+            backend_of(self.output.device).wait_event(self.ready)
         return self.output
 
     def drop(self) -> None:
@@ -178,7 +177,7 @@ def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device
     output = torch.empty(shard.numel(), dtype=dtype, device=device)
     with _alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output.nbytes):
         _copy_shard(output, shard, unit)
-    return DeviceCopyState(output, unit, backend_of(device).mark())
+    return DeviceCopyState(output, unit, backend_of(device).record_event())
 
 
 def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None:
@@ -196,20 +195,8 @@ def foreach_all_gather_copy_out(gathered: torch.Tensor, targets: Sequence[torch.
     """
     num_bytes = gathered.nbytes
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
-    _copy_out(gathered, list(targets))
+    backend_of(gathered.device).copy_out(gathered, targets)
     probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)
-
-
-def _copy_out(gathered: torch.Tensor, targets: list[torch.Tensor]) -> None:
-    sizes = [target.numel() // len(gathered) for target in targets]
-    if backend_of(gathered.device).fuses_copies and all(
-        t.dtype == gathered.dtype and t.shape == (len(gathered), size) and t.is_contiguous()
-        for t, size in zip(targets, sizes, strict=True)
-    ):
-        torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
-        return
-    slots = gathered.split(sizes, dim=1)
-    torch._foreach_copy_(targets, [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)])
 
 
 def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
@@ -274,27 +261,9 @@ def lay_out(
     probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, num_bytes)
     layouts, first_rank = [p.layout for p in params], 0
     for part in chunks:
-        _copy_in(layouts, grads, part, first_rank)
+        backend_of(part.device).copy_in(layouts, grads, part, first_rank)
         first_rank += len(part)
     probe.event(Kind.COPY_IN, Edge.END, unit.index, num_bytes)
-
-
-def _copy_in(
-    layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor, first_rank: int = 0
-) -> None:
-    if (
-        backend_of(chunks.device).fuses_copies
-        and all(layout.dim == 0 and grad.numel() for layout, grad in zip(layouts, grads, strict=True))
-        and len({grad.dtype for grad in grads}) == 1
-    ):
-        chunk_cat([grad.contiguous() for grad in grads], len(chunks), out=chunks)
-        return
-    slots = chunks.split([layout.slot_numel for layout in layouts], dim=1)
-    pairs = [
-        pair for la, g, s in zip(layouts, grads, slots, strict=True) for pair in la.copy_in_pairs(g, s, first_rank)
-    ]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def drop_full_grads(grads: list[torch.Tensor], unit: UnitId) -> None:

@@ -18,13 +18,35 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
-from workbench.engine.groups import CommGroup
+from workbench.engine.order import Call
 from workbench.engine.waits import Work
 
 CHOICES = ("", "gloo", "default")
 CUSTOM = "custom"
 OF_GROUP = "c10d, memory of the group"
 SET_BY_USER = frozenset({CUSTOM, OF_GROUP})
+
+
+class Peers(Protocol):
+    """The ranks that communicate as one, as a backend knows them: :class:`workbench.engine.groups.CommGroup`."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup | None
+    index: int
+
+    def tell(self, call: Call, text: str) -> str:
+        """Return what the first of them tells; collective."""
+
+    def compare(self, call: Call, text: str) -> list[str]:
+        """Return every rank's text, in group order; collective."""
+
+    def look(self) -> None:
+        """Raise RanksDisagreeError if another rank does something else than this one did."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse collectives of this rank from now on."""
 
 
 class AllGather(Protocol):
@@ -83,7 +105,7 @@ def output_nbytes(gather: AllGather, output: torch.Tensor) -> int:
     return 0 if getattr(gather, "is_shared", False) else output.nbytes
 
 
-def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: CommGroup) -> int:
+def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: Peers) -> int:
     """Bytes a reduce-scatter costs while in flight: its input, and what it needs beside."""
     beside = getattr(reduce, "staging_nbytes", None)
     return chunks.nbytes + (beside(chunks.nbytes, group) if beside is not None else 0)
@@ -172,7 +194,7 @@ class GroupReduceScatter(FromGroup, DefaultReduceScatter):
     """c10d's reduce-scatter, from memory of the backend."""
 
 
-def group_pair(group: CommGroup, device: torch.device) -> CommPair | None:
+def group_pair(group: Peers, device: torch.device) -> CommPair | None:
     """Return the pair that communicates from memory which the backend of ``group`` allocates; None: it allocates none.
 
     Only NCCL does.

@@ -9,7 +9,6 @@ No collective is issued before the order check (``order.py``) knows that all ran
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from workbench.engine import probe
 from workbench.engine._torch import default_store, new_group
+from workbench.engine.backends import backend_of, device_here
+from workbench.engine.backends.pending import PendingWork, Transport
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.order import Board, Call, Order
-from workbench.engine.waits import SLICE_S, PendingWork, Work, cancellation
+from workbench.engine.waits import SLICE_S, Work, cancellation
 from workbench.events import Comm
 
 _indices = itertools.count()
@@ -54,7 +55,7 @@ class CommGroup:
         self._in_flight: set[PendingWork] = set()
         self._store: Store | None = None
         self._order: Order | None = None
-        self._on_device = False
+        self._transport = Transport()
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -71,8 +72,7 @@ class CommGroup:
         self._renew_order(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
         with around_creation():
             self.process_group = new_group(self.ranks, name, self.device_type)
-        # on NCCL collectives run in order on a stream, and host threads do not wait
-        self._on_device = dist.get_backend(self.process_group) == "nccl"
+        self._transport = backend_of(device_here(self.device_type)).transport(self.process_group)
         self._next_look_s = 0.0
         if probe.active is not None:
             probe.active.comm_group(self.index, self.ranks)
@@ -88,16 +88,9 @@ class CommGroup:
             old.close()  # all have met at the new board: nobody looks at the old one
 
     def let_go(self) -> None:
-        """Drop the process group, which must not be used again.
-
-        With a collective unfinished it is aborted, on a device: a kernel that waits for a peer would spin for ever.
-        Elsewhere it is kept alive for good: ending it joins gloo's threads, and one of them can wait for ever to send
-        to a peer that has left.
-        """
-        if self.num_unfinished and self._on_device and self.process_group is not None:
-            self.process_group.abort()
-        elif self.num_unfinished:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.process_group))
+        """Drop the process group, which must not be used again; with a collective unfinished it is aborted."""
+        if self.num_unfinished and self.process_group is not None:
+            self._transport.abort(self.process_group)
         self._in_flight.clear()
         self.process_group = None
 
@@ -126,7 +119,7 @@ class CommGroup:
         except BaseException as error:  # an interrupt as well: others may have issued it
             self.give_up(error)
             raise
-        pending = PendingWork.of(issue(process_group), call, self, on_device=self._on_device)
+        pending = self._transport.pending(issue(process_group), call, self)
         self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset drops some unwaited
         return pending
 
@@ -176,7 +169,7 @@ class CommGroup:
     def _check_order(self, call: Call) -> None:
         if self._order is None:
             return
-        if self._on_device and time.monotonic() > self._next_look_s:  # it never waits, where others look
+        if not self._transport.host_waits and time.monotonic() > self._next_look_s:
             self._next_look_s = time.monotonic() + SLICE_S
             self._order.look()
         self._order.before(call)

@@ -18,7 +18,8 @@ import torch
 from workbench.engine import probe
 from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Backend, Mark, Streams
+from workbench.engine.backends.base import Backend, Streams
+from workbench.engine.backends.clock import Event
 from workbench.engine.collectives import (
     AllReduceState,
     ReduceMode,
@@ -103,7 +104,7 @@ class Reducer:
     pins: bool
     sync: GradientSync = field(default_factory=GradientSync)
     kept: PartialSum | None = None
-    _to_host: Mark = None  # after the last copy that the host has not waited for
+    _to_host: Event = None  # after the last copy that the host has not waited for
 
     @property
     def _backend(self) -> Backend:
@@ -208,7 +209,7 @@ class Reducer:
         probe.event(Kind.OFFLOAD, Edge.BEGIN, self.unit.index, grad.nbytes)
         host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=self.pins)
         host.copy_(grad, non_blocking=True)
-        self._to_host = backend_of(grad.device).mark()
+        self._to_host = backend_of(grad.device).record_event()
         probe.event(Kind.OFFLOAD, Edge.END, self.unit.index, grad.nbytes)
         return host
 

@@ -13,7 +13,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
-from workbench.engine._torch import abort_process_groups
+from workbench.engine.backends import backend_of, num_gpus
+from workbench.engine.backends.base import Backend
 from workbench.engine.root import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
@@ -36,13 +37,13 @@ def choose_device(device: str, rank: int, world_size: int) -> torch.device:
     Raises:
         UsageError: ``cuda`` was asked for and there are fewer GPUs than ranks.
     """
-    num_gpus = torch.cuda.device_count()
-    if device == "cuda" and num_gpus < world_size:
+    available = num_gpus()
+    if device == "cuda" and available < world_size:
         raise UsageError(
-            f"{world_size} ranks need {world_size} GPUs and this machine has {num_gpus}: "
-            f"use --device cpu{f', or -n {num_gpus}' if num_gpus else ''}"
+            f"{world_size} ranks need {world_size} GPUs and this machine has {available}: "
+            f"use --device cpu{f', or -n {available}' if available else ''}"
         )
-    if device == "cpu" or num_gpus < world_size:
+    if device == "cpu" or available < world_size:
         return torch.device("cpu")
     return torch.device("cuda", rank)
 
@@ -67,6 +68,10 @@ class ProcessGroups:
     _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
 
     @property
+    def _backend(self) -> Backend:
+        return backend_of(self.device)
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The mesh; there is one once the rank has joined."""
         if self._mesh is None:
@@ -84,7 +89,7 @@ class ProcessGroups:
         copies, size = shape
         if (copies, size) not in self._meshes:
             with self._sockets.tracked():
-                self._meshes[copies, size] = make_mesh(self.device.type, (copies, size))
+                self._meshes[copies, size] = make_mesh(self._backend.kind, (copies, size))
         return self._meshes[copies, size]
 
     def listen(self) -> tuple[str, int]:
@@ -103,19 +108,18 @@ class ProcessGroups:
             self._store = TCPStore(host, port, is_master=False)
         # gloo would otherwise listen on whatever the host name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self._backend.make_current()
         groups.around_creation = self._sockets.tracked
         self._init(0)
         with self._sockets.tracked():
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+            self._mesh = init_device_mesh(self._backend.kind, (self.world_size,), mesh_dim_names=("shard",))
 
     def _init(self, generation: int) -> None:
         if self._store is None:
             raise ClusterError(f"rank {self.rank} has no store: join first")
         with self._sockets.tracked():
             dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
+                self._backend.c10d,
                 store=PrefixStore(f"generation-{generation}", self._store),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -165,7 +169,4 @@ class ProcessGroups:
     def _destroy(self) -> None:
         """Drop c10d's groups; one that waits for a peer is not waited for."""
         self._sockets.shut()
-        if self.device.type == "cuda":  # NCCL would wait for its kernels, and they for a peer that has left
-            abort_process_groups()
-        else:
-            dist.destroy_process_group()
+        self._backend.destroy_process_groups()

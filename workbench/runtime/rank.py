@@ -19,7 +19,7 @@ import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks
 from workbench.codec import encode
 from workbench.engine import groups
 from workbench.engine._torch import untried
-from workbench.engine.device_clock import Cuda, DeviceClock
+from workbench.engine.backends import backend_of
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.commands import Command, Request, Step, Verified, Verify, from_dict
@@ -214,7 +214,7 @@ def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | Non
     recorder = Recorder(Header(world_size=world_size))
     trainer = Trainer(recorder)
     trainer.install()
-    gate = Gate(recorder, rank, Quiet(process_groups.device))
+    gate = Gate(recorder, rank, Quiet(backend_of(process_groups.device)))
     gate.install()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer)
     atexit.register(shutdown)
@@ -229,7 +229,7 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
     """
     runtime = _this_rank()
     runtime.groups.join(*address)
-    runtime.recorder.device_clock = clock = _device_clock(runtime.groups.device)
+    runtime.recorder.device_clock = clock = backend_of(runtime.groups.device).clock()
     mine = RankInfo(
         rank=runtime.groups.rank,
         host=socket.gethostname(),
@@ -249,16 +249,12 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
     return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid, "notice": untried()}
 
 
-def _device_clock(device: torch.device) -> DeviceClock | None:
-    return DeviceClock(Cuda(device)) if device.type == "cuda" else None
-
-
 def _sample_memory(runtime: RankRuntime) -> int:
     """Sample this process's memory from now on, and return what there is of it before anything is sharded.
 
     Nothing is sampled, and 0 returned, where the engine's bytes are on a device with a memory of its own.
     """
-    if runtime.groups.device.type != "cpu":
+    if not backend_of(runtime.groups.device).is_host:
         return 0
     resident = Resident(runtime.recorder.resident)
     runtime.recorder.on_phase = resident.sample

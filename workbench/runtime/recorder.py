@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.engine.device_clock import NOBODYS, DeviceClock, Mark
+from workbench.engine.backends.clock import NOBODYS, DeviceClock, Mark
 from workbench.events import BESIDE, COLLECTIVES, STATE_AFTER, Category, Comm, Edge, Kind, Phase, Unit, UnitState
 from workbench.trace import advance
 from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows

@@ -1,7 +1,8 @@
 """One class for each kind of device: the only place that asks which kind it is.
 
-A backend takes and gives memory, gathers and reduces, and says what has to wait for what. A further kind, or a
-simulated one, is a subclass of :class:`Backend`, and a line in :data:`KINDS`.
+A backend takes and gives memory, gathers, reduces and copies, waits and aborts, says what has to wait for what, and has
+the device's clock. A further kind, or a simulated one, is a subclass of :class:`Backend`, or, if it goes on while the
+host does, of :class:`~workbench.engine.backends.streams.StreamBackend`; and a line in :data:`KINDS`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def device_here(kind: str) -> torch.device:
 def usual_kind() -> str:
     """Return the kind of device that ranks compute on if nobody says."""
     return "cuda" if "nccl" in dist.get_backend_config() and torch.cuda.is_available() else "cpu"
+
+
+def num_gpus() -> int:
+    """Return how many GPUs this machine has that ranks can compute on."""
+    return torch.cuda.device_count()
 
 
 def can_pin() -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from workbench.engine._torch import allow_reading, forbid_reading
+from workbench.engine._torch import allow_reading, chunk_cat, forbid_reading
+from workbench.engine.backends.clock import DeviceClock, Event
 from workbench.engine.backends.pages import SparePages
+from workbench.engine.backends.pending import Transport
 from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter
-
-Mark = Any
-"""A place in a device's work; None where the host has waited for it already."""
+from workbench.engine.layout import ShardLayout
 
 
 class FullMemory(Protocol):
@@ -92,7 +93,7 @@ class Streams:
         """Within the body work is of what follows reduce-scatters, after what the present one was given so far."""
         return nullcontext()
 
-    def shards_changed(self, event: Mark) -> None:
+    def shards_changed(self, event: Event) -> None:
         """Let later all-gathers see the optimizer's step: wait for ``event``, or for all that was computed so far."""
 
     def was_read(self) -> None:
@@ -113,15 +114,22 @@ class Backend:
         shares_memory: ranks can read each other's memory.
         averages: its collectives can divide.
         fuses_copies: it has kernels that copy many strided pieces at once; a copy for each is dear there.
+        c10d: what ``init_process_group`` calls the collectives that ranks on such devices use.
+        kind: what a ``DeviceMesh`` of such devices is made for.
     """
 
     is_host = False
     shares_memory = False
     averages = False
     fuses_copies = False
+    c10d = "gloo"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.kind = device.type
+
+    def make_current(self) -> None:
+        """Let this process compute here."""
 
     # ---- memory
 
@@ -135,21 +143,59 @@ class Backend:
         """Return what works between any ranks."""
         return CommPair(DefaultAllGather(), DefaultReduceScatter(), "c10d")
 
+    def copy_out(self, gathered: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+        """Copy ``gathered`` ``[F, S]`` into the targets, ``[F, ...]`` each; casts if need be."""
+        sizes = [target.numel() // len(gathered) for target in targets]
+        if self.fuses_copies and all(
+            t.dtype == gathered.dtype and t.shape == (len(gathered), size) and t.is_contiguous()
+            for t, size in zip(targets, sizes, strict=True)
+        ):
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=list(targets))
+            return
+        slots = gathered.split(sizes, dim=1)
+        views = [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)]
+        torch._foreach_copy_(list(targets), views)
+
+    def copy_in(
+        self, layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor, first_rank: int = 0
+    ) -> None:
+        """Copy full gradients, cast, into ``chunks`` ``[n, S]``, of n ranks from ``first_rank`` on."""
+        if (
+            self.fuses_copies
+            and all(
+                layout.dim == 0 and layout.num_shards == len(chunks) and grad.numel()
+                for layout, grad in zip(layouts, grads, strict=True)
+            )
+            and len({grad.dtype for grad in grads}) == 1
+        ):
+            chunk_cat([grad.contiguous() for grad in grads], len(chunks), out=chunks)
+            return
+        slots = chunks.split([layout.slot_numel for layout in layouts], dim=1)
+        pairs = [
+            pair for la, g, s in zip(layouts, grads, slots, strict=True) for pair in la.copy_in_pairs(g, s, first_rank)
+        ]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
     # ---- who waits for what
 
     def streams(self) -> Streams:
         """Return where the work of a communication context goes."""
         return Streams()
 
-    def mark(self) -> Mark:
-        """Return where the work given so far ends."""
+    def transport(self, _process_group: dist.ProcessGroup) -> Transport:
+        """Return how the collectives of a process group are waited for, and left when they cannot end."""
+        return Transport()
+
+    def record_event(self) -> Event:
+        """Return where the work given so far ends; None where the host has waited for it already."""
         return None
 
-    def wait_for(self, mark: Mark) -> None:
-        """Let what is given from now on come after ``mark``."""
+    def wait_event(self, event: Event) -> None:
+        """Let what is given from now on come after ``event``."""
 
-    def wait_on_host(self, mark: Mark) -> None:
-        """Let the host wait for ``mark``."""
+    def wait_on_host(self, event: Event) -> None:
+        """Let the host wait for ``event``."""
 
     def within(
         self,
@@ -158,3 +204,19 @@ class Backend:
     ) -> AbstractContextManager[object]:
         """Within the body work goes to a stream of the user's, between what was and will be given; it uses tensors."""
         return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type == self.kind:
+            torch.accelerator.synchronize(self.device)
+
+    # ---- abort and clock
+
+    def destroy_process_groups(self) -> None:
+        """Leave c10d, whatever collectives have not ended."""
+        dist.destroy_process_group()
+
+    def clock(self) -> DeviceClock | None:
+        """Return what tells when the device came to what it was given; None where the host does the work itself."""
+        return None

@@ -1,124 +1,62 @@
-"""CUDA: work is handed over, in streams that wait for each other.
-
-Collectives run in c10d's own streams. What the engine adds is one stream for casting and copying the input of an
-all-gather, so that a prefetch does not queue behind the compute that is to hide it, one in which gradients are copied
-and reduce-scatters waited for, and one for what follows these: all-reduces, hooks, copies to the host. That one trails
-to the end of backward; compute waits for the second as it goes, because its memory is used again. The host never waits
-(with offloading, for the gradients it is to step with, at the end of backward).
-
-Memory goes back to the stream it is from as soon as the host has issued its last use, and that stream waits for the use
-(:meth:`CudaStreams.was_read`, :meth:`CudaStreams.join`). ``record_stream`` instead would keep it from being used again
-for as long as the device lags behind the host, so that the peak would grow with the lag.
-"""
+"""CUDA."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 
-from workbench.engine.backends.base import Backend, Mark, Streams
-from workbench.engine.device_clock import name_stream
-
-
-class CudaStreams(Streams):
-    """Streams of one communication context.
-
-    Attributes:
-        copy_in: for all-gather inputs.
-        reduce: for reduce-scatters.
-        trail: for what follows them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.copy_in = torch.cuda.Stream(device, priority=-1)
-        self.reduce = torch.cuda.Stream(device, priority=-1)
-        self.trail = torch.cuda.Stream(device, priority=-1)
-        for stream, name in ((self.copy_in, "copy-in"), (self.reduce, "reduce"), (self.trail, "trail")):
-            name_stream(stream, name)
-
-    @property
-    def are_there(self) -> bool:
-        """They are."""
-        return True
-
-    def gathering(self) -> AbstractContextManager[object]:
-        """Within the body work goes to the copy-in stream."""
-        return torch.cuda.stream(self.copy_in)
-
-    def reducing(self, *, after_compute: bool) -> AbstractContextManager[object]:
-        """Within the body work goes to the reduce stream, which first waits for what was computed so far."""
-        if after_compute:
-            self.reduce.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.reduce)
-
-    def trailing(self, *outputs: torch.Tensor) -> AbstractContextManager[object]:
-        """Within the body work goes to the trailing stream, after what the present one was given so far.
-
-        ``outputs`` are used there, and may die there.
-        """
-        self.trail.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.trail):
-            used_here(*outputs)
-        return torch.cuda.stream(self.trail)
-
-    def shards_changed(self, event: Mark) -> None:
-        """Let later all-gathers see the optimizer's step: wait for ``event``, or for all that was computed so far."""
-        if event is not None:
-            self.copy_in.wait_event(event)
-        else:
-            self.copy_in.wait_stream(torch.cuda.current_stream())
-
-    def was_read(self) -> None:
-        """Let the next all-gather have the memory of one that was copied out, or waited for, just now."""
-        self.copy_in.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """Let compute see that full gradients were read and freed."""
-        torch.cuda.current_stream().wait_stream(self.reduce)
-
-    def join_all(self) -> None:
-        """Let compute see reduced gradients as well."""
-        self.join()
-        torch.cuda.current_stream().wait_stream(self.trail)
+from workbench.engine._torch import abort_process_groups
+from workbench.engine.backends.clock import Event
+from workbench.engine.backends.streams import Stream, StreamBackend
 
 
-def used_here(*tensors: torch.Tensor) -> None:
-    """Tell the CUDA allocator that tensors of another stream are used in the current one."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
-
-
-class Cuda(Backend):
+class Cuda(StreamBackend):
     """A CUDA device of this process; its allocator keeps what it had."""
 
     averages = True
     fuses_copies = True
+    c10d = "nccl"
 
-    def streams(self) -> CudaStreams:
-        """Return streams for a communication context."""
-        return CudaStreams(self.device)
+    def make_stream(self, *, is_urgent: bool) -> Stream:
+        """Return a new stream."""
+        return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
 
-    def mark(self) -> Mark:
-        """Return an event in the current stream."""
-        return torch.cuda.current_stream().record_event()
+    def current_stream(self) -> Stream:
+        """Return the stream that this thread gives work to."""
+        return torch.cuda.current_stream(self.device)
 
-    def wait_for(self, mark: Mark) -> None:
-        """Let the current stream wait for ``mark``."""
-        torch.cuda.current_stream().wait_event(mark)
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Within the body this thread gives work to ``stream``."""
+        return torch.cuda.stream(stream)
 
-    def wait_on_host(self, mark: Mark) -> None:
-        """Let the host wait for ``mark``."""
-        mark.synchronize()
+    def event(self) -> Event:
+        """Return a new event that keeps its time."""
+        return torch.cuda.Event(enable_timing=True)
 
-    @contextmanager
-    def within(self, stream: Any, *tensors: torch.Tensor) -> Iterator[None]:  # noqa: ANN401 - a torch.cuda.Stream
-        """Within the body work goes to ``stream``, after what the current one was given, and that goes on after it."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            used_here(*tensors)
-            yield
-        torch.cuda.current_stream().wait_stream(stream)
+    def used_here(self, *tensors: torch.Tensor) -> None:
+        """Tell the allocator that tensors of another stream are used in the current one."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self.current_stream())
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Within the body this thread is at the device: else asking would make a context on another one."""
+        return torch.cuda.device(self.device)
+
+    def runs(self, process_group: dist.ProcessGroup) -> bool:
+        """NCCL's do."""
+        return bool(dist.get_backend(process_group) == "nccl")
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        torch.cuda.synchronize(self.device)
+
+    def make_current(self) -> None:
+        """Let this process compute here."""
+        torch.cuda.set_device(self.device)
+
+    def destroy_process_groups(self) -> None:
+        """Leave c10d; NCCL would else wait for its kernels, and they for a peer that has left."""
+        abort_process_groups()

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.backends.addresses import is_same_memory
-from workbench.engine.comm import Allocator
-from workbench.engine.groups import CommGroup
+from workbench.engine.comm import Allocator, Peers
 from workbench.engine.waits import Work
 
 
@@ -49,7 +48,7 @@ class GlooReduceScatter(Allocator):
     """
 
     @staticmethod
-    def staging_nbytes(num_bytes: int, group: CommGroup) -> int:
+    def staging_nbytes(num_bytes: int, group: Peers) -> int:
         """Bytes it needs beside an input of ``num_bytes``, for what is received."""
         return 0 if group.size == 2 else num_bytes // group.size * _num_received(group.rank, group.size)
 

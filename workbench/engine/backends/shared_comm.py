@@ -33,8 +33,9 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.shared_memory import SharedMemory, barrier
-from workbench.engine.waits import PendingWork, Work
+from workbench.engine.waits import Work
 from workbench.events import Category
 
 _ALIGNMENT = 64  # bytes, a cache line
@@ -190,7 +191,7 @@ class _Reduction:
             StepAborted, CollectiveFailed: see :class:`PendingWork`.
         """
         if not self.all_have_issued:
-            pending = PendingWork.of(self._barrier, "reduce-scatter through shared memory")
+            pending = PendingWork(self._barrier, "reduce-scatter through shared memory")
             pending.block()
             pending.finish()
             self.all_have_issued = True

@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
-from workbench.engine.groups import CommGroup
 from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Call
 from workbench.engine.waits import SLICE_S, Work, cancellation
 
@@ -92,11 +92,11 @@ class SharedMemory:
 
     readers: Readers
 
-    def __init__(self, group: CommGroup) -> None:
+    def __init__(self, group: Peers) -> None:
         self.group = group
 
     @classmethod
-    def connect(cls, group: CommGroup) -> SharedMemory | None:
+    def connect(cls, group: Peers) -> SharedMemory | None:
         """Return the shared memory of ``group``, or None on all of its ranks if one of them cannot map it.
 
         Raises:
@@ -157,7 +157,7 @@ class Readers:
             first on, it has done with.
     """
 
-    def __init__(self, group: CommGroup, numbers: torch.Tensor) -> None:
+    def __init__(self, group: Peers, numbers: torch.Tensor) -> None:
         self._group = group
         self._memory = numbers  # keeps it mapped
         self._numbers = (ctypes.c_int64 * numbers.numel()).from_address(numbers.data_ptr())

@@ -20,10 +20,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
-from workbench.events import COMPUTE_STREAM
-
 REBASE_NS = 2_000_000_000
 """Age at which a reference is replaced by a mark: 32-bit milliseconds then still tell 0.12 microseconds apart."""
 
@@ -36,20 +32,12 @@ NO_ROW, NOBODYS = -1, -2
 _IDLE_NS = 100_000  # how long a device that seems idle is waited for
 _TRIES = 8
 
-_names: dict[object, str] = {}
-
-
-def name_stream(stream: object, name: str) -> None:
-    """Let marks in a stream, that lives as long as the process, say in which one they are."""
-    _names[stream] = name
-
-
 Event = Any
-"""A place in a stream: :class:`torch.cuda.Event`, or what has its ``query``, ``synchronize`` and ``elapsed_time``."""
+"""A place in a stream: what has the methods of :class:`torch.cuda.Event`."""
 
 
-class Device(Protocol):
-    """What a clock needs of a device."""
+class Timed(Protocol):
+    """What a clock needs of a device: :class:`workbench.engine.backends.streams.StreamBackend` has it."""
 
     def event(self) -> Event:
         """Return a new event."""
@@ -65,39 +53,6 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
-
-
-class Cuda:
-    """A CUDA device of this process."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._beside: dict[int, torch.cuda.Stream] = {}
-
-    def event(self) -> Event:
-        """Return a new event that keeps its time."""
-        return torch.cuda.Event(enable_timing=True)
-
-    def record(self, event: Event) -> str:
-        """Let an event be where the current stream of this thread is now; returns the stream's name."""
-        stream = torch.cuda.current_stream(self._device)
-        event.record(stream)
-        return _names.get(stream, COMPUTE_STREAM)
-
-    def beside(self, group: int) -> AbstractContextManager[object]:
-        """Within the body the current stream is one that nothing else is given to, of a communication group."""
-        if group not in self._beside:
-            self._beside[group] = torch.cuda.Stream(self._device)
-            name_stream(self._beside[group], COMMUNICATION)
-        return torch.cuda.stream(self._beside[group])
-
-    def reading(self) -> AbstractContextManager[object]:
-        """Within the body this thread is at the device: else asking would make a context on another one."""
-        return torch.cuda.device(self._device)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
-        torch.cuda.synchronize(self._device)
 
 
 @dataclass
@@ -136,7 +91,9 @@ class _Line:
 
 
 class DeviceClock:
-    """See the module docstring. Any thread may mark; one at a time may read or compare the clocks.
+    """Tells when a device came to what the host handed over, on the host's clock, and never lets the host wait for it.
+
+    Any thread may mark; one at a time may read or compare the clocks.
 
     Args:
         device: whose times are told.
@@ -147,7 +104,7 @@ class DeviceClock:
         error_ns: how far off a reference may be.
     """
 
-    def __init__(self, device: Device, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, device: Timed, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.now_ns = now_ns
         self._device = device
         self._lines: dict[str | int, _Line] = {}
