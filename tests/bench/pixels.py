@@ -47,7 +47,7 @@ CELLS = [
     "%fsdp shard model --wrap Block",
     "dash = %fsdp dashboard\ndash",
     "%fsdp step 1000000",
-    "print(max(view._origin_ns for view in dash._views.values()))",
+    "print(max(view._origin_ns for view in dash._views._views.values()))",
     "dash.close()\n%fsdp stop",
 ]
 SHOW, STEP, ORIGIN, STOP = 4, 5, 6, 7

@@ -413,7 +413,7 @@ def test_nothing_is_left_of_a_closed_dashboard(made):
     widget.close()
     assert widget.comm is None
     assert not widget._views
-    widget._do("a", "pause", lambda: "too late")
+    widget._views._do("a", "pause", lambda: "too late")
     assert len(widget.sent) == 1
 
 

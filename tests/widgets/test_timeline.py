@@ -1,7 +1,5 @@
 """What the browser is told of a trace: all of it, each rectangle once, in the right columns."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -233,10 +231,10 @@ def test_a_busy_kernel_answers_in_the_subshell_that_asked():
     class Comm:
         _reply_subshell_for = None
 
-    widget = SimpleNamespace(comm=Comm())
-    answer_while_busy(widget)
-    assert widget.comm._reply_subshell_for({}, "asked from") == "asked from"
-    answer_while_busy(SimpleNamespace(comm=None))
+    comm = Comm()
+    answer_while_busy(comm)
+    assert comm._reply_subshell_for({}, "asked from") == "asked from"
+    answer_while_busy(None)
 
 
 def test_times_are_exact_after_a_day():

@@ -13,6 +13,8 @@ event.
 The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
 and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
 by :data:`workbench.widgets.window.MOST`; beyond that it says that it is not ``exact``.
+
+:class:`Dashboard` is a widget; :class:`Views` is all of it but the way that messages go, which may be another one.
 """
 
 from __future__ import annotations
@@ -42,39 +44,42 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 """The buttons, and the method of the workbench that each one calls, with its arguments."""
 
 
-class Dashboard(anywidget.AnyWidget):
-    """See the module docstring.
+Tell = Callable[[dict[str, Any], list[bytes] | None], None]
+"""Sends a message to the browser, with what goes beside it."""
+
+
+class Views:
+    """The views of one dashboard and the answers to what they ask, whoever carries the messages.
 
     Args:
         workbench: what is shown; another thread may use it at the same time.
+        tell: sends an answer; called from any thread.
         clock: seconds, monotonic.
+
+    Attributes:
+        about: what the browser has to know from the beginning, besides ``events.js``.
     """
 
-    _esm = joined("dashboard.js")
-    _css = (STATIC / "dashboard.css").read_text("utf-8")
-    about = traitlets.Dict().tag(sync=True)
-
-    def __init__(self, workbench: Watched, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._workbench, self._clock = workbench, clock
+    def __init__(self, workbench: Watched, tell: Tell, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workbench, self._clock, self._send = workbench, clock, tell
         self._lock = threading.RLock()
         self._views: dict[str, Answers] = {}
         self._pulse: Pulse | None = None
         self._waiting = Waiting(workbench.pulse, self._news, clock)
-        buttons = [word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)]
-        super().__init__(about=about_view(buttons))
-        self.on_msg(self._on_message)
-        answer_while_busy(self)
+        self.about = about_view([word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)])
+
+    def __len__(self) -> int:
+        """How many views there are."""
+        return len(self._views)
 
     def close(self) -> None:
-        """Take the widget away; nothing of it is left, neither here nor in the browser."""
+        """Answer nobody any more; returns when nothing is left."""
         self._waiting.close()
         with self._lock:
             self._views.clear()
             self._pulse = None
-        self.on_msg(self._on_message, remove=True)
-        super().close()
 
-    def _on_message(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
+    def receive(self, content: dict[str, Any]) -> None:
         """Answer one message of the browser; runs in the main thread, or in a subshell's while a cell runs."""
         name, ask = str(content.get("view", "")), content.get("ask")
         if ask == "do":
@@ -110,8 +115,7 @@ class Dashboard(anywidget.AnyWidget):
         return lambda: self._tell(name, answer, buffers)
 
     def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:
-        if self.comm is not None:  # closed meanwhile
-            self.send({"view": name, **answer}, buffers)
+        self._send({"view": name, **answer}, buffers)
 
     def _press(self, view: str, word: str) -> None:
         """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
@@ -128,6 +132,38 @@ class Dashboard(anywidget.AnyWidget):
         except WorkbenchError as error:
             words = str(error)
         self._tell(view, {"kind": "said", "word": word, "text": words.partition("\n")[0]})
+
+
+class Dashboard(anywidget.AnyWidget):
+    """The dashboard as a widget: see the module docstring.
+
+    Args:
+        workbench: what is shown; another thread may use it at the same time.
+        clock: seconds, monotonic.
+    """
+
+    _esm = joined("dashboard.js")
+    _css = (STATIC / "dashboard.css").read_text("utf-8")
+    about = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, workbench: Watched, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._views = Views(workbench, self._tell, clock=clock)
+        super().__init__(about=self._views.about)
+        self.on_msg(self._on_message)
+        answer_while_busy(self.comm)
+
+    def close(self) -> None:
+        """Take the widget away; nothing of it is left, neither here nor in the browser."""
+        self._views.close()
+        self.on_msg(self._on_message, remove=True)
+        super().close()
+
+    def _on_message(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
+        self._views.receive(content)
+
+    def _tell(self, content: dict[str, Any], buffers: list[bytes] | None) -> None:
+        if self.comm is not None:  # closed meanwhile
+            self.send(content, buffers)
 
 
 def dashboard(workbench: Watched) -> Dashboard:

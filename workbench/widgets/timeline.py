@@ -129,7 +129,7 @@ class Timeline(anywidget.AnyWidget):
         self._growing = GrowingCuts()
         self._take(trace)
         self.on_msg(self._answer)
-        answer_while_busy(self)
+        answer_while_busy(self.comm)
 
     def append(self, trace: Trace) -> None:
         """Show a later state of the same trace; only what is new is sent. After ``close`` nothing happens.
