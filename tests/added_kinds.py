@@ -105,7 +105,7 @@ def check_stops() -> None:
     assert split_event("all_to_all.end") == (Kind.ALL_TO_ALL, Edge.END)
     assert split_event("evict") == (Kind.EVICT, Edge.INSTANT)
     assert {"all_to_all", "evict"} <= set(EVENTS)
-    assert event_words("all_to_all", "end", "blocks.0") == "the end of all-to-all of blocks.0"
+    assert event_words(Kind.ALL_TO_ALL, Edge.END, "blocks.0") == "the end of all-to-all of blocks.0"
 
 
 def check_pictures(trace) -> None:

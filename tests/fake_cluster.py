@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from tests.trace.strategies import example_trace
 from workbench.cluster.pending import Answer, Output, Pending, select, settle
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
-from workbench.events import Kind
+from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
 from workbench.protocol.commands import Continue, Next, Pause, Request, from_dict
 from workbench.protocol.messages import (
@@ -37,6 +37,7 @@ from workbench.protocol.messages import (
     Stacks,
     Thread,
 )
+from workbench.protocol.starting import Connected
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
@@ -137,7 +138,11 @@ class FakeGate:
         self.since_ns += 1
         self.held = Hold(
             place=Place(0, self.ordinal),
-            **{"kind": kind, "edge": edge, "unit": unit, "phase": "forward", "since_ns": self.since_ns},
+            kind=STOPS[kind],
+            edge=Edge[edge.upper()],
+            phase=Phase.FORWARD,
+            unit=unit,
+            since_ns=self.since_ns,
             breakpoint=met.id if met else None,
             synchronised=self.synchronised,
         )
@@ -213,8 +218,8 @@ def text_of(job: Job) -> str:
     return str(text)
 
 
-def said(text: str, result: Any = None) -> Done:
-    return Done(text=text, result=result)
+def said(text: str) -> Done:
+    return Done(text=text)
 
 
 def failed(ename: str, evalue: str) -> Done:
@@ -299,9 +304,9 @@ class FakeCluster:
     # ---- life
 
     @property
-    def rank_info(self) -> list[dict[str, Any]]:
+    def rank_info(self) -> list[Connected]:
         self._check_started()
-        return [{"rank": r, "host": "<here>", "device": "cpu", "pid": 100 + r} for r in range(self.num_ranks)]
+        return [Connected(rank=r, host="<here>", device="cpu", pid=100 + r) for r in range(self.num_ranks)]
 
     def start(self) -> None:
         if self.started:

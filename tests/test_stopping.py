@@ -3,16 +3,18 @@
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
 from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, prints, raises, said, step_result
+from tests.reports.test_inspected import FOUND, FULL, GATHERED
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
-from workbench.protocol.messages import GiveUp, SetBreakpoints
+from workbench.protocol.messages import Done, GiveUp, SetBreakpoints
 from workbench.reports.stopped import StopReport
 from workbench.session.stopping import WHERE_S
 from workbench.session.watch import ASK_S, PATIENT_S
@@ -484,12 +486,14 @@ def test_eval_and_inspect_inside_a_step(wb):
     with pytest.raises(UsageError, match=r"new_group\(\) waits for other ranks, and only ranks 0, 2 would call it"):
         wb.run_cell("new_group()", ranks=[0, 2])
     fqn = wb.parameters()[0]
+    sharded = replace(FOUND, full=replace(FULL, why="why not"))
+    gathered = replace(FOUND, full=replace(sharded.full, values=GATHERED))
     for gate in wb.fake.gates:
-        gate.jobs = lambda rank, job: said("", {"full": {"exists": rank == 1, "why": "why not", "bytes": 2048}})
+        gate.jobs = lambda rank, job: Done(inspected=gathered if rank == 1 else sharded)
     report = str(wb.inspect(fqn))
     assert f"{fqn} on ranks 0-3" in report
     assert "\n  full parameter  why not\n" in report
-    rows = [line.split() for line in report.splitlines()[2:]]
+    rows = [line.split() for line in report.splitlines()[3:]]
     assert rows[0] == ["ranks", "0,", "2-3", "rank", "1"]
     assert ["bytes", "0", "B", "2.00", "KiB"] in rows
     with pytest.raises(UsageError, match=f"nearest first: {fqn}"):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_what_ranks_have_to_say_at_the_start_is_said_once():
     class Talks(FakeCluster):
         @property
         def rank_info(self):
-            return [info | {"notice": "torch <9> was not tried"} for info in super().rank_info]
+            return [replace(info, notice="torch <9> was not tried") for info in super().rank_info]
 
     report = Workbench(2, cluster_factory=Talks).start()
     assert str(report).count("torch <9> was not tried") == 1

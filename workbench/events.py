@@ -13,7 +13,7 @@ bytes on the wire. All byte counts are logical bytes (elements x itemsize).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Any, Protocol, Self
@@ -400,6 +400,41 @@ class Comm:
     seq: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParamTensors:
+    """What a rank has of one parameter now; a tensor is anything that ``torch.as_tensor`` takes.
+
+    Attributes:
+        shard: this rank's rows, the very object that an optimizer was given.
+        shard_rank: whose rows these are, a place in :attr:`Param.rows_per_rank`.
+        full: the whole parameter; None: it is not in memory.
+        full_grads: gradients of the whole parameter: the newest, and what was accumulated before it.
+        sharded_grad: gradient of this rank's rows; None: there is none.
+        places: modules that have it, with its name there; none: it is known by its ``fqn`` alone.
+    """
+
+    shard: object
+    shard_rank: int
+    full: object | None = None
+    full_grads: tuple[object, ...] = ()
+    sharded_grad: object | None = None
+    places: tuple[tuple[object, str], ...] = ()
+
+
+class Source(Protocol):
+    """Who tells a probe what happens on a rank."""
+
+    @property
+    def name(self) -> str:
+        """What it is called; it has no comma."""
+
+    def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
+        """Return what the rank has of the parameters of a unit, by their names; empty if it is none of the source's.
+
+        Asked while the rank stands in an event, in the thread that told of it: it changes nothing and waits for nobody.
+        """
+
+
 class Probe(Protocol):
     """What a source calls, from the thread that trains; whoever listens implements it.
 
@@ -408,7 +443,7 @@ class Probe(Protocol):
     engine's training the runtime around it, of a loop of one's own the loop.
     """
 
-    def source(self, name: str) -> None:
+    def source(self, source: Source) -> None:
         """Told who tells what follows; once, before anything else."""
 
     def begin_step(self) -> None:

@@ -195,8 +195,8 @@ class Workbench:
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
         self._last_trace, self.record = Trace.empty(), ""
         self._show_newest()
-        devices = tuple(info["device"] for info in cluster.rank_info)
-        notice = cluster.rank_info[0].get("notice", "")
+        devices = tuple(info.device for info in cluster.rank_info)
+        notice = cluster.rank_info[0].notice
         return StartReport(num_ranks=self.num_ranks, devices=devices, seconds=time.monotonic() - begin, notice=notice)
 
     def stop(self) -> None:
@@ -262,10 +262,17 @@ class Workbench:
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
         positions, losses = session.positions(), session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
-            position = positions.get(info["rank"])
+            position = positions.get(info.rank)
             doing = "" if position is None else position.doing or "idle"
-            place = {key: info[key] for key in ("rank", "host", "device", "pid")}
-            yield RankStatus(**place, alive=alive, doing=doing, loss=losses.get(info["rank"], ""))
+            yield RankStatus(
+                rank=info.rank,
+                host=info.host,
+                device=info.device,
+                pid=info.pid,
+                alive=alive,
+                doing=doing,
+                loss=losses.get(info.rank, ""),
+            )
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold, by rank; nothing when none run."""
@@ -451,9 +458,8 @@ class Workbench:
         inside = self._started().do_inside("inspect", Inspect(fqn), None)
         if inside.error is not None:
             raise inside.error
-        return InspectReport(
-            fqn=fqn, by_rank={rank: done.result or {} for rank, done in inside.done.items()}, others=inside.others
-        )
+        by_rank = {rank: done.inspected for rank, done in inside.done.items() if done.inspected is not None}
+        return InspectReport(fqn=fqn, by_rank=by_rank, others=inside.others)
 
     def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
         """Return what a Python expression is on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.

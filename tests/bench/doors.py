@@ -27,7 +27,7 @@ def measure_start(num_ranks: int) -> Tree:
         ready_s = time.monotonic() - begin
         cluster.run_cell("import torch\nassert torch.distributed.get_world_size() == world_size").results(LONG_S)
         seconds = time.monotonic() - begin
-        who = [psutil.Process(info["pid"]) for info in cluster.rank_info]
+        who = [psutil.Process(info.pid) for info in cluster.rank_info]
         parents = {process.ppid() for process in who} - {psutil.Process().pid}
         cpu_s = sum(sum(process.cpu_times()[:2]) for process in (*who, *map(psutil.Process, parents)))
     finally:

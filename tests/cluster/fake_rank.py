@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from IPython import get_ipython
 
-from workbench.codec import decode_named, encode
+from workbench.codec import decode, decode_named, encode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Request
 from workbench.protocol.messages import Locate, Position
+from workbench.protocol.starting import Address, Boot, Connect, Connected
 
 STORE = {}
 HELD = threading.Event()
@@ -19,22 +20,27 @@ RELEASED = threading.Event()
 TARDY = threading.Event()
 
 
-def boot(rank, world_size, device, address):
-    if device == "cuda":
+def boot(data):
+    asked = decode(Boot, data, "boot")
+    rank, world_size = asked.rank, asked.world_size
+    if asked.device == "cuda":
         raise UsageError(f"{world_size} ranks need {world_size} GPUs, there are 0: use --device cpu")
     if os.environ.get("FAKE_RANK_HANGS_AT_BOOT") == str(rank):
         hold()
-    if rank == 0 and address is None:
+    address = None
+    if rank == 0:
         STORE["socket"] = socket.create_server(("127.0.0.1", 0))
-        address = STORE["socket"].getsockname()
+        host, port = STORE["socket"].getsockname()
+        address = Address(host=host, port=port)
     get_ipython().user_ns.update(rank=rank, world_size=world_size, device="cpu")
-    STORE["info"] = {"rank": rank, "host": socket.gethostname(), "device": "cpu", "pid": os.getpid()}
-    return {"address": list(address) if address else None}
+    STORE["info"] = Connected(rank=rank, host=socket.gethostname(), device="cpu", pid=os.getpid())
+    return {"surprise": 1} if os.environ.get("FAKE_RANK_SURPRISES_AT_BOOT") == str(rank) else encode(address)
 
 
-def connect(address):
-    socket.create_connection(tuple(address), timeout=5).close()
-    return STORE["info"]
+def connect(data):
+    meet = decode(Connect, data, "connect").address
+    socket.create_connection((meet.host, meet.port), timeout=5).close()
+    return encode(STORE["info"])
 
 
 def shutdown():
@@ -43,7 +49,7 @@ def shutdown():
     marker = os.environ.get("FAKE_RANK_SHUTDOWN")
     if marker:
         with open(marker, "a") as file:
-            file.write(f"{STORE['info']['rank']}\n")
+            file.write(f"{STORE['info'].rank}\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ def side_door(data):
     answer, buffers = None, []
     match decode_named(KNOWN, data, "request"):
         case Locate():
-            answer = Position(rank=STORE["info"]["rank"])
+            answer = Position(rank=STORE["info"].rank)
         case Look():
             answer = Looked(
                 held=HELD.is_set(),
@@ -136,7 +142,7 @@ def environment(*names):
 
 
 def fail(rank_that_fails=None):
-    if rank_that_fails in (None, STORE["info"]["rank"]):
+    if rank_that_fails in (None, STORE["info"].rank):
         raise ZeroDivisionError("on purpose")
     return "fine"
 

@@ -14,6 +14,7 @@ from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
+from workbench.events import Edge, Kind
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Next, Shard, Step, Stepped, to_dict
 from workbench.protocol.messages import (
@@ -67,7 +68,7 @@ class Real(Cluster):
 
     def kill(self, *ranks):
         for rank in ranks:
-            os.kill(self.rank_info[rank]["pid"], signal.SIGKILL)
+            os.kill(self.rank_info[rank].pid, signal.SIGKILL)
         wait_until(lambda: set(ranks) <= self.losses().keys())
 
 
@@ -146,7 +147,7 @@ def test_answers_come_in_the_order_of_the_ranks_each_once(shared):
 def test_all_are_alive_and_none_is_lost(shared):
     assert shared.alive() == (True, True, True)
     assert shared.losses() == {}
-    assert [info["rank"] for info in shared.rank_info] == [0, 1, 2]
+    assert [info.rank for info in shared.rank_info] == [0, 1, 2]
 
 
 def test_a_dead_rank_ends_what_was_asked_and_refuses_what_is(own):
@@ -172,7 +173,7 @@ def test_dead_ranks_can_be_asked_and_stopped(own):
     assert {type(reply) for reply in own.ask(WHERE, timeout_s=PATIENCE_S).values()} == {RankDied}
     with pytest.raises(RankDied):
         own.run_cell("print(rank)").results(PATIENCE_S)
-    assert [info["rank"] for info in own.rank_info] == [0, 1, 2]
+    assert [info.rank for info in own.rank_info] == [0, 1, 2]
     own.stop()
     assert own.alive() == (False, False, False)
     assert own.losses() == {}
@@ -263,8 +264,8 @@ def test_a_step_is_stopped_looked_into_and_goes_on(training):
 
     asked(training, SetBreakpoints(breakpoints=(Breakpoint(id=7, event="forward"),)))
     pending = training.apply(EXECUTE, to_dict(Step()))
-    first = held(lambda hold: hold.kind == "forward")
-    assert (first.breakpoint, first.edge, first.place.step >= 0) == (7, "begin", True)
+    first = held(lambda hold: hold.kind is Kind.FORWARD)
+    assert (first.breakpoint, first.edge, first.place.step >= 0) == (7, Edge.BEGIN, True)
     assert asked(training, Job(ticket="t", work=Evaluate("1 + 1"))) == [True] * 3
     wait_until(lambda: all("t" in position.tickets for position in asked(training, WHERE)))
     assert all(position.tickets["t"].error is None for position in asked(training, WHERE))
@@ -288,7 +289,7 @@ def test_a_breakpoint_of_one_rank_holds_that_one(training):
     asked(training, SetBreakpoints(breakpoints=(Breakpoint(id=1, event="optimizer", rank=1),)))
     pending = training.apply(EXECUTE, to_dict(Step()))
     wait_until(lambda: asked(training, WHERE)[1].held is not None)
-    assert asked(training, WHERE)[1].held.kind == "optimizer"
+    assert asked(training, WHERE)[1].held.kind is Kind.OPTIMIZER
     asked(training, SetBreakpoints(breakpoints=()))
     asked(training, Continue())
     ended(training, pending)

@@ -25,7 +25,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
     cluster.start()
     pending = cluster.apply(f"{RUNTIME}:hold")
     wait_until_held(cluster)
-    os.kill(cluster.rank_info[1]["pid"], signal.SIGKILL)
+    os.kill(cluster.rank_info[1].pid, signal.SIGKILL)
     with pytest.raises(RankDied, match="rank 1 died: the process was killed by SIGKILL") as caught:
         pending.result(1, timeout_s=PATIENCE_S)
     assert caught.value.ranks == (1,)

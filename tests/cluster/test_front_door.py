@@ -31,8 +31,8 @@ def test_every_rank_knows_who_it_is(cluster):
     pending = cluster.run_cell("print(rank, world_size, device)")
     pending.results(PATIENCE_S)
     assert [texts(pending, rank) for rank in range(3)] == [f"{rank} 3 cpu\n" for rank in range(3)]
-    assert [info["rank"] for info in cluster.rank_info] == [0, 1, 2]
-    assert len({info["pid"] for info in cluster.rank_info}) == 3
+    assert [info.rank for info in cluster.rank_info] == [0, 1, 2]
+    assert len({info.pid for info in cluster.rank_info}) == 3
     assert sorted(cluster.engine_ids) == [0, 1, 2]
 
 

@@ -253,6 +253,12 @@ def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
         make_cluster().start()
 
 
+def test_a_rank_that_answers_with_something_else_is_named(make_cluster, monkeypatch):
+    monkeypatch.setenv("FAKE_RANK_SURPRISES_AT_BOOT", "1")
+    with pytest.raises(ClusterError, match=r"answers 'boot' with something else: what rank 1 says lacks"):
+        make_cluster().start()
+
+
 def test_a_profile_that_does_not_exist_is_refused(make_cluster, monkeypatch, tmp_path, private):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     with pytest.raises(UsageError, match=r"'mine' does not exist in .*; there is none"):

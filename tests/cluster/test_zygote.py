@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", r
 
 def processes_of(cluster):
     """The zygote and the ranks, as psutil knows them."""
-    return cluster._launch._zygote.process, [psutil.Process(info["pid"]) for info in cluster.rank_info]
+    return cluster._launch._zygote.process, [psutil.Process(info.pid) for info in cluster.rank_info]
 
 
 def test_only_ranks_on_the_cpu_are_forked(monkeypatch, tmp_path):

@@ -90,7 +90,7 @@ def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed
         assert_all_at_one_event(report)
         num_stops += 1
         if num_stops <= 8:
-            looks.append(wb.inspect("blocks.2.mlp.0.weight").by_rank[0]["full"]["state"])
+            looks.append(wb.inspect("blocks.2.mlp.0.weight").by_rank[0].full.state.words)
             assert len(set(wb.evaluate("count").texts.values())) == 1
             what = ("event", "collective", "unit", "phase")[num_stops % 4]
             report = wb.next(what)

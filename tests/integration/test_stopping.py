@@ -73,7 +73,7 @@ def test_next_goes_from_event_to_event_on_all_ranks(ready):
         seen.append(places(report))
     assert all(len(found) == 1 for found in seen)
     assert sorted(seen, key=lambda found: next(iter(found))) == seen
-    assert report.stop.positions[0].held.phase.endswith("backward")
+    assert report.stop.positions[0].held.phase.key.endswith("backward")
     assert ready.resume().steps_done == 1
 
 

@@ -202,6 +202,20 @@ def test_the_widget_of_the_timeline_takes_no_other_flag():
         parse_line("timeline --canvas --step 3").call()
 
 
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("timeline", True),
+        ("timeline --no-canvas", True),
+        ("timeline --canvas", False),
+        ("memory", True),
+        ("dashboard", False),
+    ],
+)
+def test_a_word_or_an_argument_that_is_given_needs_no_ranks(line, waits):
+    assert parse_line(line).waits_for_start is waits
+
+
 @given(st.sets(st.integers(0, 63), min_size=1))
 def test_ranks_as_a_list_or_in_runs(ranks):
     assert parse_ranks(",".join(map(str, ranks))) == tuple(sorted(ranks))

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.codec import CodecError, decode, encode
+from workbench.events import Edge, Kind, Phase, UnitState
 from workbench.protocol.commands import NEXT, ON_RANKS, Continue, Evaluate, Next
 from workbench.protocol.messages import REQUESTS, Frame, Place, Position, read_request
+from workbench.protocol.starting import Boot, Connect
 
 JSON = st.recursive(st.none() | st.booleans() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=2))
 PLAIN = {
+    **{words: st.sampled_from(words) for words in (Kind, Edge, Phase, UnitState)},
     **{bool: st.booleans(), str: st.text(max_size=9), NoneType: st.none(), None: st.none()},
     **{
         int: st.integers(-(2**63), 2**63 - 1),
@@ -47,9 +50,12 @@ def test_a_request_arrives(request):
     assert read_request(json.loads(json.dumps(encode(request)))) == request
 
 
-@pytest.mark.parametrize("word", [*REQUESTS, *ON_RANKS])
+STARTING = {cls.word: cls for cls in (Boot, Connect)}
+
+
+@pytest.mark.parametrize("word", [*REQUESTS, *ON_RANKS, *STARTING])
 def test_its_reply_arrives(word):
-    kind = (REQUESTS | ON_RANKS)[word].reply
+    kind = (REQUESTS | ON_RANKS | STARTING)[word].reply
 
     @given(of(kind))
     def arrives(reply):
@@ -58,6 +64,11 @@ def test_its_reply_arrives(word):
         assert decode(kind, data, "reply", buffers) == reply
 
     arrives()
+
+
+@given(st.one_of([of(cls) for cls in STARTING.values()]))
+def test_how_a_rank_is_started_arrives(request):
+    assert decode(type(request), json.loads(json.dumps(encode(request))), request.word) == request
 
 
 def test_what_a_person_asks_goes_to_the_rank_as_it_is():

@@ -1,27 +1,32 @@
+from dataclasses import replace
+
+from workbench.events import UnitState
+from workbench.protocol.inspected import FullFacts, Inspected, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.reports.inspected import cells_of, table_of, unit_of
 from workbench.reports.stopped import EvalReport, InspectReport
 
-KIND = {"shape": [8, 16], "dtype": "float32", "bytes": 512}
-TENSOR = KIND | {"present": True, "norm": 1.8251, "mean": -0.000125, "max_abs": 0.5}
-NONE = {"present": False, "bytes": 0, "norm": None, "mean": None, "max_abs": None, "shape": None, "dtype": None}
-ROWS = {"dim": 0, "first_row": 8, "last_row": 16, "num_rows": 8, "of_rows": 32, "device": "cpu"}
-FULL = {"exists": False, "state": "sharded", "why": "not needed now", "bytes": 0, "shape": [32, 16], "dtype": "float32"}
-STATE = [
-    {"name": "step", "shape": [], "dtype": "float32", "bytes": 4, "norm": 3.0, "mean": 3.0, "max_abs": 3.0},
-    {"name": "exp_avg", **TENSOR, "dtype": "bfloat16", "bytes": 256},
-]
-FOUND = {
-    "unit": "blocks.1",
-    "model": "model",
-    "global_shape": [32, 16],
-    "trainable": True,
-    "shard": TENSOR | ROWS,
-    "full": FULL,
-    "full_grad": NONE,
-    "sharded_grad": TENSOR | {"norm": "nan"},
-    "optimizers": [{"name": "opt", "type": "AdamW", "state": STATE}],
+HERE = {"dtype": "float32", "device": "cpu"}
+TENSOR = TensorFacts(shape=(8, 16), num_bytes=512, norm=1.8251, mean=-0.000125, max_abs=0.5, **HERE)
+SHARD = ShardFacts(dim=0, first_row=8, num_rows=8, of_rows=32, values=TENSOR)
+FULL = FullFacts(state=UnitState.SHARDED, why="not needed now", values=None)
+GATHERED = TensorFacts(shape=(32, 16), num_bytes=2048, norm=3.5, mean=0.0, max_abs=1.0, **HERE)
+STATE = {
+    "step": TensorFacts(shape=(), num_bytes=4, norm=3.0, mean=3.0, max_abs=3.0, **HERE),
+    "exp_avg": replace(TENSOR, dtype="bfloat16", num_bytes=256),
 }
-FIRST = FOUND | {"shard": TENSOR | ROWS | {"first_row": 0, "last_row": 8, "norm": 2.0}}
+FOUND = Inspected(
+    fqn="blocks.1.weight",
+    model="model",
+    unit="blocks.1",
+    global_shape=(32, 16),
+    trainable=True,
+    shard=SHARD,
+    full=FULL,
+    full_grad=None,
+    sharded_grad=replace(TENSOR, norm="nan"),
+    optimizers=(OptimizerFacts(name="opt", type="AdamW", state=STATE),),
+)
+FIRST = replace(FOUND, shard=replace(SHARD, first_row=0, values=replace(TENSOR, norm=2.0)))
 
 
 def said(*found):
@@ -60,8 +65,8 @@ def test_ranks_alike_share_a_column():
 
 
 def test_a_rank_that_has_more_than_the_others():
-    full = FULL | {"exists": True, "state": "unsharded", "bytes": 2048, "norm": 3.5, "mean": 0.0, "max_abs": 1.0}
-    rows = said(FIRST, FOUND | {"full": full, "full_grad": TENSOR})
+    full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=GATHERED)
+    rows = said(FIRST, replace(FOUND, full=full, full_grad=TENSOR))
     assert ("full parameter", "state", "sharded", "unsharded") in rows
     assert ("", "shape", "", "32x16") in rows
     assert rows[rows.index(("", "shape", "", "32x16")) + 1] == ("", "bytes", "0 B", "2.00 KiB")
@@ -71,25 +76,29 @@ def test_a_rank_that_has_more_than_the_others():
 
 
 def test_other_states():
-    empty = {**TENSOR, **ROWS, "num_rows": 0, "shape": [0, 16], "norm": 0.0, "mean": None, "max_abs": None, "bytes": 0}
-    other = cells_of(FOUND | {"shard": empty, "optimizers": [{"name": "opt", "type": "SGD", "state": []}]})
+    nothing = replace(TENSOR, shape=(0, 16), num_bytes=0, norm=0.0, mean=None, max_abs=None)
+    empty = replace(SHARD, num_rows=0, values=nothing)
+    other = cells_of(replace(FOUND, shard=empty, optimizers=(OptimizerFacts(name="opt", type="SGD", state={}),)))
     assert other["this shard", "rows"] == "none of 32"
     assert other["this shard", "mean"] == ""
     assert other["opt (SGD)", "state"] == "none yet"
-    assert cells_of({**FOUND, "shard": {**TENSOR, **ROWS, "dim": 1}})["this shard", "rows"] == "8-15 of 32 along dim 1"
+    assert cells_of(replace(FOUND, shard=replace(SHARD, dim=1)))["this shard", "rows"] == "8-15 of 32 along dim 1"
     assert unit_of(FOUND) == "blocks.1 of model; 32x16 in all"
-    assert unit_of(FOUND | {"trainable": False, "global_shape": [], "model": ""}) == (
-        "blocks.1 of a model; a scalar in all, not trained"
+    assert unit_of(replace(FOUND, trainable=False, global_shape=(), model="", unit="")) == (
+        "(root) of a model; a scalar in all, not trained"
     )
-    assert cells_of({}) == {}
-    assert unit_of({}) == ""
-    assert table_of({0: {}}).rows == []
+
+
+def test_a_device_is_said_where_it_is_another_than_the_shards():
+    full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=replace(GATHERED, device="cuda:0"))
+    rows = said(replace(FOUND, full=full))
+    assert [row for row in rows if row[1] == "device"] == [("", "device", "cpu"), ("", "device", "cuda:0")]
 
 
 def test_the_report_is_a_table_with_the_reasons_above_it():
     evil = "<img src=x>"
-    gathered = FOUND | {"full": FULL | {"exists": True, "state": evil, "why": "its forward runs"}}
-    report = InspectReport(fqn=evil, by_rank={0: FIRST, 1: gathered}, others=(2, 3))
+    full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=replace(GATHERED, dtype=evil))
+    report = InspectReport(fqn=evil, by_rank={0: FIRST, 1: replace(FOUND, full=full)}, others=(2, 3))
     lines = str(report).splitlines()
     assert lines[0] == f"{evil} on ranks 0-1"
     assert lines[1] == "  unit            blocks.1 of model; 32x16 in all"

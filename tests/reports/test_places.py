@@ -1,6 +1,7 @@
 import pytest
 
 from tests.trace.strategies import example_trace
+from workbench.events import Edge, Kind, Phase
 from workbench.protocol.messages import Event, Hold, Place, Position
 from workbench.reports.places import Stop, describe, event_words, state_of
 from workbench.reports.stopped import row_of
@@ -8,7 +9,7 @@ from workbench.reports.stopped import row_of
 UNITS = {0: "blocks.0", 1: ""}
 
 
-def held(ordinal=3, kind="all_gather", edge="begin", unit=0, step=2, **more):
+def held(ordinal=3, kind=Kind.ALL_GATHER, edge=Edge.BEGIN, unit=0, step=2, **more):
     return Hold(place=Place(step, ordinal), kind=kind, edge=edge, unit=unit, since_ns=1, **more)
 
 
@@ -19,10 +20,10 @@ def position(hold=None, **more):
 @pytest.mark.parametrize(
     ("kind", "edge", "unit", "words"),
     [
-        ("all_gather", "begin", "blocks.0", "all-gather of blocks.0"),
-        ("all_gather", "end", "", "the end of all-gather of (root)"),
-        ("optimizer", "begin", None, "optimizer"),
-        ("step", "end", "x", "the end of step"),
+        (Kind.ALL_GATHER, Edge.BEGIN, "blocks.0", "all-gather of blocks.0"),
+        (Kind.ALL_GATHER, Edge.END, "", "the end of all-gather of (root)"),
+        (Kind.OPTIMIZER, Edge.BEGIN, None, "optimizer"),
+        (Kind.STEP, Edge.END, "x", "the end of step"),
     ],
 )
 def test_events_in_words(kind, edge, unit, words):
@@ -31,8 +32,8 @@ def test_events_in_words(kind, edge, unit, words):
 
 def test_where_a_hold_is():
     assert describe(held(), UNITS) == "before all-gather of blocks.0, step 2"
-    assert describe(held(kind="optimizer", unit=-1, step=-1), UNITS) == "before optimizer"
-    assert describe(held(kind="wait", unit=1), UNITS) == "in a wait of (root), step 2"
+    assert describe(held(kind=Kind.OPTIMIZER, unit=-1, step=-1), UNITS) == "before optimizer"
+    assert describe(held(kind=Kind.WAIT, unit=1), UNITS) == "in a wait of (root), step 2"
 
 
 def test_states():
@@ -55,15 +56,15 @@ def test_a_stop_in_a_sentence():
 
 
 def test_a_rank_in_a_wait_is_where_the_others_come_to():
-    stop = Stop(positions={0: position(held(kind="wait")), 1: position(held(kind="reshard"))}, units=UNITS)
+    stop = Stop(positions={0: position(held(kind=Kind.WAIT)), 1: position(held(kind=Kind.RESHARD))}, units=UNITS)
     assert str(stop) == "2 ranks stopped before reshard of blocks.0, step 2"
 
 
 def test_a_line_of_the_table():
     header = example_trace(num_ranks=1, num_units=2).header
     name = header.units[0].name
-    stopped = row_of(1, position(held(phase="post_backward")), header, 3_000_001)
+    stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD)), header, 3_000_001)
     assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
-    works = position(newest=Event(kind="forward", edge="begin", phase="forward"))
+    works = position(newest=Event(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD))
     assert row_of(0, works, header, 1000).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
     assert row_of(0, Position(), header, 0).cells() == ("0", "idle", "", "", "", "", "")

@@ -12,6 +12,7 @@ from tests.engine.models import Block, batch, loss_of, make_net
 from workbench.codec import decode, encode
 from workbench.protocol import commands
 from workbench.protocol.messages import Drain, Known, Recorded
+from workbench.protocol.starting import Address, Boot, Connect
 from workbench.runtime import rank as rank_module
 from workbench.trace.wire import from_wire
 
@@ -60,11 +61,11 @@ def _reply(data, buffers):
 def _main(rank, world_size, port, ask, job):
     fn, args = job
     try:
-        address = rank_module.boot(rank, world_size, "cpu", None if rank == 0 else ("", 0))["address"]
+        address = rank_module.boot(encode(Boot(rank=rank, world_size=world_size, device="cpu")))
         torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them
         if rank == 0:
             port.send(address)
-        rank_module.connect(tuple(ask.recv()))
+        rank_module.connect(encode(Connect(address=Address(**ask.recv()))))
         result = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 - everything goes to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -6,10 +6,30 @@ The model multiplies a vector by the weights of one unit after the other, elemen
 
 from collections import Counter
 
-from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Probe, Unit
+from workbench.events import Category, Comm, Edge, Kind, Param, ParamTensors, Phase, Probe, Unit
 
 ITEMSIZE = 8
 NAME = "plain loop"
+
+
+def _name(unit: int) -> str:
+    return f"layers.{unit - 1}" if unit else ""
+
+
+def _fqn(unit_name: str) -> str:
+    return f"{unit_name}.weight" if unit_name else "weight"
+
+
+class OnRank:
+    """The loop as one rank's source of events."""
+
+    name = NAME
+
+    def __init__(self, loop: "PlainLoop", rank: int):
+        self._loop, self._rank = loop, rank
+
+    def tensors(self, unit: int) -> dict[str, ParamTensors]:
+        return self._loop.tensors(self._rank, unit)
 
 
 class PlainLoop:
@@ -33,20 +53,30 @@ class PlainLoop:
         share = rows // self._size
         self._shards = [[[0.9] * share for _ in probes] for _ in range(layers + 1)]  # [unit][rank][row]
         self._grads: dict[int, list[list[float]]] = {}
-        self._tell("source", NAME)
+        self._whole_grads: dict[int, list[list[float]]] = {}
+        for rank, probe in enumerate(probes):
+            probe.source(OnRank(self, rank))
         self._tell("comm_group", 0, tuple(range(self._size)))
-        for index, name in enumerate(["", *(f"layers.{n}" for n in range(layers))]):
-            self._tell("unit", self._unit(index, name, share))
+        for index in range(layers + 1):
+            self._tell("unit", self._unit(index, _name(index), share))
             self._move(Category.SHARDED_PARAMS, index, share * ITEMSIZE)
 
     def _unit(self, index: int, name: str, share: int) -> Unit:
-        shape = {"shape": (self._rows,), "global_shape": (self._rows,), "rows_per_rank": (share,) * self._size}
-        fqn = f"{name}.weight" if name else "weight"
+        param = Param(
+            fqn=_fqn(name),
+            shape=(self._rows,),
+            global_shape=(self._rows,),
+            dtype="float64",
+            itemsize=ITEMSIZE,
+            shard_dim=0,
+            rows_per_rank=(share,) * self._size,
+            padded_rows=share,
+        )
         return Unit(
             index=index,
             name=name,
             root=0,
-            params=(Param(fqn=fqn, dtype="float64", itemsize=ITEMSIZE, shard_dim=0, padded_rows=share, **shape),),
+            params=(param,),
             reshard_after_forward=self._reshards and index > 0,
             shard_size=self._size,
             compute_dtype="float64",
@@ -54,6 +84,21 @@ class PlainLoop:
             compute_itemsize=ITEMSIZE,
             reduce_itemsize=ITEMSIZE,
         )
+
+    def tensors(self, rank: int, unit: int) -> dict[str, ParamTensors]:
+        """What a rank has of the weights of a unit."""
+        if unit not in range(len(self._shards)):
+            return {}
+        grad = self._grads[unit][rank] if unit in self._grads else None
+        whole = self._whole_grads.get(unit)
+        held = ParamTensors(
+            shard=self._shards[unit][rank],
+            shard_rank=rank,
+            full=self._full.get(unit),
+            full_grads=() if whole is None else (whole[rank],),
+            sharded_grad=grad,
+        )
+        return {_fqn(_name(unit)): held}
 
     # ---- told to every rank's probe
 
@@ -112,6 +157,7 @@ class PlainLoop:
             self._event(Kind.BACKWARD, Edge.BEGIN, unit)
             self._move(Category.UNSHARDED_GRADS, unit, self._num_bytes)
             own = [[g * x for g, x in zip(*pair, strict=True)] for pair in zip(grads, inputs[unit], strict=True)]
+            self._whole_grads[unit] = own
             grads = [[g * w for g, w in zip(grad, self._full[unit], strict=True)] for grad in grads]
             self._event(Kind.BACKWARD, Edge.END, unit)
             self._tell("phase", Phase.POST_BACKWARD)
@@ -143,6 +189,7 @@ class PlainLoop:
             sum(rows) / self._size for rows in zip(*self._communicate(Kind.REDUCE_SCATTER, unit, grads), strict=True)
         ]
         share = self._rows // self._size
+        del self._whole_grads[unit]
         self._grads[unit] = [mean[rank * share : (rank + 1) * share] for rank in range(self._size)]
         self._move(Category.UNSHARDED_GRADS, unit, -self._num_bytes)
 

@@ -64,12 +64,14 @@ class Door:
         return self.job(RunCell(code=code))
 
     def inspect(self, fqn):
-        return self.job(Inspect(fqn=fqn))
+        done = self.job(Inspect(fqn=fqn))
+        assert done.error is None, done
+        return done.inspected
 
     def evaluate(self, text):
         done = self.expression(text)
         assert done.error is None, done
-        return done.result
+        return done.text
 
 
 def beside(script, command):

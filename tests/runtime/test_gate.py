@@ -38,7 +38,7 @@ def undisturbed(steps, **options):
 
 
 def place(held):
-    return held.kind, held.edge, held.phase, held.unit
+    return held.kind.key, held.edge.key, held.phase.key, held.unit
 
 
 STOPS = [
@@ -160,7 +160,7 @@ def one_rank_only(meeting):
     Door().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
 
     def is_awaited(newest):
-        return (newest.kind, newest.edge, newest.unit) == ("wait", "begin", awaited)
+        return (newest.kind, newest.edge, newest.unit) == (Kind.WAIT, Edge.BEGIN, awaited)
 
     def script(door):
         if ns["rank"] != 1:
@@ -173,15 +173,15 @@ def one_rank_only(meeting):
             meeting.wait()
             answer = door.evaluate("rank")
             door(Continue())
-            return where.held, held.kind, answer["number"]
+            return where.held, held.kind.key, answer
         held = door.until_held()
         meeting.wait()
-        text = door.evaluate("rank * 10")["repr"]
+        text = door.evaluate("rank * 10")
         meeting.wait()
         meeting.wait()
         door.break_at()
         door(Continue())
-        return held.kind, held.breakpoint, text
+        return held.kind.key, held.breakpoint, text
 
     done, said = beside(script, Step())
     return done["losses"], said
@@ -192,7 +192,7 @@ def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
     expected = run(3, undisturbed, 2)
     for rank, (losses, said) in enumerate(results):
         assert losses == expected[rank][0][1:]
-        assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", rank))
+        assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
 
 
 def give_up(how, event, meeting):
@@ -289,9 +289,9 @@ def stopped_under_accumulation(stops):
         said = []
         for _ in range(4 * stops):
             held = door.until_held()
-            gathered = door.inspect("blocks.2.mlp.0.weight").result
-            grad = door.inspect("blocks.1.mlp.0.weight").result
-            said.append((held.kind, gathered["full"]["state"], grad["full_grad"]["present"]))
+            gathered = door.inspect("blocks.2.mlp.0.weight")
+            grad = door.inspect("blocks.1.mlp.0.weight")
+            said.append((held.kind.key, gathered.full.state.words, grad.full_grad is not None))
             door(Continue())
         return said
 

@@ -15,7 +15,9 @@ from tests.engine.models import Block
 from tests.runtime.job import execute, namespace
 from tests.runtime.stopping import Door, beside
 from tests.source import REPO
+from workbench.codec import encode
 from workbench.protocol.commands import Shard, Step
+from workbench.protocol.starting import Address, Boot, Connect
 from workbench.runtime import rank as rank_module
 
 GPU = pytest.param(
@@ -44,15 +46,16 @@ def prepare(device):
 
 def script(door):
     held = door.until_held()
-    ident = door.evaluate("__import__('threading').get_ident()")["number"]
-    is_idle = door.evaluate("not torch.cuda.is_available() or torch.cuda.current_stream().query()")["repr"]
-    event = door.inspect("1.mlp.0.weight").result["unit"]
-    return held.synchronised, ident == threading.main_thread().ident, is_idle, event, door.where().held.kind
+    ident = door.evaluate("__import__('threading').get_ident()")
+    is_idle = door.evaluate("not torch.cuda.is_available() or torch.cuda.current_stream().query()")
+    event = door.inspect("1.mlp.0.weight").unit
+    return held.synchronised, ident == str(threading.main_thread().ident), is_idle, event, door.where().held.kind.key
 
 
 def main(device):
     """Be that rank, and print what was seen."""
-    rank_module.connect(rank_module.boot(0, 1, device, None)["address"])
+    address = Address(**rank_module.boot(encode(Boot(rank=0, world_size=1, device=device))))
+    rank_module.connect(encode(Connect(address=address)))
     try:
         prepare(device)
         execute(Shard(model="model", wrap=("Block",)))

@@ -15,7 +15,8 @@ from tests.runtime.job import drain, execute, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
-from workbench.protocol.commands import Continue, Evaluate, Step
+from workbench.events import UnitState
+from workbench.protocol.commands import Continue, Evaluate, Inspect, Step
 from workbench.protocol.messages import Forget, JobError, RunCell, Stacks
 from workbench.trace.rules import check
 
@@ -57,14 +58,14 @@ def expressions():
 
 def test_expressions_see_the_cells_and_the_stopped_function_in_its_own_thread_and_grad_mode():
     for rank, said in enumerate(run(2, expressions)):
-        assert said["rank + 1"] == {"repr": str(rank + 1), "number": rank + 1, "type": "int"}
-        assert said["x.shape"]["repr"] == "torch.Size([4, 5, 16])"
-        assert said["[i for i in range(3) if i < rank + 2]"]["repr"] == str(list(range(min(3, rank + 2))))
-        assert said["torch.is_grad_enabled()"]["repr"] == "True"
-        assert said["__import__('threading').get_ident() == main"]["repr"] == "True"
-        assert said["float('nan')"]["number"] == "nan"
-        assert said["10 ** 400"]["number"] is None
-        assert said["torch.tensor(2.5)"]["number"] == 2.5
+        assert said["rank + 1"] == str(rank + 1)
+        assert said["x.shape"] == "torch.Size([4, 5, 16])"
+        assert said["[i for i in range(3) if i < rank + 2]"] == str(list(range(min(3, rank + 2))))
+        assert said["torch.is_grad_enabled()"] == "True"
+        assert said["__import__('threading').get_ident() == main"] == "True"
+        assert said["float('nan')"] == "nan"
+        assert said["10 ** 400"] == str(10**400)
+        assert said["torch.tensor(2.5)"] == "tensor(2.5000)"
 
 
 def step_with_locals(ns, forward):
@@ -100,7 +101,7 @@ def callers_locals():
             kind, _, unit = event.partition(":")
             door.break_at({"event": kind, "unit": unit or None})
             door(Continue())
-            door.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind))
+            door.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind.key))
             said[event] = [door.expression(text).text for text in SEEN], door.cell("accumulated").text
 
     Door().break_at({"event": "step"})
@@ -172,17 +173,17 @@ def test_a_hook_in_another_thread_sees_the_variables_of_the_main_one():
 def assigned_in_an_expression():
     def script(door, ns):
         door.evaluate("[kept := 5, (lambda: (inner := 1))()]")
-        return ns["kept"], "inner" in ns, door.evaluate("kept")["number"]
+        return ns["kept"], "inner" in ns, door.evaluate("kept")
 
     return stopped_at("forward", "blocks.1", script)
 
 
 def test_what_an_expression_assigns_becomes_a_variable_of_the_cells():
-    assert run(1, assigned_in_an_expression) == [(5, False, 5)]
+    assert run(1, assigned_in_an_expression) == [(5, False, "5")]
 
 
 def no_grad_there():
-    return stopped_at("all_gather", "blocks.1", lambda door, ns: door.evaluate("torch.is_grad_enabled()")["repr"])
+    return stopped_at("all_gather", "blocks.1", lambda door, ns: door.evaluate("torch.is_grad_enabled()"))
 
 
 def test_the_grad_mode_is_that_of_the_event():
@@ -205,13 +206,12 @@ def dtensors():
 
 def test_a_dtensor_is_described_as_this_shard_and_a_pending_sum_is_no_number():
     for shard, partial, full in run(2, dtensors):
-        assert shard["repr"].startswith("this shard, [25, 16] of [49, 16]") or shard["repr"].startswith(
+        assert shard.startswith("this shard, [25, 16] of [49, 16]") or shard.startswith(
             "this shard, [24, 16] of [49, 16]"
         )
-        assert shard["number"] is None
         assert partial.error.ename == "TypeError"
         assert "full_tensor()" in partial.error.evalue
-        assert full["number"] == 2.0
+        assert full == "tensor(2.)"
 
 
 ALONE = {"alone": "rank R would call it: leave -t out", "ranks": [0]}
@@ -272,9 +272,9 @@ def failures():
             door.expression("for"),
             door.expression("exit()"),
             door.cell("a = 1\nb = unknown\n"),
-            door.inspect("blocks.1.mlp.0.weigth"),
+            door.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
         ]
-        return answers, door.where().held.kind, ns["a"]
+        return answers, door.where().held.kind.key, ns["a"]
 
     return stopped_at("backward", "blocks.1", script)
 
@@ -344,7 +344,7 @@ def inspections():
             "sharded": "model.blocks.0.mlp.0.weight",
             "prefetched": "blocks.2.mlp.0.weight",
         }
-        return {what: door.inspect(name).result for what, name in names.items()}
+        return {what: door.inspect(name) for what, name in names.items()}
 
     return stopped_at("forward", "blocks.1", script, steps=2, prefetch=1)
 
@@ -356,49 +356,46 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
     fulls = set()
     for rank, said in enumerate(run(world_size, inspections)):
         running, sharded_, prefetched = said["running"], said["sharded"], said["prefetched"]
-        shard = running["shard"]
-        assert shard["shape"] == [rows[rank], 16]
-        assert (shard["first_row"], shard["last_row"]) == (sum(rows[:rank]), sum(rows[: rank + 1]))
-        assert shard["bytes"] == rows[rank] * 16 * 4
-        assert running["unit"] == "blocks.1"
-        assert running["full"]["exists"]
-        assert running["full"]["why"] == "its forward runs, asked for in forward of step 1"
-        assert running["full"]["bytes"] == 49 * 16 * 4
-        assert not sharded_["full"]["exists"]
-        assert sharded_["fqn"] == "blocks.0.mlp.0.weight"
-        assert sharded_["full"]["why"] == "not needed now: only this rank's rows are in memory"
-        assert prefetched["full"]["state"] == "all-gather in flight"
-        assert prefetched["full"]["why"].startswith("its all-gather was issued, asked for in forward of step 1")
-        (optimizer,) = running["optimizers"]
-        assert (optimizer["name"], optimizer["type"]) == ("opt", "AdamW")
-        moments = {s["name"]: s for s in optimizer["state"]}
-        assert moments["exp_avg"]["shape"] == shard["shape"]
-        assert moments["exp_avg"]["bytes"] == shard["bytes"]
-        assert not running["full_grad"]["present"]
-        assert running["policy"]["reshard_after_forward"] is True
-        assert 0 < abs(shard["mean"]) < shard["max_abs"] <= running["full"]["max_abs"]
-        totals["running"] += shard["norm"] ** 2
-        fulls.add(running["full"]["norm"])
+        shard = running.shard
+        assert shard.values.shape == (rows[rank], 16)
+        assert (shard.first_row, shard.num_rows) == (sum(rows[:rank]), rows[rank])
+        assert shard.values.num_bytes == rows[rank] * 16 * 4
+        assert running.unit == "blocks.1"
+        assert running.full.state is UnitState.UNSHARDED
+        assert running.full.why == "its forward is about to run, asked for in forward of step 1"
+        assert running.full.values.num_bytes == 49 * 16 * 4
+        assert (sharded_.full.state, sharded_.full.values) == (UnitState.SHARDED, None)
+        assert sharded_.fqn == "blocks.0.mlp.0.weight"
+        assert sharded_.full.why == "not needed now: only this rank's rows are in memory"
+        assert prefetched.full.state is UnitState.ALL_GATHER_IN_FLIGHT
+        assert prefetched.full.why.startswith("its all-gather was issued, asked for in forward of step 1")
+        (optimizer,) = running.optimizers
+        assert (optimizer.name, optimizer.type) == ("opt", "AdamW")
+        assert optimizer.state["exp_avg"].shape == shard.values.shape
+        assert optimizer.state["exp_avg"].num_bytes == shard.values.num_bytes
+        assert running.full_grad is None
+        assert 0 < abs(shard.values.mean) < shard.values.max_abs <= running.full.values.max_abs
+        totals["running"] += shard.values.norm**2
+        fulls.add(running.full.values.norm)
     assert len(fulls) == 1
     assert math.sqrt(totals["running"]) == pytest.approx(fulls.pop(), rel=1e-5)
 
 
 def gradients():
     def script(door, ns):
-        return door.inspect("blocks.1.mlp.0.weight").result
+        return door.inspect("blocks.1.mlp.0.weight")
 
     return stopped_at("backward.end", "blocks.1", script), stopped_at("optimizer", None, script)
 
 
 def test_inspect_finds_full_and_sharded_gradients():
     for in_backward, in_optimizer in run(2, gradients):
-        assert in_backward["full_grad"]["present"]
-        assert in_backward["full_grad"]["bytes"] == 49 * 16 * 4
-        assert in_backward["full_grad"]["norm"] > 0
-        assert not in_backward["sharded_grad"]["present"]
-        assert in_optimizer["sharded_grad"]["present"]
-        assert in_optimizer["sharded_grad"]["bytes"] == in_optimizer["shard"]["bytes"]
-        assert not in_optimizer["full_grad"]["present"]
+        assert in_backward.full_grad.num_bytes == 49 * 16 * 4
+        assert in_backward.full_grad.norm > 0
+        assert in_backward.full.why.startswith("its backward runs, asked for in pre-backward of")
+        assert in_backward.sharded_grad is None
+        assert in_optimizer.sharded_grad.num_bytes == in_optimizer.shard.values.num_bytes
+        assert in_optimizer.full_grad is None
 
 
 def stacks_while_held():

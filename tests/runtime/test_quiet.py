@@ -63,7 +63,7 @@ def synchronised_before_it_is_said():
         seen.append((str(device), threading.current_thread() is threading.main_thread(), Door().where().held))
 
     done, held = on_a_device(lambda door: door.until_held(), synchronise)
-    return done["steps_done"], seen, held.synchronised, held.kind
+    return done["steps_done"], seen, held.synchronised, held.kind.key
 
 
 def test_the_device_is_synchronised_in_the_held_thread_before_the_rank_counts_as_held():

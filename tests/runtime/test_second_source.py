@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from tests.runtime.plain_loop import NAME, PlainLoop
+from tests.runtime.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
 from tests.source import REPO
 from tests.views.figures import title
 from tests.waiting import wait_until
-from workbench.engine import probe
-from workbench.events import Category, Kind, UnitState
+from workbench.engine.source import SOURCE
+from workbench.events import Category, Edge, Kind, Phase, UnitState
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue
-from workbench.protocol.messages import SetBreakpoints
+from workbench.protocol.commands import Continue, Inspect
+from workbench.protocol.messages import Job, SetBreakpoints
 from workbench.replay import memory
 from workbench.replay.states import spans
 from workbench.runtime.gate import Gate
@@ -110,26 +110,76 @@ def test_it_is_saved_exported_and_drawn_live(recorded, tmp_path):
     live.close()
 
 
-def test_it_stops_at_breakpoints():
+def stopped_before(event, unit, look=lambda gate: None):
+    """Train a step; where rank 0 stops first, ``look`` and let it go on. Returns what it gave, and the recorders."""
     made = recorders()
     gate = Gate(made[0], 0)
     loop = PlainLoop([gate, made[1]])
-    gate.request(SetBreakpoints(breakpoints=(Breakpoint(id=1, event="backward", unit="layers.1"),)))
-    held = []
+    gate.request(SetBreakpoints(breakpoints=(Breakpoint(id=1, event=event, unit=unit, once=True),)))
+    seen = []
 
     def let_go():
         wait_until(lambda: gate.held)
-        held.append(gate.held)
+        seen.append((gate.held, look(gate)))
         gate.request(Continue())
 
     helper = threading.Thread(target=let_go)
     helper.start()
     loop.step()
     helper.join()
-    assert [(h.kind, h.edge, h.unit, h.phase, h.breakpoint) for h in held] == [("backward", "begin", 2, "backward", 1)]
+    return seen[0], made
+
+
+def test_it_stops_at_breakpoints():
+    (held, _), made = stopped_before("backward", "layers.1")
+    found = held.kind, held.edge, held.unit, held.phase, held.breakpoint
+    assert found == (Kind.BACKWARD, Edge.BEGIN, 2, Phase.BACKWARD, 1)
     rows = trace_of(made).ranks[0].rows
     assert (rows["kind"] == Kind.GATE).sum() == 2
     assert check(trace_of(made)) == []
+
+
+def inspected(gate, *names):
+    for name in names:
+        assert gate.request(Job(ticket=name, work=Inspect(name)))
+    wait_until(lambda: set(names) <= gate.tickets.keys())
+    return [gate.tickets[name] for name in names]
+
+
+def test_what_it_holds_is_inspected_as_of_our_engine():
+    def look(gate):
+        return inspected(gate, "layers.1.weight", "layers.0.weight", "weight", "layer")
+
+    (_, (running, earlier, root, unknown)), _ = stopped_before("backward.end", "layers.1", look)
+    mine = running.inspected
+    assert (mine.unit, mine.model, mine.global_shape) == ("layers.1", "", (8,))
+    assert (mine.shard.first_row, mine.shard.num_rows, mine.shard.of_rows) == (0, 4, 8)
+    assert mine.shard.values.dtype == "float64"
+    assert mine.shard.values.mean == pytest.approx(0.9)
+    assert mine.full.state is UnitState.UNSHARDED
+    assert mine.full.why == "its backward runs, asked for in pre-backward of step 0"
+    assert mine.full.values.num_bytes == 8 * ITEMSIZE
+    assert mine.full_grad.shape == (8,)
+    assert mine.sharded_grad is None
+    assert (earlier.inspected.full.state, earlier.inspected.full.values) == (UnitState.SHARDED, None)
+    assert root.inspected.sharded_grad.shape == (4,)
+    assert "nearest: layers.2.weight, layers.1.weight" in unknown.error.evalue
+
+
+def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
+    cases = {
+        ("forward", "layers.1"): "its forward is about to run, asked for in forward of step 0",
+        ("forward.end", "layers.1"): "its forward runs, asked for in forward of step 0",
+        (
+            "all_gather",
+            "layers.1",
+        ): "its all-gather was issued, asked for in forward of step 0; nobody has waited",
+        ("reshard", "layers.1"): "nothing has given it up yet, asked for in forward of step 0",
+        ("reduce_scatter", "layers.1"): "not needed now: only this rank's rows are in memory",
+    }
+    for event, why in cases.items():
+        (_, (done,)), _ = stopped_before(*event, lambda gate: inspected(gate, "layers.1.weight"))
+        assert done.inspected.full.why.startswith(why), event
 
 
 def test_it_needs_nothing_but_the_words():
@@ -140,15 +190,16 @@ def test_it_needs_nothing_but_the_words():
 
 def test_two_sources_on_a_rank_are_both_named():
     recorder = Recorder(Header())
-    for name in ("workbench.engine", NAME, "workbench.engine"):
-        recorder.source(name)
-    assert recorder.header.producer == f"workbench.engine, {NAME}"
+    mine = OnRank(PlainLoop(recorders()), 0)
+    for source in (SOURCE, mine, SOURCE):
+        recorder.source(source)
+    assert recorder.header.producer == f"{SOURCE.name}, {NAME}"
 
 
 def test_our_engine_names_itself_where_it_is_listened_to():
     recorder = Recorder(Header())
     Gate(recorder, 0).install()
     try:
-        assert recorder.header.producer == probe.NAME
+        assert recorder.header.producer == SOURCE.name
     finally:
         Gate.uninstall()

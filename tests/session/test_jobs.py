@@ -1,11 +1,12 @@
 import pytest
 
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
+from workbench.events import Edge, Kind
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.messages import Done, Forget, Hold, Job, JobError, Place, Position, RunCell
 from workbench.session.jobs import Company, Jobs, check_held, group_maker_in, to_error
 
-HELD = Hold(place=Place(0, 1), kind="forward", edge="begin")
+HELD = Hold(place=Place(0, 1), kind=Kind.FORWARD, edge=Edge.BEGIN)
 
 
 class Door:

@@ -1,5 +1,6 @@
 """When ranks count as stopped: a door that answers from a table, and a clock that is set by hand."""
 
+from workbench.events import Edge, Kind
 from workbench.protocol.commands import Next, Pause
 from workbench.protocol.messages import Hold, Place, Position, RunTo
 from workbench.session.stopping import ALIGN_S, PAUSE_S, SETTLED_S, STARVED_S, Stopper
@@ -27,7 +28,7 @@ def setup():
 
 
 def at(ordinal, *, held=True, since=1, waiting=False):
-    hold = Hold(place=Place(0, ordinal), kind="forward", edge="begin", since_ns=since) if held else None
+    hold = Hold(place=Place(0, ordinal), kind=Kind.FORWARD, edge=Edge.BEGIN, since_ns=since) if held else None
     return Position(place=Place(0, ordinal), held=hold, waiting=waiting, doing="step")
 
 

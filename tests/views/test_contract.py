@@ -21,7 +21,7 @@ from workbench.errors import UsageError
 from workbench.trace import TraceBuilder, advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
-from workbench.views import VIEWS, draw
+from workbench.views import VIEWS, compare, draw
 
 MAX_MARKS = 12_000
 MAX_TRACES = 200
@@ -225,6 +225,15 @@ def test_a_time_of_a_gpu_is_claimed_where_it_is_told(name):
     told = unescape(words(draw(name, on_devices(example_trace()))).replace("<br>", " "))
     assert "imes are the GPU's, within 6.00 µs" in told
     assert "enqueued" not in told
+
+
+def test_step_times_are_said_to_be_the_hosts_where_a_device_computes():
+    said, trace = "tep times are the host's, which hands work to the GPU and goes on", example_trace()
+    there = on_devices(trace)
+    for figure in (draw("training", there), compare.draw(trace, there), compare.draw(there, trace)):
+        assert said in unescape(subtitle(figure).replace("<br>", " "))
+    for figure in (draw("training", trace), compare.draw(trace, trace)):
+        assert "host" not in subtitle(figure)
 
 
 def test_memory_is_in_the_hosts_order_and_says_so_where_a_device_computes():

@@ -13,7 +13,7 @@ from tests.trace.on_device import on_devices
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.waiting import wait_until
 from workbench.errors import UsageError
-from workbench.events import MOVES, Kind
+from workbench.events import MOVES, Edge, Kind
 from workbench.magics.shell import register, unregister
 from workbench.protocol.messages import Hold, Place, Position
 from workbench.reports.cursor import back, cut
@@ -26,7 +26,7 @@ from workbench.widgets.waiting import MAX_VIEWS, health, mark
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=Place(1, 0))
-HELD = Position(held=Hold(place=Place(1, 7), kind="all_gather", edge="begin", unit=1))
+HELD = Position(held=Hold(place=Place(1, 7), kind=Kind.ALL_GATHER, edge=Edge.BEGIN, unit=1))
 
 
 class Pretender:

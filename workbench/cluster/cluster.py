@@ -6,7 +6,7 @@ import atexit
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,8 +15,10 @@ from workbench.cluster._control import INSTALL, Wire
 from workbench.cluster.doors import Doors
 from workbench.cluster.launch import Launch
 from workbench.cluster.pending import Pending, select
+from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.protocol.commands import Request
+from workbench.protocol.starting import Boot, Connect, Connected
 
 R = TypeVar("R")
 
@@ -63,7 +65,7 @@ class Cluster:
         self._start_timeout_s = start_timeout_s
         self._launch: Launch | None = None
         self._doors: Doors | None = None
-        self._rank_info: tuple[dict[str, Any], ...] = ()
+        self._rank_info: tuple[Connected, ...] = ()
         self._engine_ids: tuple[int, ...] = ()
         self._losses: dict[int, str] = {}
 
@@ -117,17 +119,30 @@ class Cluster:
             if launch.exit_code(rank) is not None:
                 self._on_exit(rank)
 
-    def _boot(self, launch: Launch) -> tuple[dict[str, Any], ...]:
+    def _boot(self, launch: Launch) -> tuple[Connected, ...]:
         """Build the process group and open the side doors; return what each rank says of itself."""
-        booted = self._on_all(launch, f"{self._runtime}:boot", lambda rank: (rank, self.num_ranks, self.device, None))
-        address = booted[0]["address"]
-        connected = self._on_all(launch, f"{self._runtime}:connect", lambda _: (address,))
-        self._on_all(launch, INSTALL, lambda _: (f"{self._runtime}:side_door",))
+        ranks, num_ranks, device = range(self.num_ranks), self.num_ranks, self.device
+        booted = self._begin(launch, {r: Boot(rank=r, world_size=num_ranks, device=device) for r in ranks})
+        address = booted[0]
+        if address is None:
+            raise ClusterError("rank 0 did not say where the ranks meet")
+        connected = self._begin(launch, dict.fromkeys(ranks, Connect(address=address)))
+        self._on_all(launch, INSTALL, dict.fromkeys(ranks, (f"{self._runtime}:side_door",)))
         return tuple(connected.values())
 
-    def _on_all(self, launch: Launch, name: str, args_of: Callable[[int], tuple[Any, ...]]) -> dict[int, Any]:
+    def _begin(self, launch: Launch, requests: Mapping[int, Request[R]]) -> dict[int, R]:
+        """Have every rank do its request while starting, in its main thread."""
+        word, reply = requests[0].word, requests[0].reply
+        args = {rank: (encode(request),) for rank, request in requests.items()}
+        answers = self._on_all(launch, f"{self._runtime}:{word}", args)
+        try:
+            return {rank: decode(reply, answer, f"what rank {rank} says") for rank, answer in answers.items()}
+        except ValueError as wrong:
+            raise ClusterError(f"a rank answers {word!r} with something else: {wrong}") from wrong
+
+    def _on_all(self, launch: Launch, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``name`` on every rank while starting; the first failure ends the start."""
-        pending = self._reach().call(name, {rank: args_of(rank) for rank in range(self.num_ranks)})
+        pending = self._reach().call(name, args)
         is_done = pending.wait(max(0.0, launch.deadline - time.monotonic()), or_error=True)
         try:
             pending.raise_error()
@@ -187,8 +202,8 @@ class Cluster:
         return bool(self._rank_info)
 
     @property
-    def rank_info(self) -> tuple[dict[str, Any], ...]:
-        """What each rank said of itself when it joined: ``rank, host, device, pid, notice``."""
+    def rank_info(self) -> tuple[Connected, ...]:
+        """What each rank said of itself when it joined."""
         self._reach()
         return self._rank_info
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from workbench.events import Category, Comm, Edge, Kind, Phase, Probe
 
-NAME = "workbench.engine"
-"""What this source of events is called."""
-
 active: Probe | None = None
 
 NO_UNIT = -1

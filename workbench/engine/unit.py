@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -36,6 +37,9 @@ from workbench.engine.unshard_memory import Home, UnshardMemory
 
 _indices = itertools.count()
 
+units: WeakValueDictionary[int, Unit] = WeakValueDictionary()
+"""All units of this process by their indices."""
+
 
 class Unit:
     """Parameters that are gathered and reduced together: where they lie, and how they travel.
@@ -62,6 +66,7 @@ class Unit:
         policy: UnitPolicy,
     ) -> None:
         self.index = next(_indices)
+        units[self.index] = self
         self.name = ""
         self.root_index = -1
         self.mesh_info = mesh_info

@@ -106,7 +106,7 @@ class FsdpMagics(Magics):
                 return self._help(command)
             case Open():
                 return self._open(command)
-        return self._do(self._running() if command.needs_ranks else self._shown(), command)
+        return self._do(self._running() if command.waits_for_start else self._shown(), command)
 
     def _run_cell(self, line: str, cell: str) -> None:
         args = split(line)

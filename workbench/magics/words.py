@@ -38,11 +38,6 @@ class Draw(Command):
 class Timeline(Draw):
     """Base of ``timeline``, which also has a widget of its own: that one shows ranks that are started later."""
 
-    canvas: bool | None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs_ranks", not self.canvas)
-
     def call(self) -> tuple[str, dict[str, Any]]:
         """Return the method of the workbench that draws it, and the options that were given."""
         name, options = super().call()
@@ -53,7 +48,7 @@ class Timeline(Draw):
         return "canvas", {}
 
 
-_CANVAS = argument("all of the run instead, live, to pan and zoom")
+_CANVAS = argument("all of the run instead, live, to pan and zoom", needs_no_ranks=True)
 _MORE = {
     "timeline": "`--canvas`: of the whole run, live, to pan and zoom",
     "memory": "`--process`: the whole process as well",

@@ -32,6 +32,7 @@ class Argument:
         joint: between the parts of one that has several.
         is_code: whether its text is code, in which ``{name}`` stays as it is; one by place is then the raw rest of the
             line.
+        needs_no_ranks: whether its word, which needs ranks, does not where it is given.
     """
 
     about: str
@@ -42,6 +43,7 @@ class Argument:
     flags: tuple[str, ...] = ()
     joint: str = ","
     is_code: bool = False
+    needs_no_ranks: bool = False
 
 
 def argument(about: str, **more: Any) -> dict[str, Argument]:  # noqa: ANN401 - the fields of Argument

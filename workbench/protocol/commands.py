@@ -52,7 +52,7 @@ class Command:
         more: what else its row of the README says, in Markdown.
         method: of :class:`~workbench.workbench.Workbench` that does it; empty: that of the same name.
         on_ranks: whether every rank does it, in its main thread.
-        needs_ranks: whether there is nothing to do before ranks were started.
+        needs_ranks: whether there is nothing to do before ranks were started, unless an argument says otherwise.
         reply: type of what a rank answers, if ranks do it.
     """
 
@@ -68,6 +68,12 @@ class Command:
         """Return the method of the workbench that does it, and its arguments."""
         return self.method or self.word, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
+    @property
+    def waits_for_start(self) -> bool:
+        """Whether ranks have to be started first: the word says so, and no argument that was given says otherwise."""
+        given = (argument_of(f) for f in dataclasses.fields(self) if getattr(self, f.name))
+        return self.needs_ranks and not any(known.needs_no_ranks for known in given)
+
 
 def summary(command: type[Command]) -> str:
     """Return what a word does, in one line: the first one of its docstring."""
@@ -76,7 +82,7 @@ def summary(command: type[Command]) -> str:
 
 
 class Request(Generic[R_co]):
-    """Base of what a rank is asked at its side door.
+    """Base of what a rank is asked, and answers, that is no word of a person's: mostly at its side door.
 
     Attributes:
         word: names it on its way.

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from workbench.codec import decode_named
+from workbench.events import Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request
+from workbench.protocol.inspected import Inspected
 
 
 @dataclass(frozen=True, order=True)
@@ -33,17 +35,18 @@ NOWHERE = Place(-1, -1)
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event of a rank, in the names that breakpoints have.
+    """An event of a rank.
 
     Attributes:
-        kind, edge, phase: as the trace names them, in lower case.
+        kind, edge: which it is.
+        phase: in which the rank is.
         unit: index of its unit, -1 without.
         since_ns: when it was, or since when the rank is held before it, in nanoseconds of the rank's clock.
     """
 
-    kind: str
-    edge: str
-    phase: str = "idle"
+    kind: Kind
+    edge: Edge
+    phase: Phase = Phase.IDLE
     unit: int = -1
     since_ns: int = 0
 
@@ -86,12 +89,12 @@ class Done:
 
     Attributes:
         text: its value as text, or what it wrote.
-        result: JSON data, of an inspection or an expression.
+        inspected: what an inspection found.
         error: what it raised; None: nothing.
     """
 
     text: str = ""
-    result: Any = None
+    inspected: Inspected | None = None
     error: JobError | None = None
 
 

@@ -1,36 +1,34 @@
-"""What ranks say of one parameter, plain data, as a table with a column a rank. Pure."""
+"""What ranks say of one parameter, as a table with a column a rank. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from workbench.events import unit_words
+from workbench.protocol.inspected import FullFacts, Inspected, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.replay.alike import label
 from workbench.reports.tables import Table
 from workbench.views.theme import format_bytes
 
-Data = Mapping[str, Any]
 Cells = dict[tuple[str, str], str]
 """The texts of one rank by the two names of their rows: of what, and which fact of it."""
 
 SHARD = "this shard"
 _FACTS = ("rows", "state", "shape", "dtype", "device", "bytes", "norm", "mean", "max abs")
-_KIND = ("shape", "dtype", "bytes")
+_KIND = ("shape", "dtype", "device", "bytes")
 
 
-def unit_of(found: Data) -> str:
-    """Return what a parameter is part of: ``"blocks.1 of model; 32x16 in all"``; nothing if the rank does not say."""
-    if "unit" not in found:
-        return ""
-    shape = "x".join(map(str, found.get("global_shape", ())))
-    trains = "" if found.get("trainable", True) else ", not trained"
-    return f"{found['unit']} of {found.get('model') or 'a model'}; {shape or 'a scalar'} in all{trains}"
+def unit_of(found: Inspected) -> str:
+    """Return what a parameter is part of: ``"blocks.1 of model; 32x16 in all"``."""
+    shape = "x".join(map(str, found.global_shape)) or "a scalar"
+    trains = "" if found.trainable else ", not trained"
+    return f"{unit_words(found.unit)} of {found.model or 'a model'}; {shape} in all{trains}"
 
 
-def table_of(by_rank: Mapping[int, Data]) -> Table:
+def table_of(by_rank: Mapping[int, Inspected]) -> Table:
     """Return the table; ranks of which all is the same share a column, and rows in which nothing is said are left out.
 
-    Shape, dtype and bytes of a gradient and of optimizer state are left out where they are those of the shard.
+    Shape, dtype, device and bytes of what else there is are left out where they are those of the shard.
     """
     cells = {rank: cells_of(found) for rank, found in by_rank.items()}
     names = [name for name in _names(cells) if _says(name, cells)]
@@ -58,70 +56,62 @@ def _says(name: tuple[str, str], cells: Mapping[int, Cells]) -> bool:
     return any(own.get(name) and not (repeats and own[name] == own.get((SHARD, fact))) for own in cells.values())
 
 
-def cells_of(found: Data) -> Cells:
+def cells_of(found: Inspected) -> Cells:
     """Return the facts that one rank has, in the order they are read."""
-    cells: Cells = {}
-    if "shard" in found:
-        cells |= _facts(SHARD, {"rows": _rows(found["shard"])} | _content(found["shard"]))
-    if "full" in found:
-        cells |= _facts("full parameter", _full(found["full"]))
-    for name in ("full_grad", "sharded_grad"):
-        if name in found:
-            cells |= _facts(_GRADIENTS[name], _tensor(found[name]))
-    for optimizer in found.get("optimizers", ()):
+    cells = _facts(SHARD, {"rows": _rows(found.shard)} | _content(found.shard.values))
+    cells |= _facts("full parameter", _full(found.full))
+    cells |= _facts("full gradient", _gradient(found.full_grad))
+    cells |= _facts("sharded gradient", _gradient(found.sharded_grad))
+    for optimizer in found.optimizers:
         cells |= _optimizer(optimizer)
     return cells
-
-
-_GRADIENTS = {"full_grad": "full gradient", "sharded_grad": "sharded gradient"}
 
 
 def _facts(of: str, facts: Mapping[str, str]) -> Cells:
     return {(of, fact): text for fact, text in facts.items()}
 
 
-def _rows(shard: Data) -> str:
-    along = f" along dim {shard['dim']}" if shard.get("dim") else ""
-    rows = f"{shard['first_row']}-{shard['last_row'] - 1}" if shard.get("num_rows") else "none"
-    return f"{rows} of {shard.get('of_rows')}{along}"
+def _rows(shard: ShardFacts) -> str:
+    along = f" along dim {shard.dim}" if shard.dim else ""
+    rows = f"{shard.first_row}-{shard.first_row + shard.num_rows - 1}" if shard.num_rows else "none"
+    return f"{rows} of {shard.of_rows}{along}"
 
 
-def _full(full: Data) -> dict[str, str]:
-    return {"state": str(full.get("state", ""))} | (
-        _content(full) if full.get("exists") else {"bytes": format_bytes(0)}
-    )
+def _full(full: FullFacts) -> dict[str, str]:
+    content = {"bytes": format_bytes(0)} if full.values is None else _content(full.values)
+    return {"state": full.state.words} | content
 
 
-def _tensor(tensor: Data) -> dict[str, str]:
-    return _content(tensor) if tensor.get("present") else {"state": "none"}
+def _gradient(gradient: TensorFacts | None) -> dict[str, str]:
+    return {"state": "none"} if gradient is None else _content(gradient)
 
 
-def _optimizer(optimizer: Data) -> Cells:
-    of = f"{optimizer['name']} ({optimizer.get('type', '')})"
-    if not optimizer.get("state"):
+def _optimizer(optimizer: OptimizerFacts) -> Cells:
+    of = f"{optimizer.name} ({optimizer.type})"
+    if not optimizer.state:
         return {(of, "state"): "none yet"}
     cells: Cells = {}
-    for part in optimizer["state"]:
-        if part.get("shape"):
-            cells |= _facts(f"{of} {part['name']}", _content(part))
+    for name, part in optimizer.state.items():
+        if part.shape:
+            cells |= _facts(f"{of} {name}", _content(part))
         else:
-            cells[of, part["name"]] = _number(part.get("mean"))
+            cells[of, name] = _number(part.mean)
     return cells
 
 
-def _content(tensor: Data) -> dict[str, str]:
+def _content(values: TensorFacts) -> dict[str, str]:
     """Return what is said of the values that lie on a rank."""
     return {
-        "shape": "x".join(map(str, tensor.get("shape") or ())) or "scalar",
-        "dtype": str(tensor.get("dtype", "")),
-        "device": str(tensor.get("device", "")),
-        "bytes": format_bytes(tensor.get("bytes", 0)),
-        "norm": _number(tensor.get("norm")),
-        "mean": _number(tensor.get("mean")),
-        "max abs": _number(tensor.get("max_abs")),
+        "shape": "x".join(map(str, values.shape)) or "scalar",
+        "dtype": values.dtype,
+        "device": values.device,
+        "bytes": format_bytes(values.num_bytes),
+        "norm": _number(values.norm),
+        "mean": _number(values.mean),
+        "max abs": _number(values.max_abs),
     }
 
 
-def _number(value: float | str | None) -> str:
+def _number(value: Number | None) -> str:
     """Return a number with four digits; one that is not finite comes as text."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else value or ""

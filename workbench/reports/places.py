@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from workbench.events import Kind, Unit, unit_words
+from workbench.events import Edge, Kind, Unit, unit_words
 from workbench.protocol.messages import Hold, Place, Position
 from workbench.replay.alike import label
 from workbench.trace.schema import Header
@@ -14,8 +14,7 @@ from workbench.trace.step_names import step_name
 
 State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
 
-_WORDS = {kind.key: kind.words for kind in Kind}
-_OF_ALL_UNITS = {"optimizer", "step"}
+_OF_ALL_UNITS = (Kind.OPTIMIZER, Kind.STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class Stop:
     def _groups(self) -> dict[str, list[int]]:
         """The held ranks by where they are; a rank in a wait is where those are that come to the same event."""
         names: dict[Place, str] = {}
-        for hold in sorted(self.holds.values(), key=lambda hold: hold.kind == "wait"):
+        for hold in sorted(self.holds.values(), key=lambda hold: hold.kind is Kind.WAIT):
             names.setdefault(hold.place, describe(hold, self.units))
         groups: dict[str, list[int]] = {}
         for rank, hold in self.holds.items():
@@ -99,18 +98,22 @@ def state_of(position: Position, asked: State = "idle") -> State:
     return "running" if position.doing or position.place.step >= 0 else asked
 
 
-def event_words(kind: str, edge: str, unit: str | None) -> str:
-    """Return an event in words: ``("all_gather", "end", "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
-    what = _WORDS.get(kind, kind)
+def event_words(kind: Kind, edge: Edge, unit: str | None) -> str:
+    """Return an event in words: ``(ALL_GATHER, END, "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
     of = "" if unit is None or kind in _OF_ALL_UNITS else f" of {unit_words(unit)}"
-    return f"{'the end of ' if edge == 'end' else ''}{what}{of}"
+    return f"{'the end of ' if edge is Edge.END else ''}{kind.words}{of}"
 
 
 def describe(hold: Hold, units: Mapping[int, str]) -> str:
     """Return where a hold is: ``"before all-gather of blocks.2, step 3"``."""
     step = f", {step_name(hold.place.step)}" if hold.place.step >= 0 else ""
-    where = "in a" if (hold.kind, hold.edge) == ("wait", "begin") else "before"
+    where = "in a" if is_in_wait(hold) else "before"
     return f"{where} {event_words(hold.kind, hold.edge, units.get(hold.unit))}{step}"
+
+
+def is_in_wait(hold: Hold) -> bool:
+    """Whether a rank is held in a wait: what comes next is not known to it then."""
+    return (hold.kind, hold.edge) == (Kind.WAIT, Edge.BEGIN)
 
 
 def unit_names(header: Header) -> dict[int, str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from workbench.events import unit_words
+from workbench.events import Edge, unit_words
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.messages import Event, Position, Thread
+from workbench.protocol.inspected import Inspected
+from workbench.protocol.messages import Position, Thread
 from workbench.replay.alike import label
 from workbench.reports.done import Report
 from workbench.reports.inspected import table_of, unit_of
-from workbench.reports.places import State, Stop, event_words, state_of, unit_names
+from workbench.reports.places import State, Stop, event_words, is_in_wait, state_of, unit_names
 from workbench.reports.tables import Table
 from workbench.reports.threads import lines_of
 from workbench.trace.schema import Header
@@ -131,22 +131,23 @@ def row_of(
         state: what it is doing; None: what the position says.
     """
     state = state or state_of(position)
-    # of a held rank the event to come, of others the newest one
-    event = position.held or position.newest or Event(kind="", edge="")
+    held, step = position.held, position.place.step
+    row = WhereRow(rank=rank, state=state, step=str(step) if step >= 0 else "", stacks=stacks)
+    event = held or position.newest  # of a held rank the event to come, of others the newest one
+    if event is None:
+        return row
+    if held is not None:
+        prefix = "in a " if is_in_wait(held) else "before "
+    else:
+        prefix = "begin of " if event.edge is Edge.BEGIN else ""
     unit = unit_names(header).get(event.unit)
-    waits = (state, event.kind, event.edge) == ("held", "wait", "begin")  # it stands in the wait, not before it
-    prefix = "in a " if waits else "before " if state == "held" else "begin of " if event.edge == "begin" else ""
-    synchronised = ", device synchronised" if position.held is not None and position.held.synchronised else ""
-    step = position.place.step
-    return WhereRow(
-        rank=rank,
-        state=state,
-        step=str(step) if step >= 0 else "",
-        phase=event.phase.replace("_", "-") if event.kind else "",
+    synchronised = ", device synchronised" if held is not None and held.synchronised else ""
+    return replace(
+        row,
+        phase=event.phase.words,
         unit="" if unit is None else unit_words(unit),
-        event=f"{prefix}{event_words(event.kind, event.edge, None)}{synchronised}" if event.kind else "",
-        since=format_duration(max(now_ns - event.since_ns, 0)) if event.kind else "",
-        stacks=stacks,
+        event=f"{prefix}{event_words(event.kind, event.edge, None)}{synchronised}",
+        since=format_duration(max(now_ns - event.since_ns, 0)),
     )
 
 
@@ -245,12 +246,12 @@ class InspectReport(Report):
 
     Attributes:
         fqn: its name.
-        by_rank: what each rank says of it, plain data.
+        by_rank: what each rank says of it.
         others: ranks that do not stand in the gate, and so were not asked.
     """
 
     fqn: str
-    by_rank: Mapping[int, Mapping[str, Any]]
+    by_rank: Mapping[int, Inspected]
     others: Sequence[int] = ()
 
     @property
@@ -261,7 +262,7 @@ class InspectReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return what it is part of, and why its full parameter is there or is not, equal reasons once."""
         units = alike({rank: unit_of(found) for rank, found in self.by_rank.items()})
-        whys = alike({rank: str(found.get("full", {}).get("why", "")) for rank, found in self.by_rank.items()})
+        whys = alike({rank: found.full.why for rank, found in self.by_rank.items()})
         said = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
         return [(name, text) for name, text in said if text]
 

@@ -19,6 +19,7 @@ from workbench.engine.root import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+from workbench.protocol.starting import Address
 from workbench.runtime.meshes import make_mesh, rebuild_groups
 from workbench.runtime.sockets import PeerSockets
 
@@ -92,20 +93,20 @@ class ProcessGroups:
                 self._meshes[copies, size] = make_mesh(self._backend.kind, (copies, size))
         return self._meshes[copies, size]
 
-    def listen(self) -> tuple[str, int]:
-        """Open the store that all ranks meet at, on a free loopback port (rank 0 only); returns host and port."""
+    def listen(self) -> Address:
+        """Open the store that all ranks meet at, on a free loopback port (rank 0 only), and return where it is."""
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        return LOOPBACK, port
+        return Address(host=LOOPBACK, port=port)
 
-    def join(self, host: str, port: int) -> None:
+    def join(self, address: Address) -> None:
         """Meet the other ranks; collective."""
-        self._sockets.store_port = port
+        self._sockets.store_port = address.port
         if self._store is None:
-            self._store = TCPStore(host, port, is_master=False)
+            self._store = TCPStore(address.host, address.port, is_master=False)
         # gloo would otherwise listen on whatever the host name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         self._backend.make_current()

@@ -22,6 +22,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from workbench.engine import probe, waits
+from workbench.engine.source import SOURCE
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
@@ -81,7 +82,7 @@ class Gate:
         """Stand before the recorder, and stop in waits."""
         self._recorder.before_own = self._ask_own
         waits.stop_point = self._ask_waiting
-        self.source(probe.NAME)
+        self.source(SOURCE)
         probe.active = self
 
     @staticmethod
@@ -203,9 +204,9 @@ class Gate:
     def _begin_hold(self, event: Event, met: Armed | None, *, is_synchronised: bool) -> None:
         self._is_released = False
         self._held = Hold(
-            kind=event.kind.key,
-            edge=event.edge.key,
-            phase=event.phase.key,
+            kind=event.kind,
+            edge=event.edge,
+            phase=event.phase,
             unit=event.unit,
             since_ns=time.monotonic_ns(),
             place=event.place,

@@ -1,7 +1,7 @@
 """What a rank holds of one parameter at this moment: its shard, the full parameter, gradients, optimizer state.
 
-Nothing here communicates: every number is of what lies on this rank. What a unit and its parameters are is read from
-the record (:class:`~workbench.events.Unit`); the engine is asked for tensors, and for what it is about to do with them.
+Nothing here communicates: every number is of what lies on this rank. What a unit and its parameters are, where they are
+and why is read from the record; its source is asked for the tensors alone, whoever it is.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,79 +18,73 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of
-from workbench.engine.call import ShardedCall, units_of
-from workbench.engine.param import FSDPParam, ShardedState, local_tensor
-from workbench.engine.param_group import FSDPParamGroup, TrainingState
-from workbench.engine.root import roots
-from workbench.engine.state import states_below
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind, Param, Phase, Unit, unit_words
+from workbench.events import STATE_AFTER, Edge, Kind, Param, ParamTensors, Phase, Unit, UnitState
+from workbench.protocol.inspected import FullFacts, Inspected, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
+from workbench.trace.schema import Rows
 from workbench.trace.step_names import step_name
 
 _LOOK_BACK = 20_000
 """Rows in which the beginning of an unshard is looked for: dozens of steps of a small model."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A managed parameter.
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A parameter, and what this rank has of it.
 
     Attributes:
         model: variable that holds its model, empty if none does.
         fqn: its name relative to that model.
     """
 
-    model: str
+    model: str = ""
     fqn: str
-    param: FSDPParam
-    unit: FSDPParamGroup
+    unit: Unit
+    param: Param
+    tensors: ParamTensors
 
 
-def inspect(fqn: str, recorder: Recorder) -> dict[str, Any]:
-    """Return what this rank holds of a parameter; JSON data, numbers of bytes and elements.
+def inspect(fqn: str, recorder: Recorder) -> Inspected:
+    """Return what this rank holds of a parameter.
 
     Args:
         fqn: its name in its model, with or without the model's variable before it.
-        recorder: what the rank recorded.
+        recorder: what the rank recorded, and of whom.
 
     Raises:
         UsageError: no such parameter is sharded, or several are.
     """
-    found = find(fqn.strip())
-    param, unit = found.param, found.unit
-    told = next(info for info in recorder.header.units if info.index == unit.index)
-    told_param = next(info for info in told.params if info.fqn == param.fqn)
-    return {
-        "fqn": found.fqn,
-        "model": found.model,
-        "unit": unit_words(told.name),
-        "unit_index": told.index,
-        "global_shape": list(told_param.global_shape),
-        "trainable": told_param.trainable,
-        "shard": _shard(param, told_param),
-        "full": _full(param, told_param, unit, told, recorder),
-        "full_grad": _full_grad(param),
-        "sharded_grad": _tensor(param.sharded_param.grad),
-        "optimizers": _optimizers(param),
-        "policy": _policy(told) | {"reduces_gradients": unit.sync.reduce_grads},
-    }
+    found = _find(fqn.strip(), recorder)
+    tensors, dtype = found.tensors, found.param.dtype
+    return Inspected(
+        fqn=found.fqn,
+        model=found.model,
+        unit=found.unit.name,
+        global_shape=found.param.global_shape,
+        trainable=found.param.trainable,
+        shard=_shard(found),
+        full=_full(found, recorder),
+        full_grad=_full_grad(found),
+        sharded_grad=None if tensors.sharded_grad is None else _facts(tensors.sharded_grad, dtype),
+        optimizers=tuple(_optimizers(found)),
+    )
 
 
 # ---- which parameter
 
 
-def find(fqn: str) -> Found:
+def _find(fqn: str, recorder: Recorder) -> _Found:
     """Return the parameter called ``fqn``.
 
     Raises:
         UsageError: see :func:`inspect`.
     """
-    known = list(_known())
+    known = list(_known(recorder))
     matching = [f for f in known if fqn in {f.fqn, f"{f.model}.{f.fqn}"}]
     # a model that no variable holds may be one that waits for the garbage collector
-    matches = {id(f.param): f for f in [m for m in matching if m.model] or matching}
+    matches = {(f.unit.index, f.param.fqn): f for f in [m for m in matching if m.model] or matching}
     if len(matches) == 1:
         return next(iter(matches.values()))
     if matches:
@@ -99,26 +93,34 @@ def find(fqn: str) -> Found:
     raise UsageError(_not_found(fqn, list(dict.fromkeys(f.fqn for f in known))))
 
 
-def _known() -> Iterator[Found]:
-    """Yield every managed parameter by each of its names, those of models among the cells' variables first."""
-    seen: set[int] = set()
-    modules = [(name, cast("nn.Module", user_namespace()[name])) for name in module_names()]
-    modules += [("", module) for root in list(roots) for module in root.modules]
-    for model, module in modules:
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield from _params_below(model, module)
+def _known(recorder: Recorder) -> Iterator[_Found]:
+    """Yield every parameter by each of its names, those in models among the cells' variables first."""
+    held = [
+        _Found(fqn=param.fqn, unit=unit, param=param, tensors=tensors[param.fqn])
+        for unit in recorder.header.units
+        for tensors in [recorder.tensors(unit.index)]
+        for param in unit.params
+        if param.fqn in tensors
+    ]
+    models = {id(module): (name, module) for name, module in reversed(list(_models()))}
+    for name, model in reversed(models.values()):
+        yield from _params_below(name, model, held)
+    yield from held
 
 
-def _params_below(model: str, root: nn.Module) -> Iterator[Found]:
-    states = cast("list[ShardedCall]", states_below(root))
-    names = {module: name for name, module in root.named_modules()} if states else {}
-    for unit in units_of(states):
-        for param in unit.fsdp_params:
-            for module, name in param.info.places:
-                prefix = names.get(module)
-                if prefix is not None:
-                    yield Found(model, f"{prefix}.{name}" if prefix else name, param, unit)
+def _models() -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules among the cells' variables."""
+    for name in module_names():
+        yield name, cast("nn.Module", user_namespace()[name])
+
+
+def _params_below(model: str, root: nn.Module, held: list[_Found]) -> Iterator[_Found]:
+    paths: dict[object, str] = {module: path for path, module in root.named_modules()} if held else {}
+    for found in held:
+        for module, name in found.tensors.places:
+            path = paths.get(module)
+            if path is not None:
+                yield replace(found, model=model, fqn=f"{path}.{name}" if path else name)
 
 
 def _not_found(fqn: str, names: list[str]) -> str:
@@ -132,147 +134,137 @@ def _not_found(fqn: str, names: list[str]) -> str:
 # ---- numbers
 
 
-def plain_number(value: float) -> float | str:
-    """Return ``value``, or its name if JSON has none for it: ``nan``, ``inf``, ``-inf``."""
+def _plain_number(value: float) -> Number:
     return value if math.isfinite(value) else repr(value)
 
 
 @torch.no_grad()
-def _values(tensor: torch.Tensor) -> dict[str, float | str | None]:
-    """Return 2-norm, mean and largest magnitude of what is here, of a float32 accumulation at least.
+def _facts(values: object, dtype: str) -> TensorFacts:
+    """Describe what lies on this rank of a tensor; sums are taken in float32 at least.
 
-    None where there is none: of no values, or of a kind that has none.
+    Args:
+        values: as a source has them.
+        dtype: of numbers that are no tensor.
     """
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return {"norm": None, "mean": None, "max_abs": None}
-    values = tensor.detach()
-    dtype = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else None
-    norm = torch.linalg.vector_norm(values, dtype=dtype)
+    given = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=getattr(torch, dtype))
+    local = (local_of(given) if isinstance(given, DTensor) else given).detach()
+    norm, mean, max_abs = _numbers(local)
+    return TensorFacts(
+        shape=tuple(local.shape),
+        dtype=str(local.dtype).removeprefix("torch."),
+        device=str(local.device),
+        num_bytes=local.nbytes,
+        norm=norm,
+        mean=mean,
+        max_abs=max_abs,
+    )
+
+
+def _numbers(values: torch.Tensor) -> tuple[Number | None, Number | None, Number | None]:
+    """Return 2-norm, mean and largest magnitude."""
+    if values.is_meta or not (values.is_floating_point() or values.is_complex()):
+        return None, None, None
+    dtype = torch.float32 if values.dtype in {torch.float16, torch.bfloat16} else None
+    norm = _plain_number(float(torch.linalg.vector_norm(values, dtype=dtype)))
     if not values.numel():
-        return {"norm": float(norm), "mean": None, "max_abs": None}
-    return {
-        "norm": plain_number(float(norm)),
-        "mean": None if values.is_complex() else plain_number(float(values.mean(dtype=dtype))),
-        "max_abs": plain_number(float(values.abs().max())),
-    }
-
-
-def _tensor(tensor: torch.Tensor | None) -> dict[str, Any]:
-    """Describe what lies on this rank of ``tensor``."""
-    if tensor is None:
-        return {"present": False, "bytes": 0, "norm": None, "mean": None, "max_abs": None, "shape": None, "dtype": None}
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return {"present": True, "bytes": local.nbytes} | _values(local) | _kind_of(local)
-
-
-def _kind_of(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return norm, None, None
+    mean = None if values.is_complex() else _plain_number(float(values.mean(dtype=dtype)))
+    return norm, mean, _plain_number(float(values.abs().max()))
 
 
 # ---- the forms of a parameter
 
 
-def _shard(param: FSDPParam, told: Param) -> dict[str, Any]:
-    local = local_of(cast("DTensor", param.sharded_param))
-    rank = param.mesh_info.shard_mesh_rank
-    first, num_rows = sum(told.rows_per_rank[:rank]), told.rows_per_rank[rank]
-    rows = {
-        "dim": told.shard_dim,
-        "first_row": first,
-        "last_row": first + num_rows,  # exclusive
-        "num_rows": num_rows,
-        "of_rows": told.shape[told.shard_dim],
-        "shard_rank": rank,
-        "num_shards": len(told.rows_per_rank),
-        "bytes": local.nbytes,
-        "device": str(local.device),
-    }
-    return rows | _kind_of(local) | _values(local)
+def _shard(found: _Found) -> ShardFacts:
+    param, rank = found.param, found.tensors.shard_rank
+    return ShardFacts(
+        dim=param.shard_dim,
+        first_row=sum(param.rows_per_rank[:rank]),
+        num_rows=param.rows_per_rank[rank],
+        of_rows=param.shape[param.shard_dim],
+        values=_facts(found.tensors.shard, param.dtype),
+    )
 
 
-def _full(param: FSDPParam, told_param: Param, unit: FSDPParamGroup, told: Unit, recorder: Recorder) -> dict[str, Any]:
-    exists = param.state is ShardedState.UNSHARDED
-    full = local_tensor(param.unsharded_param)
-    num_bytes = full.nbytes if exists else 0
-    state = "all-gather in flight" if unit.is_unsharding else param.state.value
-    since = _unshard_row(unit.index, recorder) if exists or unit.is_unsharding else None
-    return {
-        "exists": exists,
-        "state": state,
-        "why": _why(param, unit, told, since),
-        "bytes": num_bytes,
-        **(_values(full) if exists else {}),
-        "shape": list(told_param.shape),
-        "dtype": str(full.dtype).removeprefix("torch."),
-        "since": since,
-    }
+def _full(found: _Found, recorder: Recorder) -> FullFacts:
+    full = found.tensors.full
+    past = _Past.of(found.unit.index, recorder)
+    if full is not None:
+        values = _facts(full, found.unit.compute_dtype)
+        return FullFacts(state=UnitState.UNSHARDED, why=past.why_full(found.unit), values=values)
+    if past.is_gathering:
+        why = f"its all-gather was issued{past.asked}; nobody has waited for it yet"
+        return FullFacts(state=UnitState.ALL_GATHER_IN_FLIGHT, why=why, values=None)
+    return FullFacts(state=UnitState.SHARDED, why=past.why_sharded(found.unit), values=None)
 
 
-def _unshard_row(unit: int, recorder: Recorder) -> dict[str, Any] | None:
-    """Return when the unit's unshard began: its step, phase and time; None if that is too long ago."""
-    rows = recorder.newest(_LOOK_BACK)
-    mine = (rows["unit"] == unit) & (rows["kind"] == Kind.UNSHARD) & (rows["edge"] == Edge.BEGIN)
-    places = np.flatnonzero(mine)
-    if not len(places):
-        return None
-    row = rows[places[-1]]
-    phase = Phase(row["phase"]).words
-    return {"step": int(row["step"]), "phase": phase, "t_ns": int(row["t_ns"])}
+@dataclass(frozen=True)
+class _Past:
+    """What a unit did, of the newest rows, oldest first."""
 
+    rows: Rows
 
-_NEEDED = {
-    TrainingState.FORWARD: "its forward runs",
-    TrainingState.PRE_BACKWARD: "its backward runs, or is about to",
-    TrainingState.POST_BACKWARD: "its gradients are being taken",
-}
+    @classmethod
+    def of(cls, unit: int, recorder: Recorder) -> _Past:
+        rows = recorder.newest(_LOOK_BACK)
+        return cls(rows[rows["unit"] == unit])
 
+    def _last(self, *events: tuple[Kind, Edge]) -> np.void | None:
+        """Return the newest row that is one of ``events``."""
+        return next((row for row in self.rows[::-1] if (row["kind"], row["edge"]) in events), None)
 
-def _why(param: FSDPParam, unit: FSDPParamGroup, told: Unit, since: dict[str, Any] | None) -> str:
-    """Say in words why the full parameter is there, or is not."""
-    asked = "" if since is None else f", asked for in {since['phase']} of {step_name(since['step'])}"
-    if unit.is_unsharding:
-        return f"its all-gather was issued{asked}; nobody has waited for it yet"
-    if param.state is ShardedState.SHARDED:
+    @property
+    def is_gathering(self) -> bool:
+        """Whether an all-gather was asked for, and nobody has what it gives."""
+        row = self._last((Kind.UNSHARD, Edge.BEGIN), *STATE_AFTER)
+        settled = (UnitState.UNSHARDED, UnitState.SHARDED)
+        return row is not None and STATE_AFTER.get((Kind(row["kind"]), Edge(row["edge"]))) not in settled
+
+    @property
+    def asked(self) -> str:
+        """When the full parameter was asked for, an end of a phrase; empty: too long ago."""
+        row = self._last((Kind.UNSHARD, Edge.BEGIN))
+        return "" if row is None else f", asked for in {Phase(row['phase']).words} of {step_name(int(row['step']))}"
+
+    def why_sharded(self, unit: Unit) -> str:
+        row, kept_by = self._last((Kind.RESHARD, Edge.INSTANT)), unit.reshard_after_forward
+        is_between = row is not None and row["phase"] == Phase.FORWARD
+        if is_between and not isinstance(kept_by, bool) and kept_by < unit.shard_size:
+            return f"between forward and backward it lies on {kept_by} ranks"
         return "not needed now: only this rank's rows are in memory"
-    if param.state is ShardedState.SHARDED_POST_FORWARD:
-        return f"between forward and backward it lies on {told.reshard_after_forward} ranks"
-    needed = _NEEDED.get(unit.training_state)
-    if needed is None and unit.pending_backwards:
-        needed = f"kept from forward to backward (reshard_after_forward={told.reshard_after_forward})"
-    return f"{needed or 'nothing has given it up yet'}{asked}"
+
+    def why_full(self, unit: Unit) -> str:
+        gathered = (Kind.UNSHARD, Edge.BEGIN)
+        works = tuple((kind, edge) for kind in (Kind.FORWARD, Kind.BACKWARD) for edge in (Edge.BEGIN, Edge.END))
+        row = self._last(gathered, *works)
+        if row is None:
+            return "nothing has given it up yet"
+        match Kind(row["kind"]), Edge(row["edge"]):
+            case Kind.UNSHARD, _:
+                part = Phase(row["phase"]).info.part
+                why = f"its {part.words} is about to run" if part is not None else "nothing has given it up yet"
+            case kind, Edge.BEGIN:
+                why = f"its {kind.words} runs"
+            case Kind.FORWARD, _ if unit.reshard_after_forward is False:
+                why = "kept from forward to backward (reshard_after_forward=False)"
+            case Kind.BACKWARD, _:
+                why = "its gradients are being taken"
+            case _:
+                why = "nothing has given it up yet"
+        return f"{why}{self.asked}"
 
 
-def _full_grad(param: FSDPParam) -> dict[str, Any]:
-    grads = [g for g in (param.unsharded_param.grad, param.accumulated_grad) if g is not None]
-    described = [_tensor(local_tensor(g)) for g in grads]
-    if not described:
-        return _tensor(None)
-    return described[0] | {"bytes": sum(d["bytes"] for d in described)}
+def _full_grad(found: _Found) -> TensorFacts | None:
+    grads = [_facts(grad, found.unit.reduce_dtype) for grad in found.tensors.full_grads]
+    return replace(grads[0], num_bytes=sum(grad.num_bytes for grad in grads)) if grads else None
 
 
-def _optimizers(param: FSDPParam) -> list[dict[str, Any]]:
+def _optimizers(found: _Found) -> Iterator[OptimizerFacts]:
     """Describe the state that optimizers among the cells' variables keep for a parameter."""
-    found = {id(v): (k, v) for k, v in user_namespace().items() if isinstance(v, torch.optim.Optimizer)}
-    mine = param.sharded_param
-    return [
-        {"name": name, "type": type(optimizer).__name__, "state": _state(optimizer.state.get(mine, {}))}
-        for name, optimizer in found.values()
-        if any(mine is p for group in optimizer.param_groups for p in group["params"])
-    ]
-
-
-def _state(state: dict[str, Any]) -> list[dict[str, Any]]:
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return [{"name": name} | _tensor(value) for name, value in tensors.items()]
-
-
-def _policy(info: Unit) -> dict[str, Any]:
-    return {
-        "reshard_after_forward": info.reshard_after_forward,
-        "shard_size": info.shard_size,
-        "replicate_size": info.replicate_size,
-        "compute_dtype": info.compute_dtype,
-        "reduce_dtype": info.reduce_dtype,
-        "offload": info.offload,
-        "comm": info.comm,
-    }
+    there = {id(v): (k, v) for k, v in user_namespace().items() if isinstance(v, torch.optim.Optimizer)}
+    mine = found.tensors.shard
+    for name, optimizer in there.values():
+        if any(mine is p for group in optimizer.param_groups for p in group["params"]):
+            kept = optimizer.state.get(cast("nn.Parameter", mine), {}).items()
+            state = {key: _facts(value, "") for key, value in kept if isinstance(value, torch.Tensor)}
+            yield OptimizerFacts(name=name, type=type(optimizer).__name__, state=state)

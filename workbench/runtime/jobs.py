@@ -36,7 +36,7 @@ from workbench.engine._torch import local_of
 from workbench.errors import UsageError
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.messages import Done, Job, JobError, RunCell
-from workbench.runtime.inspection import inspect, plain_number
+from workbench.runtime.inspection import inspect
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.stacks import frames_of_the_step, place_of
@@ -63,10 +63,12 @@ def run(job: Job, recorder: Recorder) -> Done:
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output), _company(job):
-            result, text = _run(job.work, recorder)
+            if isinstance(job.work, Inspect):
+                return Done(inspected=inspect(job.work.fqn, recorder))
+            text = _run(job.work)
     except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer: the stop stays
         return Done(text=_cut(output.getvalue()), error=_error(error, job.work))
-    return Done(result=result, text=_cut(output.getvalue() + text))
+    return Done(text=_cut(output.getvalue() + text))
 
 
 def _company(job: Job) -> AbstractContextManager[object]:
@@ -86,12 +88,10 @@ def refusal(why: str) -> Done:
     return Done(error=JobError(ename="NotRun", evalue=why, traceback=f"NotRun: {why}"))
 
 
-def _run(work: Inspect | Evaluate | RunCell, recorder: Recorder) -> tuple[dict[str, Any] | None, str]:
-    if isinstance(work, Inspect):
-        return inspect(work.fqn, recorder), ""
+def _run(work: Evaluate | RunCell) -> str:
     scope = _Scope.here(work.frame if isinstance(work, Evaluate) else 0)
     with _WholeNumbers(), scope.explained():
-        return _evaluate(work.expr, scope) if isinstance(work, Evaluate) else (None, _run_cell(work.code, scope))
+        return _evaluate(work.expr, scope) if isinstance(work, Evaluate) else _run_cell(work.code, scope)
 
 
 # ---- what names mean
@@ -172,15 +172,14 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
 # ---- expressions
 
 
-def _evaluate(text: str, scope: _Scope) -> tuple[dict[str, Any], str]:
+def _evaluate(text: str, scope: _Scope) -> str:
     tree = ast.parse(text.strip(), _EXPRESSION, "eval")
     names = scope.whole()  # one dictionary: a function within the expression sees nothing else
     value = eval(compile(tree, _EXPRESSION, "eval", dont_inherit=True), names)
     for name in {node.target.id for node in ast.walk(tree) if isinstance(node, ast.NamedExpr)} & names.keys():
         if names[name] is not scope.get(name):
             scope[name] = names[name]
-    said = _cut(described(value))
-    return {"repr": said, "number": number_of(value), "type": type(value).__name__}, said
+    return described(value)
 
 
 def described(value: Any) -> str:  # noqa: ANN401 - whatever the user's expression gave
@@ -190,22 +189,6 @@ def described(value: Any) -> str:  # noqa: ANN401 - whatever the user's expressi
     local = local_of(value).detach()
     placements = ", ".join(map(str, value.placements))
     return f"this shard, {list(local.shape)} of {list(value.shape)}, placed as {placements}:\n{local!r}"
-
-
-def number_of(value: Any) -> float | str | None:  # noqa: ANN401 - whatever the user's expression gave
-    """Return ``value`` as a number (``nan`` and infinities as text), None if it is none or only a rank's part."""
-    if isinstance(value, DTensor):
-        return None
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.dtype.is_complex or value.is_meta:
-            return None
-        value = value.detach().item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return plain_number(value)
-    except OverflowError:  # an integer beyond every float
-        return None
 
 
 class _WholeNumbers(TorchFunctionMode):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks are forked, not in each of them
 
-from workbench.codec import encode
+from workbench.codec import decode, encode
 from workbench.engine import groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
@@ -39,6 +39,7 @@ from workbench.protocol.messages import (
     Stacks,
     read_request,
 )
+from workbench.protocol.starting import Boot, Connect, Connected
 from workbench.runtime import sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
 from workbench.runtime.doing import DOES, does
@@ -107,7 +108,7 @@ class RankRuntime:
             place=Place(recorder.step, recorder.ordinal) if held is None else held.place,
             held=held,
             waiting=self.gate.is_waiting,
-            newest=_in_words(recorder.last_event()),
+            newest=_event_of(recorder.last_event()),
             unfinished=groups.num_unfinished(),
             optimizer_steps=self.trainer.optimizer_steps,
             tickets=self.gate.tickets,
@@ -158,15 +159,14 @@ class RankRuntime:
         return answer
 
 
-def _in_words(row: np.void | None) -> Event | None:
-    """Return a row of the trace as breakpoints name events."""
+def _event_of(row: np.void | None) -> Event | None:
+    """Return the event of a row of the trace."""
     if row is None:
         return None
-    kind, edge, phase = Kind(row["kind"]), Edge(row["edge"]), Phase(row["phase"])
     return Event(
-        kind=kind.key,
-        edge=edge.key,
-        phase=phase.key,
+        kind=Kind(row["kind"]),
+        edge=Edge(row["edge"]),
+        phase=Phase(row["phase"]),
         unit=int(row["unit"]),
         since_ns=int(row["t_ns"]),
     )
@@ -193,42 +193,39 @@ def _this_rank() -> RankRuntime:
     return _runtime
 
 
-def boot(rank: int, world_size: int, device: str, address: tuple[str, int] | None) -> dict[str, Any]:
-    """Make this process rank ``rank`` of ``world_size``.
-
-    Args:
-        rank: from 0.
-        world_size: number of ranks.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        address: where the store listens; None on rank 0, which opens it.
-
-    Returns:
-        ``{"address": [host, port]}`` on rank 0, ``{"address": None}`` elsewhere.
+def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
+    """Make this process a rank: :class:`~workbench.protocol.starting.Boot`, and its answer, as data.
 
     Raises:
+        ValueError: it is no such request.
         UsageError: fewer GPUs than ranks.
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
-    process_groups = ProcessGroups(rank, world_size, choose_device(device, rank, world_size))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    recorder = Recorder(Header(world_size=world_size))
+    asked: Boot = decode(Boot, data, "boot")
+    device = choose_device(asked.device, asked.rank, asked.world_size)
+    process_groups = ProcessGroups(asked.rank, asked.world_size, device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.world_size))
+    recorder = Recorder(Header(world_size=asked.world_size))
     trainer = Trainer(recorder)
     trainer.install()
-    gate = Gate(recorder, rank, Quiet(backend_of(process_groups.device)))
+    gate = Gate(recorder, asked.rank, Quiet(backend_of(process_groups.device)))
     gate.install()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer)
     atexit.register(shutdown)
-    return {"address": process_groups.listen() if rank == 0 else None}
+    return encode(process_groups.listen() if asked.rank == 0 else None)
 
 
-def connect(address: tuple[str, int]) -> dict[str, Any]:
-    """Join the process group and give cells their names; collective.
+def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
+    """Join the process group and give cells their names: :class:`~workbench.protocol.starting.Connect`, as data.
 
-    Returns:
-        this rank's RankInfo fields, and as ``notice`` a sentence for the user, empty if there is nothing to say.
+    Collective.
+
+    Raises:
+        ValueError: it is no such request.
     """
+    asked: Connect = decode(Connect, data, "connect")
     runtime = _this_rank()
-    runtime.groups.join(*address)
+    runtime.groups.join(asked.address)
     runtime.recorder.device_clock = clock = backend_of(runtime.groups.device).clock()
     mine = RankInfo(
         rank=runtime.groups.rank,
@@ -246,7 +243,7 @@ def connect(address: tuple[str, int]) -> dict[str, Any]:
         mesh=runtime.groups.mesh,
         log_metric=runtime.recorder.metric,
     )
-    return {"rank": mine.rank, "host": mine.host, "device": mine.device, "pid": mine.pid, "notice": untried()}
+    return encode(Connected(rank=mine.rank, host=mine.host, device=mine.device, pid=mine.pid, notice=untried()))
 
 
 def _sample_memory(runtime: RankRuntime) -> int:

@@ -18,14 +18,27 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from workbench.engine.backends.clock import NOBODYS, DeviceClock, Mark
-from workbench.events import BESIDE, COLLECTIVES, STATE_AFTER, Category, Comm, Edge, Kind, Phase, Unit, UnitState
+from workbench.events import (
+    BESIDE,
+    COLLECTIVES,
+    STATE_AFTER,
+    Category,
+    Comm,
+    Edge,
+    Kind,
+    ParamTensors,
+    Phase,
+    Source,
+    Unit,
+    UnitState,
+)
 from workbench.trace import advance
 from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows
 
@@ -118,6 +131,7 @@ class Recorder:
         self._head = 0
         self._key_frame = KeyFrame()
         self._phase = Phase.IDLE
+        self._sources: dict[str, Source] = {}
         self._strings: dict[str, int] = {}
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
@@ -126,9 +140,10 @@ class Recorder:
 
     # ---- Probe
 
-    def source(self, name: str) -> None:
+    def source(self, source: Source) -> None:
         """Put whoever tells what follows into the header, after those who told what is there."""
-        known = [*filter(None, self.header.producer.split(", ")), name]
+        self._sources[source.name] = source
+        known = [*filter(None, self.header.producer.split(", ")), source.name]
         self._change(dataclasses.replace(self.header, producer=", ".join(dict.fromkeys(known))))
 
     def event(
@@ -208,6 +223,10 @@ class Recorder:
         if self._unrecorded is not None:
             return
         self._append(Kind.METRIC, Edge.INSTANT, -1, 0, module=self._intern(name), value=value)
+
+    def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
+        """Return what its source has of the parameters of a unit; empty if it is none's any more."""
+        return next((found for source in self._sources.values() if (found := source.tensors(unit))), {})
 
     # ---- what the runtime itself records
 

@@ -17,6 +17,7 @@ from workbench.protocol.breakpoints import UNTIL, parse_event
 from workbench.protocol.commands import Command, Inspect, Step, to_dict
 from workbench.protocol.commands import Request as SideRequest
 from workbench.protocol.messages import Done, GiveUp, Line, ListNames, Locate, Names, Position, SetBreakpoints, Stacks
+from workbench.protocol.starting import Connected
 from workbench.replay.alike import label
 from workbench.reports.done import Report, StepReport
 from workbench.reports.failures import (
@@ -70,8 +71,8 @@ class ClusterLike(Interruptible, Protocol):
     num_ranks: int
 
     @property
-    def rank_info(self) -> Sequence[dict[str, Any]]:
-        """Per rank: ``rank, host, device, pid, notice``."""
+    def rank_info(self) -> Sequence[Connected]:
+        """What each rank said of itself when it joined."""
 
     def start(self) -> None:
         """Start all ranks."""

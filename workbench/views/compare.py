@@ -64,7 +64,7 @@ def draw(
     below = (table_height + _GAP) / (_PLOT_HEIGHT + table_height + _GAP) if rows else 0.0
     fig = theme.figure(
         sentence(found),
-        _subtitle(found, names),
+        _subtitle(found, names, theme.host_clock_words(a.header, b.header)),
         height=190 + _LINE + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
@@ -175,7 +175,7 @@ def _signed(amount: str, delta: float) -> str:
     return f"{'+' if delta >= 0 else '-'}{amount}"
 
 
-def _subtitle(found: Differences, names: tuple[str, str]) -> str:
+def _subtitle(found: Differences, names: tuple[str, str], clock: str) -> str:
     fewer = min(found.num_steps)
     steps = f"{theme.plural(fewer, 'step')} of each compared" if fewer else "before the first step"
     more = f" ({' and '.join(str(n) for n in found.num_steps)} there are)" if len(set(found.num_steps)) > 1 else ""
@@ -188,7 +188,7 @@ def _subtitle(found: Differences, names: tuple[str, str]) -> str:
         else "",
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}",
-        f"a step takes {' -> '.join(times)}" if len(times) == 2 else "",
+        f"a step takes {' -> '.join(times)}{f' ({clock})' if clock else ''}" if len(times) == 2 else "",
         f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
         if len(found.collectives) > MAX_ROWS
         else "",

@@ -252,6 +252,12 @@ def empty(sentence: str, title: str = "") -> go.Figure:
     return fig
 
 
+def host_clock_words(*headers: Header) -> str:
+    """Return what step times mean where a device computes, which views of many steps take from the host."""
+    enqueued = any(header.is_enqueued for header in headers)
+    return "step times are the host's, which hands work to the GPU and goes on" if enqueued else ""
+
+
 def clock_words(header: Header, clock: Clock) -> str:
     """Return what times mean where a device computes; nothing on the CPU."""
     if clock is Clock.ENQUEUED:

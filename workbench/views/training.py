@@ -18,6 +18,7 @@ from workbench.events import Kind
 from workbench.replay.holds import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
 from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
 from workbench.views import theme
 
 MAX_PANELS = 12
@@ -37,7 +38,7 @@ def training(trace: Trace) -> go.Figure:
     num_columns = min(len(shown), 2)
     num_rows = -(-len(shown) // num_columns)
     fig = theme.figure(
-        _title(result), _subtitle(result, len(panels) - len(shown)), height=110 + _PANEL_HEIGHT * num_rows
+        _title(result), _subtitle(result, len(panels) - len(shown), trace.header), height=110 + _PANEL_HEIGHT * num_rows
     )
     make_subplots(num_rows, num_columns, figure=fig, vertical_spacing=0.27 / num_rows, horizontal_spacing=0.14)
     for place, (series, axis) in enumerate(shown):
@@ -66,7 +67,7 @@ def _title(result: Summary) -> str:
     return f"{loss}, {theme.format_duration(result.step_ns)} a step" if result.num_steps else loss
 
 
-def _subtitle(result: Summary, num_left_out: int) -> str:
+def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     num_ranks = max(series.num_ranks for series in (*result.metrics.values(), result.step_times))
     sentences = [f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank." if num_ranks > 1 else ""]
     sentences += [_not_finite(series) for series in result.metrics.values()]
@@ -79,6 +80,9 @@ def _subtitle(result: Summary, num_left_out: int) -> str:
         sentences.append(
             f"Dotted: another model began; the title is of the present one, from step {result.cuts[-1]} on."
         )
+    clock = theme.host_clock_words(header)
+    if len(result.step_times.steps) and clock:
+        sentences.append(f"{clock[:1].upper()}{clock[1:]}.")
     if num_left_out:
         sentences.append(f"{theme.plural(num_left_out, 'more metric')} not drawn.")
     return " ".join(sentence for sentence in sentences if sentence)
