@@ -40,6 +40,8 @@ _META = "trace.json"
 _COMPRESSION = 1  # zlib level; 6 takes four times as long for a tenth less
 _MAX_CONTENTS_BYTES = 8 << 20  # of the zip's table of contents: 100,000 ranks
 _PIECE_BYTES = 1 << 20
+_MAX_ROWS_RATIO, _MAX_META_RATIO = 50, 250  # of bytes unpacked to those of the file; traces have up to 6 and 40
+_SMALL_BYTES = 1 << 20  # that are unpacked whatever the ratio
 _NPY_START = struct.Struct("<8sH")
 _NPY_MAGIC = npy.magic(1, 0)
 _NPY_HEADER = re.compile(
@@ -87,8 +89,9 @@ def load(path: str | os.PathLike[str]) -> Trace:
     """Return the trace that :func:`save` wrote to ``path``.
 
     Raises:
-        TraceError: the file is no trace, is damaged, breaks a rule of traces, holds more than :data:`MAX_ROWS` rows or
-            a larger header than :data:`MAX_META_BYTES`, or was written by a newer schema.
+        TraceError: the file is no trace, is damaged, breaks a rule of traces, holds more than :data:`MAX_ROWS` rows, a
+            larger header than :data:`MAX_META_BYTES`, or more of either than fits a file of its size, or was written by
+            a newer schema.
         OSError: the file cannot be opened.
     """
     mode = os.stat(path).st_mode
@@ -96,7 +99,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"cannot read {path}: it is no file but a pipe, a socket or a device")
     with Path(path).open("rb") as file:
         try:
-            trace = _read(_Pieces(file))
+            trace = _read(_Pieces(file), os.fstat(file.fileno()).st_size)
         except TraceError as error:
             raise TraceError(f"cannot read {path}: {error}") from error
         except _NOT_A_TRACE as error:
@@ -158,15 +161,15 @@ def _member_name(rank: int) -> str:
     return f"rows_{rank}.npy"
 
 
-def _read(file: io.BufferedIOBase) -> Trace:
+def _read(file: io.BufferedIOBase, file_bytes: int) -> Trace:
     with zipfile.ZipFile(file) as archive:
         if _META not in archive.namelist():
             raise TraceError(f"it holds no {_META}, so it is not a trace")
-        meta = json.loads(_unpacked(archive, _META, MAX_META_BYTES))
+        meta = json.loads(_unpacked(archive, _META, min(MAX_META_BYTES, _MAX_META_RATIO * file_bytes + _SMALL_BYTES)))
         header = header_from_dict(meta["header"])
         version = meta["header"]["schema_version"]
         entries = [(_rank_number(entry), entry) for entry in meta["ranks"]]
-        _weigh(archive, [rank for rank, _ in entries])
+        _weigh(archive, [rank for rank, _ in entries], file_bytes)
         return Trace(header, tuple(_read_rank(archive, rank, entry, version) for rank, entry in entries))
 
 
@@ -178,14 +181,17 @@ def _rank_number(entry: dict[str, Any]) -> int:
     return number
 
 
-def _weigh(archive: zipfile.ZipFile, ranks: list[int]) -> None:
-    """Raise if the rows of ``ranks`` are more than are read, before any are."""
-    num_rows = sum(archive.getinfo(_member_name(rank)).file_size // ROW_DTYPE.itemsize for rank in ranks)
+def _weigh(archive: zipfile.ZipFile, ranks: list[int], file_bytes: int) -> None:
+    """Raise if the rows of ``ranks`` are more than are read, or than a file of this size can hold, before any are."""
+    num_bytes = sum(archive.getinfo(_member_name(rank)).file_size for rank in ranks)
+    num_rows = num_bytes // ROW_DTYPE.itemsize
     if num_rows > MAX_ROWS:
         raise TraceError(
             f"it says to hold {num_rows:,} rows, and {MAX_ROWS:,} are read at most: export fewer steps to a file, such "
             "as %fsdp export run.trace --steps 3..5"
         )
+    if num_bytes > _MAX_ROWS_RATIO * file_bytes + _SMALL_BYTES:
+        raise TraceError(f"it says to hold {num_rows:,} rows in {file_bytes:,} bytes, which no trace does")
 
 
 def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any], version: int) -> RankTrace:
