@@ -25,9 +25,9 @@ from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.streams import DeviceStreams
-from workbench.engine.call import states_below, units_of
 from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Call
+from workbench.engine.state import states_below, units_of
 from workbench.events import BESIDE, COLLECTIVES, Kind
 from workbench.ports import reserved_port
 from workbench.replay.device import on_device

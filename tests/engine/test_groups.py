@@ -17,8 +17,8 @@ from tests.waiting import eventually
 from workbench.engine import StepAborted, groups
 from workbench.engine.backends.pending import Transport
 from workbench.engine.backends.streams import StreamTransport, StreamWork
-from workbench.engine.call import states_below, units_of
 from workbench.engine.order import Call
+from workbench.engine.state import states_below, units_of
 from workbench.engine.waits import cancellation
 
 MIXED = "cpu:gloo,cuda:nccl"

@@ -34,9 +34,8 @@ from workbench.engine import (
     share_comm_ctx,
     unshard_module,
 )
-from workbench.engine.call import states_below, units_of
 from workbench.engine.mesh import mesh_info
-from workbench.engine.root import roots
+from workbench.engine.state import roots, states_below, units_of
 from workbench.engine.undo import remap_optimizer
 from workbench.events import Category
 

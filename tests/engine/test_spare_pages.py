@@ -17,8 +17,8 @@ from tests.engine.sizes import BLOCK_SHAPES, FP32, ROOT_SHAPES, slots
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, fully_shard, unshard_module
 from workbench.engine.backends import pages
-from workbench.engine.call import states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.state import states_below, units_of
 from workbench.events import Category, Edge, Kind
 
 NUM_BLOCKS = 4

@@ -15,7 +15,7 @@ from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
 from tests.engine.test_errors import fingerprint
 from workbench.engine import fully_shard, undo, unshard_module
-from workbench.engine.root import roots
+from workbench.engine.state import roots
 from workbench.engine.undo import plain_copy, remap_optimizer
 
 HOOKS = (

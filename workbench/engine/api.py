@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine._torch import tell_pipelining
 from workbench.engine.backends import is_of_kind
-from workbench.engine.call import attach
 from workbench.engine.managed import (
     _get_managed_modules,
     _get_managed_states,
@@ -23,7 +22,7 @@ from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import Placement, ShardPlacementFn, place
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
-from workbench.engine.state import FSDPState, state_of
+from workbench.engine.state import FSDPState, attach, state_of
 from workbench.engine.undo import plain_copy, remap_optimizer, unshard_module
 
 M = TypeVar("M", bound=nn.Module)

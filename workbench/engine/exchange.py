@@ -27,7 +27,6 @@ from workbench.engine._torch import (
     with_dtype,
 )
 from workbench.engine.api import fully_shard
-from workbench.engine.call import ShardedCall, attach, detach, units_of
 from workbench.engine.collectives import set_sharded_grads
 from workbench.engine.comm import CUSTOM
 from workbench.engine.managed import mark_taken
@@ -36,8 +35,7 @@ from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import UnitPolicy
-from workbench.engine.root import roots
-from workbench.engine.state import FSDPState, state_of, states_below
+from workbench.engine.state import FSDPState, attach, detach, roots, state_of, states_below, units_of
 from workbench.engine.undo import NewParams, laid_out, staged, undo
 from workbench.events import Category
 
@@ -201,7 +199,7 @@ class Exchange:
             if not inner.issuperset(state.modules):
                 _carry_root_settings(call.origin, state)
 
-    def _followers(self, targets: Sequence[ShardedCall]) -> tuple[ShardedCall, ...]:
+    def _followers(self, targets: Sequence[FSDPState]) -> tuple[FSDPState, ...]:
         """Return the calls that took the place of ``targets``, without those that have gone."""
         found = (target if target not in self._old else state_of(target.modules[0]) for target in targets)
         followers = zip(targets, found, strict=True)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import is_replicated
-from workbench.engine.call import state_of
 from workbench.engine.param import ParamModuleInfo, local_tensor
+from workbench.engine.state import state_of
 
 _TAKEN = "_workbench_unit_param"
 

@@ -9,10 +9,9 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from workbench.engine.call import units_of
 from workbench.engine.comm import AllGather, ReduceScatter
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import FSDPState, state_of, states_below
+from workbench.engine.state import FSDPState, state_of, states_below, units_of
 
 
 class UnshardHandle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workbench.engine.param import FSDPParam, ShardedState, local_tensor
-from workbench.engine.unit import units
+from workbench.engine.param_group import units
 from workbench.events import ParamTensors
 
 

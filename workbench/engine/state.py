@@ -1,4 +1,4 @@
-"""The hooks of one ``fully_shard`` call.
+"""One ``fully_shard`` call, its hooks, and what the calls of one model share.
 
 A step, as the hooks of one call see it::
 
@@ -10,30 +10,40 @@ A step, as the hooks of one call see it::
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from workbench.engine import call, groups, probe
-from workbench.engine._torch import base_of, is_in_backward, is_transforming, queue_backward_final_callback
+from workbench.engine import groups, probe, tree
+from workbench.engine._torch import (
+    base_of,
+    is_in_backward,
+    is_transforming,
+    queue_backward_final_callback,
+    set_composed,
+)
 from workbench.engine.backends import backend_of
-from workbench.engine.call import ShardedCall, units_of
-from workbench.engine.comm_context import RecordedForward
+from workbench.engine.comm_context import FSDPCommContext, RecordedForward
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.root import RootContext, join_root
-from workbench.engine.tensors import cast_floats, differentiable_in, map_tensors, tensors_in
+from workbench.engine.tensors import cast_floats, differentiable_in, map_tensors, tensors_in, unrecorded
 from workbench.events import Phase
 
 
-class FSDPState(ShardedCall):
-    """State behind the modules of one ``fully_shard`` call.
+class FSDPState:
+    """State behind the modules of one ``fully_shard`` call, and the units it made of their parameters.
 
     Attributes:
+        modules: the modules given to that call.
+        original_classes: their classes before it.
+        auto_reshard: no policy was given: reshard after forward unless this is the root.
+        mp_policy: which dtypes inputs and outputs are cast to.
         forward_prefetch: calls whose units are gathered ahead, set by the user; None: the one that ran next before.
         backward_prefetch: the same for backward; empty: the one that ran before in forward.
     """
@@ -47,11 +57,45 @@ class FSDPState(ShardedCall):
         auto_reshard: bool,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
-        super().__init__(modules, param_groups, device=device, auto_reshard=auto_reshard, mp_policy=mp_policy)
-        self.forward_prefetch: tuple[ShardedCall, ...] | None = None
-        self.backward_prefetch: tuple[ShardedCall, ...] = ()
+        self.modules = modules
+        self.original_classes = tuple(type(m) for m in modules)
+        self.auto_reshard = auto_reshard
+        self.mp_policy = mp_policy
+        self._fsdp_param_groups = list(param_groups)
+        self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
+        self._is_root: bool | None = None
+        self._not_yet_run: set[int] = set()
+        self._backward_follows = False
+        self._recorded: RecordedForward | None = None  # the present forward, if autograd records it
+        self._recomputes = False  # the present forward runs within a backward, for activation checkpointing
+        self._is_recomputed = False  # that was seen: a backward follows also where autograd does not record the forward
+        self._unrecorded_before: list[FSDPState | None] = []  # what came before such forwards
+        self._training_state = TrainingState.IDLE
+        self.forward_prefetch: tuple[FSDPState, ...] | None = None
+        self.backward_prefetch: tuple[FSDPState, ...] = ()
         self._root = RootContext()
         self._handles = self._register_hooks()
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        """The call's unit; the first one if its parameters lie on several meshes, None if it has no parameters."""
+        return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
+
+    @property
+    def _states(self) -> tuple[FSDPState, ...]:
+        """Every call in the tree, once this is a root that ran."""
+        states: tuple[FSDPState, ...] = self._root.states if self._is_root else ()
+        return states
+
+    def use_comm_ctx(self, ctx: FSDPCommContext) -> None:
+        """Share ``ctx`` with other roots."""
+        self._comm_ctx = ctx
+        for unit in self._fsdp_param_groups:
+            unit.comm_ctx = ctx
+
+    def overlaps(self, states: Iterable[FSDPState]) -> bool:
+        """Tell whether one of ``states`` belongs to this root."""
+        return any(state in self._states for state in states)
 
     # ---- hooks on and off
 
@@ -82,13 +126,13 @@ class FSDPState(ShardedCall):
         self.remove_hooks()
         classes = [type(m) for m in self.modules]
         for module, original in zip(self.modules, self.original_classes, strict=True):
-            call.detach(module)
+            detach(module)
             module.__class__ = original
         try:
             yield
         finally:
             for module, cls in zip(self.modules, classes, strict=True):
-                call.attach(module, self)
+                attach(module, self)
                 module.__class__ = cls
             self._handles = self._register_hooks()
 
@@ -100,14 +144,48 @@ class FSDPState(ShardedCall):
         for unit in self._fsdp_param_groups:
             unit.adopt_registered()
 
+    # ---- becoming a root
+
+    @unrecorded
     def _lazy_init(self) -> None:
         """Make this state the root of the tree below it, on the first forward.
 
         Raises:
-            RuntimeError: a module below ran before this root did; parameters are still on the meta device.
+            RuntimeError: a module below ran before this root did; a unit's module was taken out of the tree; parameters
+                are still on the meta device.
+            ValueError: parameters of the tree were tied, or exchanged for others of another shape, after fully_shard.
             RanksDisagreeError: ranks hold different units.
         """
-        join_root(self)
+        names = tree.names_below(self.modules)
+        states = _states_of(names)
+        units = units_of(states)
+        ran = [m for state in states if state is not self and state._is_root is not None for m in state.modules]
+        tree.check_tree(type(self.modules[0]).__name__, ran, units, names)
+        tree.check_not_tied(units, names)
+        self._name_units(states, names)
+        tree.check_no_meta(units)
+        tree.check_ranks_agree(units)
+        self._comm_ctx.choose_comms(units)
+        self._root.states = states  # it has what the user set before
+        for state in states:
+            state._is_root = state is self
+            state._comm_ctx = self._comm_ctx
+            state._root = self._root
+        roots.add(self)
+
+    def _name_units(self, states: Sequence[FSDPState], names: tree.Names) -> None:
+        """Give units and parameters their names from this root, and settle its own policy."""
+        if self.auto_reshard:
+            for unit in self._fsdp_param_groups:
+                unit.set_reshard_after_forward(False)
+        own = self._fsdp_param_group
+        root_index = own.index if own is not None else -1
+        for state in states:
+            name = ", ".join(names[m] for m in state.modules)
+            for unit in state._fsdp_param_groups:
+                for param in unit.fsdp_params:
+                    param.fqn = tree.full_name(param.info.module, param.info.name, names)
+                unit.lazy_init(name, root_index, self._comm_ctx)
 
     # ---- forward
 
@@ -138,7 +216,7 @@ class FSDPState(ShardedCall):
     def _begin_forward(self) -> None:
         probe.phase(Phase.FORWARD)
         self._recomputes = is_in_backward()
-        expected: tuple[ShardedCall, ...] = ()
+        expected: tuple[FSDPState, ...] = ()
         if not self._recomputes:
             if self._is_root:
                 self._root.begin_forward(self._comm_ctx)
@@ -152,7 +230,7 @@ class FSDPState(ShardedCall):
         self._not_yet_run = {id(m) for m in self.modules}
         self._backward_follows = False
 
-    def _unshard(self, ahead: Iterable[ShardedCall]) -> None:
+    def _unshard(self, ahead: Iterable[FSDPState]) -> None:
         """Make the parameters full, and start doing so for the units of ``ahead``.
 
         What was gathered ahead itself is copied out first, which frees its staging for the next one. On a device that
@@ -214,6 +292,30 @@ class FSDPState(ShardedCall):
                 self._end_outermost_forward()
         return cast_floats(output, self.mp_policy.output_dtype)
 
+    def _end_forward(self) -> None:
+        for unit in self._fsdp_param_groups:
+            unit.post_forward(backward_follows=self._backward_follows, recomputed=self._recomputes)
+        if self._fsdp_param_groups:
+            self._note_order()
+        self._not_yet_run.clear()
+        self._recorded = None  # from here on the graph alone keeps it alive
+        self._training_state = TrainingState.IDLE
+
+    def _note_order(self) -> None:
+        """Note which forward came before; a forward that is run again takes the place of the one it repeats."""
+        if self._recomputes:
+            self._is_recomputed = True
+            if self._recorded is not None and self._unrecorded_before:
+                self._recorded.before = self._unrecorded_before.pop()
+        elif self._recorded is not None or self._is_recomputed:
+            order = self._comm_ctx.post_forward_order
+            before = order[-1] if order else None
+            if self._recorded is not None:
+                self._recorded.before = before
+            else:
+                self._unrecorded_before.append(before)
+            order.append(self)
+
     def _end_outermost_forward(self) -> None:
         if not self._backward_follows:
             for unit in units_of(self._states):
@@ -266,17 +368,46 @@ class FSDPState(ShardedCall):
         for unit in reversed(self._fsdp_param_groups):
             unit.post_backward()
 
+    # ---- the end of an iteration
+
+    def forget_order(self) -> None:
+        """The iteration is over."""
+        self._unrecorded_before.clear()
+
+    def reset(self) -> None:
+        """Forget this call's part of an iteration that raised."""
+        for unit in self._fsdp_param_groups:
+            unit.reset_iter_state()
+        self._recorded = None
+        self._training_state = TrainingState.IDLE
+        self._not_yet_run.clear()
+        self.forget_order()
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration clean after an exception in forward or backward.
+
+        Raises:
+            RuntimeError: this is not the root; its tree communicates as one, and is reset as one.
+        """
+        if self._is_root is False:
+            raise RuntimeError(
+                f"reset_iter_state was called on a {type(self.modules[0]).__name__} inside of an FSDP root; "
+                "call it on the root"
+            )
+        self._root.reset(self._states or (self,), self._comm_ctx)
+        probe.phase(Phase.IDLE)
+
     # ---- what torch's pipelining asks a root for, where it ends a step's backward itself
 
     @property
     def _state_ctx(self) -> RootContext:
-        return cast("RootContext", self._root)
+        return self._root
 
     def _root_post_backward_final_callback(self) -> None:
         self._root.end_of_backward()
 
 
-def _prefetch(states: Iterable[ShardedCall], *, backward: bool = False) -> None:
+def _prefetch(states: Iterable[FSDPState], *, backward: bool = False) -> None:
     """Start gathering the units of ``states``."""
     for state in states:
         units = state._fsdp_param_groups
@@ -302,11 +433,163 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
         return (None, *grads)
 
 
+_ATTRIBUTE = "_workbench_fsdp_state"
+
+
+def attach(module: nn.Module, state: FSDPState) -> None:
+    """Remember ``state`` on ``module``."""
+    vars(module)[_ATTRIBUTE] = state
+    set_composed(module, sharded=True)
+
+
+def detach(module: nn.Module) -> None:
+    """Forget it."""
+    del vars(module)[_ATTRIBUTE]
+    set_composed(module, sharded=False)
+
+
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the state of the ``fully_shard`` call that ``module`` itself was given to."""
-    return cast("FSDPState | None", call.state_of(module))
+    state: FSDPState | None = vars(module).get(_ATTRIBUTE)  # getattr would find that of a module inside a wrapper
+    return state
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
     """Return the state of every ``fully_shard`` call in ``module``'s tree, each once, parents first."""
-    return cast("list[FSDPState]", call.states_below(module))
+    return list(_states_of(module.modules()))
+
+
+def _states_of(modules: Iterable[nn.Module]) -> tuple[FSDPState, ...]:
+    return tuple({id(s): s for m in modules if (s := state_of(m)) is not None}.values())
+
+
+def units_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
+    """Return the units of ``states``; a call on modules without parameters has none."""
+    return [unit for state in states for unit in state._fsdp_param_groups]
+
+
+# ---- the root
+
+
+class RootContext:
+    """What the calls of one model share, from the first forward of its root on.
+
+    Attributes:
+        states: every call in the tree, parents first.
+        is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
+        final_callback_queued: the current backward pass already has its end-of-backward callback.
+        post_optim_event: CUDA event after which the next forward may read shards; None: all that was computed before.
+    """
+
+    def __init__(self) -> None:
+        self.states: tuple[FSDPState, ...] = ()
+        self.is_last_backward = True
+        self.final_callback_queued = False
+        self.post_optim_event: torch.cuda.Event | None = None
+        self._order: list[FSDPState] = []  # of forwards in the last iteration
+        self._order_now: list[FSDPState] = []
+
+    def begin_forward(self, ctx: FSDPCommContext) -> None:
+        """The root's forward begins."""
+        if self._order_now:
+            self._order, self._order_now = self._order_now, []
+        units = units_of(self.states)
+        if any(unit.needs_comm for unit in units):
+            ctx.choose_comms(units)
+        self.shards_changed(ctx)
+
+    def shards_changed(self, ctx: FSDPCommContext) -> None:
+        """Let all-gathers from now on see what was written to shards since the last forward."""
+        event, self.post_optim_event = self.post_optim_event, None  # it stands for one optimizer step
+        ctx.streams.shards_changed(event)
+
+    @property
+    def all_states(self) -> tuple[FSDPState, ...]:
+        """The same as :attr:`states`, under the name that torch's pipelining knows."""
+        return self.states
+
+    @property
+    def is_running(self) -> bool:
+        """True within the root's forward, or a backward; else an inner module that runs was called by itself."""
+        in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD
+        return in_forward or self.final_callback_queued
+
+    def expected_after(self, state: FSDPState) -> tuple[FSDPState, ...]:
+        """Note that the forward of ``state`` begins, and return the one that followed it in the last iteration.
+
+        Empty if this iteration has gone another way.
+        """
+        position, order = len(self._order_now), self._order
+        self._order_now.append(state)
+        if position + 1 < len(order) and order[position] is state:
+            return (order[position + 1],)
+        return ()
+
+    def end_partial_forwards(self) -> None:
+        """End the forward of every call of whose modules only some ran."""
+        for state in self.states:
+            if state._not_yet_run and not state._is_root:
+                state._end_forward()
+
+    def end_of_backward(self) -> None:
+        """Finish every unit of the tree: some have no hooked input, some did not take part."""
+        self.final_callback_queued = False
+        ctx = self.states[0]._comm_ctx
+        for state in self.states:
+            state._training_state = TrainingState.IDLE
+        for unit in reversed(units_of(self.states)):
+            if unit.training_state is TrainingState.PRE_BACKWARD or unit.owes_reduction:
+                unit.post_backward()
+            if self.is_last_backward:
+                unit.finalize_backward()
+            unit.training_state = TrainingState.IDLE
+        with torch.no_grad(), ctx.streams.reducing(after_compute=False):
+            ctx.reductions.finish()
+        ctx.join(all_streams=True)
+        ctx.comms.order_reads()
+        for unit in units_of(self.states):
+            unit.wait_for_host()
+        if self.is_last_backward:
+            self.forget_order(ctx)
+            groups.end_iteration()
+        probe.phase(Phase.IDLE)
+
+    def forget_order(self, ctx: FSDPCommContext) -> None:
+        """The iteration is over: what follows has no forward before it."""
+        ctx.post_forward_order.clear()
+        for state in self.states:
+            state.forget_order()
+
+    def reset(self, states: Sequence[FSDPState], ctx: FSDPCommContext) -> None:
+        """Drop what an iteration that raised has left, without waiting for anything."""
+        for state in states:
+            state.reset()
+        ctx.abandon()
+        self.is_last_backward = True
+        self.final_callback_queued = False
+        self._order, self._order_now = [], []  # ranks may have come to differ
+
+
+roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+"""Every root that has run; recovery after a failure resets them."""
+
+
+def _give_up_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+    """After an optimizer's step: full parameters from before it are no longer what their shards say."""
+    stepped: set[int] = set()
+    for unit in (unit for root in roots for unit in units_of(root._states)):
+        if unit.is_sharded and not unit.is_unsharding:
+            continue
+        stepped = stepped or {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p.sharded_param) in stepped for p in unit.fsdp_params):
+            unit.reshard()
+
+
+def _wait_for_readers(*_: Any) -> None:  # noqa: ANN401 - hook signature
+    """Before an optimizer's step: other ranks may still read the shards, if no reduction came after their reads."""
+    for root in tuple(roots):
+        root._comm_ctx.comms.order_reads()
+
+
+register_optimizer_step_pre_hook(_wait_for_readers)
+register_optimizer_step_post_hook(_give_up_outdated)

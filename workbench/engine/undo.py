@@ -16,11 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from workbench.engine._torch import dtensor_of, local_of, share_post_accumulate_hooks, spec_of
 from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.addresses import is_same_storage
-from workbench.engine.call import detach, units_of
 from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import TrainingState
-from workbench.engine.root import roots
-from workbench.engine.state import FSDPState, states_below
+from workbench.engine.state import FSDPState, detach, roots, states_below, units_of
 
 M = TypeVar("M", bound=nn.Module)
 NewParams = dict[nn.Parameter, nn.Parameter]

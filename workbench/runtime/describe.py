@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from workbench.engine.call import units_of
-from workbench.engine.state import state_of, states_below
+from workbench.engine.state import state_of, states_below, units_of
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import Sharded
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from workbench.engine import groups
 from workbench.engine.backends import backend_of, num_gpus
 from workbench.engine.backends.base import Backend
-from workbench.engine.root import roots
+from workbench.engine.state import roots
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError, UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE

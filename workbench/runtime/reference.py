@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from workbench.engine.call import units_of
 from workbench.engine.param import FSDPParam
 from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.state import states_below
+from workbench.engine.state import states_below, units_of
 from workbench.engine.tensors import cast_floats
 from workbench.events import Unit
 

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine import FSDPModule
 from workbench.engine._torch import local_of
-from workbench.engine.call import units_of
-from workbench.engine.state import states_below
+from workbench.engine.state import states_below, units_of
 from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.protocol.commands import Verified, Verify
