@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.engine.ranks import run_ranks, simulated_rank, simulating
-from workbench.engine import collectives, fully_shard
+from workbench.engine import collectives, fully_shard, reduction
 from workbench.engine.backends.host import Host
 from workbench.engine.collectives import UnitId
 from workbench.engine.flat_shard import in_flat_order
@@ -151,7 +151,7 @@ def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size,
     units = units_of_all_ranks(tensors, world_size)
     chunks = torch.full((world_size, units[0].shards.numel), math.nan)
     with kernels(fused):
-        collectives.lay_out(units[0].fsdp_params, in_flat_order_of(units[0], tensors), [chunks], UNIT)
+        reduction.lay_out(units[0].fsdp_params, in_flat_order_of(units[0], tensors), [chunks], UNIT)
     assert torch.equal(chunks, torch.stack([u.shards.flat for u in units]))
 
 

@@ -27,7 +27,6 @@ from workbench.engine._torch import (
     with_dtype,
 )
 from workbench.engine.api import fully_shard
-from workbench.engine.collectives import set_sharded_grads
 from workbench.engine.comm import CUSTOM
 from workbench.engine.managed import mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
@@ -35,6 +34,7 @@ from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import UnitPolicy
+from workbench.engine.reduction import set_sharded_grads
 from workbench.engine.state import FSDPState, attach, detach, roots, state_of, states_below, units_of
 from workbench.engine.undo import NewParams, laid_out, staged, undo
 from workbench.events import Category

@@ -387,14 +387,9 @@ class FSDPParam:
         if self.trainable and not self.has_full_grad:
             self.accumulated_grad = torch.zeros_like(self._view.data)
 
-    def take_grad(self) -> torch.Tensor | None:
-        """Return this rank's full gradient, full shape, and forget it; None if there is none."""
-        if self.accumulated_grad is not None:
-            grad = self.accumulated_grad
-        elif self.unsharded_param.grad is not None:
-            grad = self._plain_grad()
-        else:
-            return None
+    def take_grad(self) -> torch.Tensor:
+        """Return this rank's full gradient, full shape, which is there, and forget it."""
+        grad = self._plain_grad() if self.accumulated_grad is None else self.accumulated_grad
         self.drop_grad()
         return grad
 

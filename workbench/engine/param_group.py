@@ -22,7 +22,7 @@ from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
-from workbench.engine.reduction import GradientSync, Reducer
+from workbench.engine.reduction import GradientSync, Reducer, foreach_reduce
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home, UnshardMemory
 from workbench.events import Category, Edge, Kind, Phase, unit_words
@@ -496,6 +496,7 @@ class FSDPParamGroup:
         if self.reshard_after_backward:
             self.reshard()
 
+    @unrecorded
     def _reduce(self) -> None:
         self._reshard_after_backward()
         for param in self.fsdp_params:
@@ -504,27 +505,20 @@ class FSDPParamGroup:
             elif self.sync.reduce_unused:
                 param.count_as_zero()
         self._account_grads()
-        taken = [(p, grad) for p in self.fsdp_params if (grad := p.take_grad()) is not None]
-        params, grads = [p for p, _ in taken], [grad for _, grad in taken]
-        taken.clear()
-        if params or self._reducer.owes_all_reduce:
-            try:
-                self._start_reduction(params, grads)
-            finally:
-                if not grads:  # emptied, their end was announced
-                    self._grad_bytes = 0
-
-    @unrecorded
-    def _start_reduction(self, params: list[FSDPParam], grads: list[torch.Tensor]) -> None:
+        params = [p for p in self.fsdp_params if p.has_full_grad]
+        if not (params or self._reducer.owes_all_reduce):
+            return
+        grads = [p.take_grad() for p in params]
         ctx = self.comm_ctx
-        with ctx.streams.reducing(after_compute=True):
-            ctx.reductions.make_room()
-            if params:
-                ctx.comms.reduces(self.mesh_info.shard_group)
-                reduction = self._reducer.start(params, grads, self.pair.reduce, self._unused(params))
-            else:
-                reduction = self._reducer.start_kept(self._unused([]))
-            ctx.reductions.add(reduction)
+        try:
+            with ctx.streams.reducing(after_compute=True):
+                ctx.reductions.make_room()
+                if params:
+                    ctx.comms.reduces(self.mesh_info.shard_group)
+                ctx.reductions.add(foreach_reduce(self._reducer, params, grads, self.pair.reduce, self._unused(params)))
+        finally:
+            if not grads:  # emptied, their end was announced
+                self._grad_bytes = 0
         ctx.join()  # what backward allocates next may lie where these gradients were
 
     def _unused(self, reduced: list[FSDPParam]) -> list[str]:

@@ -5,6 +5,10 @@ A reduction goes through these, each only where there is something to do::
     copy-in -> reduce-scatter over F -> [+ partial sums] -> all-reduce over R -> hook -> divide -> cast -> .grad
 
 It is started by a unit's post-backward and finished later, when another one needs its room or backward has ended.
+Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
+
+    reduce-scatter input    [F, S]   row r = what rank r will own of every gradient, in the reduce dtype
+    reduce-scatter output   [S]      this rank's part, summed
 """
 
 from __future__ import annotations
@@ -12,33 +16,78 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks
+from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks, premultiplied_sum
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, Streams
 from workbench.engine.backends.clock import Event
-from workbench.engine.collectives import (
-    AllReduceState,
-    ReduceMode,
-    ReduceScatterState,
-    Scaling,
-    UnitId,
-    _get_gradient_divide_factors,
-    all_reduce,
-    drop_full_grads,
-    foreach_reduce,
-    lay_out,
-    set_sharded_grads,
-)
-from workbench.engine.comm import ReduceScatter
+from workbench.engine.collectives import InFlight, UnitId, alive_unless_raised, announce
+from workbench.engine.comm import ReduceScatter, give_back, input_nbytes, takes_own_in_output
+from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
 from workbench.events import Category, Comm, Edge, Kind
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum of gradients becomes what the user asked for.
+
+    Attributes:
+        pre: divisor before the reduction; None: 1.
+        post: divisor after it; None: 1.
+        scatter_op: operation of the reduce-scatter.
+        reduce_op: operation of the all-reduce.
+    """
+
+    pre: float | None
+    post: float | None
+    scatter_op: object
+    reduce_op: object
+
+    def before(self, chunks: torch.Tensor) -> None:
+        """Divide what goes into the reduction."""
+        if self.pre is not None and self.pre != 1:
+            chunks.div_(self.pre)
+
+    def after(self, output: torch.Tensor) -> None:
+        """Divide what comes out of it."""
+        if self.post is not None and self.post != 1:
+            output.div_(self.post)
+
+
+def _get_gradient_divide_factors(
+    num_ranks: int, dtype: torch.dtype, *, has_average: bool, factor: float | None
+) -> Scaling:
+    """Return how to average over ``num_ranks``, or to divide the sum by ``factor``.
+
+    Args:
+        num_ranks: ranks that see different data.
+        dtype: of the reduction. float16 is divided by about the square root of the divisor before and by the rest
+            after, so that neither the sum overflows nor its parts underflow.
+        has_average: the backend can average by itself (NCCL), and the user has not asked for plain sums.
+        factor: the user's divisor; None: ``num_ranks``.
+    """
+    total = dist.ReduceOp.SUM
+    if has_average and dtype != torch.float16:
+        if factor is None:
+            op = dist.ReduceOp.AVG if num_ranks > 1 else total
+            return Scaling(None, None, op, op)
+        return Scaling(None, None, premultiplied_sum(1 / factor), total)
+    divisor = float(num_ranks) if factor is None else factor
+    if dtype != torch.float16:
+        return Scaling(None, divisor, total, total)
+    pre = 1.0
+    while divisor % pre == 0 and divisor / pre > pre:
+        pre *= 2
+    return Scaling(pre, divisor / pre, total, total)
 
 
 @dataclass
@@ -62,6 +111,90 @@ class GradientSync:
     reduce_unused: bool = False
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: torch.cuda.Stream | None = None
+
+
+def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
+    """Announce staging that is used from now on, or not any more; it may lie in what ``reduce`` keeps."""
+    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, num_bytes)
+    lease = getattr(reduce, "lease", None)
+    if lease is not None and lease.is_told:
+        probe.memory(Category.RESERVED, probe.NO_UNIT, -num_bytes)
+
+
+@dataclass
+class ReduceScatterState:
+    """A reduce-scatter in flight.
+
+    Attributes:
+        chunks: its input ``[F * S]``, or less, see :func:`takes_own_in_output`; must stay alive until it has ended.
+        output: ``[S]``.
+        lease: of its bytes.
+    """
+
+    chunks: torch.Tensor
+    output: torch.Tensor
+    lease: probe.Lease
+    reduce: ReduceScatter
+    flight: InFlight
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of input and staging."""
+        return input_nbytes(self.reduce, self.chunks, self.flight.group)
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and take the sum ``[S]``.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.flight.wait()
+        unit = self.flight.unit.index
+        probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, self.output.nbytes)
+        self.flight.pending.finish()
+        probe.event(Kind.COPY_OUT, Edge.END, unit, self.output.nbytes)
+        self.drop()
+        return self.output
+
+    def abandon(self) -> None:
+        """Forget the input; others may still read it, or gloo send it."""
+        self.flight.pending.abandon()
+        _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
+
+    def drop(self) -> None:
+        """Give the input back."""
+        _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
+        give_back(self.reduce, self.chunks)
+
+
+@dataclass
+class AllReduceState:
+    """An all-reduce of a rank's reduced shard ``[S]`` in flight, in place."""
+
+    output: torch.Tensor
+    flight: InFlight
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and take the sum ``[S]``.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.flight.wait()
+        self.flight.pending.finish()
+        return self.output
+
+
+def all_reduce(
+    output: torch.Tensor, group: CommGroup, scaling: Scaling, unit: UnitId, unused: Sequence[str]
+) -> AllReduceState:
+    """Start summing ``output`` ``[S]`` over the ranks that hold the same shard.
+
+    ``unused`` names the trainable parameters left out.
+    """
+    comm, call = announce(unit, Kind.ALL_REDUCE, group, output.nbytes, _without(unused))
+    pending = group.start(lambda pg: dist.all_reduce(output, scaling.reduce_op, group=pg, async_op=True), call)
+    return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, output.nbytes))
 
 
 @dataclass
@@ -122,22 +255,7 @@ class Reducer:
             factor=self.sync.divide_factor,
         )
 
-    def start(
-        self, params: list[FSDPParam], grads: list[torch.Tensor], reduce: ReduceScatter, unused: Sequence[str]
-    ) -> Reduction:
-        """Start reducing ``grads``; empties the list. ``unused`` names the trainable parameters that have none."""
-        group = self.mesh_info.shard_group
-        category = self._category(grads[0].device)
-        reduction = self._reduction(params, unused)
-        if group is None:
-            output = self._whole(params, grads)
-            reduction.summed = PartialSum(params, output, probe.Lease(category, self.unit.index, output.nbytes))
-        else:
-            mode = ReduceMode(self.dtype, self.scaling, category, reduction.unused)
-            reduction.scatter = foreach_reduce(params, grads, mode, group, reduce, self.unit)
-        return reduction
-
-    def _category(self, device: torch.device) -> Category:
+    def category(self, device: torch.device) -> Category:
         """Return what a reduction's output on ``device`` counts as."""
         moves = self.offloads and device != CPU
         lives_on = not moves and self.dtype == self.orig_dtype
@@ -147,24 +265,6 @@ class Reducer:
     def owes_all_reduce(self) -> bool:
         """True if partial sums wait for the all-reduce that is wanted now."""
         return self.kept is not None and self.sync.all_reduce_grads
-
-    def start_kept(self, unused: Sequence[str]) -> Reduction:
-        """Start all-reducing what was kept, for a unit that has no gradients beside."""
-        reduction = self._reduction([], unused)
-        reduction.summed, reduction.kept = reduction.kept, None
-        return reduction
-
-    def _reduction(self, params: list[FSDPParam], unused: Sequence[str]) -> Reduction:
-        keeps = not self.sync.all_reduce_grads
-        return Reduction(self, params, tuple(unused), keeps=keeps, kept=None if keeps else self.take_kept())
-
-    def _whole(self, params: Sequence[FSDPParam], grads: list[torch.Tensor]) -> torch.Tensor:
-        """Return the full gradients of a single shard rank, laid out ``[S]``."""
-        output = torch.empty(sum(p.slot_numel for p in params), dtype=self.dtype, device=grads[0].device)
-        lay_out(params, grads, [output.view(1, -1)], self.unit)
-        drop_full_grads(grads, self.unit)
-        self.scaling.before(output)
-        return output
 
     def keep(self, part: PartialSum) -> None:
         """Add a partial sum to those that wait for an all-reduce."""
@@ -182,7 +282,7 @@ class Reducer:
             return part
         params = sorted({*part.params, *other.params}, key=lambda p: p.position)
         output = part.output.new_zeros(sum(p.slot_numel for p in params))
-        total = PartialSum(params, output, probe.Lease(self._category(output.device), self.unit.index, output.nbytes))
+        total = PartialSum(params, output, probe.Lease(self.category(output.device), self.unit.index, output.nbytes))
         slots = dict(total.slots())
         for param, slot in (*part.slots(), *other.slots()):
             slots[param] += slot
@@ -302,6 +402,102 @@ class Reduction:
         self.scatter = self.summed = self.all_reduce = self.total = self.kept = None
 
 
+# ---- the start
+
+
+def foreach_reduce(
+    reducer: Reducer,
+    params: list[FSDPParam],
+    grads: list[torch.Tensor],
+    reduce: ReduceScatter,
+    unused: Sequence[str],
+) -> Reduction:
+    """Start summing the full gradients ``grads``; empties the list, so that they can be freed.
+
+    Args:
+        reducer: of the unit.
+        params: what they are the gradients of; none: what was kept goes on to its all-reduce.
+        grads: one each, full shape.
+        reduce: the unit's reduce-scatter.
+        unused: names of the trainable parameters that have none.
+    """
+    keeps = not reducer.sync.all_reduce_grads
+    reduction = Reduction(reducer, params, tuple(unused), keeps=keeps, kept=None if keeps else reducer.take_kept())
+    group = reducer.mesh_info.shard_group
+    if not params:
+        reduction.summed, reduction.kept = reduction.kept, None
+    elif group is None:
+        reduction.summed = _laid_out(reducer, params, grads)
+    else:
+        reduction.scatter = _reduce_scatter(reduction, grads, group, reduce)
+    return reduction
+
+
+def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[torch.Tensor]) -> PartialSum:
+    """Return the full gradients of a single shard rank as the sum that they are."""
+    device = grads[0].device
+    output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
+    lay_out(params, grads, [output.view(1, -1)], reducer.unit)
+    drop_full_grads(grads, reducer.unit)
+    reducer.scaling.before(output)
+    return PartialSum(params, output, probe.Lease(reducer.category(device), reducer.unit.index, output.nbytes))
+
+
+def _reduce_scatter(
+    reduction: Reduction, grads: list[torch.Tensor], group: CommGroup, reduce: ReduceScatter
+) -> ReduceScatterState:
+    reducer, params = reduction.reducer, reduction.params
+    unit, dtype, scaling = reducer.unit, reducer.dtype, reducer.scaling
+    device, slot_numel = grads[0].device, sum(p.slot_numel for p in params)
+    num_bytes = slot_numel * group.size * dtype.itemsize
+    own = torch.empty(slot_numel, dtype=dtype, device=device) if takes_own_in_output(reduce) else None
+    num_staged = group.size if own is None else group.size - 1
+    chunks = reduce.allocate((slot_numel * num_staged,), dtype=dtype, device=device)
+    with alive_unless_raised(partial(_use_staging, reduce, unit), input_nbytes(reduce, chunks, group)):
+        rows = chunks.view(num_staged, slot_numel)
+        parts = [rows] if own is None else [rows[: group.rank], own.view(1, -1), rows[group.rank :]]
+        lay_out(params, grads, parts, unit)
+        drop_full_grads(grads, unit)
+        for part in (chunks,) if own is None else (chunks, own):
+            scaling.before(part)
+        output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
+        lease = probe.Lease(reducer.category(device), unit.index, output.nbytes)
+        comm, call = announce(unit, Kind.REDUCE_SCATTER, group, num_bytes, _without(reduction.unused))
+        pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), call)
+    flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, num_bytes)
+    return ReduceScatterState(chunks, output, lease, reduce, flight)
+
+
+def lay_out(
+    params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor], unit: UnitId
+) -> None:
+    """Copy full gradients, cast, into ``chunks``: ``[n, S]`` each, of so many ranks one after another, F in all."""
+    num_bytes = sum(part.nbytes for part in chunks)
+    probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, num_bytes)
+    layouts, first_rank = [p.layout for p in params], 0
+    for part in chunks:
+        backend_of(part.device).copy_in(layouts, grads, part, first_rank)
+        first_rank += len(part)
+    probe.event(Kind.COPY_IN, Edge.END, unit.index, num_bytes)
+
+
+def drop_full_grads(grads: list[torch.Tensor], unit: UnitId) -> None:
+    """Let go of full gradients; empties the list."""
+    num_bytes = sum(g.nbytes for g in grads)
+    grads.clear()
+    probe.memory(Category.UNSHARDED_GRADS, unit.index, -num_bytes)
+
+
+def _without(unused: Sequence[str]) -> str:
+    """Return what the order check must also agree on: as many bytes may be of other parameters."""
+    if not unused:
+        return ""
+    return f" without {', '.join(unused)} (no gradient; set_reduce_scatter_unused_params(True) counts that as zero)"
+
+
+# ---- the order of several
+
+
 class ReductionQueue:
     """Reductions in flight, oldest first.
 
@@ -372,3 +568,15 @@ class ReductionQueue:
     def _note(self, state: ReduceScatterState | AllReduceState | None) -> None:
         if state is not None:
             self.ended = state.flight.unit.index, state.flight.comm
+
+
+# ---- the end
+
+
+def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.Lease) -> None:
+    """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
+    for param, slot in zip(params, flat_grad.split([p.slot_numel for p in params]), strict=True):
+        had_grad = param.sharded_param.grad is not None
+        grad = param.add_sharded_grad(param.local_view(slot))
+        if not had_grad:
+            grad._workbench_lease = lease  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -273,7 +273,7 @@ class FSDPState:
         found = differentiable_in((args, kwargs))
         if not found:
             return args, kwargs
-        hooked = iter(RegisterPostBackwardFunction.apply(self._post_backward, *found))  # type: ignore[no-untyped-call]
+        hooked = iter(RegisterPostBackwardFunction.apply(self._fsdp_param_groups, *found))  # type: ignore[no-untyped-call]
         hooked_args, hooked_kwargs = map_tensors((args, kwargs), lambda t: next(hooked) if t.requires_grad else t)
         return hooked_args, hooked_kwargs
 
@@ -364,10 +364,6 @@ class FSDPState:
             unit.begin_backward()
         return grad
 
-    def _post_backward(self) -> None:
-        for unit in reversed(self._fsdp_param_groups):
-            unit.post_backward()
-
     # ---- the end of an iteration
 
     def forget_order(self) -> None:
@@ -420,16 +416,17 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     """Identity on a module's inputs whose backward runs when the module's own backward has ended."""
 
     @staticmethod
-    def forward(ctx: Any, post_backward: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, units: Sequence[FSDPParamGroup], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         """Return ``inputs`` unchanged."""
-        ctx.post_backward = post_backward
+        ctx.units = units
         ctx.set_materialize_grads(False)  # an input the unit did not use gets no gradient, rather than zeros
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Run the post-backward, then let the gradients pass."""
-        ctx.post_backward()
+        """Run the units' post-backward, then let the gradients pass."""
+        for unit in reversed(ctx.units):
+            unit.post_backward()
         return (None, *grads)
 
 
