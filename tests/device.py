@@ -111,8 +111,8 @@ class FakeTransport(StreamTransport):
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
 
-    def pending(self, work, call, watch=None) -> PendingWork:
-        return super().pending(OnStream(work, self.device), call, watch)
+    def pending(self, work, collective, watch=None) -> PendingWork:
+        return super().pending(OnStream(work, self.device), collective, watch)
 
 
 class FakeDevice(StreamBackend):

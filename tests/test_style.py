@@ -1,6 +1,7 @@
 """The indicators of style that the linters do not measure."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -40,6 +41,11 @@ def prints(source: Source) -> list[int]:
 
 def test_public_names_are_documented():
     assert {str(source.path): names for source in sources() if (names := without_docstring(source))} == {}
+
+
+def test_a_docstring_says_what_it_is_of_and_does_not_send_elsewhere():
+    elsewhere = re.compile(r"see (the )?module docstring", re.IGNORECASE)
+    assert [str(source.path) for source in sources() if elsewhere.search(source.text)] == []
 
 
 def test_nothing_is_printed():

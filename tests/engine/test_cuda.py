@@ -26,7 +26,7 @@ from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.streams import DeviceStreams
 from workbench.engine.layout import ShardLayout
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.engine.state import states_below, units_of
 from workbench.events import BESIDE, COLLECTIVES, Kind
 from workbench.ports import reserved_port
@@ -417,7 +417,7 @@ def spinning_kernel() -> None:
     """Rank 1 does not come to the last all-gather; rank 0's kernel waits for it until the group is let go."""
     group = engine.groups.group_of((0, 1), "cuda")
     own, rows = torch.ones(4, device="cuda"), torch.empty(8, device="cuda")
-    call = Call("all-gather", "a", rows.nbytes)
+    call = Collective("all-gather", "a", rows.nbytes)
     for number in range(3):
         if number < 2 or dist.get_rank() == 0:
             group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)

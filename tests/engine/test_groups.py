@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from workbench.engine import StepAborted, groups
 from workbench.engine.backends.pending import Transport
 from workbench.engine.backends.streams import StreamTransport, StreamWork
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.engine.state import states_below, units_of
 from workbench.engine.waits import cancellation
 
@@ -101,7 +101,7 @@ def unfinished(transport: Transport) -> tuple[list[str], int]:
     done: list[str] = []
     group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
     group._transport = transport
-    group._in_flight.add(StreamWork(Spinning(), Call("all-gather", "a", 0), group))
+    group._in_flight.add(StreamWork(Spinning(), Collective("all-gather", "a", 0), group))
     references = sys.getrefcount(dropped)
     group.let_go()
     assert group.process_group is None

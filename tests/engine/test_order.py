@@ -21,10 +21,10 @@ from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, order
 from workbench.engine._torch import default_store
 from workbench.engine.groups import CommGroup
-from workbench.engine.order import END, Board, Call, Order
+from workbench.engine.order import END, Board, Collective, OrderCheck
 from workbench.engine.waits import cancellation
 
-A, B, C, D = (Call("all-gather", name, 64) for name in "abcd")
+A, B, C, D = (Collective("all-gather", name, 64) for name in "abcd")
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +40,11 @@ def nobody_answers_late(monkeypatch):
 
 
 def test_how_a_call_reads():
-    assert str(Call("all-gather", "blocks.0", 12)) == "all-gather of unit blocks.0"
-    assert str(Call("reduce-scatter", "", 12)) == "reduce-scatter of unit (root)"
+    assert str(Collective("all-gather", "blocks.0", 12)) == "all-gather of unit blocks.0"
+    assert str(Collective("reduce-scatter", "", 12)) == "reduce-scatter of unit (root)"
     assert str(END) == END.sized() == "end of the iteration"
-    assert Call("all-gather", "blocks.0", 12608).sized() == "all-gather of unit blocks.0 (12,608 bytes)"
-    assert str(Call("barrier", None, 0)) == "barrier"
+    assert Collective("all-gather", "blocks.0", 12608).sized() == "all-gather of unit blocks.0 (12,608 bytes)"
+    assert str(Collective("barrier", None, 0)) == "barrier"
 
 
 # ---- ranks that are threads
@@ -92,12 +92,12 @@ class Rank:
 
     looks_on = True
 
-    def __init__(self, store, rank: int, ranks: list["Rank"], program: list[Call]) -> None:
+    def __init__(self, store, rank: int, ranks: list["Rank"], program: list[Collective]) -> None:
         self.program = program
         self.ranks = ranks
         self.issued = []
         self.said = "running"
-        self.order = Order(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
+        self.order = OrderCheck(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
 
     def run(self) -> None:
         try:
@@ -114,12 +114,12 @@ class Rank:
             self.order.leave(str(error))
             self.said = str(error)
 
-    def do(self, call: Call) -> None:
-        if call is END:
+    def do(self, collective: Collective) -> None:
+        if collective is END:
             self.order.end_iteration()
             return
-        self.order.before(call)
-        self.issued.append(call)
+        self.order.before(collective)
+        self.issued.append(collective)
         self.wait_for(len(self.issued) - 1)
 
     def wait_for(self, number: int) -> None:
@@ -130,7 +130,7 @@ class Rank:
 PLACES = (4, 7)
 
 
-def go(programs: list[list[Call]], store=None) -> list[Rank]:
+def go(programs: list[list[Collective]], store=None) -> list[Rank]:
     """Run one program on each of two ranks, which are 4 and 7 of a larger world."""
     ranks: list[Rank] = []
     store = store or Memory()
@@ -143,15 +143,15 @@ def go(programs: list[list[Call]], store=None) -> list[Rank]:
     return ranks
 
 
-def both(program: list[Call], store=None) -> list[str]:
+def both(program: list[Collective], store=None) -> list[str]:
     return [rank.said for rank in go([program, list(program)], store)]
 
 
-def asked(*iterations: list[Call]) -> list[int]:
+def asked(*iterations: list[Collective]) -> list[int]:
     """How often a rank without peers asks in each iteration."""
     store = Memory()
     counts = []
-    lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
     lone._board.meet()
     for calls in iterations:
         before = store.num_votes
@@ -186,7 +186,7 @@ def test_an_iteration_without_calls_is_none():
 
 def test_what_recurs_not_is_asked_about_and_not_remembered():
     store = Memory()
-    lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
     lone.ask(D)
     lone.before(A)
     lone.end_iteration()
@@ -220,7 +220,7 @@ MESSAGES = [  # programs of two ranks, and what both are told
         [A, B, C, END] * 2 + [A, D],
         "collective 2 of this iteration: rank 4 {c}; rank 7 {d}.",
     ),
-    ([A, END, C], [A, END, Call("all-gather", "c", 8)], "rank 4 {c}; rank 7 all-gather of unit c (8 bytes)."),
+    ([A, END, C], [A, END, Collective("all-gather", "c", 8)], "rank 4 {c}; rank 7 all-gather of unit c (8 bytes)."),
 ]
 
 
@@ -246,7 +246,7 @@ def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatc
     assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in said[0]
 
 
-def iterations_of(program: list[list[Call]]) -> list[Call]:
+def iterations_of(program: list[list[Collective]]) -> list[Collective]:
     return [call for calls in program for call in [*calls, END]]
 
 
@@ -304,7 +304,7 @@ class Crowd:
 
         def main(rank: int) -> None:
             try:
-                mine = Order(Board(self.store, rank, self._size), tuple(range(self._size)), rank, is_part=False)
+                mine = OrderCheck(Board(self.store, rank, self._size), tuple(range(self._size)), rank, is_part=False)
                 mine._board.meet()
                 results[rank] = do(mine)
             finally:
@@ -340,7 +340,7 @@ def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
 def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeypatch, size):
     """A first iteration, in which all calls are asked about, and a second, in which none is."""
 
-    def iterate(mine: Order) -> bool:
+    def iterate(mine: OrderCheck) -> bool:
         for _ in range(2):
             for call in (A, B, C, D):
                 mine.before(call)
@@ -374,7 +374,7 @@ def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
     crowd = Crowd(size)
     monkeypatch.setattr(order, "_pause", crowd.pause)
 
-    def differ(mine: Order) -> str:
+    def differ(mine: OrderCheck) -> str:
         mine.before(A)
         with pytest.raises(RanksDisagreeError) as refused:
             mine.before(C if mine._rank == 2 else B)
@@ -389,7 +389,7 @@ def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
 def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     store = Memory()
     store.values = {"note/1": "[]", "met": 1}
-    lone = Order(Board(store, 0, 2), (0, 1), 0, is_part=False)
+    lone = OrderCheck(Board(store, 0, 2), (0, 1), 0, is_part=False)
     lone._board.meet()
     waiting = cancellation._cancelled._cond._waiters
     thread = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("now")))
@@ -405,7 +405,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     said_by_one = order.Note(0, (0, 0), B)
     Board(store, 1, 3).ask(said_by_one)
     Board(store, 1, 3).pin(said_by_one.text())
-    three = Order(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
+    three = OrderCheck(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
     with pytest.raises(RanksDisagreeError) as refused:
         three.before(A)
     said = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
@@ -428,14 +428,16 @@ def test_a_store_that_has_gone_is_a_failure():
 
 def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
     store = Memory()
-    lone = Order(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
     for _ in range(order.REMEMBERED + 3):
         lone.before(A)
         lone.end_iteration()
     tree = lone._tree
-    assert tree.call_at((tree.iteration - 1, 0)) == tree.call_at((tree.iteration - order.REMEMBERED, 0)) == A
-    assert tree.call_at((tree.iteration - 1, 1)) == END
-    assert tree.call_at((0, 0)) is None
+    assert (
+        tree.collective_at((tree.iteration - 1, 0)) == tree.collective_at((tree.iteration - order.REMEMBERED, 0)) == A
+    )
+    assert tree.collective_at((tree.iteration - 1, 1)) == END
+    assert tree.collective_at((0, 0)) is None
 
 
 # ---- ranks that are processes
@@ -576,7 +578,7 @@ def gather(group: CommGroup, unit: str) -> list[float]:
     own, rows = torch.full((4,), float(dist.get_rank())), torch.zeros(group.size, 4)
     pending = group.start(
         lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True),
-        Call("all-gather", unit, rows.nbytes),
+        Collective("all-gather", unit, rows.nbytes),
     )
     pending.block()
     group.finished(pending)

@@ -27,9 +27,9 @@ from workbench.engine import (
     FSDPModule,
     MixedPrecisionPolicy,
     ShardPlacementResult,
-    exchange,
     fully_shard,
     register_fsdp_forward_method,
+    replacement,
     reshard_module,
     share_comm_ctx,
     unshard_module,
@@ -727,7 +727,7 @@ def fails_midway(at: int) -> None:
     assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
     assert backward(model, 2) == backward(twin, 2)
     before, states = fingerprint(model), {p: dict(s) for p, s in optimizers[0].state.items()}
-    calls, real = [], exchange.laid_out
+    calls, real = [], replacement.laid_out
 
     def laid_out(*args):
         calls.append(1)
@@ -735,10 +735,10 @@ def fails_midway(at: int) -> None:
             raise KeyboardInterrupt
         return real(*args)
 
-    exchange.laid_out = laid_out
+    replacement.laid_out = laid_out
     with pytest.raises(KeyboardInterrupt):
         reshard_module(model, wrap=is_linear, mesh=mesh_of((2, 1)), optimizers=[optimizers[0]])
-    exchange.laid_out = real
+    replacement.laid_out = real
     assert fingerprint(model) == before
     assert {p: dict(s) for p, s in optimizers[0].state.items()} == states
     assert_equal(model, twin)
@@ -759,18 +759,18 @@ def fails_at_the_optimizer() -> None:
     model, twin = shard_net(make_net(num_blocks=1)), shard_net(make_net(num_blocks=1))
     optimizers = [optimizer_of(m) for m in (model, twin)]
     assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
-    before, real = fingerprint(model), exchange.staged
+    before, real = fingerprint(model), replacement.staged
 
     def staged(*args):
         raise MemoryError
 
-    exchange.staged = staged
+    replacement.staged = staged
     for change in ({"wrap": is_linear}, {"wrap": is_linear, "mesh": mesh_of((2, 1))}):
         with pytest.raises(MemoryError):
             reshard_module(model, **change, optimizers=[optimizers[0]])
         assert fingerprint(model) == before
         assert len(roots) == 2
-    exchange.staged = real
+    replacement.staged = real
     assert train(model, optimizers[0], range(2, 5)) == train(twin, optimizers[1], range(2, 5))
     assert_equal(model, twin)
 

@@ -239,7 +239,7 @@ def inner_alone() -> None:
     comms = model._get_fsdp_state()._comm_ctx.comms
     with torch.no_grad():
         before = model[0](data(1))
-    assert not comms.has_unordered_reads  # so the shards may be written now, by whatever
+    assert not comms.has_readers  # so the shards may be written now, by whatever
     with torch.no_grad():
         for param in model[0].parameters():
             param.mul_(2)

@@ -19,7 +19,7 @@ from workbench.engine import CollectiveFailed, StepAborted, groups
 from workbench.engine.backends import shared_memory
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.shared_memory import SharedMemory, barrier
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.engine.waits import cancellation
 
 FORK = multiprocessing.get_context("fork")
@@ -38,7 +38,7 @@ def connected() -> SharedMemory:
 
 
 def meet(shared: SharedMemory) -> None:
-    pending = shared.group.start(barrier, Call("barrier", None, 0))
+    pending = shared.group.start(barrier, Collective("barrier", None, 0))
     pending.block()
     shared.group.finished(pending)
     pending.finish()

@@ -22,11 +22,11 @@ from tests.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, groups, waits
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.streams import StreamWork
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.engine.waits import cancellation
 from workbench.events import Category, Edge, Kind
 
-REDUCE = Call("reduce-scatter", "", 4)
+REDUCE = Collective("reduce-scatter", "", 4)
 
 
 class FakeWork:
@@ -104,7 +104,7 @@ def test_a_wait_may_be_cancelled_from_another_thread():
 
 def test_a_failed_collective_says_which_one():
     work = FakeWork("Connection closed by peer\n  some C++ frames")
-    pending = PendingWork(work, Call("all-gather", "blocks.4", 8))
+    pending = PendingWork(work, Collective("all-gather", "blocks.4", 8))
     work.future.set_exception(RuntimeError("gone"))
     pending.block()  # failing is a way of ending
     with pytest.raises(

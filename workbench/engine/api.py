@@ -20,7 +20,7 @@ from workbench.engine.managed import (
 from workbench.engine.mesh import DataParallelMeshDims, _get_post_forward_mesh_info, mesh_info
 from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.placement import Placement, ShardPlacementFn, place
+from workbench.engine.placement import PlacedUnit, ShardPlacementFn, place
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.state import FSDPState, attach, state_of
 from workbench.engine.undo import plain_copy, remap_optimizer, unshard_module
@@ -186,7 +186,7 @@ def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequ
             tensor.data = tensor.data.to(device)
 
 
-def _make_groups(placed: Sequence[Placement], policy: UnitPolicy) -> list[FSDPParamGroup]:
+def _make_groups(placed: Sequence[PlacedUnit], policy: UnitPolicy) -> list[FSDPParamGroup]:
     """Make the units; the modules keep their parameters if one of them cannot be made."""
     try:
         return [FSDPParamGroup(params, info, policy) for info, params in placed]

@@ -22,7 +22,7 @@ from workbench.engine.backends.clock import Event
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.comm import AllGather, give_back, output_nbytes
 from workbench.engine.groups import CommGroup
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.events import Category, Comm, Edge, Kind
 
 
@@ -141,11 +141,13 @@ def alive_unless_raised(announce: Callable[[int], None], num_bytes: int) -> Iter
         raise
 
 
-def announce(unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, exception: str = "") -> tuple[Comm, Call]:
+def announce(
+    unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, exception: str = ""
+) -> tuple[Comm, Collective]:
     """Number a collective and tell the probe, just before it is issued."""
     comm = group.next_comm()
     probe.event(kind, Edge.BEGIN, unit.index, num_bytes, comm)
-    return comm, Call(kind.words + exception, unit.name, num_bytes)
+    return comm, Collective(kind.words + exception, unit.name, num_bytes)
 
 
 def foreach_all_gather(
@@ -163,8 +165,8 @@ def foreach_all_gather(
         if shard.dtype != dtype or shard.device != output.device:
             source = output.view(group.size, shard.numel())[group.rank]
             _copy_shard(source, shard, unit)
-        comm, call = announce(unit, Kind.ALL_GATHER, group, output.nbytes)
-        pending = group.start(lambda pg: gather(output, source, pg, async_op=True), call)
+        comm, collective = announce(unit, Kind.ALL_GATHER, group, output.nbytes)
+        pending = group.start(lambda pg: gather(output, source, pg, async_op=True), collective)
     return AllGatherState(output, gather, InFlight(unit, Kind.ALL_GATHER, group, pending, comm, output.nbytes))
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.engine.waits import Work
 
 CHOICES = ("", "gloo", "default")
@@ -36,10 +36,10 @@ class Peers(Protocol):
     process_group: dist.ProcessGroup | None
     index: int
 
-    def tell(self, call: Call, text: str) -> str:
+    def tell(self, collective: Collective, text: str) -> str:
         """Return what the first of them tells; collective."""
 
-    def compare(self, call: Call, text: str) -> list[str]:
+    def compare(self, collective: Collective, text: str) -> list[str]:
         """Return every rank's text, in group order; collective."""
 
     def look(self) -> None:

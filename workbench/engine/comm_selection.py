@@ -51,7 +51,7 @@ class CommSelection:
     """The pairs of one communication context, and which reads of shared memory are not ordered before writes yet.
 
     Other ranks read a shard where it lies. They have done so once they take part in a collective issued later: mostly
-    the reduction of gradients. Where none follows, :meth:`order_reads` must come before the shard is written.
+    the reduction of gradients. Where none follows, :meth:`wait_for_readers` must come before the shard is written.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class CommSelection:
     # ---- reads before writes
 
     @property
-    def has_unordered_reads(self) -> bool:
+    def has_readers(self) -> bool:
         """True if there may be reads that no collective follows yet."""
         return bool(self._read)
 
@@ -127,7 +127,7 @@ class CommSelection:
         if group is not None:
             self._read.discard(group)
 
-    def order_reads(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until the other ranks have read what this one has, so that shards may be written.
 
         Raises:

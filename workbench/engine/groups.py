@@ -22,7 +22,7 @@ from workbench.engine._torch import default_store, new_group
 from workbench.engine.backends import backend_of, device_here
 from workbench.engine.backends.pending import PendingWork, Transport
 from workbench.engine.errors import RanksDisagreeError
-from workbench.engine.order import Board, Call, Order
+from workbench.engine.order import Board, Collective, OrderCheck
 from workbench.engine.waits import SLICE_S, Work, cancellation
 from workbench.events import Comm
 
@@ -54,7 +54,7 @@ class CommGroup:
         self.process_group: dist.ProcessGroup | None = None
         self._in_flight: set[PendingWork] = set()
         self._store: Store | None = None
-        self._order: Order | None = None
+        self._order_check: OrderCheck | None = None
         self._transport = Transport()
         self.rebuild()
 
@@ -69,7 +69,7 @@ class CommGroup:
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
         name = f"workbench/{self.device_type}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
-        self._renew_order(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
+        self._renew_order_check(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
         with around_creation():
             self.process_group = new_group(self.ranks, name, self.device_type)
         self._transport = backend_of(device_here(self.device_type)).transport(self.process_group)
@@ -77,13 +77,13 @@ class CommGroup:
         if probe.active is not None:
             probe.active.comm_group(self.index, self.ranks)
 
-    def _renew_order(self, store: Store) -> None:
+    def _renew_order_check(self, store: Store) -> None:
         """Forget the order of the collectives so far."""
-        old, self._order = self._order, None
+        old, self._order_check = self._order_check, None
         if self.size > 1 and dist.get_backend() != "fake":  # a simulated world has one rank
             board = Board(store, self.rank, self.size)
             board.meet()
-            self._order = Order(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())
+            self._order_check = OrderCheck(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())
         if old is not None:
             old.close()  # all have met at the new board: nobody looks at the old one
 
@@ -100,51 +100,51 @@ class CommGroup:
         self._seq += 1
         return comm
 
-    def start(self, issue: Callable[[dist.ProcessGroup], Work | None], call: Call) -> PendingWork:
+    def start(self, issue: Callable[[dist.ProcessGroup], Work | None], collective: Collective) -> PendingWork:
         """Issue a collective once all ranks of the group are known to issue the same.
 
         Args:
             issue: calls c10d, async.
-            call: what it is.
+            collective: what it is.
 
         Raises:
             StepAborted: this rank was told to give up; the group may be half closed already.
             RanksDisagreeError: another rank is about to do something else.
             RuntimeError: the group was destroyed, or a wait given up, and it was not built anew.
         """
-        process_group = self._usable(call)
+        process_group = self._usable(collective)
         try:
             cancellation.check()
-            self._check_order(call)
+            self._check_is_next(collective)
         except BaseException as error:  # an interrupt as well: others may have issued it
             self.give_up(error)
             raise
-        pending = self._transport.pending(issue(process_group), call, self)
+        pending = self._transport.pending(issue(process_group), collective, self)
         self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset drops some unwaited
         return pending
 
-    def tell(self, call: Call, text: str) -> str:
+    def tell(self, collective: Collective, text: str) -> str:
         """Return what the first rank of the group tells, through the store; all of its ranks call this together.
 
         Args:
-            call: the occasion, for errors.
+            collective: the occasion, for errors.
             text: what this rank would tell.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError, RuntimeError: as :meth:`start`.
         """
-        self._usable(call)
+        self._usable(collective)
         with self._giving_up():
-            return text if self._order is None else self._order.tell(call, text)
+            return text if self._order_check is None else self._order_check.tell(collective, text)
 
-    def compare(self, call: Call, text: str) -> list[str]:
+    def compare(self, collective: Collective, text: str) -> list[str]:
         """Return every rank's text, in group order, through the store; all of its ranks call this together.
 
         As long as all have the same text, nobody reads the others'. Arguments and errors as of :meth:`tell`.
         """
-        self._usable(call)
+        self._usable(collective)
         with self._giving_up():
-            return [text] * self.size if self._order is None else self._order.compare(call, text)
+            return [text] * self.size if self._order_check is None else self._order_check.compare(collective, text)
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -155,29 +155,29 @@ class CommGroup:
             self.give_up(error)
             raise
 
-    def _usable(self, call: Call) -> dist.ProcessGroup:
+    def _usable(self, collective: Collective) -> dist.ProcessGroup:
         if self.process_group is not None and not self._given_up:
             return self.process_group
         cancellation.check()
         if self.process_group is None:
-            raise RuntimeError(f"{call}: its process group was destroyed; recover or start the ranks again")
+            raise RuntimeError(f"{collective}: its process group was destroyed; recover or start the ranks again")
         raise RuntimeError(
-            f"{call}: an earlier collective was given up ({self._given_up}), so collectives of the ranks may not match "
-            "any more; call workbench.engine.rebuild_groups() on all ranks, and reset_iter_state() on the root"
+            f"{collective}: an earlier collective was given up ({self._given_up}), so collectives of the ranks may not "
+            "match any more; call workbench.engine.rebuild_groups() on all ranks, and reset_iter_state() on the root"
         )
 
-    def _check_order(self, call: Call) -> None:
-        if self._order is None:
+    def _check_is_next(self, collective: Collective) -> None:
+        if self._order_check is None:
             return
         if not self._transport.host_waits and time.monotonic() > self._next_look_s:
             self._next_look_s = time.monotonic() + SLICE_S
-            self._order.look()
-        self._order.before(call)
+            self._order_check.look()
+        self._order_check.before(collective)
 
     def look(self) -> None:
         """Raise RanksDisagreeError if another rank does something else than this one did; asked in wait slices."""
-        if self._order is not None:
-            self._order.look()
+        if self._order_check is not None:
+            self._order_check.look()
 
     def give_up(self, error: BaseException) -> None:
         """Refuse collectives on all groups of this rank from now on; what disagrees is told to their ranks."""
@@ -186,15 +186,15 @@ class CommGroup:
 
     def _leave(self, error: BaseException) -> None:
         self._given_up = self._given_up or f"{type(error).__name__}: {str(error).partition('. ')[0]}"
-        if isinstance(error, RanksDisagreeError) and self._order is not None:
-            self._order.leave(str(error))
+        if isinstance(error, RanksDisagreeError) and self._order_check is not None:
+            self._order_check.leave(str(error))
 
     def end_iteration(self) -> None:
         """See the function of that name."""
-        if self._order is None or self._given_up:
+        if self._order_check is None or self._given_up:
             return
         with self._giving_up():
-            self._order.end_iteration()
+            self._order_check.end_iteration()
 
     def finished(self, pending: PendingWork) -> None:
         """Forget a collective that was waited for."""

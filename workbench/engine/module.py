@@ -31,7 +31,7 @@ class UnshardHandle:
         for unit in self._units:
             unit.wait_for_unshard()
         for unit in self._units:  # no reduction need follow, and the shards may be written next
-            unit.comm_ctx.comms.order_reads()
+            unit.comm_ctx.comms.wait_for_readers()
 
 
 class FSDPModule:

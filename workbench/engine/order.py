@@ -4,13 +4,14 @@ Gloo pairs collectives by their number alone: two equal-sized units swapped on o
 silently, and a difference in size kills a process. So every rank keeps the order of the iterations that all ranks are
 known to have gone through, and asks the others only where that order does not settle what comes next.
 
-Words: a *call* is one collective, or the end of an iteration. A *place* is (iteration, number of calls before it in
-this iteration). Iterations seen form a *tree*: those that begin alike share their first calls. A call is *known* where
-it is the only one that was ever agreed on in its place: then it is issued after one comparison. Where the tree branches
-(training or evaluation, with or without reduction), ends or says otherwise, the rank *asks*: it adds its call to the
-question's tally, one number in the store, and issues it only when all ranks have added the same::
+Words: a *collective* is what all ranks of a group do together: one of c10d's, the end of an iteration, a comparison. A
+*place* is (iteration, number of collectives before it in this iteration). Iterations seen form a *tree*: those that
+begin alike share their first collectives. One is *known* where it is the only one that was ever agreed on in its place:
+then it is issued after one comparison. Where the tree branches (training or evaluation, with or without reduction),
+ends or says otherwise, the rank *asks*: it adds its own to the question's tally, one number in the store, and issues it
+only when all ranks have added the same::
 
-    first iteration    A? B? C? END?     every call is agreed on (?)
+    first iteration    A? B? C? END?     each is agreed on (?)
     the same again     A  B  C  END      one comparison each
     another end        A  B  D? END?     agreed on by all: the tree now branches behind B
     from then on       A  B  C? END      one question each iteration, until D was not seen for REMEMBERED iterations
@@ -19,9 +20,10 @@ A question costs each rank one addition and, while it waits, three reads a look,
 
 Ranks that follow the tree do not look at the board. One that waits for a collective does so in its wait slices: a
 question about a place that it has passed without being asked is a difference, because trees are equal on all ranks. It
-adds what it did there, so that those who ask learn of it. Only then do all ranks pin notes, each with its own call, and
-read all of them for the message. Whoever sees a difference tells all of its groups, and raises. A rank that ends an
-iteration unasked may never look again: it pins that at once, and who asks looks at the others' notes in turn.
+adds what it did there, so that those who ask learn of it. Only then do all ranks pin notes, each with its own
+collective, and read all of them for the message. Whoever sees a difference tells all of its groups, and raises. A rank
+that ends an iteration unasked may never look again: it pins that at once, and who asks looks at the others' notes in
+turn.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ REMEMBERED = 16
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective as all ranks must agree on it.
+class Collective:
+    """What all ranks of a group do together, as they must agree on it.
 
     Attributes:
         kind: all-gather, reduce-scatter ...
@@ -70,38 +72,38 @@ class Call:
         return f"{self} ({self.num_bytes:,} bytes)" if self.num_bytes else str(self)
 
 
-END = Call("end of the iteration", None, 0)
+END = Collective("end of the iteration", None, 0)
 
 
 class _Step:
-    """A call in the tree.
+    """A collective in the tree.
 
     Attributes:
-        depth: calls of its iteration up to and including it; 0 is the root of the tree.
+        depth: collectives of its iteration up to and including it; 0 is the root of the tree.
         known: the only step seen after it; None if there are several, or none.
         last_seen: of an END, the last iteration that ended so.
     """
 
-    __slots__ = ("after", "call", "depth", "known", "last_seen", "parent")
+    __slots__ = ("after", "collective", "depth", "known", "last_seen", "parent")
 
-    def __init__(self, call: Call, parent: _Step | None) -> None:
-        self.call = call
+    def __init__(self, collective: Collective, parent: _Step | None) -> None:
+        self.collective = collective
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.after: dict[Call, _Step] = {}
+        self.after: dict[Collective, _Step] = {}
         self.known: _Step | None = None
         self.last_seen = 0
 
-    def grow(self, call: Call) -> _Step:
-        """Return the step of ``call`` after this one, a new one if it was never seen here."""
-        if call not in self.after:
-            self.after[call] = _Step(call, self)
+    def grow(self, collective: Collective) -> _Step:
+        """Return the step of ``collective`` after this one, a new one if it was never seen here."""
+        if collective not in self.after:
+            self.after[collective] = _Step(collective, self)
             self._settle()
-        return self.after[call]
+        return self.after[collective]
 
-    def cut(self, call: Call) -> None:
-        """Forget what follows by ``call``."""
-        del self.after[call]
+    def cut(self, collective: Collective) -> None:
+        """Forget what follows by ``collective``."""
+        del self.after[collective]
         self._settle()
 
     def _settle(self) -> None:
@@ -112,7 +114,7 @@ class Tree:
     """The iterations that all ranks went through, and where this rank is in them.
 
     Attributes:
-        here: the step of the last call.
+        here: the step of the last collective.
         iteration: number of the iteration under way.
     """
 
@@ -124,7 +126,7 @@ class Tree:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the next call will be."""
+        """Where the next collective will be."""
         return self.iteration, self.here.depth
 
     def end_iteration(self) -> None:
@@ -141,7 +143,7 @@ class Tree:
         self.here = self._root
         self.iteration += 1
 
-    def call_at(self, place: tuple[int, int]) -> Call | None:
+    def collective_at(self, place: tuple[int, int]) -> Collective | None:
         """Return what this rank did at ``place``; None if that is further back than it remembers."""
         iteration, position = place
         back = self.iteration - iteration
@@ -150,7 +152,7 @@ class Tree:
         step: _Step | None = self._last_ends[-back] if back else self.here
         while step is not None and step.depth > position + 1:
             step = step.parent
-        return None if step is None else step.call
+        return None if step is None else step.collective
 
 
 def _cut_off(end: _Step) -> None:
@@ -158,7 +160,7 @@ def _cut_off(end: _Step) -> None:
     step = end
     while step.parent is not None:
         parent = step.parent
-        parent.cut(step.call)
+        parent.cut(step.collective)
         if parent.after:
             return
         step = parent
@@ -170,23 +172,25 @@ class Note:
 
     Attributes:
         serial: how often the ranks of the group had agreed before.
-        place: where the call is.
-        call: what the rank is about to do there, or did.
+        place: where the collective is.
+        collective: what the rank is about to do there, or did.
     """
 
     serial: int
     place: tuple[int, int]
-    call: Call
+    collective: Collective
 
     def text(self) -> str:
         """Return it as JSON."""
-        return json.dumps([self.serial, *self.place, self.call.kind, self.call.unit, self.call.num_bytes])
+        return json.dumps(
+            [self.serial, *self.place, self.collective.kind, self.collective.unit, self.collective.num_bytes]
+        )
 
     @staticmethod
     def of(fields: Sequence[Any]) -> Note:
         """Return the note whose JSON is the list ``fields``."""
         serial, iteration, position, kind, unit, num_bytes = fields
-        return Note(serial, (iteration, position), Call(kind, unit, num_bytes))
+        return Note(serial, (iteration, position), Collective(kind, unit, num_bytes))
 
 
 _ONE = 1 << 48  # above the sum of digests of 32 bits: room for 2 ** 15 ranks
@@ -370,7 +374,7 @@ def _pause(delay_s: float) -> float:
     return min(2 * delay_s, LAST_POLL_S)
 
 
-class Order:
+class OrderCheck:
     """The order check of one group, from when it was built to when it is built anew.
 
     Args:
@@ -388,8 +392,8 @@ class Order:
         self._tree = Tree()
         self._serial = 0
 
-    def before(self, call: Call) -> None:
-        """Return once it is known that all ranks issue ``call`` next.
+    def before(self, collective: Collective) -> None:
+        """Return once it is known that all ranks issue ``collective`` next.
 
         Raises:
             RanksDisagreeError: they do not.
@@ -398,15 +402,15 @@ class Order:
         """
         tree = self._tree
         known = tree.here.known
-        if known is not None and known.call == call:
+        if known is not None and known.collective == collective:
             tree.here = known
             return
-        self.ask(call)
-        tree.here = tree.here.grow(call)
+        self.ask(collective)
+        tree.here = tree.here.grow(collective)
 
-    def ask(self, call: Call) -> None:
-        """Agree with all ranks on a call that is no part of the order, as it does not recur; raises as ``before``."""
-        own = Note(self._serial, self._tree.place, call)
+    def ask(self, collective: Collective) -> None:
+        """Agree with all ranks on one that is no part of the order, as it does not recur; raises as :meth:`before`."""
+        own = Note(self._serial, self._tree.place, collective)
         tally = self._board.ask(own)
         self._check_same(tally, own)
         delay_s = FIRST_POLL_S
@@ -423,31 +427,31 @@ class Order:
         if not tally.all_say(own.text()):
             self._raise_difference(own, own.place)
 
-    def tell(self, call: Call, text: str) -> str:
-        """Return what the first rank of the group tells; ``call`` names the occasion. Raises as :meth:`before`."""
+    def tell(self, collective: Collective, text: str) -> str:
+        """Return what the first rank tells; ``collective`` names the occasion. Raises as :meth:`before`."""
         serial = self._serial
         if self._rank == 0:
             self._board.put(serial, "told", text)
-        self.ask(call)
+        self.ask(collective)
         return self._board.text(serial, "told")
 
-    def compare(self, call: Call, text: str) -> list[str]:
+    def compare(self, collective: Collective, text: str) -> list[str]:
         """Return every rank's text, in group order; others' are read only if not all are the same.
 
-        ``call`` names the occasion. Raises as :meth:`before`.
+        ``collective`` names the occasion. Raises as :meth:`before`.
         """
         serial = self._serial
         self._board.vote(serial, text, about="same")
-        self.ask(call)
+        self.ask(collective)
         if self._board.tally(serial, about="same").all_say(text):
             return [text] * len(self._ranks)
         serial = self._serial
         self._board.put(serial, f"text/{self._rank}", text)
-        self.ask(call)
+        self.ask(collective)
         return [self._board.text(serial, f"text/{rank}") for rank in range(len(self._ranks))]
 
     def end_iteration(self) -> None:
-        """All calls of this iteration were made; nothing if there was none. Raises as :meth:`before`."""
+        """All collectives of this iteration were made; nothing if there was none. Raises as :meth:`before`."""
         tree = self._tree
         if not tree.here.depth:
             return
@@ -477,7 +481,7 @@ class Order:
             if note is None or note.serial != self._serial:
                 continue  # settled
             if note.place < self._tree.place:
-                places += [note.place] if note.call != self._tree.call_at(note.place) else []
+                places += [note.place] if note.collective != self._tree.collective_at(note.place) else []
             elif own is not None and note != own:
                 places.append(own.place)  # it does something else here, or has passed without being asked
         return min(places, default=None)
@@ -496,23 +500,27 @@ class Order:
             others = self._board.notes()
             place = min(place, self._disputed(others.values(), own) or place)
             if answer is None or answer.place != place:
-                done = own.call if own and own.place == place else self._tree.call_at(place)
+                done = own.collective if own and own.place == place else self._tree.collective_at(place)
                 is_first = answer is None
-                answer = Note(self._serial, place, done or Call("something forgotten", None, 0))
+                answer = Note(self._serial, place, done or Collective("something forgotten", None, 0))
                 self._board.pin(answer.text())
                 if own is None and is_first:
                     self._board.vote(self._serial, answer.text())  # those who ask look at the tally
             notes = sorted({**others, self._rank: answer}.items())
-            calls = {self._ranks[r]: n.call for r, n in notes if (n.serial, n.place) == (self._serial, place)}
-            if len(calls) == len(self._ranks) or time.monotonic() > deadline_s:
-                raise RanksDisagreeError(self._difference(place, calls))
+            collectives = {
+                self._ranks[r]: n.collective for r, n in notes if (n.serial, n.place) == (self._serial, place)
+            }
+            if len(collectives) == len(self._ranks) or time.monotonic() > deadline_s:
+                raise RanksDisagreeError(self._difference(place, collectives))
             self._board.check_left()
             delay_s = _pause(delay_s)
 
-    def _difference(self, place: tuple[int, int], calls: dict[int, Call]) -> str:
-        holders = {call: [r for r, c in calls.items() if c == call] for call in calls.values()}
-        parts = [f"{_ranks(who)} {call.sized()}" for call, who in holders.items()]
-        silent = [r for r in self._ranks if r not in calls]
+    def _difference(self, place: tuple[int, int], collectives: dict[int, Collective]) -> str:
+        holders = {
+            collective: [r for r, c in collectives.items() if c == collective] for collective in collectives.values()
+        }
+        parts = [f"{_ranks(who)} {collective.sized()}" for collective, who in holders.items()]
+        silent = [r for r in self._ranks if r not in collectives]
         parts += [f"{_ranks(silent)} elsewhere"] if silent else []
         among = f" among {_ranks(self._ranks)}" if self._is_part else ""
         return (

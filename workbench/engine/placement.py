@@ -28,12 +28,12 @@ class ShardPlacementResult:
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 Placed = tuple[nn.Parameter, ParamModuleInfo, Shard]
-Placement = tuple[FSDPMeshInfo, list[Placed]]  # of one unit
+PlacedUnit = tuple[FSDPMeshInfo, list[Placed]]  # of one unit
 
 
 def place(
     infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], fn: ShardPlacementFn | None, default: FSDPMeshInfo
-) -> list[Placement]:
+) -> list[PlacedUnit]:
     """Group parameters by the mesh they are split over, each with its dim, into units.
 
     Frozen parameters of another dtype than those that are trained (quantised weights beside adapters) make a unit of

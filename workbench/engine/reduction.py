@@ -192,8 +192,8 @@ def all_reduce(
 
     ``unused`` names the trainable parameters left out.
     """
-    comm, call = announce(unit, Kind.ALL_REDUCE, group, output.nbytes, _without(unused))
-    pending = group.start(lambda pg: dist.all_reduce(output, scaling.reduce_op, group=pg, async_op=True), call)
+    comm, collective = announce(unit, Kind.ALL_REDUCE, group, output.nbytes, _without(unused))
+    pending = group.start(lambda pg: dist.all_reduce(output, scaling.reduce_op, group=pg, async_op=True), collective)
     return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, output.nbytes))
 
 
@@ -462,8 +462,8 @@ def _reduce_scatter(
             scaling.before(part)
         output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
         lease = probe.Lease(reducer.category(device), unit.index, output.nbytes)
-        comm, call = announce(unit, Kind.REDUCE_SCATTER, group, num_bytes, _without(reduction.unused))
-        pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), call)
+        comm, collective = announce(unit, Kind.REDUCE_SCATTER, group, num_bytes, _without(reduction.unused))
+        pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), collective)
     flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, num_bytes)
     return ReduceScatterState(chunks, output, lease, reduce, flight)
 

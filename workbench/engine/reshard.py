@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine.backends import backend_of
-from workbench.engine.exchange import Exchange, ShardCall
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from workbench.engine.replacement import Replacement, ShardCall
 from workbench.engine.state import FSDPState, state_of, states_below, units_of
 from workbench.engine.undo import NewParams, check_undoable, optimizers_in
 from workbench.events import unit_words
@@ -96,9 +96,9 @@ def reshard_module(
     if not change.makes_units(units):
         _set_policies(calls)
         return {}
-    exchange = Exchange(module, calls, info)
-    exchange.run(held)
-    return exchange.mapping
+    replacement = Replacement(module, calls, info)
+    replacement.run(held)
+    return replacement.mapping
 
 
 @dataclass(frozen=True)

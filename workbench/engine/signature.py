@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.groups import CommGroup
-from workbench.engine.order import Call
+from workbench.engine.order import Collective
 from workbench.events import Unit, unit_words
 
 
@@ -55,7 +55,7 @@ def check_same_lines(lines: Sequence[str], group: CommGroup) -> None:
     Raises:
         RanksDisagreeError: on every rank, naming the first parameter that differs and who has what.
     """
-    texts = group.compare(Call("comparison of the ranks' models", None, 0), json.dumps(list(lines)))
+    texts = group.compare(Collective("comparison of the ranks' models", None, 0), json.dumps(list(lines)))
     if len(set(texts)) == 1:
         return
     difference = _first_difference([json.loads(t) for t in texts], group.ranks)

@@ -296,12 +296,12 @@ class FSDPState:
         for unit in self._fsdp_param_groups:
             unit.post_forward(backward_follows=self._backward_follows, recomputed=self._recomputes)
         if self._fsdp_param_groups:
-            self._note_order()
+            self._note_forward()
         self._not_yet_run.clear()
         self._recorded = None  # from here on the graph alone keeps it alive
         self._training_state = TrainingState.IDLE
 
-    def _note_order(self) -> None:
+    def _note_forward(self) -> None:
         """Note which forward came before; a forward that is run again takes the place of the one it repeats."""
         if self._recomputes:
             self._is_recomputed = True
@@ -321,8 +321,8 @@ class FSDPState:
             for unit in units_of(self._states):
                 if unit.is_unsharding:
                     unit.reshard()  # gathered ahead for nothing; by the next forward the shards may have changed
-            self._root.forget_order(self._comm_ctx)
-        self._comm_ctx.comms.order_reads()
+            self._root.forget_forwards(self._comm_ctx)
+        self._comm_ctx.comms.wait_for_readers()
         if not self._backward_follows:
             groups.end_iteration()
         probe.phase(Phase.IDLE)
@@ -366,7 +366,7 @@ class FSDPState:
 
     # ---- the end of an iteration
 
-    def forget_order(self) -> None:
+    def forget_forwards(self) -> None:
         """The iteration is over."""
         self._unrecorded_before.clear()
 
@@ -377,7 +377,7 @@ class FSDPState:
         self._recorded = None
         self._training_state = TrainingState.IDLE
         self._not_yet_run.clear()
-        self.forget_order()
+        self.forget_forwards()
 
     def reset_iter_state(self) -> None:
         """Make the next iteration clean after an exception in forward or backward.
@@ -483,13 +483,13 @@ class RootContext:
         self.is_last_backward = True
         self.final_callback_queued = False
         self.post_optim_event: torch.cuda.Event | None = None
-        self._order: list[FSDPState] = []  # of forwards in the last iteration
-        self._order_now: list[FSDPState] = []
+        self._last_forwards: list[FSDPState] = []  # of forwards in the last iteration
+        self._forwards: list[FSDPState] = []
 
     def begin_forward(self, ctx: FSDPCommContext) -> None:
         """The root's forward begins."""
-        if self._order_now:
-            self._order, self._order_now = self._order_now, []
+        if self._forwards:
+            self._last_forwards, self._forwards = self._forwards, []
         units = units_of(self.states)
         if any(unit.needs_comm for unit in units):
             ctx.choose_comms(units)
@@ -516,10 +516,10 @@ class RootContext:
 
         Empty if this iteration has gone another way.
         """
-        position, order = len(self._order_now), self._order
-        self._order_now.append(state)
-        if position + 1 < len(order) and order[position] is state:
-            return (order[position + 1],)
+        number, before = len(self._forwards), self._last_forwards
+        self._forwards.append(state)
+        if number + 1 < len(before) and before[number] is state:
+            return (before[number + 1],)
         return ()
 
     def end_partial_forwards(self) -> None:
@@ -543,19 +543,19 @@ class RootContext:
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
         ctx.join(all_streams=True)
-        ctx.comms.order_reads()
+        ctx.comms.wait_for_readers()
         for unit in units_of(self.states):
             unit.wait_for_host()
         if self.is_last_backward:
-            self.forget_order(ctx)
+            self.forget_forwards(ctx)
             groups.end_iteration()
         probe.phase(Phase.IDLE)
 
-    def forget_order(self, ctx: FSDPCommContext) -> None:
+    def forget_forwards(self, ctx: FSDPCommContext) -> None:
         """The iteration is over: what follows has no forward before it."""
         ctx.post_forward_order.clear()
         for state in self.states:
-            state.forget_order()
+            state.forget_forwards()
 
     def reset(self, states: Sequence[FSDPState], ctx: FSDPCommContext) -> None:
         """Drop what an iteration that raised has left, without waiting for anything."""
@@ -564,14 +564,14 @@ class RootContext:
         ctx.abandon()
         self.is_last_backward = True
         self.final_callback_queued = False
-        self._order, self._order_now = [], []  # ranks may have come to differ
+        self._last_forwards, self._forwards = [], []  # ranks may have come to differ
 
 
 roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 """Every root that has run; recovery after a failure resets them."""
 
 
-def _give_up_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
     """After an optimizer's step: full parameters from before it are no longer what their shards say."""
     stepped: set[int] = set()
     for unit in (unit for root in roots for unit in units_of(root._states)):
@@ -582,11 +582,11 @@ def _give_up_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noq
             unit.reshard()
 
 
-def _wait_for_readers(*_: Any) -> None:  # noqa: ANN401 - hook signature
+def _before_step(*_: Any) -> None:  # noqa: ANN401 - hook signature
     """Before an optimizer's step: other ranks may still read the shards, if no reduction came after their reads."""
     for root in tuple(roots):
-        root._comm_ctx.comms.order_reads()
+        root._comm_ctx.comms.wait_for_readers()
 
 
-register_optimizer_step_pre_hook(_wait_for_readers)
-register_optimizer_step_post_hook(_give_up_outdated)
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -43,7 +43,7 @@ _RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
 
 
 class Gate:
-    """See the module docstring; implements :class:`workbench.events.Probe`.
+    """The probe that is asked before an event is recorded, and may hold its rank there, where it runs what is sent.
 
     Args:
         recorder: what is recorded when the gate has been asked.

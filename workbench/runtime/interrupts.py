@@ -21,7 +21,7 @@ _BOOKKEEPING = ("workbench.engine", "workbench.runtime.gate", "workbench.runtime
 
 
 class Interrupts:
-    """See the module docstring.
+    """What Ctrl-C does on a rank: it sets a flag, and raises only where nothing is half done.
 
     Args:
         on_flag: called in the signal handler once the flag is set; must take no lock.

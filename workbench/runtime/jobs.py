@@ -98,7 +98,7 @@ def _run(work: Evaluate | RunCell) -> str:
 
 
 class _Scope(MutableMapping[str, Any]):
-    """What names mean where the step is stopped; see the module docstring.
+    """What names mean where the step is stopped: variables of functions and of the cells, globals of modules.
 
     Args:
         frames: of the user's functions that are under way, innermost first.

@@ -96,7 +96,7 @@ class _Unrecorded:
 
 
 class Recorder:
-    """See the module docstring; implements :class:`workbench.events.Probe`.
+    """The probe that packs every event into one row of a ring, and marks it on a device that computes.
 
     Attributes:
         header: what this rank knows of the trace's header.

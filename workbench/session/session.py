@@ -114,7 +114,7 @@ class Inside:
 
 
 class Session:
-    """See the module docstring.
+    """A started cluster: what it is asked, what it has recorded, and how it gets over what went wrong.
 
     Its methods may be called from any thread.
 

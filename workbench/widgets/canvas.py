@@ -25,7 +25,7 @@ _SPAN_SIZE = sum(int(code[-1]) for _, code in COLUMNS)
 
 
 class Canvas(Timeline):
-    """See the module docstring.
+    """The timeline of all of a run, to pan and zoom while it grows.
 
     Args:
         workbench: what is shown; another thread may use it at the same time.

@@ -83,16 +83,16 @@ class PendingWork:
     Args:
         work: what the async collective returned; None if it is over already. Work without a usable future is waited for
             in a thread.
-        call: names the collective in errors.
+        collective: what it is, for errors.
         watch: asked in every wait slice, and told if the wait is given up.
 
     Attributes:
         end_ns: monotonic time of its true completion, 0 while it runs and for work on a device.
     """
 
-    def __init__(self, work: Work | None, call: object, watch: Watch | None = None) -> None:
+    def __init__(self, work: Work | None, collective: object, watch: Watch | None = None) -> None:
         self._work = _Ended() if work is None else work
-        self._call = call
+        self._collective = collective
         self._watch = watch or _Unwatched()
         self._done = threading.Event()
         self.end_ns = 0
@@ -158,7 +158,7 @@ class PendingWork:
         except RuntimeError as error:
             self._watch.give_up(error)
             cancellation.check_after_failure()
-            raise CollectiveFailed(f"{self._call} failed: {str(error).splitlines()[0]}") from error
+            raise CollectiveFailed(f"{self._collective} failed: {str(error).splitlines()[0]}") from error
 
 
 class Transport:
@@ -170,9 +170,9 @@ class Transport:
 
     host_waits = True
 
-    def pending(self, work: Work | None, call: object, watch: Watch | None = None) -> PendingWork:
+    def pending(self, work: Work | None, collective: object, watch: Watch | None = None) -> PendingWork:
         """Return the way to wait for what an async collective returned; arguments as of :class:`PendingWork`."""
-        return PendingWork(work, call, watch)
+        return PendingWork(work, collective, watch)
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
         """Leave a process group for good that has a collective unfinished; never blocks.

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
-from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Call
+from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
 from workbench.engine.waits import SLICE_S, Work, cancellation
 
-_SET_UP = Call("set-up of shared memory", None, 0)
+_SET_UP = Collective("set-up of shared memory", None, 0)
 _MAPPED = "mapped"
 _CPU = torch.device("cpu")
 _ON_CPU = dist.BarrierOptions()
@@ -163,7 +163,7 @@ class Readers:
         self._numbers = (ctypes.c_int64 * numbers.numel()).from_address(numbers.data_ptr())
         self._own = 3 * group.rank
         self._numbers[self._own] = os.getpid()
-        self._order = threading.Lock()
+        self._fence = threading.Lock()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -188,7 +188,7 @@ class Readers:
         self._unread.discard(number)
         self._num_read = max(self._num_read, number + 1)
         for _ in range(2):
-            with self._order:  # a mutex is between the reads and the number also where processors reorder accesses
+            with self._fence:  # a mutex is between the reads and the number also where processors reorder accesses
                 pass
         self._say(min(self._unread, default=self._numbers[self._own + 1]))
 

@@ -135,9 +135,9 @@ class StreamTransport(Transport):
 
     host_waits = False
 
-    def pending(self, work: Work | None, call: object, watch: Watch | None = None) -> PendingWork:
+    def pending(self, work: Work | None, collective: object, watch: Watch | None = None) -> PendingWork:
         """Return the way to let streams wait for what an async collective returned."""
-        return StreamWork(work, call, watch)
+        return StreamWork(work, collective, watch)
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
         """Leave a process group for good; a kernel of it that waits for a peer would else spin for ever."""

@@ -74,8 +74,8 @@ class ShardCall:
         )
 
 
-class Exchange:
-    """Exchanges the calls of a tree for others; whatever is raised meanwhile, the tree is as it was.
+class Replacement:
+    """Puts other calls in the place of those of a tree; whatever is raised meanwhile, the tree is as it was.
 
     Attributes:
         mapping: new parameter for each one that could not go over as it is.
@@ -95,7 +95,7 @@ class Exchange:
     def run(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Make it; collective. Whatever is raised, the tree is as it was."""
         for state in self._old:
-            state._comm_ctx.comms.order_reads()
+            state._comm_ctx.comms.wait_for_readers()
         for unit in units_of(self._old):
             unit.reshard()
             unit.adopt_registered()
