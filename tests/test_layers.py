@@ -83,3 +83,13 @@ def test_only_backends_ask_for_the_kind_of_a_device_or_an_address(folder, num_fi
         f"{s.module}: {line.strip()}" for s in others for line in s.text.splitlines() if KIND_OF_DEVICE.search(line)
     ]
     assert found == []
+
+
+KINDS = {"cuda", "gloo", "host", "shared_comm", "shared_memory", "shared_selection", "streams"}
+
+
+def test_what_a_kind_of_device_does_in_its_own_way_is_private_to_backends():
+    private = {f"workbench.engine.backends.{name}" for name in KINDS}
+    assert private <= {source.module for source in sources()}
+    found = {s.module: imports(s) & private for s in sources() if ".backends" not in s.module}
+    assert {module: names for module, names in found.items() if names} == {}

@@ -10,8 +10,8 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
+from workbench.engine.backends.base import CommUser
 from workbench.engine.backends.pages import SparePages
-from workbench.engine.comm_selection import CommSelection, CommUser
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home
@@ -47,16 +47,17 @@ class FSDPCommContext:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        self.comms = CommSelection()
+        backend = backend_of(device)
+        self.comms = backend.comms()
         self.pages = SparePages()
-        self.streams = backend_of(device).streams()
+        self.streams = backend.streams()
         self.reductions = ReductionQueue(self.streams)
         self.post_forward_order: list[Any] = []
         self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
 
     @unrecorded
     def choose_comms(self, units: Sequence[CommUser]) -> None:
-        """Give each unit its comm pair; collective, see :meth:`CommSelection.choose`."""
+        """Give each unit its comm pair; collective, see :meth:`Comms.choose`."""
         self.comms.choose(units, self.reductions.max_scatters)
 
     def join(self, *, all_streams: bool = False) -> None:

@@ -18,6 +18,7 @@ from workbench.engine.collectives import AllGatherState, DeviceCopyState, UnitId
 from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, CommPair, ReduceScatter, group_pair
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
+from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.engine.policies import UnitPolicy
@@ -260,6 +261,20 @@ class FSDPParamGroup:
         """Let the root choose at its next forward; all ranks come to this together."""
         if self.comm is None or self.comm.name not in SET_BY_USER:
             self.comm, self.needs_comm = None, True
+
+    @property
+    def shard_group(self) -> CommGroup | None:
+        """The ranks that share one copy; None if that is one rank."""
+        return self.mesh_info.shard_group
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the flat shard."""
+        return self.shards.numel
+
+    def keep_shards_in(self, memory: torch.Tensor) -> None:
+        """Keep the flat shard in ``memory`` ``[S]`` from now on."""
+        self.shards.move_to(memory)
 
     @property
     def pair(self) -> CommPair:
@@ -514,7 +529,7 @@ class FSDPParamGroup:
             with ctx.streams.reducing(after_compute=True):
                 ctx.reductions.make_room()
                 if params:
-                    ctx.comms.reduces(self.mesh_info.shard_group)
+                    ctx.comms.reduces(self)
                 ctx.reductions.add(foreach_reduce(self._reducer, params, grads, self.pair.reduce, self._unused(params)))
         finally:
             if not grads:  # emptied, their end was announced

@@ -13,7 +13,7 @@ from workbench.engine._torch import allow_reading, chunk_cat, forbid_reading
 from workbench.engine.backends.clock import DeviceClock, Event
 from workbench.engine.backends.pages import SparePages
 from workbench.engine.backends.pending import Transport
-from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter
+from workbench.engine.comm import SET_BY_USER, CommPair, DefaultAllGather, DefaultReduceScatter, Peers
 from workbench.engine.layout import ShardLayout
 
 
@@ -106,12 +106,95 @@ class Streams:
         """Let compute see reduced gradients as well."""
 
 
+class CommUser(Protocol):
+    """A unit, as whoever chooses what it communicates with knows it.
+
+    Attributes:
+        comm: what it communicates with; None until that is chosen.
+    """
+
+    comm: CommPair | None
+
+    @property
+    def shard_group(self) -> Peers | None:
+        """The ranks that share one copy; None if that is one rank."""
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of its flat shard."""
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        """Dtype of the shards."""
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype of the reduction."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True if there will be gradients to reduce."""
+
+    def use_comm(self, pair: CommPair) -> None:
+        """Communicate with ``pair`` from now on."""
+
+    def keep_shards_in(self, memory: torch.Tensor) -> None:
+        """Keep the flat shard in ``memory`` ``[S]`` from now on."""
+
+
+class Comms:
+    """What the units of one communication context communicate with.
+
+    Here nobody reads another rank's shard where it lies: who is about to write one waits for nobody.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def choose(self, units: Sequence[CommUser], max_scatters: int) -> None:
+        """Give each unit its pair; what the user has set stays. Collective.
+
+        Args:
+            units: all units of a root.
+            max_scatters: reduce-scatters that may be in flight at once.
+
+        Raises:
+            StepAborted, CollectiveFailed: the ranks could not come to an answer.
+        """
+        for unit in units:
+            if unit.comm is None or unit.comm.name not in SET_BY_USER:
+                unit.use_comm(self.pair_for(unit, max_scatters))
+
+    def pair_for(self, _unit: CommUser, _max_scatters: int) -> CommPair:
+        """Return what a unit communicates with."""
+        return self._backend.pair()
+
+    def release(self) -> None:
+        """Free what is kept for the next step."""
+
+    def has_read(self, unit: CommUser) -> None:
+        """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
+
+    def reduces(self, unit: CommUser) -> None:
+        """Note that a reduction is issued: before it is finished, all ranks have read."""
+
+    def wait_for_readers(self) -> None:
+        """Wait until the other ranks have read what this one has, so that shards may be written.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: the wait was given up.
+        """
+
+
 class Backend:
     """One device. What is here does for a device of which no more is known; other kinds say what they do better.
 
     Attributes:
         is_host: it is where data loaders leave inputs, and offloaded shards lie.
-        shares_memory: ranks can read each other's memory.
         averages: its collectives can divide.
         fuses_copies: it has kernels that copy many strided pieces at once; a copy for each is dear there.
         c10d: what ``init_process_group`` calls the collectives that ranks on such devices use.
@@ -119,7 +202,6 @@ class Backend:
     """
 
     is_host = False
-    shares_memory = False
     averages = False
     fuses_copies = False
     c10d = "gloo"
@@ -142,6 +224,10 @@ class Backend:
     def pair(self) -> CommPair:
         """Return what works between any ranks."""
         return CommPair(DefaultAllGather(), DefaultReduceScatter(), "c10d")
+
+    def comms(self) -> Comms:
+        """Return what chooses, and knows, what the units of a communication context communicate with."""
+        return Comms(self)
 
     def copy_out(self, gathered: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         """Copy ``gathered`` ``[F, S]`` into the targets, ``[F, ...]`` each; casts if need be."""

@@ -10,6 +10,7 @@ import torch
 from workbench.engine.backends.base import Backend, FullMemory
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
 from workbench.engine.backends.pages import Pages
+from workbench.engine.backends.shared_selection import SharedComms
 from workbench.engine.comm import CommPair, comm_choice
 
 
@@ -26,11 +27,14 @@ class Host(Backend):
     """The CPU: waits are the host's own, and can be interrupted; pages are used again."""
 
     is_host = True
-    shares_memory = True
 
     def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
         """Return pages for a unit's full parameters, empty."""
         return HostMemory(numel, dtype)
+
+    def comms(self) -> SharedComms:
+        """Return what lets units whose ranks share this host communicate through memory."""
+        return SharedComms(self)
 
     def pair(self) -> CommPair:
         """Return the fastest for gloo, or c10d's own if WORKBENCH_COMM asks for that.

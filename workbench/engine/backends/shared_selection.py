@@ -1,0 +1,103 @@
+"""Units whose ranks share a host communicate through memory: with what, and who has still to read what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.backends.base import Backend, Comms, CommUser
+from workbench.engine.backends.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
+from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.engine.comm import CommPair, Peers, comm_choice
+
+SHARED = "shared memory"
+
+
+class SharedComms(Comms):
+    """Pairs over shared memory, and which of their reads are not ordered before writes yet.
+
+    Other ranks read a shard where it lies. They have done so once they take part in a collective issued later: mostly
+    the reduction of gradients. Where none follows, :meth:`wait_for_readers` must come before the shard is written.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._memories: dict[Peers, SharedMemory | None] = {}
+        self._reducers: dict[tuple[Peers, torch.dtype], SharedMemoryReduceScatter] = {}
+        self._read: set[Peers] = set()
+
+    def choose(self, units: Sequence[CommUser], max_scatters: int) -> None:
+        """Give each unit a pair over shared memory, if all of its ranks can map it; what the user has set stays.
+
+        Arguments and errors as of :meth:`Comms.choose`.
+        """
+        self._reducers.clear()
+        super().choose(units, max_scatters)
+        for (group, dtype), reducer in self._reducers.items():
+            users = [u for u in units if u.shard_group is group and u.reduce_dtype == dtype]
+            reducer.reserve((group.size - 1) * max((u.shard_numel for u in users if u.is_trained), default=0))
+
+    def pair_for(self, unit: CommUser, max_scatters: int) -> CommPair:
+        """Return the fastest pair that works between a unit's ranks."""
+        return self._shared_pair(unit, max_scatters) or super().pair_for(unit, max_scatters)
+
+    def _shared_pair(self, unit: CommUser, max_scatters: int) -> CommPair | None:
+        group = unit.shard_group
+        memory = self._memory(group) if group is not None else None
+        if group is None or memory is None:
+            return None
+        gather = SharedMemoryAllGather(memory)
+        try:
+            shard = gather.shard_memory(unit.shard_numel, unit.param_dtype)
+        except OSError:  # too little memory, on all ranks alike: gloo needs less
+            return None
+        if unit.param_dtype == unit.orig_dtype:
+            unit.keep_shards_in(shard)
+        key = (group, unit.reduce_dtype)
+        if key not in self._reducers:
+            self._reducers[key] = SharedMemoryReduceScatter(memory, unit.reduce_dtype, max_scatters, 2 * max_scatters)
+        return CommPair(gather, self._reducers[key], SHARED)
+
+    def _memory(self, group: Peers) -> SharedMemory | None:
+        if comm_choice():
+            return None
+        if group not in self._memories:
+            is_real = dist.get_backend(group.process_group) == "gloo"
+            self._memories[group] = SharedMemory.connect(group) if is_real else None
+        return self._memories[group]
+
+    def release(self) -> None:
+        """Free the staging of reductions."""
+        for reducer in self._reducers.values():
+            reducer.release()
+
+    # ---- reads before writes
+
+    @property
+    def has_readers(self) -> bool:
+        """True if there may be reads that no collective follows yet."""
+        return bool(self._read)
+
+    def has_read(self, unit: CommUser) -> None:
+        """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
+        if unit.shard_group is not None and unit.comm is not None and unit.comm.name == SHARED:
+            self._read.add(unit.shard_group)
+
+    def reduces(self, unit: CommUser) -> None:
+        """Note that a reduction is issued: before it is finished, all ranks have read."""
+        if unit.shard_group is not None:
+            self._read.discard(unit.shard_group)
+
+    def wait_for_readers(self) -> None:
+        """Wait until the other ranks have read what this one has, so that shards may be written.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :meth:`Readers.wait`.
+        """
+        for group in tuple(self._read):
+            memory = self._memories.get(group)
+            if memory is not None:
+                memory.readers.wait()
+            self._read.discard(group)
