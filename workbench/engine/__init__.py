@@ -14,7 +14,7 @@ zero-bubble schedules give ``reshard_after_forward=False``, here as there: they 
 resharded between its forward and backward nowhere, and leave them without gradients.
 
 Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.py`` (a unit) -> ``collectives.py``
-(layouts) -> ``comm.py`` (the wire).
+(layouts) -> ``comm.py`` (the wire). A gradient goes back from the hook by ``param_group.py`` and ``reduction.py``.
 """
 
 from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
