@@ -135,7 +135,7 @@ class Views:
 
 
 class Dashboard(anywidget.AnyWidget):
-    """The dashboard as a widget: see the module docstring.
+    """The dashboard as a widget, whose messages go over its own comm.
 
     Args:
         workbench: what is shown; another thread may use it at the same time.
