@@ -81,11 +81,25 @@ def build_panel(root: Path, env: Mapping[str, str] = os.environ) -> None:
     """
     if is_fresh(root):
         return
+    run_script(root, "build", env)
+    (panel_folder(root) / MARK).write_text(_digest(root), "utf-8")
+
+
+def run_script(root: Path, name: str, env: Mapping[str, str] = os.environ) -> None:
+    """Run one of the scripts of ``extension/package.json``, with the packages that its lock file names.
+
+    Args:
+        root: the folder that holds ``extension/``.
+        name: of the script.
+        env: environment of npm, which is looked for on its ``PATH``.
+
+    Raises:
+        PanelNotBuilt: there is no npm, or it failed.
+    """
     extension = root / "extension"
     if not _holds(extension / "node_modules" / ".package-lock.json", extension / "package-lock.json"):
         _npm(extension, env, "ci", "--ignore-scripts")
-    _npm(extension, env, "run", "build")
-    (panel_folder(root) / MARK).write_text(_digest(root), "utf-8")
+    _npm(extension, env, "run", name)
 
 
 def _mode() -> str:

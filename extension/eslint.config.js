@@ -1,3 +1,5 @@
+// @ts-check
+
 import { defineConfig } from "eslint/config";
 import tseslint from "typescript-eslint";
 

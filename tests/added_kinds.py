@@ -114,7 +114,7 @@ def check_pictures(trace) -> None:
     from workbench.views import VIEWS, draw, theme
     from workbench.widgets.moments import describe
     from workbench.widgets.spans import RankSpans
-    from workbench.widgets.words import program
+    from workbench.widgets.words import programs
 
     for view in VIEWS:
         draw(view, trace)
@@ -123,8 +123,8 @@ def check_pictures(trace) -> None:
     assert "all-to-all" in {bar.name for bar in draw("comms", trace).data}
     found = RankSpans().take(trace.ranks[0], first_track=0, offset_ns=0)
     assert Kind.ALL_TO_ALL in found["kind"].tolist()
-    assert '{"words": "all-to-all", "colour": ' in program()
-    assert f"  EVICT: {int(Kind.EVICT)},\n" in program()
+    assert '{"words": "all-to-all", "colour": ' in programs()["events.js"]
+    assert f"  EVICT: {int(Kind.EVICT)},\n" in programs()["events.js"]
     rows = trace.ranks[0].rows
     assert describe(trace.header, rows[rows["kind"] == Kind.EVICT][0]) == "evict of blocks.0"
 

@@ -588,8 +588,8 @@ class Workbench:
         return importlib.import_module("workbench.widgets.dashboard").dashboard(self)
 
     def canvas(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
-        """Return a widget with all of the timeline, to pan and zoom, that grows while the ranks train."""
-        return importlib.import_module("workbench.widgets.canvas").canvas(self)
+        """Return a dashboard with the timeline alone: all of the run, to pan and zoom, growing while ranks train."""
+        return importlib.import_module("workbench.widgets.dashboard").dashboard(self, panels=("timeline",))
 
     def layout(self, **options: object) -> go.Figure:
         """Return which rows of which parameter lie on which rank."""

@@ -1,3 +1,5 @@
+// @ts-check
+
 // Builds the federated extension with @jupyter/builder from node_modules: no Python, no network.
 import { spawnSync } from "node:child_process";
 import { createRequire } from "node:module";

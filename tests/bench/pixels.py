@@ -33,6 +33,7 @@ from tests.integration.model import CELL
 from tests.notebooks.lab import Opened, jupyterlab, opened
 from tests.source import REPO
 from tests.widgets.timeline_page import open_page
+from workbench.widgets.spans import TRACKS
 
 NUM_RANKS = 2
 SAMPLE_S = 12.0
@@ -62,7 +63,7 @@ _READY = """async (number) => {
   const view = () => document.querySelector(".fw-dashboard")?.dashboard;
   for (;;) {
     await new Promise(requestAnimationFrame);
-    if (view() && view().told !== undefined && !view().frame) break;
+    if (view()?.hasBegun && !view().frame) break;
     document.querySelector(".fw-dashboard")?.scrollIntoView({block: "center"}); // out of sight it does not ask
   }
   return performance.now() - begin;
@@ -70,8 +71,8 @@ _READY = """async (number) => {
 
 # of each event that was drawn: its time (microseconds from the view's origin), when its answer came, and when it was
 # drawn; of each answer when it was asked for and when it came
-_WATCH = """() => {
-  const d = document.querySelector(".fw-dashboard").dashboard, {about} = d;
+_WATCH = """(tracksOfARank) => {
+  const d = document.querySelector(".fw-dashboard").dashboard;
   const [events, answers] = [window.events, window.answers] = [[], []];
   let came = [];
   const channel = new MessageChannel(), waiting = [];
@@ -88,7 +89,7 @@ _WATCH = """() => {
   d.takeSpans = function (spans) {
     const at = performance.now();
     spans.track.forEach((track, k) => {
-      if (track % about.tracks.length === 0) came.push([spans.start[k] + spans.duration[k], at]);
+      if (track % tracksOfARank === 0) came.push([spans.start[k] + spans.duration[k], at]);
     });
     takeSpans.call(this, spans);
   };
@@ -109,7 +110,7 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
         ready_ms = lab.page.evaluate(_READY, SHOW)
         lab.run(STEP)
         lab.page.wait_for_function("() => document.querySelector('.fw-dashboard').dashboard.steps.length > 5")
-        lab.page.evaluate(_WATCH)
+        lab.page.evaluate(_WATCH, len(TRACKS))
         lab.page.wait_for_timeout(sample_s * 1000)
         found = lab.page.evaluate("({events, answers})")
         return _in_ms(found, _clock(lab.page), _stop(lab)) | {"ready_ms": ready_ms}

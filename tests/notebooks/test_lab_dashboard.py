@@ -25,7 +25,7 @@ CELLS = [
 ]
 EARLY, SHARD, SHOW, CANVAS, STEP, BACK, NEWEST, CLOSE, STOP = 1, 4, 5, 6, 7, 8, 9, 10, 11
 VIEW = "document.querySelectorAll('.fw-dashboard')[1].dashboard"
-TIMELINE = "document.querySelector('.fw-canvas').sight.timeline"
+TIMELINE = "document.querySelector('.fw-canvas').dashboard.timeline"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def lab(tmp_path_factory, chromium):
         for number in range(STEP):
             do(lab, number)
         show(lab)
-        waits(lab, "told !== undefined")
+        waits(lab, "hasBegun")
         lab.run(STEP)
         waits(lab, "steps.length > 6")
         yield lab
@@ -125,8 +125,8 @@ def test_it_is_told_what_happens_while_the_cell_runs(lab):
 
 
 NOTE_HINTS = """(() => {
-    d.hinted = new Set([d.hints[0].textContent]);
-    new MutationObserver(() => d.hinted.add(d.hints[0].textContent)).observe(d.hints[0], {childList: true});
+    d.hinted = new Set([d.memory.hint.textContent]);
+    new MutationObserver(() => d.hinted.add(d.memory.hint.textContent)).observe(d.memory.hint, {childList: true});
 })()"""  # on a slow machine it is soon gone again
 STEPS_DONE = "(cell) => Number(cell.textContent.match(/step ([\\d,]+) of/)?.[1].replaceAll(',', ''))"
 
@@ -188,17 +188,17 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
 
 
 DRAWN = """(() => {
-    const {memory: [memory], states: [units]} = d.shown, width = d.moment.ranks[0].bytes.length;
-    const last = memory.last("t", d.cursor);
+    const {memory: [memory], states: [units]} = d.shown;
+    const last = ({t, length}) => t.subarray(0, length).findLastIndex((when) => when <= d.cursor);
     return {
         at: d.cursor,
-        isExact: d.shown.exact === true,
-        bytes: Array.from(memory.bytes.subarray(last * width, (last + 1) * width)),
-        units: d.units.map((_, unit) => units[unit].state[units[unit].last("t", d.cursor)]),
+        isExact: d.shown === d.closeup.found?.known && d.closeup.found.isExact,
+        bytes: Array.from(memory.bytes(last(memory))),
+        units: d.units.map((_, unit) => units[unit].state[last(units[unit])]),
         told: [d.moment.ranks[0].bytes, d.moment.ranks[0].units],
         inUse: d.moment.ranks[0].in_use,
         legend: Array.from(d.memoryLegend.querySelectorAll("b"), (number) => number.textContent),
-        hint: d.hints[0].textContent,
+        hint: d.memory.hint.textContent,
     };
 })()"""
 
@@ -218,7 +218,7 @@ def drawn_at_cursor(lab):
 def zoom_in(lab):
     """Look as closely as the dashboard advises: if steps take very different times, many may be in view."""
     for _ in range(20):
-        if not settles(lab, "d.hints[0].textContent"):
+        if not settles(lab, "d.memory.hint.textContent"):
             return
         show(lab).locator(".fw-timeline canvas").press("+")
 
@@ -281,7 +281,7 @@ def theme(lab, name):
     change = f"window.jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {name}'}})"
     lab.page.evaluate(f"() => {change}")
     dark = ".fw-dark" if name == "Dark" else ":not(.fw-dark)"
-    lab.page.wait_for_function(f"() => document.querySelectorAll('.fw-dashboard{dark}').length === 2")
+    lab.page.wait_for_function(f"() => document.querySelectorAll('.fw-dashboard{dark}').length === 3")
 
 
 STAND = (
@@ -314,7 +314,7 @@ def test_the_word_moves_the_cursor_and_lets_it_go(lab):
     lab.reads(BACK, "60 events before the newest")
     shoot(lab, "back")
     assert drawn_at_cursor(lab)["at"] == told[0]
-    zoom_out_until(lab, "hints[0].textContent.startsWith('simplified: zoom in')")
+    zoom_out_until(lab, "memory.hint.textContent.startsWith('simplified: zoom in')")
     shoot(lab, "simplified")
     seq = get(lab, "d.moment.seq")
     dash.press("ArrowRight")  # the person's hand is worth as much
@@ -336,7 +336,7 @@ def zoom_out_until(lab, what):
         lab.page.mouse.wheel(0, 240)
         if settles(lab, f"d.{what}"):
             return
-    raise AssertionError(get(lab, "[d.timeline.stats().view, d.closeup.found?.exact, d.hints[0].textContent]"))
+    raise AssertionError(get(lab, "[d.timeline.stats().view, d.closeup.found?.isExact, d.memory.hint.textContent]"))
 
 
 def test_a_continued_step_lets_the_cursor_go(lab):

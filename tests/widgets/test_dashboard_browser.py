@@ -62,8 +62,8 @@ def showing(chromium, tmp_path, widget):
 def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
     widget = kept(Dashboard(Pretender(on_devices(example_trace()))))
     with showing(chromium, tmp_path, widget) as (page, _):
-        page.wait_for_function("view.statesNote.textContent.includes('host')")
-        notes = page.evaluate("[view.memoryNote, view.statesNote, view.timelineNote].map((note) => note.textContent)")
+        page.wait_for_function("view.states.note.textContent.includes('host')")
+        notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
     memory, states, timeline = notes
     assert " · in the host's order, at its times · backward of" in memory
     assert states == "ranks 0-3 alike · in the host's order, at its times"
@@ -72,7 +72,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
 
 def test_with_one_clock_nothing_is_said_of_it(shown):
     page, _ = shown
-    notes = page.evaluate("[view.memoryNote, view.statesNote, view.timelineNote].map((note) => note.textContent)")
+    notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
     assert not any("times" in note or "host" in note for note in notes)
 
 
@@ -123,7 +123,7 @@ def look(page, widget):
 
 def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):
     page, widget = shown
-    workbench = widget._workbench
+    workbench = widget._views._workbench
     working = look(page, widget)
     assert (working["live"], working["isPressed"], working["said"]) == ("\u25cf live", "true", "")
     assert working["loss"] != "\u2013"

@@ -13,7 +13,7 @@ from workbench.replay import memory, states, training
 from workbench.replay.holds import without_holds
 from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.feed import Feed
-from workbench.widgets.packing import COLUMNS, pack
+from workbench.widgets.packing import COLUMNS, WIDTHS, pack
 from workbench.widgets.spans import thinned
 
 TABLES = ("spans", "memory", "states", "steps")
@@ -220,13 +220,11 @@ def test_thinning_keeps_the_time_of_each_kind():
 def test_columns_are_read_back():
     trace = example_trace(num_ranks=2, num_units=3, steps=2)
     found, origin_ns = Feed().take(trace), int(trace.rank(0).rows["t_ns"][0])
-    about, buffer = pack(found, origin_ns)
+    counts, buffer = pack(found, origin_ns)
     at, read = 0, {}
     for table, columns in COLUMNS.items():
         for name, code in columns:
-            number = about["counts"][table] * (
-                found.memory["num_bytes"].shape[1] if (table, name) == ("memory", "bytes") else 1
-            )
+            number = getattr(counts, table) * WIDTHS.get((table, name), 1)
             read[table, name] = np.frombuffer(buffer, f"<{code}", number, at)
             at += -(-number * np.dtype(code).itemsize // 8) * 8
     assert at == len(buffer)

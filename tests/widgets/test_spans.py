@@ -11,7 +11,6 @@ from workbench.events import COLLECTIVES, COPIES, Edge, Kind
 from workbench.trace import check
 from workbench.trace.columns import RankTrace
 from workbench.widgets.spans import TRACKS, RankSpans
-from workbench.widgets.timeline import not_ended
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
 OWN = (*TRACKS[0][1], Kind.STEP)  # what the rank's own thread does
@@ -125,7 +124,9 @@ def test_a_device_that_hangs_is_seen_in_what_it_is_in():
     rows = trace.rank(0).rows
     waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)
     stuck = hung(trace, 0, int(np.flatnonzero(waits)[2]))
-    open_now = not_ended(stuck.rank(0), 0, header=stuck.header)
+    reader = RankSpans()
+    reader.take(stuck.rank(0), header=stuck.header)
+    open_now = reader.open
     assert [Kind(kind) for kind in open_now["kind"][open_now["track"] == 0]] == [Kind.WAIT]
 
 

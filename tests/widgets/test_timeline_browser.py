@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.trace.simulation import example_trace
-from tests.widgets.timeline_page import as_sent, open_page, recorded
+from tests.widgets.timeline_page import open_page
 from workbench.events import Kind
-from workbench.trace.columns import RankTrace, Trace
+from workbench.replay.alike import label
 from workbench.views import theme
-from workbench.widgets import timeline as module
-from workbench.widgets.timeline import Timeline
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
@@ -32,12 +29,6 @@ def page(opened):
     yield opened.page
     assert opened.complaints == []
     assert opened.outside == []
-
-
-@pytest.fixture
-def messages():
-    with pytest.MonkeyPatch.context() as patch:
-        yield recorded(patch)
 
 
 def stats(page):
@@ -224,9 +215,9 @@ def test_many_are_drawn_as_mean_colours_and_few_alike(page):
 
 
 _COMPARE = """async (seed) => {
-    const {Track, paint} = await load(given.track), {makeLook} = await load(given.look);
+    const {Track, paint} = await load(given.track), {Look} = await load(given.look);
     const random = () => ((seed = (seed * 16807) % 2147483647) / 2147483647);
-    const n = 500, width = 200, look = makeLook(), track = new Track({name: "a", rank: 0});
+    const n = 500, width = 200, look = new Look(), track = new Track({name: "a", rank: 0});
     const items = {start: new Float64Array(n), end: new Float64Array(n), bytes: new Float64Array(n),
       arrowFrom: new Float64Array(n), unit: new Int16Array(n), kind: new Uint8Array(n), exposed: new Uint8Array(n)};
     for (let k = 0; k < n; k++) { // some overlap, some leave a gap, some are wide, some nothing; out of order
@@ -268,20 +259,45 @@ def test_a_pixel_has_the_mean_colour_of_what_happened_in_it(page, seed):
     assert page.evaluate(_COMPARE, seed) <= 1.01
 
 
-def test_of_too_many_the_later_ones_are_kept_and_the_others_counted(page):
+def test_of_too_many_the_later_ones_are_kept(page):
     page.evaluate("timeline.destroy(); document.querySelector('canvas').remove(); given.options.maxItems = 1000")
     page.evaluate("draw(...made(400, 3)).then(() => 0)")  # 12 tracks of 400
     now = stats(page)
-    assert now["counts"] == [400] * 12
+    assert sum(now["counts"]) == now["rectangles"]
     assert 0 < now["rectangles"] <= 1000
-    assert now["forgotten"] == 4800 - now["rectangles"]
-    assert now["range"][0] > 10_000
     page.evaluate("timeline.fit()")
+    assert stats(page)["view"][0] < 0  # the record is as long as it was
     start, end = page.evaluate("(([tracks, data]) => [data[11].start[399], data[11].end[399]])(made(400, 3))")
     page.mouse.move(*point(page, "wait", (start + end) / 2, rank=2))
     assert stats(page)["hovered"]["start"] == start
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    (SHOTS / "timeline_forgotten.png").write_bytes(page.screenshot())
+
+
+def test_what_is_known_more_closely_is_drawn_instead(page):
+    before = stats(page)
+    page.evaluate("timeline.setClose(made(5, 3)[1])")
+    close = stats(page)
+    assert (close["isClose"], close["counts"]) == (True, [5] * 12)
+    assert [close["view"], close["places"]] == [before["view"], before["places"]]
+    page.evaluate("timeline.append(0, made(50, 3)[1][0])")  # what is told meanwhile is kept
+    page.evaluate("timeline.setClose(null)")
+    assert stats(page)["counts"] == [90, *[40] * 11]
+
+
+def test_numbers_read_as_in_the_other_views(page):
+    sizes = [0, 1, 1023, 1024, 1025, 1179648, 1185000, 10475274, 104_805_000, 5 * 2**29, 1100 * 2**40]
+    times_us = [0, 0.125, 0.004, 1, 1.125, 9.995, 12.25, 99.95, 999.9996, 1000, 1125, 62_500, 1e6, 3.6e9]
+    said = page.evaluate(
+        """async ([sizes, times]) => {
+            const {formatBytes, formatDuration, ranksInWords} = await load(given.format);
+            return [sizes.map(formatBytes), times.map(formatDuration), ranksInWords([0, 1, 2, 5])];
+        }""",
+        [sizes, times_us],
+    )
+    assert said == [
+        [theme.format_bytes(size) for size in sizes],
+        [theme.format_duration(time_us * 1000) for time_us in times_us],
+        label([0, 1, 2, 5]),
+    ]
 
 
 def test_dark_pages_get_light_ink(page):
@@ -348,98 +364,6 @@ def test_after_destroy_nothing_listens(page):
     page.evaluate("frame().then(frame).then(() => 0)")
     assert page.evaluate("timeline.stats().frames") == frames
     assert page.locator("[role=tooltip]").count() == 0
-
-
-# -- the widget
-
-
-@pytest.fixture
-def widget(opened, messages):
-    """A timeline in the page, and the half of a trace that it was not told of yet."""
-    page, trace = opened.page, example_trace(num_ranks=4, num_units=6)
-    page.emulate_media(color_scheme="light")
-    page.reload()
-    half = Trace(trace.header, tuple(RankTrace(r.rank, r.rows[: len(r.rows) // 2]) for r in trace.ranks))
-    timeline = Timeline(half)
-    page.evaluate("open().then(() => 0)")
-    timeline._handle_custom_msg(page.evaluate("model.sent[0]"), [])
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    page.evaluate("show(); frame().then(frame).then(() => 0)")
-    yield page, timeline, trace
-    assert opened.complaints == []
-    assert opened.outside == []
-
-
-def is_drawn(page, number):
-    return page.evaluate(
-        "(number) => pixels(number, 0, 0, 1200, 300).filter((part, k) => k % 4 === 3 && part === 255).length",
-        number,
-    )
-
-
-def test_views_that_open_later_show_the_same_and_close_alone(widget, messages):
-    page, timeline, trace = widget
-    timeline.append(trace)
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    page.evaluate("show(); frame().then(frame).then(() => 0)")
-    assert is_drawn(page, 0) == is_drawn(page, 1) > 20_000
-    assert page.evaluate("model.sent.length") == 1  # one buffer serves both
-    page.evaluate("ends[0](); document.querySelector('canvas').remove(); 0")
-    page.locator("canvas").click(position={"x": 600, "y": 60})
-    assert page.evaluate("model.state.cursor_us") > 0
-
-
-def test_what_the_kernel_has_no_more_is_counted_and_not_asked_for(widget, messages, monkeypatch):
-    page, timeline, trace = widget
-    monkeypatch.setattr(module, "MAX_SPANS", 1)
-    timeline.append(trace)
-    messages.pop()  # lost
-    timeline.append(trace)
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    timeline._handle_custom_msg(page.evaluate("model.sent.at(-1)"), [])
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    assert page.evaluate("model.sent.length") == 1
-    page.evaluate("show(); frame().then(frame).then(() => 0)")
-    counts = timeline._counts()
-    for number in (0, 1):
-        known = page.evaluate(f"document.querySelectorAll('.fw-canvas')[{number}].sight.timeline.stats()")
-        assert known["counts"] == counts
-        assert known["forgotten"] == sum(counts) - known["rectangles"] > 0
-
-
-def test_a_page_that_missed_something_asks_for_it(widget, messages):
-    page, timeline, trace = widget
-    two_thirds = Trace(trace.header, tuple(RankTrace(r.rank, r.rows[: len(r.rows) * 2 // 3]) for r in trace.ranks))
-    timeline.append(two_thirds)
-    messages.pop()  # lost
-    timeline.append(trace)
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    wanted = page.evaluate("model.sent.at(-1)")
-    assert wanted["type"] == "want"
-    timeline._handle_custom_msg(wanted, [])
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    assert page.evaluate("model.sent.length") == 2
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pictures(widget, messages, scheme):
-    """Kept to be looked at: the whole, and a step's end with its arrows."""
-    page, timeline, trace = widget
-    timeline.append(trace)
-    page.evaluate("(message) => model.receive(message)", as_sent(messages.pop()))
-    page.emulate_media(color_scheme=scheme)
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    page.evaluate("frame().then(frame).then(() => 0)")
-    (SHOTS / f"timeline_{scheme}.png").write_bytes(page.locator("#place").screenshot())
-    box = page.locator("canvas").bounding_box()
-    page.mouse.move(box["x"] + 513, box["y"] + 100)
-    for _ in range(9):
-        page.mouse.wheel(0, -100)
-    page.mouse.click(box["x"] + 540, box["y"] + 60)
-    page.mouse.move(box["x"] + 560, box["y"] + 85)
-    page.evaluate("frame().then(frame).then(() => 0)")
-    (SHOTS / f"timeline_{scheme}_close.png").write_bytes(page.locator("#place").screenshot())
-    assert is_drawn(page, 0) > 20_000
 
 
 def test_a_hold_is_a_thin_line_that_says_how_long_it_was(page):

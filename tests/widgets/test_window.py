@@ -15,7 +15,8 @@ from workbench.trace.columns import Trace
 from workbench.widgets import moments
 from workbench.widgets.feed import Feed, offset_ns
 from workbench.widgets.moments import Moments
-from workbench.widgets.window import MOST, window
+from workbench.widgets.spans import RankSpans
+from workbench.widgets.window import MOST, MOST_SPANS, window
 
 
 @st.composite
@@ -143,14 +144,33 @@ def test_of_ranks_that_the_trace_does_not_have_nothing_is_told():
         assert len(found.memory) == len(found.states) == 0
 
 
-def test_of_too_many_rows_nothing_is_told(monkeypatch):
-    monkeypatch.setattr("workbench.widgets.window.MOST_ROWS", 50)
-    trace = simulate(Setup(num_ranks=2, steps=2))
+@given(windows())
+def test_its_spans_are_those_of_the_whole_run_that_reach_into_it(drawn):
+    trace, groups, begin_ns, end_ns = drawn
+    ranks = [r.rank for r in trace.ranks if len(r.rows)]
+    found = window(trace, Moments(), groups, begin_ns, end_ns, ranks=ranks).spans
+    whole = window(trace, Moments(), groups, -(1 << 62), 1 << 62, ranks=ranks).spans
+    there = whole[(whole["end_ns"] >= begin_ns) & (whole["begin_ns"] <= end_ns)]
+    names = ["track", "kind", "unit", "begin_ns"]
+    told = {tuple(span) for span in found[names].tolist()}
+    assert told >= {tuple(span) for span in there[names].tolist()}
+
+
+@pytest.mark.parametrize("part", [(0.0, 1.0), (0.4, 0.41), (0.4, 0.4001), (0.9, 1.1)])
+def test_of_a_long_run_only_steps_that_reach_into_it_are_read(part):
+    trace = long_trace(num_ranks=2, rows_per_rank=20_000)
     times = known_ns(trace, 0)
-    found = window(trace, Moments(), ((0,), (1,)), int(times[0]), int(times[-1]))
-    assert not found.is_exact
-    assert len(found.memory) == 0
-    assert window(trace, Moments(), ((0, 1),), int(times[0]), int(times[20])).is_exact
+    begin_ns, end_ns = (int(times[0] + share * (times[-1] - times[0])) for share in part)
+    found = window(trace, Moments(), ((0, 1),), begin_ns, end_ns, ranks=(0, 1)).spans
+    every = np.concatenate([RankSpans().take(r, first_track=3 * r.rank) for r in trace.ranks])
+    there = every[(every["end_ns"] >= begin_ns) & (every["begin_ns"] <= end_ns)]
+    if len(there) <= MOST_SPANS:
+        assert sorted(found[["track", "begin_ns", "end_ns"]].tolist()) == sorted(
+            there[["track", "begin_ns", "end_ns"]].tolist()
+        )
+    else:
+        assert 0 < len(found) <= MOST_SPANS
+    assert {0, 3} <= {*found["track"].tolist()} <= set(range(6))
 
 
 def test_events_are_what_arrow_keys_stop_at():

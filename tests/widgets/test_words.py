@@ -1,21 +1,23 @@
 import re
 
+import pytest
+
 from workbench.events import Kind
 from workbench.widgets.modules import STATIC
-from workbench.widgets.words import FILE, program
+from workbench.widgets.words import programs
 
 
-def test_the_front_ends_words_of_events_are_those_of_today():
-    assert FILE.read_text(encoding="utf-8") == program(), "run: python -m workbench.widgets.words"
+@pytest.mark.parametrize("name", programs())
+def test_what_is_made_of_python_is_that_of_today(name):
+    assert (STATIC / name).read_text(encoding="utf-8") == programs()[name], "run: python -m workbench.widgets.words"
 
 
 def test_no_script_has_numbers_or_colours_of_kinds_of_its_own():
     """A kind is compared with ``KIND.WAIT``, never with 12; greys of the page's own have other uses."""
-    coloured = {
-        colour for colour in re.findall(r"#[0-9a-f]{6}", program()) if len(set(re.findall("..", colour[1:]))) > 1
-    }
+    known = re.findall(r"#[0-9a-f]{6}", programs()["events.js"])
+    coloured = {colour for colour in known if len(set(re.findall("..", colour[1:]))) > 1}
     for script in STATIC.glob("*.js"):
-        if script != FILE:
+        if script.name not in programs():
             text = script.read_text(encoding="utf-8")
             assert re.findall(r"\b(?:kind|state|category)\w* ?[!=]==? ?\d+", text) == [], script.name
             assert [colour for colour in coloured if colour in text] == [], script.name

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from tests.browser import open_offline
 from workbench.widgets.modules import joined
-from workbench.widgets.timeline import Timeline
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>
 <style>
@@ -67,53 +66,15 @@ function made(perTrack, numRanks) {
   }
   return [tracks, data, Array.from({length: 12}, (_, k) => `blocks.${k}`)];
 }
-
-// -- the widget, with a model that stands for the kernel
-
-function makeModel() {
-  const listeners = {}, state = {cursor_us: null};
-  return {
-    sent: [], saved: 0, state,
-    get: (name) => state[name],
-    set(name, value) { state[name] = value; (listeners[`change:${name}`] ?? []).forEach((call) => call()); },
-    save_changes() { this.saved += 1; },
-    send(content) { this.sent.push(content); },
-    on(name, call) { (listeners[name] ??= []).push(call); },
-    off(name, call) { listeners[name] = (listeners[name] ?? []).filter((other) => other !== call); },
-    receive([content, buffers]) {
-      const views = buffers.map((text) => {
-        const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-        const odd = new Uint8Array(bytes.length + 3); // as on the wire: nobody promises an alignment
-        odd.set(bytes, 3);
-        return new DataView(odd.buffer, 3, bytes.length);
-      });
-      (listeners["msg:custom"] ?? []).forEach((call) => call(content, views));
-    },
-  };
-}
-
-async function open() {
-  window.model = makeModel();
-  window.widget = (await load(given.widget)).default();
-  await widget.initialize({model});
-}
-
-const ends = []; // what closes each view
-
-function show() {
-  const el = document.createElement("div");
-  place.append(el);
-  ends.push(widget.render({model, el}));
-}
 </script>
 """
 
 
 @contextmanager
 def open_page(chromium, folder):
-    """Open the page: see its functions ``draw``, ``open`` and ``show``."""
-    alone = {name: joined(f"{name}.js") for name in ("timeline", "track", "look")}
-    given = {**alone, "widget": str(Timeline._esm), "options": {}}
+    """Open the page: see its function ``draw``."""
+    alone = {name: joined(f"{name}.js") for name in ("timeline", "track", "look", "format")}
+    given = {**alone, "options": {}}
     page = folder / "page.html"
     page.write_text(_PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, page) as opened:
@@ -124,10 +85,3 @@ def as_sent(message):
     """A message and its buffers, as the page's ``model.receive`` takes them."""
     content, buffers = message
     return [content, [base64.b64encode(buffer).decode() for buffer in buffers]]
-
-
-def recorded(monkeypatch):
-    """Every message that timelines send from now on, with its buffers."""
-    messages = []
-    monkeypatch.setattr(Timeline, "send", lambda self, content, buffers=None: messages.append((content, buffers)))
-    return messages

@@ -1,6 +1,6 @@
 """What the dashboard in the browser is told: the answers to the questions of one view, of a trace that may grow.
 
-The messages are those of :mod:`workbench.widgets.dashboard`; nothing here knows of a notebook or of who asks.
+The messages are those of :mod:`workbench.widgets.messages`; nothing here knows of a notebook or of who asks.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from workbench.codec import encode
 from workbench.replay.device import Clock, clock_of
 from workbench.replay.units import model_order, unit_name
 from workbench.reports.cursor import Cursor
@@ -16,11 +17,21 @@ from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.widgets.feed import HISTORY_ROWS, Feed
+from workbench.widgets.messages import (
+    Answer,
+    Counts,
+    Moment,
+    MomentTold,
+    MovedCursor,
+    News,
+    Peak,
+    RanksThen,
+    Window,
+)
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import BYTES_PER_S
-from workbench.widgets.packing import COLUMNS, pack, told_holds
+from workbench.widgets.packing import pack, told_holds, told_open
 from workbench.widgets.peaks import Peaks
-from workbench.widgets.spans import TRACKS
 from workbench.widgets.waiting import health, said
 from workbench.widgets.window import window
 
@@ -52,6 +63,10 @@ class Answers:
         self, content: dict[str, Any], pulse: Pulse, clock: Callable[[], float]
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Return the answer to a message as plain data and buffers."""
+        found, buffers = self._answer(content, pulse, clock)
+        return encode(found), buffers
+
+    def _answer(self, content: dict[str, Any], pulse: Pulse, clock: Callable[[], float]) -> tuple[Answer, list[bytes]]:
         if content["ask"] == "feed":
             return self._news(pulse, clock)
         trace = pulse.trace
@@ -62,16 +77,17 @@ class Answers:
         else:
             rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
             moment = self._moments.beside(trace, rank, seq, by)
-        return {"kind": "moment", "number": content.get("number"), "moment": self._shown(moment)}, []
+        return MomentTold(number=int(content.get("number", 0)), moment=self._moment(moment)), []
 
-    def _window(self, trace: Trace, content: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-        begin_ns, end_ns = (self._true_ns(content[key]) for key in ("from_us", "to_us"))
-        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns, self._feed.cuts)
-        about, buffer = pack(found, self._origin_ns)
-        asked = {key: content[key] for key in ("number", "from_us", "to_us")}
-        return {"kind": "window", **asked, "exact": found.is_exact, "counts": about["counts"]}, [buffer]
+    def _window(self, trace: Trace, content: dict[str, Any]) -> tuple[Window, list[bytes]]:
+        from_us, to_us = (float(content[key]) for key in ("from_us", "to_us"))
+        begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
+        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns, self._feed.cuts, self._feed.ranks)
+        counts, buffer = pack(found, self._origin_ns)
+        number = int(content.get("number", 0))
+        return Window(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
 
-    def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
+    def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[News, list[bytes]]:
         begin = clock()
         ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
         self._asked_at = begin
@@ -82,29 +98,40 @@ class Answers:
         if new.restart:
             self._origin_ns, self._units, self._cursor = _origin_ns(trace), (), None
             self._moments, self._peaks = Moments(), Peaks()
-        about, buffer = pack(new, self._origin_ns)
-        answer = {"kind": "feed", **about, "health": health(pulse), "said": said(pulse)}
-        answer["clock"] = _clock(trace.header)
-        if trace.header.units != self._units:
-            self._units = trace.header.units
-            answer["units"] = [unit_name(trace.header, unit.index) for unit in trace.header.units]
-            answer["order"] = _order(trace.header)
-        if new.restart or len(self._feed.cuts) != self._num_cuts:
-            self._num_cuts = len(self._feed.cuts)
-            answer["holds"] = told_holds(self._feed.cuts, self._origin_ns)
-        if new.restart or any(about["counts"].values()):
-            answer["now"] = self._shown(self._moments.at(trace, _ALL_NS))
-            answer["peaks"] = [self._shown(self._peaks.of(trace, group[0])) for group in new.groups]
-        if pulse.cursor != self._cursor:
-            self._cursor = pulse.cursor
-            answer["cursor"] = self._moved(trace, pulse.cursor)
-        return answer, [buffer]
+        counts, buffer = pack(new, self._origin_ns)
+        header, is_news = trace.header, new.restart or counts != Counts(spans=0, memory=0, states=0, steps=0)
+        are_units_new, are_holds_new = (
+            header.units != self._units,
+            new.restart or len(self._feed.cuts) != self._num_cuts,
+        )
+        has_moved = pulse.cursor != self._cursor
+        self._units, self._num_cuts, self._cursor = header.units, len(self._feed.cuts), pulse.cursor
+        news = News(
+            restart=new.restart,
+            another=new.is_another,
+            exact=new.is_exact,
+            groups=new.groups,
+            tracks=new.ranks,
+            open=told_open(new.open, self._origin_ns),
+            counts=counts,
+            begin_us=self._us(_origin_ns(trace)),
+            health=health(pulse),
+            said=said(pulse),
+            clock=_clock(header),
+            units=tuple(unit_name(header, unit.index) for unit in header.units) if are_units_new else None,
+            order=_order(header) if are_units_new else None,
+            holds=told_holds(self._feed.cuts, self._origin_ns) if are_holds_new else None,
+            now=self._moment(self._moments.at(trace, _ALL_NS)) if is_news else None,
+            peaks=tuple(self._peak(trace, group[0]) for group in new.groups) if is_news else None,
+            has_moved=has_moved,
+            cursor=self._moved(trace, pulse.cursor) if has_moved else None,
+        )
+        return news, [buffer]
 
-    def _moved(self, trace: Trace, cursor: Cursor | None) -> dict[str, Any] | None:
+    def _moved(self, trace: Trace, cursor: Cursor | None) -> MovedCursor | None:
         if cursor is None:
             return None
-        moment = self._moments.at_cursor(trace, cursor)
-        return {"t_us": self._us(cursor.t_ns), "moment": self._shown(moment)}
+        return MovedCursor(t_us=self._us(cursor.t_ns), moment=self._moment(self._moments.at_cursor(trace, cursor)))
 
     def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
         """All ranks at a time; at that of the cursor, where the cursor cuts each of them."""
@@ -112,11 +139,16 @@ class Answers:
             return self._moments.at_cursor(trace, self._cursor)
         return self._moments.at(trace, t_ns)
 
-    def _shown(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _moment(self, found: dict[str, Any] | None) -> Moment | None:
         if found is None:
             return None
-        rest = {key: value for key, value in found.items() if key != "t_ns"}
-        return {**rest, "t_us": self._us(found["t_ns"])}
+        known = {key: found[key] for key in ("rank", "seq", "step", "event")}
+        ranks = tuple(RanksThen(**{**group, "ranks": tuple(group["ranks"])}) for group in found["ranks"])
+        return Moment(t_us=self._us(found["t_ns"]), ranks=ranks, **known)
+
+    def _peak(self, trace: Trace, rank: int) -> Peak:
+        found = self._peaks.of(trace, rank)
+        return Peak(t_us=self._us(found["t_ns"]), **{key: found[key] for key in ("num_bytes", "step", "text")})
 
     def _us(self, t_ns: int) -> float:
         """Where the view shows a time."""
@@ -127,24 +159,15 @@ class Answers:
         return self._feed.cuts.true_at(round(float(str(us)) * 1e3) + self._origin_ns)
 
 
-def about_view(buttons: Sequence[str]) -> dict[str, Any]:
-    """What the browser has to know from the beginning, besides ``events.js``."""
-    return {
-        "buttons": list(buttons),
-        "columns": {table: [list(column) for column in columns] for table, columns in COLUMNS.items()},
-        "tracks": [name for name, _ in TRACKS],
-    }
-
-
-def _order(header: Header) -> list[int]:
+def _order(header: Header) -> tuple[int, ...]:
     """The units that were not undone, from the top."""
-    return [unit for unit in model_order(header) if not header.units[unit].retired]
+    return tuple(unit for unit in model_order(header) if not header.units[unit].retired)
 
 
-def _clock(header: Header) -> list[str]:
+def _clock(header: Header) -> tuple[str, str]:
     """Whose times the timeline has, and whose the panels of memory and units; nothing where a host computes."""
     clock = clock_of(header)
-    return ["", ""] if clock is Clock.HOST else [theme.clock_words(header, clock), "in the host's order, at its times"]
+    return ("", "") if clock is Clock.HOST else (theme.clock_words(header, clock), "in the host's order, at its times")
 
 
 def _origin_ns(trace: Trace) -> int:

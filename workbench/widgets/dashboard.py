@@ -3,16 +3,13 @@
 The browser asks, this side answers; nothing is sent unasked, so a dashboard that nobody sees costs nothing. Each
 view in the browser has a name of its own, by which its :class:`~workbench.widgets.answers.Answers` are kept here.
 
-Messages from the browser hold ``view`` and ``ask``: ``feed`` (what is new; with ``wait`` as soon as there is
-something), ``at`` (all ranks at ``t_us``), ``beside`` (all ranks ``by`` events after row ``seq`` of ``rank``),
-``window`` (every change of memory and units from ``from_us`` to ``to_us``), ``do`` (the button ``word``), ``bye``. An
-answer to ``feed`` has ``holds`` (where time in which ranks were held is cut out of the axis, and how much) if there are
-new ones, and a ``cursor`` if ``%fsdp back`` has moved it since the last one: where it is now, None: at the newest
-event.
+The messages are declared in :mod:`workbench.widgets.messages`. With one panel alone, ``timeline``, it is what
+``%fsdp timeline --canvas`` shows.
 
 The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
 and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
-by :data:`workbench.widgets.window.MOST`; beyond that it says that it is not ``exact``.
+by :data:`workbench.widgets.window.MOST` and :data:`workbench.widgets.window.MOST_SPANS`; beyond that it says that it
+is not ``exact``.
 
 :class:`Dashboard` is a widget; :class:`Views` is all of it but the way that messages go, which may be another one.
 """
@@ -21,17 +18,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import anywidget
 import traitlets
 
+from workbench.codec import encode
 from workbench.errors import WorkbenchError
 from workbench.session.pulse import Pulse
-from workbench.widgets.answers import Answers, about_view
+from workbench.widgets.answers import Answers
 from workbench.widgets.busy import answer_while_busy
+from workbench.widgets.messages import About, Panel, Said
 from workbench.widgets.modules import STATIC, joined
 from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out
 
@@ -54,19 +53,28 @@ class Views:
     Args:
         workbench: what is shown; another thread may use it at the same time.
         tell: sends an answer; called from any thread.
+        panels: to be shown. Without ``ranks`` there are no buttons that act on them either.
         clock: seconds, monotonic.
 
     Attributes:
         about: what the browser has to know from the beginning, besides ``events.js``.
     """
 
-    def __init__(self, workbench: Watched, tell: Tell, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        workbench: Watched,
+        tell: Tell,
+        *,
+        panels: Sequence[Panel] = get_args(Panel),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._workbench, self._clock, self._send = workbench, clock, tell
         self._lock = threading.RLock()
         self._views: dict[str, Answers] = {}
         self._pulse: Pulse | None = None
         self._waiting = Waiting(workbench.pulse, self._news, clock)
-        self.about = about_view([word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method)])
+        words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
+        self.about: dict[str, Any] = encode(About(buttons=words if "ranks" in panels else (), panels=tuple(panels)))
 
     def __len__(self) -> int:
         """How many views there are."""
@@ -115,7 +123,7 @@ class Views:
         return lambda: self._tell(name, answer, buffers)
 
     def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:
-        self._send({"view": name, **answer}, buffers)
+        self._send({**answer, "view": name}, buffers)
 
     def _press(self, view: str, word: str) -> None:
         """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
@@ -131,7 +139,7 @@ class Views:
             words = "" if BUTTONS[word][1] else str(report)  # that it goes on is seen
         except WorkbenchError as error:
             words = str(error)
-        self._tell(view, {"kind": "said", "word": word, "text": words.partition("\n")[0]})
+        self._tell(view, encode(Said(word=word, text=words.partition("\n")[0])))
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -139,6 +147,7 @@ class Dashboard(anywidget.AnyWidget):
 
     Args:
         workbench: what is shown; another thread may use it at the same time.
+        panels: to be shown; see :class:`Views`.
         clock: seconds, monotonic.
     """
 
@@ -146,8 +155,14 @@ class Dashboard(anywidget.AnyWidget):
     _css = (STATIC / "dashboard.css").read_text("utf-8")
     about = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, workbench: Watched, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._views = Views(workbench, self._tell, clock=clock)
+    def __init__(
+        self,
+        workbench: Watched,
+        *,
+        panels: Sequence[Panel] = get_args(Panel),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._views = Views(workbench, self._tell, panels=panels, clock=clock)
         super().__init__(about=self._views.about)
         self.on_msg(self._on_message)
         answer_while_busy(self.comm)
@@ -166,6 +181,6 @@ class Dashboard(anywidget.AnyWidget):
             self.send(content, buffers)
 
 
-def dashboard(workbench: Watched) -> Dashboard:
+def dashboard(workbench: Watched, panels: Sequence[Panel] = get_args(Panel)) -> Dashboard:
     """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` takes it away."""
-    return Dashboard(workbench)
+    return Dashboard(workbench, panels=panels)

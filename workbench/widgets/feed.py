@@ -98,6 +98,11 @@ class Feed:
         """Ranks that behave alike, as the view was told last."""
         return self._alike.groups
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks with tracks of their own, as the view was told last."""
+        return _drawn(self.groups)
+
     def take(self, trace: Trace, max_bytes: int = 1 << 20) -> Increment:
         """Return what the view does not know of ``trace``, a later state of the same one or another one.
 

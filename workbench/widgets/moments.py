@@ -74,8 +74,16 @@ class Moments:
 
     def num_rows(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> int:
         """Return how many rows of ``rank`` were known from ``begin_ns`` to ``end_ns``."""
-        begin, end = self._between(trace, rank, begin_ns, end_ns)
+        begin, end = self.between(trace, rank, begin_ns, end_ns)
         return end - begin
+
+    def between(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> tuple[int, int]:
+        """Return the positions in ``rank`` between which are the rows that were known from ``begin_ns`` to ``end_ns``.
+
+        Both times are on rank 0's clock.
+        """
+        rank_trace, ahead_ns = trace.rank(rank), offset_ns(trace, rank)
+        return self._count(rank_trace, begin_ns + ahead_ns), self._count(rank_trace, end_ns + ahead_ns)
 
     def part(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> RankTrace:
         """Return the rows that moved bytes or changed a unit from ``begin_ns`` to ``end_ns``, both on rank 0's clock.
@@ -84,7 +92,7 @@ class Moments:
         ``begin_ns``, or at the rank's first row if that is later; so the state then is where every series begins.
         """
         rank_trace, ahead_ns = trace.rank(rank), offset_ns(trace, rank)
-        begin, end = self._between(trace, rank, begin_ns, end_ns)
+        begin, end = self.between(trace, rank, begin_ns, end_ns)
         rows = rank_trace.rows[begin:end]
         told = of_kind(rows, (*MOVES, *states.CHANGING_KINDS))
         found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[told]])
@@ -96,9 +104,6 @@ class Moments:
     def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
         """Position in each rank of the last row up to ``t_ns``: before its first later one; at least the first row."""
         return {r.rank: self._place(r, t_ns + offset_ns(trace, r.rank)) for r in trace.ranks if len(r.rows)}
-
-    def _between(self, trace: Trace, rank: int, *t_ns: int) -> list[int]:
-        return [self._count(trace.rank(rank), t + offset_ns(trace, rank)) for t in t_ns]
 
     def _place(self, rank_trace: RankTrace, t_ns: int) -> int:
         return max(self._count(rank_trace, t_ns) - 1, 0)

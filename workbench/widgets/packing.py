@@ -1,7 +1,7 @@
 """An increment as the browser takes it: some plain data and one buffer of little-endian columns.
 
 The columns of a table follow each other, each aligned to 8 bytes; :data:`COLUMNS` holds their order and types, and
-``static/dashboard.js`` reads them in that order. Times become microseconds from the view's origin.
+``static/unpack.js`` reads them in that order. Times become microseconds from the view's origin.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import Category, Kind
 from workbench.replay.holds import Cuts
 from workbench.widgets.feed import Increment
+from workbench.widgets.messages import Counts, OpenSpan
 
 COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "spans": (
@@ -29,10 +31,12 @@ COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "states": (("t", "f8"), ("unit", "i2"), ("group", "u1"), ("state", "u1")),
     "steps": (("t", "f8"), ("step", "i4"), ("loss", "f4"), ("ms", "f4"), ("model", "i4")),
 }
+WIDTHS = {("memory", "bytes"): len(Category)}
+"""Numbers an entry of columns that have several; the others have one."""
 
 
-def pack(increment: Increment, origin_ns: int) -> tuple[dict[str, Any], bytes]:
-    """Return an increment as data for JSON and one buffer.
+def pack(increment: Increment, origin_ns: int) -> tuple[Counts, bytes]:
+    """Return how much there is in the tables of an increment, and these tables in one buffer.
 
     Args:
         increment: what to send.
@@ -49,28 +53,24 @@ def pack(increment: Increment, origin_ns: int) -> tuple[dict[str, Any], bytes]:
         for table, wanted in COLUMNS.items()
         for name, code in wanted
     ]
-    about = {
-        "restart": increment.restart,
-        "another": increment.is_another,
-        "exact": increment.is_exact,
-        "groups": increment.groups,
-        "tracks": increment.ranks,
-        "open": [
-            [track, kind, unit, (begin_ns - origin_ns) / 1e3, num_bytes]
-            for track, kind, unit, begin_ns, num_bytes in increment.open[
-                ["track", "kind", "unit", "begin_ns", "num_bytes"]
-            ].tolist()
-        ],
-        "counts": {name: len(table["t" if "t" in table else "start"]) for name, table in tables.items()},
-    }
-    return about, b"".join(column + bytes(-len(column) % 8) for column in columns)
+    counts = Counts(**{name: len(table["t" if "t" in table else "start"]) for name, table in tables.items()})
+    return counts, b"".join(column + bytes(-len(column) % 8) for column in columns)
 
 
-def told_holds(cuts: Cuts, origin_ns: int) -> list[list[float]]:
+def told_open(found: NDArray[np.void], origin_ns: int) -> tuple[OpenSpan, ...]:
+    """Return what has not ended, of SPAN_DTYPE, as the browser takes it."""
+    entries = found[["track", "kind", "unit", "begin_ns", "num_bytes"]].tolist()
+    return tuple(
+        OpenSpan(track=track, kind=Kind(kind), unit=unit, start=(begin_ns - origin_ns) / 1e3, bytes=num_bytes)
+        for track, kind, unit, begin_ns, num_bytes in entries
+    )
+
+
+def told_holds(cuts: Cuts, origin_ns: int) -> tuple[tuple[float, ...], ...]:
     """Return where time is cut out of the axis and how much: ``[[at, length], ...]``, microseconds."""
     found = cuts.joined()
     places = to_us(found.shown(found.begin_ns), origin_ns).tolist()
-    return [list(hold) for hold in zip(places, (found.lengths_ns / 1e3).tolist(), strict=True)]
+    return tuple(zip(places, (found.lengths_ns / 1e3).tolist(), strict=True))
 
 
 def to_us(t_ns: NDArray[np.int64], origin_ns: int) -> NDArray[np.float64]:

@@ -74,6 +74,7 @@ class RankSpans:
         first_track: int = 0,
         offset_ns: int = 0,
         cuts: Cuts | None = None,
+        until_seq: int | None = None,
     ) -> NDArray[np.void]:
         """Return the spans that have ended since the last time, of SPAN_DTYPE.
 
@@ -84,17 +85,19 @@ class RankSpans:
             first_track: number of the rank's first track.
             offset_ns: what its clock is ahead.
             cuts: what is cut out of the time axis, on rank 0's clock; times are those at which spans are shown.
+            until_seq: the row before which to stop; None: read all.
         """
-        if rank_trace.end_seq <= self._end_seq:
+        end_seq = until_seq = rank_trace.end_seq if until_seq is None else until_seq
+        if until_seq <= self._end_seq:
             return np.empty(0, SPAN_DTYPE)
-        rows = rank_trace.rows[max(self._from_seq - rank_trace.start.seq, 0) :]
-        end_seq = rank_trace.end_seq
+        first_seq = max(self._from_seq, rank_trace.start.seq)
+        rows = rank_trace.rows[first_seq - rank_trace.start.seq : until_seq - rank_trace.start.seq]
         if clock_of(header) is Clock.DEVICE:
-            rows, end_seq = of_device(rank_trace, rows, header)
+            rows, end_seq = _of_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
         rows = rows if cuts is None else cuts.on_clock(offset_ns).rows(rows)
         every = spans(rows, _READ)  # found once: it is what takes the time
         parts = [self._compute(rows, every), *(self._collectives(rows, every, track) for track in self._told)]
-        self._from_seq, self._end_seq = _oldest_open(rows, every, end_seq), rank_trace.end_seq
+        self._from_seq, self._end_seq = _oldest_open(rows, every, end_seq), until_seq
         ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
         for found in (ended, self.open):
             found["track"] += first_track
@@ -110,11 +113,14 @@ class RankSpans:
         goes_on[-1:] = found.end_seq[owner[-1:]] < 0
         ended = np.flatnonzero(fresh & ~goes_on)
         self._until_ns = int(end_ns[ended[-1]]) if len(ended) else self._until_ns
-        shown = found.kind[owner] != Kind.STEP
-        told = _told(found, owner, 0, begin_ns, end_ns)
-        told["exposed"] = told["kind"] == Kind.WAIT
-        told["issue_ns"] = np.where(told["exposed"], _issued_ns(every, _keys(found)[owner]), -1)
-        return told[fresh & ~goes_on & shown], told[goes_on & shown]
+        told = _told_compute(every, found, owner, begin_ns, end_ns)
+        shown = told["kind"] != Kind.STEP
+        innermost = np.flatnonzero(found.end_seq < 0)[-1:]
+        if not len(innermost) or innermost[0] in owner[-1:]:
+            return told[fresh & ~goes_on & shown], told[goes_on & shown]
+        now_ns = found.begin_ns[innermost]  # it has begun with the last row: no time belongs to it yet
+        just_begun = _told_compute(every, found, innermost, now_ns, now_ns)
+        return told[fresh & ~goes_on & shown], just_begun[just_begun["kind"] != Kind.STEP]
 
     def _collectives(self, rows: Rows, every: Spans, track: int) -> _Parts:
         found = _of(every, TRACKS[track][1])
@@ -130,11 +136,10 @@ class RankSpans:
         return told[:count], told[waits_on]
 
 
-def of_device(rank_trace: RankTrace, rows: Rows, header: Header) -> tuple[Rows, int]:
-    """Return what its device did of the last rows of a rank, and the first one that it has not come to."""
-    first_seq = rank_trace.end_seq - len(rows)
-    told = on_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
-    return (rows[:0], first_seq) if told is None else (told.part.rows, told.end_seq)
+def _of_device(whole: RankTrace, part: RankTrace, header: Header) -> tuple[Rows, int]:
+    """Return what its device did of a part of a rank's trace, and the first row that it has not come to."""
+    told = on_device(whole, part, header)
+    return (part.rows[:0], part.start.seq) if told is None else (told.part.rows, told.end_seq)
 
 
 def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:
@@ -142,6 +147,13 @@ def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -
     told["track"], told["exposed"], told["count"], told["issue_ns"] = track, 0, 1, -1
     told["kind"], told["unit"], told["num_bytes"] = found.kind[which], found.unit[which], found.num_bytes[which]
     told["begin_ns"], told["end_ns"] = begin_ns, end_ns
+    return told
+
+
+def _told_compute(every: Spans, found: Spans, which: Ints, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:
+    told = _told(found, which, 0, begin_ns, end_ns)
+    told["exposed"] = told["kind"] == Kind.WAIT
+    told["issue_ns"] = np.where(told["exposed"], _issued_ns(every, _keys(found)[which]), -1)
     return told
 
 

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from workbench.errors import WorkbenchError
 from workbench.replay.alike import label
 from workbench.reports.failures import RESTART, losses_in_words
-from workbench.reports.places import describe, unit_names
+from workbench.reports.places import State, describe, unit_names
 from workbench.session.pulse import Pulse
+from workbench.widgets.messages import HealthOfRanks
 from workbench.widgets.pace import LOOK_S, Pace
 
 Send = Callable[[], None]
@@ -110,18 +111,18 @@ def mark(pulse: Pulse) -> tuple[object, ...]:
     return pulse.running, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor
 
 
-def health(pulse: Pulse) -> list[dict[str, Any]]:
-    """Return how the ranks are now, alike ones together: ``ranks`` in words, ``state``, and ``where`` they are held."""
+def health(pulse: Pulse) -> tuple[HealthOfRanks, ...]:
+    """Return how the ranks are now, alike ones together."""
     names = unit_names(pulse.trace.header)
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[State, str], list[int]] = {}
     for rank, state in sorted(pulse.states.items()):
         position = pulse.positions.get(rank)
         held = position.held if position is not None and state == "held" else None
         groups.setdefault((state, describe(held, names) if held is not None else ""), []).append(rank)
-    return [
-        {"label": label(ranks), "ranks": ranks, "state": state, "where": where}
+    return tuple(
+        HealthOfRanks(label=label(ranks), ranks=tuple(ranks), state=state, where=where)
         for (state, where), ranks in groups.items()
-    ]
+    )
 
 
 def said(pulse: Pulse) -> str:

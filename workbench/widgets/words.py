@@ -1,6 +1,7 @@
-"""What the front end knows of events: ``static/events.js``, made of :mod:`workbench.events` and the colours of views.
+"""What the front end knows of Python's side, made of it: words of events, tables, messages.
 
-``python -m workbench.widgets.words`` writes it again after either has changed.
+``python -m workbench.widgets.words`` writes the files again after :mod:`workbench.events`, the colours of views,
+:mod:`workbench.widgets.packing` or :mod:`workbench.widgets.messages` have changed.
 """
 
 from __future__ import annotations
@@ -8,42 +9,89 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, get_args
 
 from workbench.events import Category, Kind, UnitState
 from workbench.views import theme
+from workbench.widgets.messages import About, Answer, Question
 from workbench.widgets.modules import STATIC
+from workbench.widgets.packing import COLUMNS, WIDTHS
+from workbench.widgets.spans import TRACKS
+from workbench.widgets.typescript import module
 
-FILE = STATIC / "events.js"
+_HEADING = "Made of workbench/{}.py by: python -m workbench.widgets.words"
+_ARRAYS = {"f8": "Float64Array", "f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
 
 
-def program() -> str:
-    """Return what the file has to hold: tables indexed by the numbers of traces, and these numbers by name."""
+def programs() -> dict[str, str]:
+    """Return, by name in ``static``, what each file that is made has to hold."""
+    return {"events.js": _events(), "tables.js": _tables(), "messages.d.ts": _messages()}
+
+
+def _events() -> str:
+    """Tables indexed by the numbers of traces, and these numbers by name."""
     kinds = ({**_look(k, theme.KIND_COLOURS[k]), "isCollective": k.info.is_collective} for k in Kind)
     categories = (_look(category, theme.CATEGORY_COLOURS[category]) for category in Category)
     states = (_look(state, theme.UNIT_STATE_COLOURS[state]) for state in UnitState)
     parts = (
-        _table("KINDS", kinds) + _numbers("KIND", Kind),
-        _table("CATEGORIES", categories) + _numbers("CATEGORY", Category),
-        _table("UNIT_STATES", states) + _numbers("UNIT_STATE", UnitState),
+        f"// {_HEADING.format('events.py and workbench/views/theme')}\n",
+        _entries("KINDS", kinds) + _numbers("KIND", Kind),
+        _entries("CATEGORIES", categories) + _numbers("CATEGORY", Category),
+        _entries("UNIT_STATES", states) + _numbers("UNIT_STATE", UnitState),
     )
-    heading = "// Made of workbench/events.py and workbench/views/theme.py by: python -m workbench.widgets.words\n"
-    return heading + "".join(f"\n{part}" for part in parts)
+    return "\n".join(parts)
 
 
 def _look(word: Kind | Category | UnitState, colour: str) -> dict[str, Any]:
     return {"words": word.words, "colour": colour}
 
 
-def _table(name: str, entries: Iterable[dict[str, Any]]) -> str:
+def _entries(name: str, entries: Iterable[dict[str, Any]]) -> str:
     lines = "".join(f"  {json.dumps(entry)},\n" for entry in entries)
     return f"export const {name} = [\n{lines}];\n"
 
 
 def _numbers(name: str, words: type[IntEnum]) -> str:
     lines = "".join(f"  {word.name}: {int(word)},\n" for word in words)
-    return f"export const {name} = {{\n{lines}}};\n"
+    return f"export const {name} = /** @type {{const}} */ ({{\n{lines}}});\n"
+
+
+def _tables() -> str:
+    """The columns of each table in a buffer, with their types and numbers an entry; the tracks of a rank."""
+    found = {
+        table: {column: [code, WIDTHS.get((table, column), 1)] for column, code in columns}
+        for table, columns in COLUMNS.items()
+    }
+    lines = "".join(f"  {table}: {json.dumps(columns)},\n" for table, columns in found.items())
+    tracks = json.dumps([name for name, _ in TRACKS])
+    return (
+        f"// {_HEADING.format('widgets/packing.py and workbench/widgets/spans')}\n"
+        f"\nexport const TABLES = {{\n{lines}}};\n\nexport const TRACKS = {tracks};\n"
+    )
+
+
+def _messages() -> str:
+    """Types of the messages, and of the tables in their buffers."""
+    questions, answers = get_args(Question), get_args(Answer)
+    heading = _HEADING.format("widgets/messages.py and workbench/widgets/packing")
+    messages = module(
+        heading,
+        [*questions, *answers, About],
+        unions={"Question": questions, "Answer": answers},
+    )
+    return "\n".join([messages, *(_table(name, columns) for name, columns in COLUMNS.items()), _all_tables()])
+
+
+def _table(name: str, columns: Iterable[tuple[str, str]]) -> str:
+    lines = "".join(f"  readonly {column}: {_ARRAYS[code]};\n" for column, code in columns)
+    return f"export interface {name.title()}Table {{\n{lines}}}\n"
+
+
+def _all_tables() -> str:
+    lines = "".join(f"  readonly {name}: {name.title()}Table;\n" for name in COLUMNS)
+    return f"export interface Tables {{\n{lines}}}\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(program(), encoding="utf-8")
+    for name, text in programs().items():
+        (STATIC / name).write_text(text, encoding="utf-8")

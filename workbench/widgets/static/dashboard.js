@@ -1,203 +1,273 @@
 // The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
-// cursor it asks for as well. Text from the kernel (names of units, ranks, metrics) becomes text, never HTML.
-// Python joins this module and those that it imports to one: see workbench/widgets/modules.py.
+// cursor, and of a view that holds still, it asks for as well. Python joins this module and those that it imports to one:
+// see workbench/widgets/modules.py. What goes over the wire: workbench/widgets/messages.py.
 
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
+import { make, refill, swatch, write } from "./dom.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
-import { formatBytes, formatDuration } from "./format.js";
+import { formatBytes, formatDuration, ranksInWords } from "./format.js";
 import { isDark } from "./look.js";
 import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
-import { Series, fillMemory, fillStates } from "./series.js";
+import { Known, Steps } from "./series.js";
+import { TRACKS } from "./tables.js";
 import { createTimeline } from "./timeline.js";
+import { itemsOf, unpack } from "./unpack.js";
+
+/** @import { About, Answer, AskAt, AskBeside, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, Said, SpansTable, Window } from "./messages.js" */
+/** @import { Scene, Skin, Value } from "./panels.js" */
+/** @import { Items } from "./track.js" */
 
 const SILENT_MS = 2500; // without an answer, that is said
+const SAID_MS = 8000; // for so long what came of a button is shown
 const STEPS_IN_VIEW = 2.4; // that a running view shows
 const MAX_UNITS = 200;
+const NONE = "\u2013";
 
-const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
+/**
+ * The kernel's side: a widget's model, or what stands for one.
+ * @typedef {object} Model
+ * @property {(name: "about") => About} get
+ * @property {(question: Question) => void} send
+ * @property {(name: "msg:custom", call: OnMessage) => void} on
+ * @property {(name: "msg:custom", call: OnMessage) => void} off
+ */
 
-/** The tables of an increment: `{table: {column: typed array}}`. */
-function unpack(columns, counts, data) {
-  const buffer = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // aligned
-  const tables = {};
-  let at = 0;
-  for (const [table, wanted] of Object.entries(columns)) {
-    tables[table] = {};
-    for (const [name, code] of wanted) {
-      const length = counts[table] * (table === "memory" && name === "bytes" ? CATEGORIES.length : 1);
-      tables[table][name] = new TYPES[code](buffer, at, length);
-      at += Math.ceil(tables[table][name].byteLength / 8) * 8;
-    }
-  }
-  return tables;
-}
+/** @typedef {(answer: Answer, buffers: DataView[]) => void} OnMessage */
 
-/** An element with classes and plain text. */
-function make(tag, className = "", text = "") {
-  const element = document.createElement(tag);
-  element.className = className;
-  element.textContent = text;
-  return element;
-}
+/** @typedef {Omit<AskAt, "view" | "number"> | Omit<AskBeside, "view" | "number">} CursorQuestion */
 
-/** Give `element` these children, if they say anything else than those it has: else a pressed button would vanish. */
-function refill(element, key, children) {
-  const now = JSON.stringify(key);
-  if (element.dataset.shown === now) return;
-  element.dataset.shown = now;
-  element.replaceChildren(...children());
-}
+/** @typedef {{ value: Value, colour: string, number: HTMLElement, sheet: Sheet }} Line a number of each step */
+
+/** @typedef {{ box: HTMLElement, note: HTMLElement, hint: HTMLElement }} PanelBox */
 
 class DashboardView {
+  /**
+   * @param {Model} model
+   * @param {HTMLElement} root
+   */
   constructor(model, root) {
-    Object.assign(this, { model, root, about: model.get("about") });
+    this.model = model;
+    this.root = root;
+    this.about = model.get("about");
     this.id = Math.random().toString(36).slice(2);
-    Object.assign(this, { isLive: true, cursor: null, moment: null, now: null, health: [], units: [], groups: [] });
-    Object.assign(this, { peaks: [], end: 0, isAsking: false, hasBegun: false, askedAt: 0, answeredAt: performance.now(), isSeen: true });
-    Object.assign(this, { wanted: null, isWaiting: false, number: 0, timer: 0, frame: 0, said: "", view: "", news: 0 });
-    this.closeup = new Closeup((question) => this.isGone || this.send(question));
+
+    this.isLive = true;
+    /** @type {number | null} */
+    this.cursor = null;
+    /** @type {Moment | null} */
+    this.moment = null; // under the cursor
+    /** @type {Moment | null} */
+    this.now = null;
+    /** @type {readonly HealthOfRanks[]} */
+    this.health = [];
+    /** @type {readonly string[]} */
+    this.units = [];
+    /** @type {readonly number[]} */
+    this.order = [];
+    /** @type {readonly (readonly number[])[]} */
+    this.groups = [];
+    /** @type {readonly Peak[]} */
+    this.peaks = [];
+    /** @type {readonly (readonly [number, number])[]} */
+    this.holds = [];
+    this.known = new Known();
+    this.shown = this.known; // that is drawn: what was told all along, or of a part of time all there is
+    this.steps = new Steps();
+    this.numTracks = 0;
+    this.begun = 0; // where the record begins
+    this.end = 0; // and ends
+    this.simplifiedTo = -Infinity; // before this not every change was told
+    this.news = 0; // how often memory or units were told of
+    this.clock = "";
+    this.told = "";
+
+    this.isAsking = false;
+    this.hasBegun = false;
+    this.askedAt = 0;
+    this.answeredAt = performance.now();
+    /** @type {CursorQuestion | null} */
+    this.wanted = null;
+    this.isWaiting = false; // for the answer to a question about the cursor
+    this.momentAt = 0;
+    this.number = 0;
+    this.moves = false; // the cursor goes to the event that is told
+    this.said = "";
+    this.sayUntil = 0;
+    this.timer = 0;
+    this.frame = 0;
+    this.view = "";
+    this.isSeen = true;
+    this.isGone = false;
+    this.closeup = new Closeup((question) => {
+      if (!this.isGone) this.send({ ...question, view: this.id });
+    });
+    /** @type {Items[] | null} */
+    this.closeSpans = null; // that the timeline has
+
+    this.when = make("span", "fw-when");
+    this.event = make("span", "fw-event");
+    this.live = make("button", "fw-live", "live");
+    /** @type {Map<string, HTMLButtonElement>} */
+    this.buttons = new Map();
+    this.sentence = make("div", "fw-said");
+    this.ranks = make("div", "fw-ranks");
+    this.body = make("div");
+    this.memory = this.panel("memory in use, by class");
+    this.memorySheet = new Sheet(this.memory.box, "fw-scrub fw-memory");
+    this.memoryLegend = make("div", "fw-legend");
+    this.states = this.panel("units");
+    this.statesSheet = new Sheet(this.states.box, "fw-scrub fw-states");
+    this.statesLegend = make("div", "fw-legend");
+    this.tracks = this.panel("timeline");
+    this.timelineBox = make("div", "fw-timeline");
+    /** @type {Line[]} */
+    this.lines = [];
     this.build();
+
+    this.timeline = this.makeTimeline();
+    this.ender = new AbortController();
+    this.seen = new IntersectionObserver((entries) => {
+      this.isSeen = entries[entries.length - 1].isIntersecting;
+      this.tick();
+    });
+    this.sized = new ResizeObserver(() => { this.draw(); });
+    this.themed = new MutationObserver(() => { this.draw(); });
+    /** @type {OnMessage} */
+    this.onMessage = (answer, buffers) => {
+      if (answer.view === this.id) this.take(answer, buffers);
+    };
     this.listen();
-    this.begin();
     this.tick();
   }
 
   // -- the page
 
   build() {
-    const { root } = this;
+    const { root, about } = this;
     root.classList.add("fw-dashboard");
+    root.classList.toggle("fw-canvas", !about.panels.includes("ranks"));
     root.tabIndex = 0;
     root.dataset.lmSuppressShortcuts = "true"; // arrow keys are the dashboard's while it has the focus
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", "Live dashboard. Left and right arrow keys: event by event. L: live.");
     const head = make("div", "fw-head");
-    this.when = make("span", "fw-when");
-    this.event = make("span", "fw-event");
     head.append(this.when, this.event, this.buildButtons());
-    this.sentence = make("div", "fw-said");
     this.sentence.setAttribute("role", "status");
-    root.append(head, this.sentence, this.buildCards());
-    this.body = make("div");
+    root.append(head, this.sentence);
+    if (about.panels.includes("ranks")) root.append(this.buildCards());
     root.append(this.body);
-    this.buildPanels();
+    this.memory.box.append(this.memoryLegend);
+    this.states.box.append(this.statesLegend);
+    this.tracks.box.append(this.timelineBox);
+    if (about.panels.includes("memory")) this.body.append(this.memory.box);
+    if (about.panels.includes("units")) this.body.append(this.states.box);
+    if (about.panels.includes("timeline")) this.body.append(this.tracks.box);
+    this.takeClock(["", ""]);
+    this.statesLegend.append(...UNIT_STATES.map(({ words, colour }) => swatch(words, colour)));
   }
 
   buildButtons() {
     const row = make("div", "fw-buttons");
-    this.buttons = {};
     for (const word of this.about.buttons) {
-      const button = (this.buttons[word] = make("button", `fw-${word}`, word));
-      button.onclick = () => this.press(word);
+      const button = make("button", `fw-${word}`, word);
+      button.onclick = () => { this.press(word); };
       button.disabled = true;
+      this.buttons.set(word, button);
       row.append(button);
     }
-    this.live = make("button", "fw-live", "live");
-    this.live.onclick = () => this.follow();
+    this.live.onclick = () => { this.follow(); };
     row.append(this.live);
     return row;
   }
 
   buildCards() {
     const cards = make("div", "fw-cards");
-    const card = (title) => {
+    const card = (/** @type {string} */ title) => {
       const box = make("div", "fw-card");
       box.append(make("h4", "", title));
       cards.append(box);
       return box;
     };
-    this.ranks = make("div", "fw-ranks");
     card("ranks").append(this.ranks);
-    this.lines = [["loss", "loss", 0], ["step time", "ms", 1]].map(([title, value, place]) => {
-      const box = card(title), number = make("div", "fw-number", "\u2013");
+    const line = (/** @type {string} */ title, /** @type {Value} */ value, /** @type {string} */ colour) => {
+      const box = card(title), number = make("div", "fw-number", NONE);
       box.append(number);
-      return { value, number, place, sheet: new Sheet(box, "", drawLine) };
-    });
+      this.lines.push({ value, colour, number, sheet: new Sheet(box, "") });
+    };
+    line("loss", "loss", UNIT_STATES[UNIT_STATE.SHARDED].colour);
+    line("step time", "ms", KINDS[KIND.OPTIMIZER].colour);
     return cards;
   }
 
-  buildPanels() {
-    const panel = (title) => {
-      const box = make("div", "fw-panel"), heading = make("h4", "", title), note = make("span", "fw-note");
-      const hint = make("span", "fw-hint");
-      heading.append(note, hint);
-      box.append(heading);
-      this.body.append(box);
-      return [box, note, hint];
-    };
-    const [memory, memoryNote, memoryHint] = panel("memory in use, by class");
-    const [states, statesNote, statesHint] = panel("units");
-    const [timeline, timelineNote] = panel("timeline");
-    Object.assign(this, { memoryNote, statesNote, timelineNote, hints: [memoryHint, statesHint] });
-    this.memorySheet = new Sheet(memory, "fw-scrub fw-memory", drawMemory);
-    this.memoryLegend = make("div", "fw-legend");
-    memory.append(this.memoryLegend);
-    this.statesSheet = new Sheet(states, "fw-scrub fw-states", drawStates);
-    this.statesLegend = make("div", "fw-legend");
-    states.append(this.statesLegend);
-    this.timelineBox = make("div", "fw-timeline");
-    timeline.append(this.timelineBox);
-    this.takeClock(["", ""]);
-    refill(this.statesLegend, 1, () => UNIT_STATES.map(({ words, colour }) => swatch(words, colour)));
+  /**
+   * @param {string} title
+   * @returns {PanelBox}
+   */
+  panel(title) {
+    const box = make("div", "fw-panel"), heading = make("h4", "", title);
+    const note = make("span", "fw-note"), hint = make("span", "fw-hint");
+    heading.append(note, hint);
+    box.append(heading);
+    return { box, note, hint };
   }
 
-  begin() {
-    this.timeline?.destroy();
-    this.timelineBox.replaceChildren();
+  makeTimeline() {
     const canvas = document.createElement("canvas");
-    this.timelineBox.append(canvas);
-    this.timeline = createTimeline(canvas, { onFollow: (on) => on || this.hold() });
-    this.timeline.onCursor((us) => us !== null && this.putCursor(us));
-    this.timeline.setUnits(this.units);
-    if (this.isLive) this.timeline.follow(true);
+    this.timelineBox.replaceChildren(canvas);
+    const timeline = createTimeline(canvas, { onFollow: (on) => { if (!on) this.hold(); } });
+    timeline.onCursor((us) => { if (us !== null) this.putCursor(us); });
+    timeline.setUnits(this.units);
+    if (this.isLive) timeline.follow(true);
+    return timeline;
+  }
+
+  /** Forget all but the steps. */
+  begin() {
+    this.timeline.destroy();
+    this.timeline = this.makeTimeline();
     this.closeup.forget();
-    this.memory = [];
-    this.states = [];
+    this.closeSpans = null;
+    this.known = new Known();
     this.holds = [];
-    this.openTracks = [];
-    this.steps ??= new Series({ t: [Float64Array, 1], step: [Int32Array, 1], loss: [Float32Array, 1], ms: [Float32Array, 1],
-      model: [Int32Array, 1] });
     this.numTracks = 0;
-    this.end = 0;
-    this.simplifiedTo = -Infinity; // before this not every change was told
+    this.begun = this.end = 0;
+    this.simplifiedTo = -Infinity;
   }
 
   listen() {
-    this.ender = new AbortController();
     const options = { signal: this.ender.signal };
-    this.onMessage = (content, buffers) => content.view === this.id && this.take(content, buffers);
     this.model.on("msg:custom", this.onMessage);
-    this.root.addEventListener("keydown", (event) => this.key(event), { ...options, capture: true });
+    this.root.addEventListener("keydown", (event) => { this.key(event); }, { ...options, capture: true });
     for (const { canvas } of [this.memorySheet, this.statesSheet]) this.listenToScrubs(canvas, options);
-    for (const type of ["pointermove", "wheel", "keydown"]) { // what moves the timeline moves the panels above
-      this.timelineBox.addEventListener(type, () => this.draw(), { ...options, passive: true });
+    for (const type of ["pointermove", "wheel", "keydown", "dblclick"]) { // what moves the timeline moves the others
+      this.timelineBox.addEventListener(type, () => { this.draw(); }, { ...options, passive: true });
     }
-    document.addEventListener("visibilitychange", () => this.tick(), options);
-    this.seen = new IntersectionObserver((entries) => {
-      this.isSeen = entries.at(-1).isIntersecting;
-      this.tick();
-    });
+    document.addEventListener("visibilitychange", () => { this.tick(); }, options);
     this.seen.observe(this.root);
-    this.sized = new ResizeObserver(() => this.draw());
     this.sized.observe(this.root);
-    this.themed = new MutationObserver(() => this.draw());
     this.themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(), options);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { this.draw(); }, options);
   }
 
+  /**
+   * @param {HTMLCanvasElement} canvas
+   * @param {{ signal: AbortSignal }} options
+   */
   listenToScrubs(canvas, options) {
-    const put = (event) => {
+    const put = (/** @type {PointerEvent} */ event) => {
       const { plot, view } = this.timeline.stats();
       const axis = new Axis(plot, view);
       const x = event.clientX - canvas.getBoundingClientRect().left;
-      this.putCursor(Math.min(Math.max(axis.t(Math.max(x, axis.left)), 0), this.end));
+      this.putCursor(Math.min(Math.max(axis.t(Math.max(x, axis.left)), this.begun), this.end));
     };
     canvas.addEventListener("pointerdown", (event) => {
       if (event.button !== 0) return;
       canvas.setPointerCapture(event.pointerId);
       put(event);
     }, options);
-    canvas.addEventListener("pointermove", (event) => canvas.hasPointerCapture(event.pointerId) && put(event), options);
+    canvas.addEventListener("pointermove", (event) => {
+      if (canvas.hasPointerCapture(event.pointerId)) put(event);
+    }, options);
   }
 
   destroy() {
@@ -209,13 +279,14 @@ class DashboardView {
     this.ender.abort();
     for (const observer of [this.seen, this.sized, this.themed]) observer.disconnect();
     this.timeline.destroy();
-    this.model.send({ view: this.id, ask: "bye" });
+    this.send({ ask: "bye", view: this.id });
   }
 
   // -- asking
 
-  send(content) {
-    this.model.send({ view: this.id, ...content });
+  /** @param {Question} question */
+  send(question) {
+    this.model.send(question);
   }
 
   /** Ask for what is new, if somebody looks: the kernel answers as soon as there is something, but not too often. */
@@ -224,61 +295,80 @@ class DashboardView {
     if (this.isGone || document.hidden || !this.isSeen) return;
     const now = performance.now();
     if (!this.isAsking || now - this.askedAt > ASK_AGAIN_MS) {
-      Object.assign(this, { isAsking: true, askedAt: now });
-      this.send({ ask: "feed", wait: this.hasBegun });
+      this.isAsking = true;
+      this.askedAt = now;
+      this.send({ ask: "feed", view: this.id, wait: this.hasBegun });
     }
     if (now - this.answeredAt > SILENT_MS) this.say();
     if (this.closeup.asked) this.draw();
-    this.timer = setTimeout(() => this.tick(), 500);
+    this.timer = setTimeout(() => { this.tick(); }, 500);
   }
 
-  take(content, buffers) {
+  /** @type {OnMessage} */
+  take(answer, buffers) {
     this.answeredAt = performance.now();
-    if (content.kind === "feed") this.takeNews(content, buffers[0]);
-    else if (content.kind === "moment") this.takeMoment(content);
-    else if (content.kind === "window") this.takeWindow(content, buffers[0]);
-    else if (content.kind === "said") this.takeSaid(content);
+    switch (answer.kind) {
+      case "feed": this.takeNews(answer, buffers[0]); break;
+      case "moment": this.takeMoment(answer); break;
+      case "window": this.takeWindow(answer, buffers[0]); break;
+      case "said": this.takeSaid(answer); break;
+    }
     this.draw();
   }
 
+  /**
+   * @param {News} news
+   * @param {DataView} data
+   */
   takeNews(news, data) {
-    Object.assign(this, { isAsking: false, hasBegun: true });
+    this.isAsking = false;
+    this.hasBegun = true;
     this.tick(); // first: the kernel can already look for what comes next
-    if (news.another) Object.assign(this, { steps: null, now: null, peaks: [], sayUntil: 0 });
+    if (news.another) {
+      this.steps = new Steps();
+      this.now = null;
+      this.peaks = [];
+      this.sayUntil = 0;
+    }
     if (news.restart) {
       this.begin();
       if (!this.isLive) this.follow();
     }
-    if (news.units) {
-      Object.assign(this, { units: news.units, order: news.order });
+    if (news.units && news.order) {
+      this.units = news.units;
+      this.order = news.order;
       this.timeline.setUnits(this.units);
     }
-    Object.assign(this, { health: news.health, told: news.said, groups: news.groups });
-    if (news.now) this.now = news.now;
+    this.health = news.health;
+    this.told = news.said;
+    this.groups = news.groups;
+    this.now = news.now ?? this.now;
+    this.peaks = news.peaks ?? this.peaks;
     if (news.holds) {
-      this.holds = news.holds;
-      this.timeline.setHolds(news.holds);
+      this.holds = news.holds.map(([at, length]) => [at, length]);
+      this.timeline.setHolds(this.holds);
     }
-    if (news.peaks) this.peaks = news.peaks;
-    const tables = unpack(this.about.columns, news.counts, data);
+    const tables = unpack(news.counts, data);
     this.takeTracks(news.tracks);
     this.takeClock(news.clock);
     this.takeSpans(tables.spans);
-    fillMemory(this.memory, tables.memory);
-    fillStates(this.states, tables.states);
+    this.known.takeMemory(tables.memory);
+    this.known.takeStates(tables.states, this.units.length);
     if (news.counts.memory || news.counts.states) this.news += 1;
-    for (let k = 0; k < news.counts.steps; k++) {
-      const { t, step, loss, ms, model } = tables.steps;
-      this.steps.push({ t: t[k], step: step[k], loss: loss[k], ms: ms[k], model: model[k] });
-    }
+    this.steps.take(tables.steps);
+    this.begun = news.begin_us;
     this.end = Math.max(this.end, this.now?.t_us ?? 0);
+    if (this.now) this.timeline.setRange(this.begun, this.end);
     if (!news.exact) this.simplifiedTo = this.end;
     this.takeOpen(news.open);
-    if (news.cursor !== undefined) this.takeCursor(news.cursor);
+    if (news.has_moved) this.takeCursor(news.cursor);
     if (this.isLive) this.showLatest();
   }
 
-  /** `%fsdp back` has moved the cursor: the view goes there and holds, or follows again. */
+  /**
+   * `%fsdp back` has moved the cursor: the view goes there and holds, or follows again.
+   * @param {MovedCursor | null} cursor
+   */
   takeCursor(cursor) {
     if (!cursor) {
       if (!this.isLive) this.follow();
@@ -286,69 +376,70 @@ class DashboardView {
     }
     if (this.isLive) this.showLatest(); // first, or the view would stay where the last picture was
     this.hold(cursor.t_us);
-    Object.assign(this, { moment: cursor.moment, wanted: null, isWaiting: false, moves: false });
-    this.number += 1; // an answer to a question on its way is too late
+    this.moment = cursor.moment;
+    this.forgetQuestion();
+    this.moves = false;
     this.showCursor(cursor.t_us);
   }
 
-  /** Whose times the timeline has, and whose the other panels; nothing where there is one clock. */
+  /**
+   * Whose times the timeline has, and whose the other panels; nothing where there is one clock.
+   * @param {readonly string[]} clocks
+   */
   takeClock([timeline, others]) {
     const how = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
-    const text = [timeline, how].filter(Boolean).join(" \u00b7 ");
-    if (this.timelineNote.textContent !== text) this.timelineNote.textContent = text;
+    write(this.tracks.note, [timeline, how].filter(Boolean).join(" \u00b7 "));
     this.clock = others;
   }
 
+  /** @param {readonly number[]} ranks */
   takeTracks(ranks) {
-    if (this.numTracks === ranks.length) return;
-    this.numTracks = ranks.length;
-    this.timeline.setTracks(ranks.flatMap((rank) => this.about.tracks.map((name) => ({ name, rank }))));
+    const tracks = ranks.flatMap((rank) => TRACKS.map((name) => ({ name, rank })));
+    if (this.numTracks === tracks.length) return;
+    this.numTracks = tracks.length;
+    this.timeline.setTracks(tracks);
   }
 
+  /** @param {SpansTable} spans */
   takeSpans(spans) {
-    const tracks = new Map();
-    spans.track.forEach((track, k) => tracks.has(track) ? tracks.get(track).push(k) : tracks.set(track, [k]));
-    for (const [track, places] of tracks) {
-      const pick = (Type, value) => Type.from(places, value);
-      this.timeline.append(track, {
-        start: pick(Float64Array, (k) => spans.start[k]),
-        end: pick(Float64Array, (k) => spans.start[k] + spans.duration[k]),
-        bytes: pick(Float64Array, (k) => spans.bytes[k]),
-        arrowFrom: pick(Float64Array, (k) => spans.start[k] - spans.before[k]),
-        unit: pick(Int16Array, (k) => spans.unit[k]),
-        kind: pick(Uint8Array, (k) => spans.kind[k]),
-        exposed: pick(Uint8Array, (k) => spans.exposed[k]),
-      });
-    }
+    itemsOf(spans, this.numTracks).forEach((items, track) => { this.timeline.append(track, items); });
   }
 
-  /** What has begun and not ended: of a hang, what hangs. */
+  /**
+   * What has begun and not ended: of a hang, what hangs.
+   * @param {readonly OpenSpan[]} open
+   */
   takeOpen(open) {
-    const byTrack = new Map(this.openTracks?.map((track) => [track, []]));
-    for (const entry of open) byTrack.set(entry[0], [...(byTrack.get(entry[0]) ?? []), entry]);
-    for (const [track, entries] of byTrack) {
+    for (let track = 0; track < this.numTracks; track++) {
+      const mine = open.filter((span) => span.track === track);
       this.timeline.setOpen(track, {
-        start: Float64Array.from(entries, (entry) => entry[3]),
-        end: Float64Array.from(entries, (entry) => Math.max(this.end, entry[3])),
-        kind: Uint8Array.from(entries, (entry) => entry[1]),
-        unit: Int16Array.from(entries, (entry) => entry[2]),
-        bytes: Float64Array.from(entries, (entry) => entry[4]),
-        exposed: new Uint8Array(entries.length),
-        arrowFrom: new Float64Array(entries.length).fill(NaN),
+        start: Float64Array.from(mine, ({ start }) => start),
+        end: Float64Array.from(mine, ({ start }) => Math.max(this.end, start)),
+        kind: Uint8Array.from(mine, ({ kind }) => kind),
+        unit: Int16Array.from(mine, ({ unit }) => unit),
+        bytes: Float64Array.from(mine, ({ bytes }) => bytes),
+        exposed: new Uint8Array(mine.length),
+        arrowFrom: new Float64Array(mine.length).fill(NaN),
       });
     }
-    this.openTracks = open.map(([track]) => track);
   }
 
-  /** Every change in view; what is said of the cursor is asked for again: ranks may have told something since. */
+  /**
+   * Every change in view; what is said of the cursor is asked for again: ranks may have told something since.
+   * @param {Window} answer
+   * @param {DataView} data
+   */
   takeWindow(answer, data) {
-    const tables = unpack(this.about.columns, answer.counts, data);
-    if (!this.closeup.take(answer, tables)) return;
+    const tables = unpack(answer.counts, data), known = new Known();
+    known.takeMemory(tables.memory);
+    known.takeStates(tables.states, this.units.length);
+    if (!this.closeup.take(answer, known, itemsOf(tables.spans, this.numTracks))) return;
     if (this.isLive || !this.moment || this.isWaiting) return;
     const { rank, seq } = this.moment;
-    this.want(this.moves ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
+    this.want(this.moves || this.cursor === null ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
   }
 
+  /** @param {MomentTold} answer */
   takeMoment({ number, moment }) {
     if (number !== this.number) return; // the cursor has moved on
     this.isWaiting = false;
@@ -359,22 +450,27 @@ class DashboardView {
     this.askMoment();
   }
 
+  /** @param {Said} answer */
   takeSaid({ text }) {
     this.said = text;
-    this.sayUntil = performance.now() + 8000;
+    this.sayUntil = performance.now() + SAID_MS;
     this.say();
   }
 
+  /** @param {string} word */
   press(word) {
     this.said = `${word} \u2026`;
-    this.sayUntil = performance.now() + 8000;
-    this.send({ ask: "do", word });
+    this.sayUntil = performance.now() + SAID_MS;
+    this.send({ ask: "do", view: this.id, word });
     this.draw();
   }
 
   // -- the cursor
 
-  /** The person points at a time: the view holds, and every panel shows the ranks then. */
+  /**
+   * The person points at a time: the view holds, and every panel shows the ranks then.
+   * @param {number} at
+   */
   putCursor(at) {
     const us = Math.round(at * 1000) / 1000; // whole nanoseconds, as the kernel counts
     this.hold(us);
@@ -385,16 +481,20 @@ class DashboardView {
     this.draw();
   }
 
+  /** @param {number} by how many events */
   step(by) {
     const from = this.moment ?? this.now;
     if (!from) return;
     this.hold(from.t_us);
     this.moves = true;
-    const { rank, seq } = this.moment ?? this.now;
+    const { rank, seq } = this.moment ?? from;
     this.want({ ask: "beside", rank, seq, by });
   }
 
-  /** Show the cursor at an event that the kernel has named, and bring it into view. */
+  /**
+   * Show the cursor at an event that the kernel has named, and bring it into view.
+   * @param {number} us
+   */
   showCursor(us) {
     this.cursor = us;
     this.timeline.setCursor(us);
@@ -402,7 +502,10 @@ class DashboardView {
     if (us < t0 || us > t1) this.timeline.setView(us - (t1 - t0) / 2, us + (t1 - t0) / 2);
   }
 
-  /** One question at a time; of those that come meanwhile the last one counts. */
+  /**
+   * One question at a time; of those that come meanwhile the last one counts.
+   * @param {CursorQuestion} question
+   */
   want(question) {
     this.wanted = question;
     if (!this.isWaiting || performance.now() - this.momentAt > ASK_AGAIN_MS) {
@@ -415,10 +518,19 @@ class DashboardView {
     if (this.isWaiting || !this.wanted) return;
     this.isWaiting = true;
     this.momentAt = performance.now();
-    this.send({ ...this.wanted, number: (this.number += 1) });
+    this.number += 1;
+    this.send({ ...this.wanted, view: this.id, number: this.number });
     this.wanted = null;
   }
 
+  /** An answer to a question on its way is too late. */
+  forgetQuestion() {
+    this.wanted = null;
+    this.isWaiting = false;
+    this.number += 1;
+  }
+
+  /** @param {number | null} us where the cursor is put; null: at the newest event */
   hold(us = null) {
     if (!this.isLive) return;
     this.isLive = false;
@@ -428,8 +540,10 @@ class DashboardView {
   }
 
   follow() {
-    Object.assign(this, { isLive: true, cursor: null, moment: null, wanted: null, isWaiting: false });
-    this.number += 1;
+    this.isLive = true;
+    this.cursor = null;
+    this.moment = null;
+    this.forgetQuestion();
     this.timeline.setCursor(null);
     this.timeline.follow(true);
     this.showLatest();
@@ -438,20 +552,26 @@ class DashboardView {
 
   /** A running view shows the last few steps. */
   showLatest() {
-    const count = this.steps.length;
-    if (!count || !this.end) return;
-    const lasted = Array.from(this.steps.ms.slice(Math.max(count - 5, 0), count)).sort((a, b) => a - b);
-    const span = Math.min(STEPS_IN_VIEW * 1000 * lasted[lasted.length >> 1], 1.02 * this.end);
+    const { length, columns: { ms } } = this.steps;
+    if (!length || !this.end) return;
+    const lasted = Array.from(ms.subarray(Math.max(length - 5, 0), length)).sort((a, b) => a - b);
+    const span = Math.min(STEPS_IN_VIEW * 1000 * lasted[lasted.length >> 1], 1.02 * (this.end - this.begun));
     this.timeline.setView(this.end - span, this.end + 0.01 * span);
   }
 
+  /** @param {KeyboardEvent} event */
   key(event) {
     if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-    const actions = { ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1), l: () => this.follow() };
-    if (!actions[event.key]) return;
+    const actions = new Map([
+      ["ArrowRight", () => { this.step(1); }],
+      ["ArrowLeft", () => { this.step(-1); }],
+      ["l", () => { this.follow(); }],
+    ]);
+    const action = actions.get(event.key);
+    if (!action) return;
     event.preventDefault();
     event.stopPropagation(); // neither the timeline's nor the notebook's
-    actions[event.key]();
+    action();
   }
 
   // -- drawing
@@ -467,72 +587,94 @@ class DashboardView {
   picture() {
     const { root, timeline } = this, stats = timeline.stats();
     root.classList.toggle("fw-dark", isDark());
-    const style = getComputedStyle(root), css = (name) => style.getPropertyValue(`--fw-${name}`).trim();
-    const skin = Object.fromEntries(["page", "ink", "soft", "row", "grid", "accent", "peak"].map((name) => [name, css(name)]));
-    const axis = new Axis(stats.plot, stats.view), at = this.isLive ? this.now : this.moment ?? this.now;
-    const isEmpty = !this.now;
-    this.body.style.display = isEmpty ? "none" : "";
+    const at = this.isLive ? this.now : this.moment ?? this.now, skin = this.skin();
+    this.body.style.display = this.now ? "" : "none";
     this.drawHead(at);
     this.drawRanks(at);
     this.drawNumbers(at, skin);
     this.say();
-    if (isEmpty) return;
-    const found = this.lookClosely(stats.view);
-    this.shown = found?.memory.length ? found : this; // else it was too much to be told
-    this.drawMemoryPanel(at, axis, skin);
-    this.drawStatesPanel(at, axis, skin);
-    this.followTimeline(stats);
+    if (!this.now) return;
+    const [t0, t1] = stats.view, found = this.lookClosely([t0, t1]);
+    this.shown = found?.known ?? this.known;
+    const { holds, cursor, end } = this, scene = { axis: new Axis(stats.plot, stats.view), holds, cursor, end, skin };
+    if (this.about.panels.includes("memory")) this.drawMemoryPanel(at, this.shown.memory, scene);
+    if (this.about.panels.includes("units")) this.drawStatesPanel(at, this.shown.states, scene);
+    this.followTimeline(stats.view);
   }
 
-  /** Every change in `view` if that is known; it is asked for where nothing moves by itself. */
+  /** @returns {Skin} */
+  skin() {
+    const style = getComputedStyle(this.root);
+    const css = (/** @type {string} */ name) => style.getPropertyValue(`--fw-${name}`).trim();
+    return { page: css("page"), ink: css("ink"), soft: css("soft"), row: css("row"), grid: css("grid"),
+      accent: css("accent"), peak: css("peak") };
+  }
+
+  /**
+   * Every change in `view` if that is known; it is asked for where nothing moves by itself.
+   * @param {readonly [number, number]} view
+   */
   lookClosely(view) {
-    const isClose = !this.isLive || this.buttons.pause?.disabled;
+    const isClose = !this.isLive || !this.works();
     if (isClose) this.closeup.look(view, this.end, this.news);
     else this.closeup.rest();
-    const found = this.closeup.covering(view, this.end);
+    const found = isClose ? this.closeup.covering(view, this.end) : null;
     const isSimple = view[0] < this.simplifiedTo;
     const text = isClose ? this.closeup.hint(found) : isSimple ? "simplified: click for every change" : "";
-    for (const hint of this.hints) if (hint.textContent !== text) hint.textContent = text;
+    for (const { hint } of [this.memory, this.states]) write(hint, text);
+    if (this.closeSpans !== (found?.spans ?? null)) {
+      this.closeSpans = found?.spans ?? null;
+      this.timeline.setClose(found?.spans ?? null);
+    }
     return found;
   }
 
-  /** The timeline moves by itself when it is dragged: the panels above go along. */
-  followTimeline({ view }) {
+  /**
+   * The timeline moves by itself when it is dragged: the panels above go along.
+   * @param {readonly number[]} view
+   */
+  followTimeline(view) {
     const now = view.join();
     if (this.view === now) return;
     this.view = now;
     this.draw();
   }
 
+  /** Whether ranks do something, and are not held. */
+  works() {
+    const states = new Set(this.health.map(({ state }) => state));
+    return (states.has("running") || states.has("waiting")) && !states.has("held");
+  }
+
+  /** @param {Moment | null} at */
   drawHead(at) {
     const step = at && at.step >= 0 ? `step ${at.step}` : "";
-    const when = at ? formatDuration(at.t_us) : "";
-    this.when.textContent = [step, when].filter(Boolean).join(" \u00b7 ");
-    this.event.textContent = at?.event ?? "";
+    write(this.when, [step, at ? formatDuration(at.t_us) : ""].filter(Boolean).join(" \u00b7 "));
+    write(this.event, at?.event ?? "");
     this.event.title = at?.event ?? "";
     const states = new Set(this.health.map(({ state }) => state));
     const isOver = !this.health.length || states.has("gone"); // nothing is to come: the ranks were stopped, or some died
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
-    this.live.textContent = isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live";
-    const works = states.has("running") || states.has("waiting"), isHeld = states.has("held");
-    const can = { pause: works && !isHeld, next: isHeld, continue: isHeld, abort: works || isHeld };
-    for (const [word, button] of Object.entries(this.buttons)) button.disabled = !can[word];
+    write(this.live, isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live");
+    const works = this.works(), isHeld = states.has("held");
+    const can = new Map([["pause", works], ["next", isHeld], ["continue", isHeld], ["abort", works || isHeld]]);
+    for (const [word, button] of this.buttons) button.disabled = !can.get(word);
   }
 
   say() {
     const isSilent = performance.now() - this.answeredAt > SILENT_MS;
-    const said = performance.now() < (this.sayUntil ?? 0) ? this.said : "";
-    const text = isSilent ? "The kernel does not answer; it may be busy with a cell, or gone." : said || this.told || "";
-    if (this.sentence.textContent !== text) this.sentence.textContent = text;
+    const said = performance.now() < this.sayUntil ? this.said : "";
+    write(this.sentence, isSilent ? "The kernel does not answer; it may be busy with a cell, or gone." : said || this.told);
   }
 
+  /** @param {Moment | null} at */
   drawRanks(at) {
-    const rows = this.health.map(({ label, state, where }) => [state, label, where ? `held ${where}` : state]);
-    const doing = (at?.ranks ?? []).map(({ label, doing: what }) => ["", label, what]);
-    const isOne = this.isLive && rows.length === 1 && doing.length && !this.health[0].where && rows[0][0] !== "idle";
-    const shown = isOne ? doing.map(([, label, what]) => [rows[0][0], label, `${rows[0][0]} \u00b7 ${what}`])
-      : this.isLive ? rows : [...rows, ...doing.map(([state, label, what]) => [state, label, what])];
-    refill(this.ranks, shown, () => shown.map(([state, label, text]) => {
+    const rows = this.health.map(({ state, label, where }) => ({ state, label, text: where ? `held ${where}` : state }));
+    const doing = (at?.ranks ?? []).map(({ label, doing: text }) => ({ state: "", label, text }));
+    const [first] = this.health, isOne = this.isLive && rows.length === 1 && !first.where && first.state !== "idle";
+    const live = isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
+    const shown = !this.isLive ? [...rows, ...doing] : live.length ? live : rows;
+    refill(this.ranks, shown, () => shown.map(({ state, label, text }) => {
       const row = make("div", "fw-rank"), dot = make("span", `fw-dot fw-${state ? state.replace(" ", "-") : "then"}`);
       const said = make("span", "fw-doing", text);
       said.title = text;
@@ -541,100 +683,91 @@ class DashboardView {
     }));
   }
 
+  /**
+   * @param {Moment | null} at
+   * @param {Skin} skin
+   */
   drawNumbers(at, skin) {
     const { steps } = this;
     const step = this.isLive || !at ? null : at.step >= 0 ? at.step : this.stepBefore(at.t_us);
-    const here = step === null ? steps.length - 1 : steps.last("step", step);
-    for (const { value, number, sheet } of this.lines) {
-      const found = here >= 0 ? steps[value][here] : NaN;
-      const text = Number.isFinite(found) ? (value === "ms" ? formatDuration(found * 1000) : found.toPrecision(4)) : "\u2013";
-      if (number.textContent !== text) number.textContent = text;
-      const { colour } = value === "loss" ? UNIT_STATES[UNIT_STATE.SHARDED] : KINDS[KIND.OPTIMIZER];
-      sheet.paint(40, { steps, value, colour, at: step, skin });
+    const here = step === null ? steps.length - 1 : steps.numbered(step);
+    for (const { value, colour, number, sheet } of this.lines) {
+      const found = here >= 0 ? steps.columns[value][here] : NaN;
+      write(number, !Number.isFinite(found) ? NONE : value === "ms" ? formatDuration(found * 1000) : found.toPrecision(4));
+      sheet.paint(40, (pen, width, height) => { drawLine(pen, width, height, { steps, value, colour, at: step, skin }); });
     }
   }
 
+  /** @param {number} us */
   stepBefore(us) {
-    const place = this.steps.last("t", us);
-    return place < 0 ? -1 : this.steps.step[place];
+    const place = this.steps.endedAt(us);
+    return place < 0 ? -1 : this.steps.columns.step[place];
   }
 
-  drawMemoryPanel(at, axis, skin) {
-    const { holds, cursor, end } = this;
+  /**
+   * @param {Moment | null} at
+   * @param {Known["memory"]} memory
+   * @param {Scene} scene
+   */
+  drawMemoryPanel(at, memory, scene) {
     const groups = this.groups
-      .map((ranks, place) => ({ label: inWords(ranks), series: this.shown.memory[place], peak: this.peaks[place] }))
-      .filter(({ series }) => series);
+      .map((ranks, place) => ({ label: ranksInWords(ranks), series: memory.at(place), peak: this.peaks.at(place) }))
+      .flatMap(({ label, series, peak }) => (series ? [{ label, series, peak }] : []));
     const count = Math.min(groups.length, MAX_AREAS);
-    const height = Math.max(count, 1) * MEMORY_HEIGHTS[count > 1 ? 1 : 0];
-    this.memorySheet.paint(height, { groups, axis, holds, cursor, skin, end });
-    this.drawPeakNote(groups);
-    const rank = at?.ranks[0];
-    const held = rank ? rank.bytes.map((bytes, place) => ({ ...CATEGORIES[place], bytes })).filter(({ bytes }) => bytes > 0) : [];
+    const height = Math.max(count, 1) * (count > 1 ? MEMORY_HEIGHTS.several : MEMORY_HEIGHTS.one);
+    this.memorySheet.paint(height, (pen, wide, high) => { drawMemory(pen, wide, high, { ...scene, groups }); });
+    this.drawPeakNote(groups.flatMap(({ peak }) => peak ?? []), groups.length);
+    const rank = at?.ranks.at(0);
+    const held = (rank?.bytes ?? []).map((bytes, place) => ({ ...CATEGORIES[place], bytes })).filter(({ bytes }) => bytes > 0);
     refill(this.memoryLegend, [held, rank?.label], () => [
       ...(rank ? [swatch(`${rank.label}: in use`, "", formatBytes(rank.in_use))] : []),
       ...held.map(({ words, colour, bytes }) => swatch(words, colour, formatBytes(bytes))),
     ]);
   }
 
-  drawPeakNote(groups) {
-    const top = groups.reduce((best, group) => (group.peak?.num_bytes > (best?.peak.num_bytes ?? 0) ? group : best), null);
-    const more = groups.length > MAX_AREAS ? `and ${groups.length - MAX_AREAS} more groups of ranks` : "";
-    refill(this.memoryNote, [top?.peak, more, this.clock], () => {
+  /**
+   * @param {Peak[]} peaks
+   * @param {number} count of groups
+   */
+  drawPeakNote(peaks, count) {
+    const top = peaks.length ? peaks.reduce((best, peak) => (peak.num_bytes > best.num_bytes ? peak : best)) : null;
+    const more = count > MAX_AREAS ? `and ${count - MAX_AREAS} more groups of ranks` : "";
+    refill(this.memory.note, [top, more, this.clock], () => {
       if (!top) return [];
-      const step = top.peak.step >= 0 ? `, step ${top.peak.step}` : "";
-      const button = make("button", "fw-peak", `peak ${formatBytes(top.peak.num_bytes)}${step}`);
+      const step = top.step >= 0 ? `, step ${top.step}` : "";
+      const button = make("button", "fw-peak", `peak ${formatBytes(top.num_bytes)}${step}`);
       button.title = "go there";
       button.onclick = () => {
-        this.putCursor(top.peak.t_us);
-        this.showCursor(top.peak.t_us);
+        this.putCursor(top.t_us);
+        this.showCursor(top.t_us);
       };
-      return [button, document.createTextNode(["", this.clock, top.peak.text, more].filter((text, k) => !k || text).join(" \u00b7 "))];
+      return [button, ["", ...[this.clock, top.text, more].filter(Boolean)].join(" \u00b7 ")];
     });
   }
 
-  drawStatesPanel(at, axis, skin) {
-    const found = this.shown.states[0] ?? [];
-    const told = at?.ranks[0]?.units ?? [];
-    const shown = (this.order ?? []).filter((unit) => found[unit]).slice(0, MAX_UNITS);
-    const units = shown.map((unit) => ({ name: this.units[unit], series: found[unit] }));
-    const now = shown.map((unit) => told[unit]);
-    const { holds, cursor, end } = this;
-    this.statesSheet.paint(units.length * unitHeight(units.length) + 2, { units, axis, now, holds, cursor, skin, end });
-    const who = this.groups.length > 1 ? `${inWords(this.groups[0])} shown` : this.groups.length ? `${inWords(this.groups[0])}${this.groups[0].length > 1 ? " alike" : ""}` : "";
-    const note = [who, this.clock].filter(Boolean).join(" \u00b7 ");
-    if (this.statesNote.textContent !== note) this.statesNote.textContent = note;
+  /**
+   * @param {Moment | null} at
+   * @param {Known["states"]} states
+   * @param {Scene} scene
+   */
+  drawStatesPanel(at, states, scene) {
+    const found = states.at(0) ?? [], now = at?.ranks.at(0)?.units;
+    const units = this.order.filter((unit) => found.at(unit)?.length).slice(0, MAX_UNITS)
+      .map((unit) => ({ name: this.units[unit], series: found[unit], now: now?.at(unit) }));
+    const height = units.length * unitHeight(units.length) + 2;
+    this.statesSheet.paint(height, (pen, wide, high) => { drawStates(pen, wide, high, { ...scene, units }); });
+    const first = this.groups.at(0);
+    const who = !first ? "" : `${ranksInWords(first)}${this.groups.length > 1 ? " shown" : first.length > 1 ? " alike" : ""}`;
+    write(this.states.note, [who, this.clock].filter(Boolean).join(" \u00b7 "));
   }
 }
 
-/** A coloured square, a word, and a number. */
-function swatch(word, colour, number = "") {
-  const entry = make("span");
-  if (colour) {
-    const square = make("i");
-    square.style.background = colour;
-    entry.append(square);
-  }
-  entry.append(word);
-  if (number) entry.append(" ", make("b", "", number));
-  return entry;
-}
-
-/** `[0, 1, 2, 5]` -> `ranks 0-2, 5`. */
-function inWords(ranks) {
-  const runs = [];
-  for (const rank of ranks) {
-    if (runs.length && runs.at(-1)[1] === rank - 1) runs.at(-1)[1] = rank;
-    else runs.push([rank, rank]);
-  }
-  const said = runs.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
-  return `rank${ranks.length > 1 ? "s" : ""} ${said}`;
-}
-
+/** @param {{ model: Model, el: HTMLElement }} place */
 function render({ model, el }) {
   const root = document.createElement("div");
   el.append(root);
   const view = new DashboardView(model, root);
-  root.dashboard = view; // for whoever looks into the page
+  Object.assign(root, { dashboard: view }); // for whoever looks into the page
   return () => {
     view.destroy();
     root.remove();

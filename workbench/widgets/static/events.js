@@ -24,7 +24,7 @@ export const KINDS = [
   {"words": "resident", "colour": "#8a8c83", "isCollective": false},
   {"words": "device", "colour": "#8a8c83", "isCollective": false},
 ];
-export const KIND = {
+export const KIND = /** @type {const} */ ({
   STEP: 0,
   FORWARD: 1,
   BACKWARD: 2,
@@ -47,7 +47,7 @@ export const KIND = {
   RESET: 19,
   RESIDENT: 20,
   DEVICE: 21,
-};
+});
 
 export const CATEGORIES = [
   {"words": "sharded params", "colour": "#5c70c6"},
@@ -61,7 +61,7 @@ export const CATEGORIES = [
   {"words": "other", "colour": "#8a8c83"},
   {"words": "reserved", "colour": "#b8b8a4"},
 ];
-export const CATEGORY = {
+export const CATEGORY = /** @type {const} */ ({
   SHARDED_PARAMS: 0,
   UNSHARDED_PARAMS: 1,
   ALL_GATHER_BUFFERS: 2,
@@ -72,7 +72,7 @@ export const CATEGORY = {
   ACTIVATIONS: 7,
   OTHER: 8,
   RESERVED: 9,
-};
+});
 
 export const UNIT_STATES = [
   {"words": "sharded", "colour": "#5c70c6"},
@@ -80,9 +80,9 @@ export const UNIT_STATES = [
   {"words": "unsharded", "colour": "#5fb6f1"},
   {"words": "reducing", "colour": "#eba51c"},
 ];
-export const UNIT_STATE = {
+export const UNIT_STATE = /** @type {const} */ ({
   SHARDED: 0,
   ALL_GATHER_IN_FLIGHT: 1,
   UNSHARDED: 2,
   REDUCING: 3,
-};
+});

@@ -1,28 +1,68 @@
-// Numbers as the other views write them: see workbench/views/theme.py.
+// Numbers as Python's views write them, letter by letter: see workbench/views/theme.py.
 
-export function threeDigits(number) {
+/**
+ * `number` with so many digits after the point; what lies in the middle goes to the even digit, as in Python.
+ * @param {number} number
+ * @param {number} digits
+ */
+function fixed(number, digits) {
   const size = Math.abs(number);
-  return number.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0);
+  if ((size * 2 ** (digits + 1)) % 2 !== 1) return number.toFixed(digits); // else it is exactly in the middle
+  const below = Math.floor(size * 10 ** digits);
+  return `${number < 0 ? "-" : ""}${((below + (below % 2)) / 10 ** digits).toFixed(digits)}`;
 }
 
+/** @param {number} number */
+function threeDigits(number) {
+  const size = Math.abs(number);
+  return fixed(number, size < 9.995 ? 2 : size < 99.95 ? 1 : 0);
+}
+
+/** @param {number} bytes */
 export function formatBytes(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
-  while (bytes >= 1024 ** (power + 1) && power < units.length - 1) power += 1;
-  return power ? `${threeDigits(bytes / 1024 ** power)} ${units[power]}` : `${bytes.toFixed(0)} B`;
+  while (Math.abs(bytes) >= 1024 ** (power + 1) && power < units.length - 1) power += 1;
+  return power ? `${threeDigits(bytes / 1024 ** power)} ${units[power]}` : `${fixed(bytes, 0)} B`;
 }
 
+/**
+ * How many microseconds a time of this size is counted in, and what that is called.
+ * @param {number} us
+ * @returns {[number, string]}
+ */
 export function timeUnit(us) {
   const size = Math.abs(us);
   return size >= 1e6 ? [1e6, "s"] : size >= 1e3 ? [1e3, "ms"] : [1, "\u00b5s"];
 }
 
+/** @param {number} us microseconds */
 export function formatDuration(us) {
   const [divisor, unit] = timeUnit(us);
   return `${threeDigits(us / divisor)} ${unit}`;
 }
 
-/** The begin left out of what is longer than `width` letters: names differ at their end. */
+/**
+ * The begin left out of what is longer than `width` letters: names differ at their end.
+ * @param {string} text
+ * @param {number} width
+ */
 export function shorten(text, width) {
   return text.length <= width ? text : `\u2026${text.slice(1 - width)}`;
+}
+
+/**
+ * `[0, 1, 2, 5]` -> `ranks 0-2, 5`.
+ * @param {readonly number[]} ranks
+ */
+export function ranksInWords(ranks) {
+  /** @type {[number, number][]} */
+  const runs = [];
+  for (const rank of ranks) {
+    const last = runs.at(-1);
+    if (last?.[1] === rank - 1) last[1] = rank;
+    else runs.push([rank, rank]);
+  }
+  const said = runs.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
+  return `rank${ranks.length > 1 ? "s" : ""} ${said}`;
 }

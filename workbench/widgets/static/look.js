@@ -1,25 +1,52 @@
-// Colours: of kinds, and whether the page is dark.
+// What everything is drawn with: a pen, letters, colours of kinds, and whether the page is dark.
 
 import { KIND, KINDS } from "./events.js";
 
+export const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
+
+/** @param {HTMLCanvasElement} canvas */
+export function penOf(canvas) {
+  const pen = canvas.getContext("2d");
+  if (!pen) throw new Error("this browser gives no canvas to draw on");
+  return pen;
+}
+
+/**
+ * @param {string} hex
+ * @returns {[number, number, number]}
+ */
 function rgb(hex) {
-  return [1, 3, 5].map((at) => Number.parseInt(hex.slice(at, at + 2), 16));
+  const part = (/** @type {number} */ at) => Number.parseInt(hex.slice(at, at + 2), 16);
+  return [part(1), part(3), part(5)];
 }
 
 /** The colour of each kind; that of a wait means exposed. */
-export function makeLook() {
-  const look = { red: new Uint8Array(256), green: new Uint8Array(256), blue: new Uint8Array(256) };
-  KINDS.forEach(({ colour }, kind) => ([look.red[kind], look.green[kind], look.blue[kind]] = rgb(colour)));
-  look.exposedCss = KINDS[KIND.WAIT].colour;
-  look.exposed = rgb(look.exposedCss);
-  look.colour = (kind) => KINDS[kind].colour;
-  look.textOn = (kind) =>
-    look.red[kind] * 0.299 + look.green[kind] * 0.587 + look.blue[kind] * 0.114 > 140 ? "#10151b" : "#ffffff";
-  return look;
+export class Look {
+  constructor() {
+    this.red = new Uint8Array(256);
+    this.green = new Uint8Array(256);
+    this.blue = new Uint8Array(256);
+    KINDS.forEach(({ colour }, kind) => ([this.red[kind], this.green[kind], this.blue[kind]] = rgb(colour)));
+    this.exposedCss = KINDS[KIND.WAIT].colour;
+    this.exposed = rgb(this.exposedCss);
+  }
+
+  /** @param {number} kind */
+  colour(kind) {
+    return KINDS[kind].colour;
+  }
+
+  /**
+   * What can be read on it.
+   * @param {number} kind
+   */
+  textOn(kind) {
+    return this.red[kind] * 0.299 + this.green[kind] * 0.587 + this.blue[kind] * 0.114 > 140 ? "#10151b" : "#ffffff";
+  }
 }
 
 /** Whether JupyterLab has a dark theme, or without one the system. */
 export function isDark() {
-  const lab = document.body?.dataset.jpThemeLight;
+  const lab = document.body.dataset.jpThemeLight;
   return lab === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : lab === "false";
 }

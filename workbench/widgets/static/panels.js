@@ -1,29 +1,57 @@
 // What the dashboard draws besides the timeline: memory by class, states of units, and a number per training step.
 //
 // Times are microseconds from the view's origin. Every panel draws the part of time that the timeline shows, between
-// the same two lines of pixels, so that all share one axis and one cursor. A *series* is columns that grow: see series.js.
+// the same two lines of pixels, so that all share one axis and one cursor.
 
 import { CATEGORIES, CATEGORY, UNIT_STATE, UNIT_STATES } from "./events.js";
 import { formatBytes, shorten } from "./format.js";
+import { FONT, penOf } from "./look.js";
+import { lastUpTo } from "./series.js";
 
-const LABEL_FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
+/** @import { Peak } from "./messages.js" */
+/** @import { Changes, Memory, Steps } from "./series.js" */
 
-// -- a canvas
+/** @typedef {CanvasRenderingContext2D} Pen */
 
-/** A canvas that is as wide as its parent, sharp on any screen, and drawn at most once a frame. */
+/** @typedef {Record<"page" | "ink" | "soft" | "row" | "grid" | "accent" | "peak", string>} Skin colours of the page */
+
+/**
+ * What all panels over time draw alike.
+ * @typedef {object} Scene
+ * @property {Axis} axis
+ * @property {readonly (readonly [number, number])[]} holds
+ * @property {number | null} cursor
+ * @property {number} end up to where something is known
+ * @property {Skin} skin
+ */
+
+/** @typedef {{ label: string, series: Memory, peak: Peak | undefined }} MemoryGroup */
+
+/** @typedef {{ name: string, series: Changes, now: number | undefined }} UnitRow `now`: its state at the cursor */
+
+/** @typedef {"loss" | "ms"} Value a column of steps */
+
+/** A canvas that is as wide as its parent, sharp on any screen. */
 export class Sheet {
-  constructor(parent, className, draw) {
+  /**
+   * @param {HTMLElement} parent
+   * @param {string} className
+   */
+  constructor(parent, className) {
+    this.parent = parent;
     this.canvas = document.createElement("canvas");
     this.canvas.className = className;
     parent.append(this.canvas);
-    this.ctx = this.canvas.getContext("2d");
-    this.draw = draw;
-    this.height = 0;
+    this.pen = penOf(this.canvas);
   }
 
-  /** Clear it and draw it, `height` pixels high. */
-  paint(height, ...rest) {
-    const width = this.canvas.parentElement.clientWidth;
+  /**
+   * Clear it and draw on it.
+   * @param {number} height in pixels
+   * @param {(pen: Pen, width: number, height: number) => void} draw
+   */
+  paint(height, draw) {
+    const width = this.parent.clientWidth;
     if (!width) return;
     const ratio = window.devicePixelRatio || 1;
     const size = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -31,59 +59,75 @@ export class Sheet {
       [this.canvas.width, this.canvas.height] = size;
       this.canvas.style.height = `${height}px`;
     }
-    this.ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    this.ctx.clearRect(0, 0, width, height);
-    this.ctx.font = LABEL_FONT;
-    this.draw(this.ctx, width, height, ...rest);
+    this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.pen.clearRect(0, 0, width, height);
+    this.pen.font = `12px ${FONT}`;
+    draw(this.pen, width, height);
   }
 }
 
 /** The part of a canvas on which time runs: the timeline's plot, and what it shows. */
 export class Axis {
-  constructor(plot, view) {
+  /**
+   * @param {{ left: number, width: number }} plot
+   * @param {readonly number[]} view
+   */
+  constructor(plot, [t0, t1]) {
     this.left = plot.left;
     this.width = plot.width;
-    [this.t0, this.t1] = view;
+    this.t0 = t0;
+    this.t1 = t1;
   }
 
+  /** @param {number} t */
   x(t) {
     return this.left + ((t - this.t0) / (this.t1 - this.t0)) * this.width;
   }
 
+  /** @param {number} x */
   t(x) {
     return this.t0 + ((x - this.left) / this.width) * (this.t1 - this.t0);
   }
 }
 
-function drawCursorLine(ctx, axis, cursor, height, skin) {
-  if (cursor === null || cursor < axis.t0 || cursor > axis.t1) return;
-  ctx.fillStyle = skin.accent;
-  ctx.fillRect(Math.round(axis.x(cursor)) - 0.5, 0, 1.5, height);
-}
-
-/** Thin lines where ranks were held and time is cut out. */
-function drawHoldLines(ctx, axis, holds, height, skin) {
-  ctx.fillStyle = skin.soft;
-  for (const [at] of holds) {
-    if (at < axis.t0 || at > axis.t1) continue;
-    for (let y = 0; y < height; y += 5) ctx.fillRect(Math.round(axis.x(at)), y, 1, 3);
+/**
+ * The cursor, and thin lines where ranks were held and time is cut out.
+ * @param {Pen} pen
+ * @param {number} height
+ * @param {Scene} scene
+ */
+function drawLines(pen, height, { axis, holds, cursor, skin }) {
+  const isSeen = (/** @type {number} */ t) => t >= axis.t0 && t <= axis.t1;
+  pen.fillStyle = skin.soft;
+  for (const [at] of holds.filter(([t]) => isSeen(t))) {
+    for (let y = 0; y < height; y += 5) pen.fillRect(Math.round(axis.x(at)), y, 1, 3);
   }
+  if (cursor === null || !isSeen(cursor)) return;
+  pen.fillStyle = skin.accent;
+  pen.fillRect(Math.round(axis.x(cursor)) - 0.5, 0, 1.5, height);
 }
 
 // -- memory
 
-export const MEMORY_HEIGHTS = [132, 84];
+export const MEMORY_HEIGHTS = { one: 132, several: 84 };
 export const MAX_AREAS = 4; // groups of ranks that are drawn
 
-/** Of each pixel the moment with most bytes: `[pixels + 1][classes]`, and the total in use. */
+/** @typedef {{ columns: Float64Array, totals: Float64Array, pixels: number }} Areas */
+
+/**
+ * Of each pixel the moment with most bytes: `[pixels + 1][classes]`, and the total in use.
+ * @param {Memory} series
+ * @param {Axis} axis
+ * @returns {Areas}
+ */
 function memoryColumns(series, axis) {
-  const pixels = Math.ceil(axis.width);
+  const pixels = Math.ceil(axis.width), { t, length } = series;
   const columns = new Float64Array((pixels + 1) * CATEGORIES.length), totals = new Float64Array(pixels + 1).fill(-1);
-  let k = Math.max(series.last("t", axis.t0), 0), filled = -1;
-  for (; k < series.length && series.t[k] <= axis.t1; k++) {
-    const from = Math.max(Math.floor(axis.x(series.t[k]) - axis.left), 0);
-    const until = k + 1 < series.length ? Math.floor(axis.x(series.t[k + 1]) - axis.left) : pixels;
-    const bytes = series.bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length);
+  let filled = -1;
+  for (let k = Math.max(lastUpTo(t, length, axis.t0), 0); k < length && t[k] <= axis.t1; k++) {
+    const from = Math.max(Math.floor(axis.x(t[k]) - axis.left), 0);
+    const until = k + 1 < length ? Math.floor(axis.x(t[k + 1]) - axis.left) : pixels;
+    const bytes = series.bytes(k);
     const total = bytes.reduce((sum, part) => sum + part, 0) - bytes[CATEGORY.RESERVED];
     for (let x = Math.min(from, pixels); x <= Math.min(until, pixels); x++) {
       if (x <= filled && totals[x] >= total) continue;
@@ -95,25 +139,33 @@ function memoryColumns(series, axis) {
   return { columns, totals, pixels };
 }
 
-export function drawMemory(ctx, width, height, { groups, axis, holds, cursor, skin, end }) {
+/**
+ * Memory of a few groups of ranks, one below the other.
+ * @param {Pen} pen
+ * @param {number} width
+ * @param {number} height
+ * @param {Scene & { groups: MemoryGroup[] }} scene
+ */
+export function drawMemory(pen, width, height, scene) {
+  const { groups, axis, skin, end } = scene;
   const shown = groups.slice(0, MAX_AREAS), each = height / Math.max(shown.length, 1);
-  const found = shown.map((group) => memoryColumns(group.series, axis));
-  const top = 1.12 * Math.max(1, ...found.map(({ columns, totals }) => highest(columns, totals)));
+  const found = shown.map(({ series }) => memoryColumns(series, axis));
+  const top = 1.12 * Math.max(1, ...found.map(highest));
   const last = Math.min(axis.x(end), width);
   shown.forEach((group, place) => {
     const base = (place + 1) * each - 6, room = each - 12;
-    ctx.fillStyle = skin.row;
-    ctx.fillRect(axis.left, base - room, axis.width, room);
-    drawAreas(ctx, found[place], { axis, base, scale: room / top, last, skin });
-    drawMemoryScale(ctx, axis, base, room, top, skin);
-    drawMemoryLabel(ctx, group, base - room, axis.left, skin);
-    if (group.peak) drawPeak(ctx, group.peak, { axis, base, scale: room / top, skin, width });
+    pen.fillStyle = skin.row;
+    pen.fillRect(axis.left, base - room, axis.width, room);
+    drawAreas(pen, found[place], { axis, base, scale: room / top, last, skin });
+    drawMemoryScale(pen, { axis, base, room, top, skin });
+    drawMemoryLabel(pen, group.label, { y: base - room, left: axis.left, skin });
+    if (group.peak) drawPeak(pen, group.peak, { axis, base, scale: room / top, skin, width });
   });
-  drawHoldLines(ctx, axis, holds, height, skin);
-  drawCursorLine(ctx, axis, cursor, height, skin);
+  drawLines(pen, height, scene);
 }
 
-function highest(columns, totals) {
+/** @param {Areas} areas */
+function highest({ columns, totals }) {
   let most = 0;
   totals.forEach((total, x) => {
     if (total >= 0) most = Math.max(most, total + columns[x * CATEGORIES.length + CATEGORY.RESERVED]);
@@ -121,74 +173,96 @@ function highest(columns, totals) {
   return most;
 }
 
-function drawAreas(ctx, { columns, totals, pixels }, { axis, base, scale, last, skin }) {
+/**
+ * @param {Pen} pen
+ * @param {Areas} areas
+ * @param {{ axis: Axis, base: number, scale: number, last: number, skin: Skin }} where
+ */
+function drawAreas(pen, { columns, totals, pixels }, { axis, base, scale, last, skin }) {
   const below = new Float64Array(pixels + 1);
   const until = Math.min(pixels, Math.floor(last - axis.left));
   CATEGORIES.forEach(({ colour }, index) => {
-    ctx.fillStyle = colour;
-    ctx.globalAlpha = index === CATEGORY.RESERVED ? 0.3 : 1;
+    pen.fillStyle = colour;
+    pen.globalAlpha = index === CATEGORY.RESERVED ? 0.3 : 1;
     for (let x = 0; x < until; x++) {
       const bytes = totals[x] < 0 ? 0 : columns[x * CATEGORIES.length + index];
       if (bytes <= 0) continue;
+      const isLike = (/** @type {number} */ other) => totals[other] >= 0 && below[other] === below[x] &&
+        columns[other * CATEGORIES.length + index] === bytes;
       let run = x + 1; // equal neighbours become one rectangle
-      while (run < until && columns[run * CATEGORIES.length + index] === bytes && below[run] === below[x] && totals[run] >= 0) run++;
-      ctx.fillRect(axis.left + x, base - (below[x] + bytes) * scale, run - x, bytes * scale);
+      while (run < until && isLike(run)) run++;
+      pen.fillRect(axis.left + x, base - (below[x] + bytes) * scale, run - x, bytes * scale);
       for (; x < run; x++) below[x] += bytes;
       x -= 1;
     }
   });
-  ctx.globalAlpha = 1;
-  ctx.fillStyle = skin.ink;
+  pen.globalAlpha = 1;
+  pen.fillStyle = skin.ink;
   for (let x = 0; x < until; x++) {
     if (totals[x] < 0) continue;
-    const y = base - totals[x] * scale, next = x + 1 < until && totals[x + 1] >= 0 ? base - totals[x + 1] * scale : y;
-    ctx.fillRect(axis.left + x, Math.min(y, next), 1, Math.max(Math.abs(next - y), 1));
+    const y = base - totals[x] * scale;
+    const next = x + 1 < until && totals[x + 1] >= 0 ? base - totals[x + 1] * scale : y;
+    pen.fillRect(axis.left + x, Math.min(y, next), 1, Math.max(Math.abs(next - y), 1));
   }
 }
 
-function drawMemoryScale(ctx, axis, base, room, top, skin) {
+/**
+ * @param {Pen} pen
+ * @param {{ axis: Axis, base: number, room: number, top: number, skin: Skin }} where
+ */
+function drawMemoryScale(pen, { axis, base, room, top, skin }) {
   const most = top / 1.12;
-  ctx.textAlign = "right";
-  ctx.textBaseline = "middle";
-  [0, 0.5, 1].forEach((share) => {
-    const y = base - (room / 1.12) * share;
-    ctx.fillStyle = skin.grid;
-    ctx.fillRect(axis.left, Math.round(y), axis.width, 1);
-    ctx.fillStyle = skin.soft;
-    if (room > 70 || share !== 0.5) ctx.fillText(formatBytes(most * share), axis.left - 8, y);
-  });
-}
-
-/** Beside the plot, or in its corner where there is no room beside the numbers of its scale. */
-function drawMemoryLabel(ctx, group, y, left, skin) {
-  const isBeside = left > 120, text = shorten(group.label, isBeside ? 13 : 24);
-  if (!isBeside) {
-    ctx.globalAlpha = 0.85;
-    ctx.fillStyle = skin.page;
-    ctx.fillRect(left, y, ctx.measureText(text).width + 8, 16);
-    ctx.globalAlpha = 1;
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  for (const part of room > 70 ? [0, 0.5, 1] : [0, 1]) {
+    const y = base - (room / 1.12) * part;
+    pen.fillStyle = skin.grid;
+    pen.fillRect(axis.left, Math.round(y), axis.width, 1);
+    pen.fillStyle = skin.soft;
+    pen.fillText(formatBytes(most * part), axis.left - 8, y);
   }
-  Object.assign(ctx, { textAlign: "left", textBaseline: "top", fillStyle: skin.ink });
-  ctx.fillText(text, isBeside ? 2 : left + 4, y + (isBeside ? 0 : 2));
 }
 
-function drawPeak(ctx, peak, { axis, base, scale, skin, width }) {
+/**
+ * Beside the plot, or in its corner where there is no room beside the numbers of its scale.
+ * @param {Pen} pen
+ * @param {string} label
+ * @param {{ y: number, left: number, skin: Skin }} where
+ */
+function drawMemoryLabel(pen, label, { y, left, skin }) {
+  const isBeside = left > 120, text = shorten(label, isBeside ? 13 : 24);
+  if (!isBeside) {
+    pen.globalAlpha = 0.85;
+    pen.fillStyle = skin.page;
+    pen.fillRect(left, y, pen.measureText(text).width + 8, 16);
+    pen.globalAlpha = 1;
+  }
+  Object.assign(pen, { textAlign: "left", textBaseline: "top", fillStyle: skin.ink });
+  pen.fillText(text, isBeside ? 2 : left + 4, y + (isBeside ? 0 : 2));
+}
+
+/**
+ * @param {Pen} pen
+ * @param {Peak} peak
+ * @param {{ axis: Axis, base: number, scale: number, skin: Skin, width: number }} where
+ */
+function drawPeak(pen, peak, { axis, base, scale, skin, width }) {
   const x = axis.x(peak.t_us), y = base - peak.num_bytes * scale;
   if (x < axis.left || x > axis.left + axis.width) return;
-  ctx.beginPath();
-  ctx.arc(x, y, 4, 0, 2 * Math.PI);
-  ctx.fillStyle = skin.page;
-  ctx.fill();
-  Object.assign(ctx, { lineWidth: 2, strokeStyle: skin.peak });
-  ctx.stroke();
-  const text = `peak ${formatBytes(peak.num_bytes)}`, wide = ctx.measureText(text).width + 10;
+  pen.beginPath();
+  pen.arc(x, y, 4, 0, 2 * Math.PI);
+  pen.fillStyle = skin.page;
+  pen.fill();
+  Object.assign(pen, { lineWidth: 2, strokeStyle: skin.peak });
+  pen.stroke();
+  const text = `peak ${formatBytes(peak.num_bytes)}`, wide = pen.measureText(text).width + 10;
   const at = x + 8 + wide > width ? x - 8 - wide : x + 8, middle = Math.max(y, 9);
-  ctx.globalAlpha = 0.85;
-  ctx.fillStyle = skin.page;
-  ctx.fillRect(at, middle - 9, wide, 18);
-  ctx.globalAlpha = 1;
-  Object.assign(ctx, { fillStyle: skin.peak, textAlign: "left", textBaseline: "middle" });
-  ctx.fillText(text, at + 5, middle + 0.5);
+  pen.globalAlpha = 0.85;
+  pen.fillStyle = skin.page;
+  pen.fillRect(at, middle - 9, wide, 18);
+  pen.globalAlpha = 1;
+  Object.assign(pen, { fillStyle: skin.peak, textAlign: "left", textBaseline: "middle" });
+  pen.fillText(text, at + 5, middle + 0.5);
 }
 
 // -- states of units
@@ -196,70 +270,96 @@ function drawPeak(ctx, peak, { axis, base, scale, skin, width }) {
 const STATES_HEIGHT = 300; // that all rows may take together
 const UNIT_HEIGHTS = [5, 20];
 
+/**
+ * How high one unit's row is, of so many.
+ * @param {number} count
+ */
 export function unitHeight(count) {
   return Math.max(Math.min(Math.floor(STATES_HEIGHT / Math.max(count, 1)), UNIT_HEIGHTS[1]), UNIT_HEIGHTS[0]);
 }
 
-/** `units`: a name and a series each; `now`: the state of each at the cursor. */
-export function drawStates(ctx, width, height, { units, axis, now, holds, cursor, skin, end }) {
+/**
+ * @param {Pen} pen
+ * @param {number} width
+ * @param {number} height
+ * @param {Scene & { units: UnitRow[] }} scene
+ */
+export function drawStates(pen, width, height, scene) {
+  const { units, axis, skin, end } = scene;
   const each = unitHeight(units.length), last = Math.min(axis.x(end), width);
   const every = Math.ceil(14 / each);
-  units.forEach(({ name, series }, place) => {
+  units.forEach(({ name, series, now }, place) => {
     const y = place * each;
-    ctx.fillStyle = skin.row;
-    ctx.fillRect(axis.left, y + 1, axis.width, each - 2);
-    drawUnit(ctx, series, { axis, y, each, last });
-    if (now?.[place] !== undefined) {
-      ctx.fillStyle = UNIT_STATES[now[place]].colour;
-      ctx.fillRect(axis.left - 14, y + 2, 8, each - 4);
+    pen.fillStyle = skin.row;
+    pen.fillRect(axis.left, y + 1, axis.width, each - 2);
+    drawUnit(pen, series, { axis, y, each, last });
+    if (now !== undefined) {
+      pen.fillStyle = UNIT_STATES[now].colour;
+      pen.fillRect(axis.left - 14, y + 2, 8, each - 4);
     }
     if (place % every) return;
-    Object.assign(ctx, { fillStyle: skin.ink, textAlign: "right", textBaseline: "middle" });
-    ctx.fillText(shorten(name, axis.left > 120 ? 20 : 10), axis.left - 20, y + each / 2 + 0.5);
+    Object.assign(pen, { fillStyle: skin.ink, textAlign: "right", textBaseline: "middle" });
+    pen.fillText(shorten(name, axis.left > 120 ? 20 : 10), axis.left - 20, y + each / 2 + 0.5);
   });
-  drawHoldLines(ctx, axis, holds, height, skin);
-  drawCursorLine(ctx, axis, cursor, height, skin);
+  drawLines(pen, height, scene);
 }
 
-function drawUnit(ctx, series, { axis, y, each, last }) {
-  const from = Math.max(series.last("t", axis.t0), 0);
-  for (let k = from; k < series.length && series.t[k] <= axis.t1; k++) {
-    const begin = Math.max(axis.x(series.t[k]), axis.left);
-    const end = Math.min(k + 1 < series.length ? axis.x(series.t[k + 1]) : last, axis.left + axis.width, last);
+/**
+ * @param {Pen} pen
+ * @param {Changes} series
+ * @param {{ axis: Axis, y: number, each: number, last: number }} where
+ */
+function drawUnit(pen, { t, state: states, length }, { axis, y, each, last }) {
+  for (let k = Math.max(lastUpTo(t, length, axis.t0), 0); k < length && t[k] <= axis.t1; k++) {
+    const begin = Math.max(axis.x(t[k]), axis.left);
+    const end = Math.min(k + 1 < length ? axis.x(t[k + 1]) : last, axis.left + axis.width, last);
     if (end <= begin) continue;
-    const state = series.state[k], thin = state === UNIT_STATE.SHARDED && each > 8 ? each * 0.36 : 1; // sharded holds little
-    ctx.fillStyle = UNIT_STATES[state].colour;
-    ctx.fillRect(begin, y + thin, Math.max(end - begin, 0.7), each - 2 * thin);
+    const state = states[k], thin = state === UNIT_STATE.SHARDED && each > 8 ? each * 0.36 : 1; // it holds little
+    pen.fillStyle = UNIT_STATES[state].colour;
+    pen.fillRect(begin, y + thin, Math.max(end - begin, 0.7), each - 2 * thin);
   }
 }
 
 // -- a number per step
 
-/** A line over steps; the last of each pixel's lowest and highest are drawn. `value` is a column of `steps`. */
-export function drawLine(ctx, width, height, { steps, value, colour, at, skin }) {
-  const low = 4, room = height - 8, from = Math.max(steps.length - 400, 0);
-  const model = steps.model[at === null ? steps.length - 1 : Math.max(steps.last("step", at), 0)];
+const STEPS_SHOWN = 400;
+
+/**
+ * A line over the last steps.
+ * @param {Pen} pen
+ * @param {number} width
+ * @param {number} height
+ * @param {{ steps: Steps, value: Value, colour: string, at: number | null, skin: Skin }} what `at`: number of a step
+ */
+export function drawLine(pen, width, height, { steps, value, colour, at, skin }) {
+  const low = 4, room = height - 8, from = Math.max(steps.length - STEPS_SHOWN, 0), { columns } = steps;
+  const model = columns.model[at === null ? steps.length - 1 : Math.max(steps.numbered(at), 0)];
   const known = []; // of one model: another one's numbers are another curve
-  for (let k = from; k < steps.length; k++)
-    if (Number.isFinite(steps[value][k]) && steps.model[k] === model) known.push(k);
+  for (let k = from; k < steps.length; k++) {
+    if (Number.isFinite(columns[value][k]) && columns.model[k] === model) known.push(k);
+  }
   if (!known.length) return;
-  const values = known.map((k) => steps[value][k]);
+  const values = known.map((k) => columns[value][k]), numbers = known.map((k) => columns.step[k]);
   const least = Math.min(...values), most = Math.max(...values), range = most - least || Math.abs(most) || 1;
-  const first = steps.step[known[0]], span = Math.max(steps.step[known.at(-1)] - first, 1);
-  const x = (k) => 3 + ((steps.step[k] - first) / span) * (width - 8);
-  const y = (number) => low + room * (1 - (number - (most === least ? least - range / 2 : least)) / range);
-  Object.assign(ctx, { strokeStyle: colour, lineWidth: 1.75, lineJoin: "round" });
-  ctx.beginPath();
-  known.forEach((k, place) => (place ? ctx.lineTo(x(k), y(values[place])) : ctx.moveTo(x(k), y(values[place]))));
-  ctx.stroke();
-  const here = at === null ? known.length - 1 : known.findLastIndex((k) => steps.step[k] <= at);
+  const first = numbers[0], span = Math.max(numbers[numbers.length - 1] - first, 1);
+  const x = (/** @type {number} */ place) => 3 + ((numbers[place] - first) / span) * (width - 8);
+  const base = most === least ? least - range / 2 : least;
+  const y = (/** @type {number} */ place) => low + room * (1 - (values[place] - base) / range);
+  Object.assign(pen, { strokeStyle: colour, lineWidth: 1.75, lineJoin: "round" });
+  pen.beginPath();
+  for (let place = 0; place < known.length; place++) {
+    if (place) pen.lineTo(x(place), y(place));
+    else pen.moveTo(x(place), y(place));
+  }
+  pen.stroke();
+  const here = at === null ? known.length - 1 : numbers.findLastIndex((step) => step <= at);
   if (here < 0) return;
   if (at !== null) {
-    ctx.fillStyle = skin.accent;
-    ctx.fillRect(Math.round(x(known[here])) - 0.5, 0, 1.5, height);
+    pen.fillStyle = skin.accent;
+    pen.fillRect(Math.round(x(here)) - 0.5, 0, 1.5, height);
   }
-  ctx.fillStyle = at === null ? colour : skin.accent;
-  ctx.beginPath();
-  ctx.arc(x(known[here]), y(values[here]), 3, 0, 2 * Math.PI);
-  ctx.fill();
+  pen.fillStyle = at === null ? colour : skin.accent;
+  pen.beginPath();
+  pen.arc(x(here), y(here), 3, 0, 2 * Math.PI);
+  pen.fill();
 }

@@ -1,63 +1,203 @@
-// Columns that grow: what the panels draw over time.
+// Columns that grow: what the panels draw over time. Times are microseconds from the view's origin.
 
 import { CATEGORIES } from "./events.js";
 
-const MAX_POINTS = 60000; // of one series; of more the older half is forgotten
+/** @import { MemoryTable, StatesTable, StepsTable } from "./messages.js" */
 
-/** Columns that grow; `width` numbers of a column stand for one entry. */
-export class Series {
-  constructor(columns) {
-    this.columns = columns; // name -> [typed array, width]
+const MAX_MOMENTS = 20_000; // of memory, of one group of ranks; of more the older half is forgotten
+const MAX_CHANGES = 200_000; // of units, of one group, all units together
+const MAX_STEPS = 50_000;
+const LEAST = 64;
+
+/** @typedef {Float64Array | Float32Array | Int32Array | Uint8Array} Column */
+
+/**
+ * Position of the last of the first `length` values, which rise, that is at most `value`; -1 if there is none.
+ * @param {Column} values
+ * @param {number} length
+ * @param {number} value
+ */
+export function lastUpTo(values, length, value) {
+  let low = 0, high = length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
+/** How many entries of columns count, and for how many there is room: a base of what has columns of its own. */
+class Growing {
+  /** @param {number} most entries; of more the older half is forgotten */
+  constructor(most) {
+    this.most = most;
     this.length = 0;
-    for (const [name, [Type, width]] of Object.entries(columns)) this[name] = new Type(64 * width);
+    this.room = LEAST;
   }
 
-  push(entry) {
-    if (this.length === MAX_POINTS) this.forget();
-    for (const [name, [Type, width]] of Object.entries(this.columns)) {
-      if ((this.length + 1) * width > this[name].length) {
-        const grown = new Type(2 * this[name].length);
-        grown.set(this[name]);
-        this[name] = grown;
-      }
-      if (width === 1) this[name][this.length] = entry[name];
-      else this[name].set(entry[name], this.length * width);
+  /**
+   * Make room for one entry more in columns of so many numbers an entry; returns the columns to go on with.
+   * @template {Record<string, Column>} T
+   * @param {T} columns
+   * @param {(room: number) => T} make new ones
+   * @returns {T}
+   */
+  grown(columns, make) {
+    if (this.length === this.most) {
+      const half = this.length >> 1;
+      for (const values of Object.values(columns)) values.copyWithin(0, (half * values.length) / this.room);
+      this.length -= half;
     }
+    if (this.length < this.room) return columns;
+    this.room = Math.min(2 * this.room, this.most);
+    const found = make(this.room);
+    for (const [name, values] of Object.entries(columns)) found[name].set(values);
+    return found;
+  }
+}
+
+/** Live bytes by class of one group of ranks, from a moment on. */
+export class Memory extends Growing {
+  constructor() {
+    super(MAX_MOMENTS);
+    this.columns = Memory.make(LEAST);
+  }
+
+  /** @param {number} room */
+  static make(room) {
+    return { t: new Float64Array(room), bytes: new Float32Array(room * CATEGORIES.length) };
+  }
+
+  /**
+   * @param {number} t
+   * @param {Float32Array} bytes of each class
+   */
+  push(t, bytes) {
+    this.columns = this.grown(this.columns, (room) => Memory.make(room));
+    this.columns.t[this.length] = t;
+    this.columns.bytes.set(bytes, this.length * CATEGORIES.length);
     this.length += 1;
   }
 
-  forget() {
-    const half = this.length >> 1;
-    for (const [name, [, width]] of Object.entries(this.columns)) this[name].copyWithin(0, half * width);
-    this.length -= half;
+  get t() {
+    return this.columns.t;
   }
 
-  /** Position of the last entry whose `column` is at most `value`; -1 if there is none. */
-  last(column, value) {
-    const values = this[column];
-    let low = 0, high = this.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (values[middle] <= value) low = middle + 1;
-      else high = middle;
-    }
-    return low - 1;
+  /**
+   * Of each class.
+   * @param {number} k
+   */
+  bytes(k) {
+    return this.columns.bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length);
   }
 }
 
-/** Add the table of memory to a series per group. */
-export function fillMemory(series, { t, bytes, group }) {
-  t.forEach((when, k) => {
-    series[group[k]] ??= new Series({ t: [Float64Array, 1], bytes: [Float32Array, CATEGORIES.length] });
-    series[group[k]].push({ t: when, bytes: bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length) });
-  });
+/** The states of a unit, from a moment on. */
+export class Changes extends Growing {
+  /** @param {number} most */
+  constructor(most) {
+    super(most);
+    this.columns = Changes.make(LEAST);
+  }
+
+  /** @param {number} room */
+  static make(room) {
+    return { t: new Float64Array(room), state: new Uint8Array(room) };
+  }
+
+  /**
+   * @param {number} t
+   * @param {number} state
+   */
+  push(t, state) {
+    this.columns = this.grown(this.columns, (room) => Changes.make(room));
+    this.columns.t[this.length] = t;
+    this.columns.state[this.length] = state;
+    this.length += 1;
+  }
+
+  get t() {
+    return this.columns.t;
+  }
+
+  get state() {
+    return this.columns.state;
+  }
 }
 
-/** Add the table of states to a series per group and unit. */
-export function fillStates(series, { t, unit, group, state }) {
-  t.forEach((when, k) => {
-    const units = (series[group[k]] ??= []);
-    units[unit[k]] ??= new Series({ t: [Float64Array, 1], state: [Uint8Array, 1] });
-    units[unit[k]].push({ t: when, state: state[k] });
-  });
+/** Finished training steps. */
+export class Steps extends Growing {
+  constructor() {
+    super(MAX_STEPS);
+    this.columns = Steps.make(LEAST);
+  }
+
+  /** @param {number} room */
+  static make(room) {
+    return { t: new Float64Array(room), step: new Int32Array(room), loss: new Float32Array(room),
+      ms: new Float32Array(room), model: new Int32Array(room) };
+  }
+
+  /** @param {StepsTable} table */
+  take(table) {
+    table.t.forEach((t, k) => {
+      this.columns = this.grown(this.columns, (room) => Steps.make(room));
+      const { columns, length } = this;
+      columns.t[length] = t;
+      columns.step[length] = table.step[k];
+      columns.loss[length] = table.loss[k];
+      columns.ms[length] = table.ms[k];
+      columns.model[length] = table.model[k];
+      this.length += 1;
+    });
+  }
+
+  /**
+   * Position of the last step that had ended at a time; -1 if none had.
+   * @param {number} us
+   */
+  endedAt(us) {
+    return lastUpTo(this.columns.t, this.length, us);
+  }
+
+  /**
+   * Position of the last step of at most this number; -1 if there is none.
+   * @param {number} step
+   */
+  numbered(step) {
+    return lastUpTo(this.columns.step, this.length, step);
+  }
+}
+
+/** Memory of each group of ranks, and states of each group and unit: as far as they were told. */
+export class Known {
+  constructor() {
+    /** @type {Memory[]} */
+    this.memory = [];
+    /** @type {Changes[][]} */
+    this.states = [];
+  }
+
+  /** @param {MemoryTable} table */
+  takeMemory({ t, bytes, group }) {
+    t.forEach((when, k) => {
+      while (this.memory.length <= group[k]) this.memory.push(new Memory());
+      this.memory[group[k]].push(when, bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length));
+    });
+  }
+
+  /**
+   * @param {StatesTable} table
+   * @param {number} numUnits
+   */
+  takeStates({ t, unit, group, state }, numUnits) {
+    const most = Math.max(Math.floor(MAX_CHANGES / Math.max(numUnits, 1)), LEAST);
+    t.forEach((when, k) => {
+      while (this.states.length <= group[k]) this.states.push([]);
+      const units = this.states[group[k]];
+      while (units.length <= unit[k]) units.push(new Changes(most));
+      units[unit[k]].push(when, state[k]);
+    });
+  }
 }

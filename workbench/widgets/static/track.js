@@ -1,14 +1,44 @@
-// One row of the timeline: its items, in order of their start, and the mean colours of its pixels.
+// The rows of a timeline: their items, in order of their start, and the mean colours of their pixels.
+//
+// Times are microseconds from the run's start. A *track* is one row (rank 0's collectives); its *items* are rectangles.
 //
 // Let A(t) be the area of a track's colours before t: the sum over its items of colour x time. A pixel from t to u has
 // the colour (A(u) - A(t)) / (u - t), exactly, whatever the zoom. A is summed up in advance for every BLOCK-th item (the
 // coarse level), so a pixel takes one search and at most BLOCK additions.
 
-export const BLOCK = 8;
+/** @import { Look } from "./look.js" */
+
+const BLOCK = 8;
 export const MAX_STRADDLING = 64; // items of one track that may lie over one instant
 const FAINTEST = 0.4; // opacity of a pixel in which hardly anything happened
+const MAX_TRIES = 64; // additions to a rank after which nobody expects the collective of a wait any more
 
-/** First position from `from` on with `values[position] >= value`; doubles its stride, then halves. */
+/** @typedef {Float64Array | Int16Array | Uint8Array} Column */
+
+/**
+ * Rectangles of one track, one entry of each column for one of them.
+ * @typedef {object} Items
+ * @property {Float64Array} start
+ * @property {Float64Array} end
+ * @property {Float64Array} bytes
+ * @property {Float64Array} arrowFrom of a wait: when the collective began that it is for; NaN: not known, or no wait
+ * @property {Int16Array} unit -1: none or several
+ * @property {Uint8Array} kind
+ * @property {Uint8Array} exposed 0: hidden behind compute; 1: compute waited for it, nobody knows how long; 2 to 255:
+ *   compute waited for this share of it, in 1/255, at its end, which then has the colour of a wait
+ */
+
+/** @typedef {{ name: string, rank: number, label?: string }} TrackName */
+
+/** @typedef {{ track: Track, k: number }} Place */
+
+/**
+ * First position from `from` on with `values[position] >= value`; doubles its stride, then halves.
+ * @param {Float64Array} values
+ * @param {number} length
+ * @param {number} from
+ * @param {number} value
+ */
 export function gallop(values, length, from, value) {
   if (from >= length || values[from] >= value) return from;
   let low = from, stride = 1;
@@ -25,77 +55,164 @@ export function gallop(values, length, from, value) {
   return high;
 }
 
-export const COLUMNS = {
-  start: Float64Array, end: Float64Array, bytes: Float64Array, arrowFrom: Float64Array, unit: Int16Array,
-  kind: Uint8Array, exposed: Uint8Array,
-};
-const DERIVED = { reach: Float64Array, lane: Uint8Array }; // latest end so far; 0 all of the row, 1 and 2 its halves
+/**
+ * @param {Items} items
+ * @returns {Column[]}
+ */
+function columnsOf({ start, end, bytes, arrowFrom, unit, kind, exposed }) {
+  return [start, end, bytes, arrowFrom, unit, kind, exposed];
+}
 
+/**
+ * The items at these positions, in this order.
+ * @param {Items} items
+ * @param {Iterable<number>} places
+ * @returns {Items}
+ */
+export function picked(items, places) {
+  const order = Uint32Array.from(places);
+  return {
+    start: Float64Array.from(order, (k) => items.start[k]),
+    end: Float64Array.from(order, (k) => items.end[k]),
+    bytes: Float64Array.from(order, (k) => items.bytes[k]),
+    arrowFrom: Float64Array.from(order, (k) => items.arrowFrom[k]),
+    unit: Int16Array.from(order, (k) => items.unit[k]),
+    kind: Uint8Array.from(order, (k) => items.kind[k]),
+    exposed: Uint8Array.from(order, (k) => items.exposed[k]),
+  };
+}
+
+/**
+ * The items in order of their start.
+ * @param {Items} items
+ */
+function sorted(items) {
+  const { start } = items;
+  let isSorted = true;
+  for (let k = 1; k < start.length && isSorted; k++) isSorted = start[k] >= start[k - 1];
+  return isSorted ? items : picked(items, Array.from(start.keys()).sort((a, b) => start[a] - start[b] || a - b));
+}
+
+/**
+ * Positions, in order, in two sorted lists of which the second counts on after the first.
+ * @param {Float64Array} first
+ * @param {Float64Array} second
+ */
+function mergeOrder(first, second) {
+  const order = new Int32Array(first.length + second.length);
+  for (let a = 0, b = 0, k = 0; k < order.length; k++) {
+    order[k] = b >= second.length || (a < first.length && first[a] <= second[b]) ? a++ : first.length + b++;
+  }
+  return order;
+}
+
+/**
+ * Write `added` into `values` in this order, from position `from` on, of what is there up to `length` and of itself.
+ * @param {Column} values
+ * @param {number} length
+ * @param {number} from
+ * @param {Column} added
+ * @param {Int32Array} order
+ */
+function merge(values, length, from, added, order) {
+  const old = values.slice(from, length);
+  for (let k = 0; k < order.length; k++) {
+    values[from + k] = order[k] < old.length ? old[order[k]] : added[order[k] - old.length];
+  }
+}
+
+/**
+ * The share of an item that is drawn as exposed.
+ * @param {number} exposed
+ */
+export function share(exposed) {
+  return exposed > 1 ? exposed / 255 : 0;
+}
+
+/** One row. It has the columns of its items, of which the first `length` entries count. */
 export class Track {
+  /** @param {TrackName} name */
   constructor({ name, rank, label }) {
     this.name = name;
     this.rank = rank;
     this.label = label ?? `rank ${rank}`;
     this.length = 0;
-    this.forgotten = 0; // items before the first one
     this.capacity = 0;
+    this.start = new Float64Array(0);
+    this.end = new Float64Array(0);
+    this.bytes = new Float64Array(0);
+    this.arrowFrom = new Float64Array(0);
+    this.unit = new Int16Array(0);
+    this.kind = new Uint8Array(0);
+    this.exposed = new Uint8Array(0);
+    this.reach = new Float64Array(0); // latest end so far
+    this.lane = new Uint8Array(0); // 0 all of the row, 1 and 2 its halves
     this.summed = 0; // blocks of `coarse` that are right
     this.coarse = new Float64Array(0); // per block red, green, blue and time before it
-    this.open = null; // items that have not ended
-    for (const [column, type] of Object.entries({ ...COLUMNS, ...DERIVED })) this[column] = new type(0);
   }
 
+  /** @param {Items} items */
   append(items) {
-    const added = sorted(items);
-    const count = added.start.length;
+    const added = sorted(items), count = added.start.length;
     if (!count) return;
     const from = gallop(this.start, this.length, this.after(added.start[0]), added.start[0]);
     this.reserve(this.length + count);
-    for (const column of Object.keys(COLUMNS)) this.merge(column, added, from, count);
+    const order = mergeOrder(this.start.slice(from, this.length), added.start);
+    const columns = columnsOf(added);
+    columnsOf(this).forEach((values, place) => {
+      if (from === this.length) values.set(columns[place], from);
+      else merge(values, this.length, from, columns[place], order);
+    });
     this.length += count;
     this.derive(from);
     this.summed = Math.min(this.summed, Math.floor(from / BLOCK));
   }
 
-  /** Forget the first `count` items. */
+  /**
+   * Forget the first items.
+   * @param {number} count
+   */
   forget(count) {
-    for (const column of Object.keys({ ...COLUMNS, ...DERIVED })) this[column].copyWithin(0, count, this.length);
+    for (const values of [...columnsOf(this), this.reach, this.lane]) values.copyWithin(0, count, this.length);
     this.length -= count;
-    this.forgotten += count;
     this.summed = 0;
   }
 
-  /** A place near the end from which on to look for `start`: what is added is usually the latest. */
+  /**
+   * A place near the end from which on to look for `start`: what is added is usually the latest.
+   * @param {number} start
+   */
   after(start) {
     let back = 1;
     while (back < this.length && this.start[this.length - back] >= start) back *= 2;
     return Math.max(this.length - back, 0);
   }
 
+  /** @param {number} wanted */
   reserve(wanted) {
     if (wanted <= this.capacity) return;
-    this.capacity = Math.max(wanted, 2 * this.capacity, 64);
-    for (const [column, type] of Object.entries({ ...COLUMNS, ...DERIVED })) {
-      const grown = new type(this.capacity);
-      grown.set(this[column].subarray(0, this.length));
-      this[column] = grown;
-    }
+    const capacity = (this.capacity = Math.max(wanted, 2 * this.capacity, 64));
+    const grown = /** @type {<C extends Column>(values: C, grown: C) => C} */ ((values, found) => {
+      found.set(values.subarray(0, this.length));
+      return found;
+    });
+    this.start = grown(this.start, new Float64Array(capacity));
+    this.end = grown(this.end, new Float64Array(capacity));
+    this.bytes = grown(this.bytes, new Float64Array(capacity));
+    this.arrowFrom = grown(this.arrowFrom, new Float64Array(capacity));
+    this.unit = grown(this.unit, new Int16Array(capacity));
+    this.kind = grown(this.kind, new Uint8Array(capacity));
+    this.exposed = grown(this.exposed, new Uint8Array(capacity));
+    this.reach = grown(this.reach, new Float64Array(capacity));
+    this.lane = grown(this.lane, new Uint8Array(capacity));
   }
 
-  merge(column, added, from, count) {
-    const values = this[column];
-    if (from === this.length) return values.set(added[column], from);
-    const order = added.merged ??= mergeOrder(this.start.slice(from, this.length), added.start);
-    const old = values.slice(from, this.length);
-    for (let k = 0; k < order.length; k++) {
-      values[from + k] = order[k] < old.length ? old[order[k]] : added[column][order[k] - old.length];
-    }
-    return count;
-  }
-
-  /** Latest end so far, and lanes: those that overlap take the halves of the row in turn. */
+  /**
+   * Latest end so far, and lanes: those that overlap take the halves of the row in turn.
+   * @param {number} from
+   */
   derive(from) {
-    for (let k = Math.max(from, 0); k < this.length; k++) {
+    for (let k = from; k < this.length; k++) {
       const before = k ? this.reach[k - 1] : -Infinity;
       this.reach[k] = Math.max(before, this.end[k]);
       if (this.start[k] >= before) this.lane[k] = 0;
@@ -106,7 +223,10 @@ export class Track {
     }
   }
 
-  /** Sum up what is not summed up yet; `look` holds the colours. */
+  /**
+   * Sum up what is not summed up yet.
+   * @param {Look} look
+   */
   sumUp(look) {
     const blocks = Math.floor(this.length / BLOCK) + 1;
     if (this.summed >= blocks) return;
@@ -120,10 +240,7 @@ export class Track {
     const begin = Math.max(this.summed - 1, 0);
     let [r, g, b, sum] = this.summed ? coarse.subarray(4 * begin, 4 * begin + 4) : [0, 0, 0, 0];
     for (let n = begin * BLOCK; n <= length; n++) {
-      if (n % BLOCK === 0) {
-        const at = (4 * n) / BLOCK;
-        coarse[at] = r, coarse[at + 1] = g, coarse[at + 2] = b, coarse[at + 3] = sum;
-      }
+      if (n % BLOCK === 0) coarse.set([r, g, b, sum], (4 * n) / BLOCK);
       if (n === length) break;
       const time = end[n] > start[n] ? end[n] - start[n] : 0, k = kind[n];
       const bare = time * share(exposed[n]), hidden = time - bare;
@@ -135,36 +252,124 @@ export class Track {
     this.summed = blocks;
   }
 
-  /** `[first, last)`: positions between which everything lies that is seen from t0 to t1. */
+  /**
+   * `[first, last)`: positions between which everything lies that is seen from t0 to t1.
+   * @param {number} t0
+   * @param {number} t1
+   * @returns {[number, number]}
+   */
   within(t0, t1) {
     return [gallop(this.reach, this.length, 0, t0), gallop(this.start, this.length, 0, t1)];
   }
-}
 
-/** The items in order of their start. */
-function sorted(items) {
-  const { start } = items;
-  let isSorted = true;
-  for (let k = 1; k < start.length && isSorted; k++) isSorted = start[k] >= start[k - 1];
-  if (isSorted) return { ...items, merged: undefined };
-  const order = Array.from(start.keys()).sort((a, b) => start[a] - start[b] || a - b);
-  const found = {};
-  for (const [column, type] of Object.entries(COLUMNS)) found[column] = type.from(order, (k) => items[column][k]);
-  return found;
-}
-
-/** Positions, in order, in two sorted lists of which the second counts on after the first. */
-function mergeOrder(first, second) {
-  const order = new Int32Array(first.length + second.length);
-  for (let a = 0, b = 0, k = 0; k < order.length; k++) {
-    order[k] = b >= second.length || (a < first.length && first[a] <= second[b]) ? a++ : first.length + b++;
+  /**
+   * Positions of items whose begin or end may be the next one after t, or the last one before it.
+   * @param {number} t
+   */
+  *near(t) {
+    const next = gallop(this.start, this.length, 0, t);
+    for (let k = Math.max(next - MAX_STRADDLING, 0); k < Math.min(next + 4, this.length); k++) yield k;
   }
-  return order;
+
+  /**
+   * Position of what goes on at t, the item that began last; -1 if nothing does.
+   * @param {number} t
+   */
+  at(t) {
+    const last = gallop(this.start, this.length, 0, t + 1e-9);
+    for (let k = last - 1; k >= Math.max(last - MAX_STRADDLING, 0); k--) if (this.end[k] > t) return k;
+    return -1;
+  }
+
+  /**
+   * A collective of which compute waited for some part.
+   * @param {number} k
+   * @param {number} from of the wait
+   * @param {number} to of the wait
+   */
+  expose(k, from, to) {
+    const waited = Math.min(this.end[k], to) - Math.max(this.start[k], from);
+    if (waited <= 0) return;
+    this.exposed[k] = Math.max(2, this.exposed[k], Math.round((255 * waited) / (this.end[k] - this.start[k])));
+    this.summed = Math.min(this.summed, Math.floor(k / BLOCK));
+  }
 }
 
-/** The share of an item that is drawn as exposed. */
-export function share(exposed) {
-  return exposed > 1 ? exposed / 255 : 0;
+/** All tracks. A wait tells the collective that it is for how long compute waited; it may come before that. */
+export class Tracks {
+  /** @param {readonly TrackName[]} names */
+  constructor(names = []) {
+    /** @type {Track[]} */
+    this.all = [];
+    /** @type {{ track: Track, from: number, start: number, end: number, tries: number }[]} */
+    this.pending = []; // waits whose collective has not come
+    this.add(names);
+  }
+
+  /** @param {readonly TrackName[]} names of more tracks */
+  add(names) {
+    this.all.push(...names.map((name) => new Track(name)));
+  }
+
+  /** How many items there are. */
+  get count() {
+    return this.all.reduce((sum, { length }) => sum + length, 0);
+  }
+
+  /**
+   * @param {number} index of the track
+   * @param {Items} items
+   */
+  append(index, items) {
+    const track = this.all[index], { arrowFrom, start, end } = items;
+    track.append(items);
+    arrowFrom.forEach((from, k) => {
+      if (!Number.isNaN(from)) this.pending.push({ track, from, start: start[k], end: end[k], tries: 0 });
+    });
+    this.pending = this.pending.filter((wait) => {
+      if (wait.track.rank !== track.rank) return true;
+      const found = this.issue(wait.track, wait.from);
+      if (!found) return (wait.tries += 1) < MAX_TRIES;
+      found.track.expose(found.k, wait.start, wait.end);
+      return false;
+    });
+  }
+
+  /**
+   * The collective of a wait's rank that began at `start`.
+   * @param {Track} wait
+   * @param {number} start
+   * @returns {Place | null}
+   */
+  issue(wait, start) {
+    /** @type {Place | null} */
+    let best = null;
+    let distance = 2; // microseconds: a sender may have rounded
+    for (const track of this.all) {
+      if (track.rank !== wait.rank || track === wait) continue;
+      const near = gallop(track.start, track.length, 0, start);
+      for (const k of [near - 1, near]) {
+        const away = k >= 0 && k < track.length ? Math.abs(track.start[k] - start) : Infinity;
+        if (away < distance) [best, distance] = [{ track, k }, away];
+      }
+    }
+    return best;
+  }
+
+  /** Keep what began in the later half, by number of items. */
+  forget() {
+    const before = (/** @type {number} */ t) => this.all.map(({ start, length }) => gallop(start, length, 0, t));
+    const sum = (/** @type {number[]} */ counts) => counts.reduce((a, b) => a + b, 0);
+    const half = this.count / 2, there = this.all.filter(({ length }) => length);
+    let low = Math.min(...there.map(({ start }) => start[0]));
+    let high = Math.max(...there.map(({ start, length }) => start[length - 1]));
+    for (let k = 0; k < 60 && high > low; k++) {
+      const middle = (low + high) / 2;
+      if (sum(before(middle)) < half) low = middle;
+      else high = middle;
+    }
+    before(high).forEach((count, k) => { this.all[k].forget(count); });
+  }
 }
 
 /**
@@ -172,6 +377,13 @@ export function share(exposed) {
  *
  * r, g, b and time are A at a pixel's right end: what all items that begin before it sum up to (`before`) without what
  * those that lie over it have after it. Plain numbers and no calls: this runs for every pixel of every frame.
+ * @param {Track} track
+ * @param {Uint32Array} pixels
+ * @param {number} offset
+ * @param {number} width
+ * @param {number} t0
+ * @param {number} step
+ * @param {Look} look
  */
 export function paint(track, pixels, offset, width, t0, step, look) {
   const { start, end, kind, exposed, reach, length, coarse } = track;
@@ -191,7 +403,10 @@ export function paint(track, pixels, offset, width, t0, step, look) {
     if (isFirst || until - next > BLOCK) {
       const block = Math.floor(until / BLOCK), at = 4 * block;
       next = block * BLOCK;
-      beforeR = coarse[at], beforeG = coarse[at + 1], beforeB = coarse[at + 2], beforeTime = coarse[at + 3];
+      beforeR = coarse[at];
+      beforeG = coarse[at + 1];
+      beforeB = coarse[at + 2];
+      beforeTime = coarse[at + 3];
     }
     for (; next < until; next++) {
       const time = end[next] > start[next] ? end[next] - start[next] : 0, k = kind[next], e = exposed[next];
@@ -218,11 +433,15 @@ export function paint(track, pixels, offset, width, t0, step, look) {
       pixels[offset + x] = ((alpha * 255) << 24) | (clampByte((b - lastB) / filled) << 16) |
         (clampByte((g - lastG) / filled) << 8) | clampByte((r - lastR) / filled);
     }
-    lastR = r, lastG = g, lastB = b, lastTime = time;
+    lastR = r;
+    lastG = g;
+    lastB = b;
+    lastTime = time;
     isFirst = false;
   }
 }
 
+/** @param {number} value */
 function clampByte(value) {
   return value < 0 ? 0 : value > 255 ? 255 : Math.round(value);
 }

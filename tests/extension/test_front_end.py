@@ -1,0 +1,24 @@
+"""Everything that runs in a browser is typed and linted: the panel's TypeScript and the widgets' JavaScript."""
+
+import re
+
+import pytest
+
+from tests.extension.built import run_script
+from tests.source import REPO
+
+pytestmark = pytest.mark.timeout(600)  # the first time of a checkout fetches the compilers
+
+SWITCHED_OFF = re.compile(r"@ts-(?:ignore|nocheck|expect-error)|eslint-disable|@type \{any\}|\bas any\b|: any\b")
+
+
+@pytest.mark.parametrize("part", ["panel", "widgets"])
+def test_the_compiler_and_the_linter_find_nothing(part):
+    run_script(f"check:{part}")
+
+
+def test_nothing_is_switched_off_in_a_file():
+    files = [*(REPO / "workbench/widgets/static").glob("*.js"), *(REPO / "extension/src").rglob("*.ts*")]
+    assert files
+    found = {file.name: SWITCHED_OFF.findall(file.read_text("utf-8")) for file in files}
+    assert {name: words for name, words in found.items() if words} == {}

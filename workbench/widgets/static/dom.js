@@ -1,0 +1,56 @@
+// Pieces of the page. All text becomes text, never HTML: names of units, ranks and metrics are anything.
+
+/**
+ * An element with classes and plain text.
+ * @template {keyof HTMLElementTagNameMap} K
+ * @param {K} tag
+ * @param {string} className
+ * @param {string} text
+ * @returns {HTMLElementTagNameMap[K]}
+ */
+export function make(tag, className = "", text = "") {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.textContent = text;
+  return element;
+}
+
+/**
+ * Give an element this text; a screen reader hears it only if it is another one.
+ * @param {Element} element
+ * @param {string} text
+ */
+export function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/**
+ * Give `element` these children, if they say anything else than those it has: else a pressed button would vanish.
+ * @param {HTMLElement} element
+ * @param {unknown} key what they say
+ * @param {() => (Node | string)[]} children
+ */
+export function refill(element, key, children) {
+  const now = JSON.stringify(key);
+  if (element.dataset.shown === now) return;
+  element.dataset.shown = now;
+  element.replaceChildren(...children());
+}
+
+/**
+ * A coloured square, a word, and a number.
+ * @param {string} word
+ * @param {string} colour empty: no square
+ * @param {string} number
+ */
+export function swatch(word, colour, number = "") {
+  const entry = make("span");
+  if (colour) {
+    const square = make("i");
+    square.style.background = colour;
+    entry.append(square);
+  }
+  entry.append(word);
+  if (number) entry.append(" ", make("b", "", number));
+  return entry;
+}

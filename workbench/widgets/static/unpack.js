@@ -1,0 +1,52 @@
+// The tables of an answer from its buffer, and items of tracks from such a table.
+
+import { TABLES } from "./tables.js";
+
+/** @import { Counts, SpansTable, Tables } from "./messages.js" */
+/** @import { Items } from "./track.js" */
+
+/** @typedef {keyof typeof TYPES} Code */
+
+const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
+
+/**
+ * @param {Counts} counts
+ * @param {DataView} data
+ */
+export function unpack(counts, data) {
+  const { buffer } = new Uint8Array(data.buffer, data.byteOffset, data.byteLength).slice(); // aligned
+  /** @type {Record<string, Record<string, unknown>>} */
+  const tables = {};
+  let at = 0;
+  for (const [table, columns] of Object.entries(TABLES)) {
+    tables[table] = {};
+    for (const [name, [code, width]] of Object.entries(columns)) {
+      const Type = TYPES[/** @type {Code} */ (code)];
+      const values = new Type(buffer, at, counts[/** @type {keyof Tables} */ (table)] * Number(width));
+      tables[table][name] = values;
+      at += Math.ceil(values.byteLength / 8) * 8;
+    }
+  }
+  return /** @type {Tables} */ (/** @type {unknown} */ (tables));
+}
+
+/**
+ * The items of each track.
+ * @param {SpansTable} spans
+ * @param {number} numTracks
+ * @returns {Items[]}
+ */
+export function itemsOf(spans, numTracks) {
+  /** @type {number[][]} */
+  const places = Array.from({ length: numTracks }, () => []);
+  spans.track.forEach((track, k) => { places[track].push(k); });
+  return places.map((mine) => ({
+    start: Float64Array.from(mine, (k) => spans.start[k]),
+    end: Float64Array.from(mine, (k) => spans.start[k] + spans.duration[k]),
+    bytes: Float64Array.from(mine, (k) => spans.bytes[k]),
+    arrowFrom: Float64Array.from(mine, (k) => spans.start[k] - spans.before[k]),
+    unit: Int16Array.from(mine, (k) => spans.unit[k]),
+    kind: Uint8Array.from(mine, (k) => spans.kind[k]),
+    exposed: Uint8Array.from(mine, (k) => spans.exposed[k]),
+  }));
+}
