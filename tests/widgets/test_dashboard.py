@@ -146,8 +146,7 @@ def test_only_so_many_views_are_kept(made):
 def test_eight_ranks_stay_below_64_kib_a_second(made):
     trace, now = simulate(Setup(num_ranks=8, num_units=6, steps=40)), [0.0]
     workbench = Pretender(prefix(trace, 10), dict.fromkeys(range(8), RUNNING), [True] * 8)
-    widget = made(workbench)
-    widget._clock = lambda: now[0]
+    widget = made(workbench, clock=lambda: now[0])
     ask(widget)
     rows, sent = len(trace.rank(0).rows), 0
     for part in range(1, 11):  # a second of ten answers
