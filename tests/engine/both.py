@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from tests.engine.models import Net, batch, loss_of, make_net
+from tests.engine.models import Net, adamw, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.recording import Recording, recording
 from tests.engine.sizes import NET
@@ -71,7 +71,7 @@ def train_all(
         models = [copy.deepcopy(plain) for _ in apis]
         for api, model in zip(apis, models, strict=True):
             shard(api, model)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, *models)]
+        optimizers = [adamw(m.parameters()) for m in (plain, *models)]
         for step in range(steps):
             record.clear()
             for model in (plain, *models):

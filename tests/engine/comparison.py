@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.models import Block, batch, loss_of
+from tests.engine.models import Block, adamw, batch, loss_of
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.recording import Recording, recording
 from workbench.engine import fully_shard
@@ -52,7 +52,7 @@ def compare(
 
 def train_both(plain: nn.Module, sharded: nn.Module, steps: int = 3, between=lambda model, step: None) -> None:
     """Train both alike and compare after each backward and at the end; ``between(model, step)`` runs before a step."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, sharded)]
+    optimizers = [adamw(m.parameters(), weight_decay=0.1) for m in (plain, sharded)]
     for step in range(steps):
         for model in (plain, sharded):
             between(model, step)

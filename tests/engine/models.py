@@ -1,5 +1,7 @@
 """Small models whose shapes are awkward on purpose."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -48,3 +50,12 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Next-token cross entropy."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adamw(params: Iterable[object], lr: float = 1e-2, **options: float) -> torch.optim.AdamW:
+    """AdamW in one operation for all of ``params``, tensors or groups of them.
+
+    How an operation acts on DTensors every rank works out anew, once for each operation and shape; with more than one
+    operation a step that was most of the time of a small test. ``test_optimizers.py`` takes the others.
+    """
+    return torch.optim.AdamW(params, lr=lr, fused=True, **options)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
@@ -26,7 +26,7 @@ def accumulate(prepare: Callable[[nn.Module, int], None]) -> Recording:
     plain = make_net(**NET)
     with recording() as record:
         sharded = shard_net(copy.deepcopy(plain))
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, sharded)]
+        optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
         for step in range(2):
             record.clear()
             for micro in range(MICRO_BATCHES):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 from workbench.engine import fully_shard
 
@@ -33,7 +33,7 @@ def assert_same_shard(ours: DTensor, theirs: DTensor) -> None:
 
 def five_steps(reshard: bool | None, tied: bool) -> None:
     ours, theirs = both(reshard, tied=tied)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    optimizers = [adamw(m.parameters()) for m in (ours, theirs)]
     for step in range(5):
         tokens = batch(dist.get_rank(), step)
         losses = [loss_of(m, tokens) for m in (ours, theirs)]

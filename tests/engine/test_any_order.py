@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.engine.both import APIS, CLOSE, tell
 from tests.engine.comparison import DIM, data
-from tests.engine.models import Block
+from tests.engine.models import Block, adamw
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from workbench.engine.state import states_below, units_of
@@ -149,7 +149,7 @@ def program(seed: int, apis: tuple[ModuleType, ...]) -> None:
     plain = Wanderer().double()
     models = [sharded_by(api, plain) for api in apis]
     ours = models[0]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, *models)]
+    optimizers = [adamw(m.parameters()) for m in (plain, *models)]
     for step in range(STEPS):
         plan = drawn(chance, repeats=len(apis) == 1)
         expected, *found = (one_step(m, plan, step) for m in (plain, *models))

@@ -21,7 +21,7 @@ from tests.engine.both import (
     train_all,
     units_below,
 )
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
@@ -58,7 +58,7 @@ def test_ten_steps_equal_an_unsharded_model_and_torchs(reshard):
 def replicas_after_training() -> bool:
     mesh = grid()
     model = shard_net_with(engine, make_net(**NET), mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     for step in range(3):
         one_batch(model, step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -363,7 +363,7 @@ def placements(api: ModuleType) -> set[tuple[object, ...]]:
     mesh = grid()
     plain = make_net(**NET)
     model = shard_net_with(api, copy.deepcopy(plain), mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model.parameters())
     loss_of(model, batch(dist.get_rank(), 0)).backward()
     optimizer.step()
     moments = [state["exp_avg"] for state in optimizer.state.values()]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.both import newer_torch
 from tests.engine.huggingface import batch, blocks, loss_of, make, shard, transformers
+from tests.engine.models import adamw
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from workbench.engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -56,7 +57,7 @@ def five_steps(name: str, reshard: bool | None) -> list[float]:
         shard(copy.deepcopy(plain), wrap, reshard_after_forward=reshard) for wrap in (fully_shard, torch_fully_shard)
     )
     models = (plain, ours, theirs)
-    optimizers = [torch.optim.AdamW(model.parameters(), **ADAMW) for model in models]
+    optimizers = [adamw(model.parameters(), **ADAMW) for model in models]
     losses = []
     for step in range(5):
         values = [loss_of(model, batch(dist.get_rank(), step)) for model in models]
@@ -96,7 +97,7 @@ def with_precision(name: str) -> list[float]:
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     ours = shard(make(name), fully_shard, mp_policy=MixedPrecisionPolicy(**dtypes))
     theirs = shard(make(name), torch_fully_shard, mp_policy=TorchMixedPrecisionPolicy(**dtypes))
-    optimizers = [torch.optim.AdamW(model.parameters(), **ADAMW) for model in (ours, theirs)]
+    optimizers = [adamw(model.parameters(), **ADAMW) for model in (ours, theirs)]
     losses = []
     for step in range(5):
         values = [loss_of(model, batch(dist.get_rank(), step)) for model in (ours, theirs)]
@@ -177,7 +178,7 @@ def experts_of_their_own() -> list[list[bool]]:
     ours, theirs = (shard(copy.deepcopy(plain), wrap) for wrap in (fully_shard, torch_fully_shard))
     for sharded in (ours, theirs):
         sharded.set_reduce_scatter_unused_params(True)
-    optimizers = [torch.optim.AdamW(model.parameters(), **ADAMW) for model in (plain, ours, theirs)]
+    optimizers = [adamw(model.parameters(), **ADAMW) for model in (plain, ours, theirs)]
     used = []
     for step in range(3):
         for model in (plain, ours, theirs):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.engine.both import APIS, newer_torch
+from tests.engine.models import adamw
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import DataParallelMeshDims, fully_shard
 
@@ -94,7 +95,7 @@ def beside_torchs(case: str) -> None:
     mesh = mesh_of(sizes)
     plain = make()
     ours, theirs = models = [shard(api, on_mesh(mesh), mesh, dims) for api in APIS]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, *models)]
+    optimizers = [adamw(model.parameters()) for model in (plain, *models)]
     for step in range(3):
         plain(all_data(mesh, step)).square().mean().backward()
         losses, counts = [], []
@@ -231,7 +232,7 @@ def decoder(api: ModuleType, mesh: DeviceMesh) -> nn.Module:
 def as_torchtitan() -> None:
     mesh = mesh_of({"replicate": 2, "dp": 2})
     models = [decoder(api, mesh) for api in APIS]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers = [adamw(model.parameters()) for model in models]
     for step in range(3):
         losses = [loss_of(model, mesh, step, torch.bfloat16) for model in models]
         assert torch.equal(*losses)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
@@ -27,7 +27,7 @@ PRECISIONS = {
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return adamw(model.parameters(), weight_decay=0.1)
 
 
 def accumulated(model: nn.Module, step: int, *, sync: bool) -> list[float]:

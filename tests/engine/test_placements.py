@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.engine.comparison import train_both
-from tests.engine.models import Net, make_net
+from tests.engine.models import Net, adamw, make_net
 from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank, simulating
 from tests.engine.test_errors import fingerprint
 from workbench.engine import ShardPlacementResult, fully_shard
@@ -164,7 +164,7 @@ def experts(per_group: int, dim: int, own_unit: bool) -> list[str]:
     if own_unit:
         fully_shard(sharded.expert, mesh=everyone, shard_placement_fn=place)
     fully_shard(sharded, mesh=everyone, shard_placement_fn=place)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, sharded)]
+    optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
     for step in range(5):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         x = torch.randn(3, 5, generator=generator)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.engine.models import Block, Net, batch, loss_of, make_net
+from tests.engine.models import Block, Net, adamw, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import recording
@@ -58,7 +58,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW with two groups, as users make them."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}], lr=1e-2)
+    return adamw([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}])
 
 
 def backward(model: nn.Module, step: int) -> float:
@@ -559,7 +559,7 @@ def tensor_parallel() -> None:
     dp, tp = meshes(*FSDP_TP)
     models = [shard_decoder(split(make_decoder(), tp), dp, fully_shard) for _ in range(2)]
     model, twin = models
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+    optimizers = [adamw(m.parameters()) for m in models]
 
     def step(number: int) -> None:
         losses = []

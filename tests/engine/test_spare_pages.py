@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.engine.comparison import DIM, Outer, UsesInner, data, shard_each
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
@@ -103,7 +103,7 @@ def with_and_without() -> None:
         if not moves:
             pages._can_move = lambda: False  # in this process, which ends with the test
         model = shard_net(make_net(**NET))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = adamw(model.parameters())
         losses = []
         for number in range(5):
             loss = loss_of(model, batch(dist.get_rank(), number))

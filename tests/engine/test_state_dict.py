@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.engine.comparison import train_both
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
@@ -120,7 +120,7 @@ def of_an_optimizer() -> None:
             optimizer.zero_grad()
 
     models = [shard_net(make_net(num_blocks=1)) for _ in range(2)]
-    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models)
+    first, second = (adamw(m.parameters()) for m in models)
     trained(models[0], first, range(2))
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))  # an optimizer takes tensors over as they are

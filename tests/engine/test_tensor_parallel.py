@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from tests.engine.models import adamw
 from tests.engine.ranks import run_ranks, simulated_rank, simulating
 from workbench.engine import fully_shard
 
@@ -109,7 +110,7 @@ def five_steps(names: tuple[str, ...], shape: tuple[int, ...], reshard: bool | N
     dp, tp = meshes(names, shape)
     plain = make()
     sharded = shard(split(copy.deepcopy(plain), tp), dp, fully_shard, reshard_after_forward=reshard)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, sharded)]
+    optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
     for step in range(5):
         reference, loss = (loss_of(m, step, dp) for m in (plain, sharded))
         torch.testing.assert_close(loss, reference)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.engine.models import batch, loss_of, make_net
+from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, check_parity, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
@@ -50,7 +50,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW with two groups, as users make them."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}], lr=1e-2)
+    return adamw([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}])
 
 
 def undone_is_plain() -> None:

@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 
 import torch
 
-from tests.engine.models import Block, batch, loss_of, make_net
+from tests.engine.models import Block, adamw, batch, loss_of, make_net
 from workbench.codec import decode, encode
 from workbench.protocol import commands
 from workbench.protocol.messages import Drain, Known, Recorded
@@ -23,18 +23,22 @@ def namespace():
     return sys.modules["__main__"].__dict__
 
 
-def prepare(dim=16, **options):
-    """Put a model, an optimizer made from it, and ``train_step`` among the cells' variables."""
+def prepare(dim=16, clip=None, **options):
+    """Put a model, an optimizer made from it, and ``train_step`` among the cells' variables.
+
+    ``clip`` is the norm that gradients are cut to. How that is done to DTensors every rank of every test learns anew.
+    """
     ns = namespace()
     ns["model"] = make_net(dim=dim, **options)
     ns["generator"] = torch.Generator().manual_seed(ns["rank"])
-    ns["opt"] = torch.optim.AdamW(ns["model"].parameters(), lr=1e-2)
+    ns["opt"] = adamw(ns["model"].parameters())
 
     def train_step():
         tokens = torch.randint(7, (4, 6), generator=ns["generator"])
         loss = loss_of(ns["model"], tokens)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(ns["model"].parameters(), 1.0)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(ns["model"].parameters(), clip)
         ns["opt"].step()
         ns["opt"].zero_grad()
         return loss.item()
