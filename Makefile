@@ -18,6 +18,7 @@ OTHER_TESTS := tests/engine tests/runtime# what depends on torch's version: the 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
+SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
 PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
 
 VENV := .venv
@@ -60,19 +61,19 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --quiet \
+	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --quiet \
 	  --hypothesis-profile=few -k "$(FEW)" $(CHECKED)
 
 test: lint
-	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile
+	$(BIN)/python -m pytest $(COLOUR) $(SPREAD)
 
 test-torch: $(OTHER_TORCH:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/installed
-	.venv-torch-$*/bin/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile $(OTHER_TESTS)
+	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) $(OTHER_TESTS)
 
 coverage: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(COLOUR) --numprocesses=$(JOBS) --dist=loadfile --cov --cov-report=term
+	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --cov --cov-report=term
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist extension/node_modules extension/lib workbench/labextension .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -20,6 +20,12 @@ def pytest_configure():
     leaks.mark()
 
 
+def pytest_collection_modifyitems(items):
+    """Files with clusters and browsers first: one of them at the very end would leave the other workers idle."""
+    slow = {item.path for item in items if any(map(item.get_closest_marker, ("cluster", "browser")))}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_leaks_in_module():
     with leaks.guard():

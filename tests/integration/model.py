@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 model = Net()
-opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 generator = torch.Generator().manual_seed(rank)
 
 def train_step():

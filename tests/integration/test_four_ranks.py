@@ -21,7 +21,7 @@ STEPS = 4
 FRESH = """
 torch.manual_seed(0)
 model = Net()
-opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 generator = torch.Generator()
 count = 0
 

@@ -7,11 +7,20 @@ from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
+UNHURRIED = """
+import time
+
+as_fast_as_it_can = train_step
+
+def train_step():
+    time.sleep(0.05)  # else the ranks take the processors from the page that is tested
+    return as_fast_as_it_can()
+"""
 CELLS = [
     "%load_ext workbench",
     "early = %fsdp dashboard\nearly",
     "%fsdp start -n 2 --device cpu",
-    f"%%fsdp{CELL}",
+    f"%%fsdp{CELL}{UNHURRIED}",
     "%fsdp shard model --wrap Block",
     "dash = %fsdp dashboard\ndash",
     "canvas = %fsdp timeline --canvas\ncanvas",

@@ -1,10 +1,11 @@
-"""The tour: as it is kept, and as ``workbench demo`` runs it on four ranks."""
+"""The tour: as it is kept, as ``workbench demo`` runs it on four ranks, and the page that it writes."""
 
 import re
 
 import nbformat
 import pytest
 
+from tests.browser import figures, open_offline
 from tests.source import REPO
 from workbench.demo import communication
 from workbench.events import Kind
@@ -12,10 +13,11 @@ from workbench.magics import words
 from workbench.replay import collectives, shards, training
 from workbench.trace import check, load, steps
 
-pytestmark = pytest.mark.timeout(900)  # the first test that looks at a run waits for it
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first test that looks at a run waits for it
 
 TOUR = REPO / "notebooks" / "01_tour.ipynb"
 RANKS = 4
+VIEWS = 9  # layout, training, timeline, states, memory, comms; again comms, memory, states
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +124,23 @@ def test_two_ranks_fit_into_a_binder(binder_run):
 def test_two_ranks_learn_as_well(binder_run):
     losses = re.search(r"([\d.]+) -> ([\d.]+) nats per character; a unigram model has ([\d.]+)", binder_run.stdout)
     assert float(losses[2]) < float(losses[3]) - 0.4
+
+
+@pytest.mark.browser
+def test_all_figures_of_its_page_are_drawn_and_nothing_is_fetched(demo_run, chromium):
+    page = demo_run.folder / "tour.html"
+    with open_offline(chromium, page) as opened:
+        opened.page.wait_for_function(f"document.querySelectorAll('.plotly-graph-div').length >= {VIEWS}")
+        drawn = figures(opened.page)
+        assert len(drawn) == VIEWS
+        assert all(f["width"] > 500 and f["height"] > 150 and f["marks"] > 0 for f in drawn), drawn
+        assert opened.page.title() == "FSDP workbench: the tour"
+        assert "held-out loss" in opened.page.inner_text("body")
+        assert opened.outside == []
+        assert opened.complaints == []
+
+
+def test_plotly_is_in_its_page_once(demo_run):
+    text = (demo_run.folder / "tour.html").read_text(encoding="utf-8")
+    assert text.count("* plotly.js v") == 1
+    assert len(text) < 15e6
