@@ -95,7 +95,7 @@ class Bytes:
 
 def measure_bytes(case: Case, implementation: str) -> Bytes:
     """Return the most bytes that this rank needs at once in its steps after the warm-up."""
-    _count_in_all_threads()
+    count_in_all_threads()
     before = shared_bytes(_MAPPINGS.read_text())
     classes = Classes()
     training = _warm(case, implementation, classes)
@@ -109,7 +109,7 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
     return Bytes(peak, shared, pages, dict(classes.peak), classes.total_peak, sorted(classes.comm - {""}))
 
 
-def _count_in_all_threads() -> None:
+def count_in_all_threads() -> None:
     """Let the allocator count what threads allocate and free that no profiler looks at; counts begin at 0."""
     os.environ["KINETO_LOG_LEVEL"] = "99"  # else it writes two lines per profile
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.bench.memory import count_in_all_threads, totals
 from tests.engine.comparison import train_both
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import check_parity, shard_net
@@ -19,6 +20,8 @@ from workbench.engine.comm import (
     DefaultAllGather,
     DefaultReduceScatter,
     input_nbytes,
+    is_of_others,
+    takes_own_in_output,
 )
 from workbench.engine.groups import CommGroup
 from workbench.events import Category
@@ -31,18 +34,24 @@ PAIRS = {
 
 
 def collect(name: str, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Gather and reduce numbers that only this rank knows; returns both results, and the staging elements asked."""
+    """Gather and reduce numbers that only this rank knows; returns both results, and the bytes of staging."""
     gather, reduce = (cls() for cls in PAIRS[name])
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     generator = torch.Generator().manual_seed(rank)
     shard = torch.randn(numel, generator=generator).to(dtype)
-    output = gather.allocate((numel * size,), dtype=dtype, device=CPU)
+    output = gather.allocate((numel * (size - is_of_others(gather)),), dtype=dtype, device=CPU)
     gather(output, shard, group, async_op=True).wait()
-    chunks = reduce.allocate((numel * size,), dtype=dtype, device=CPU)
-    chunks.copy_(torch.randn(numel * size, generator=generator))
+    if is_of_others(gather):
+        output = torch.cat([output[: numel * rank], shard, output[numel * rank :]])
+    given = torch.randn(numel * size, generator=generator).to(dtype)
     total = torch.empty(numel, dtype=dtype)
+    if takes_own_in_output(reduce):
+        total.copy_(given[numel * rank : numel * (rank + 1)])
+        given = torch.cat([given[: numel * rank], given[numel * (rank + 1) :]])
+    chunks = reduce.allocate(tuple(given.shape), dtype=dtype, device=CPU)
+    chunks.copy_(given)
     reduce(total, chunks, group, dist.ReduceOp.SUM, async_op=True).wait()
-    return output, total, input_nbytes(reduce, chunks, CommGroup((0, 1, 2)[:size])) - chunks.nbytes
+    return output, total, input_nbytes(reduce, chunks, CommGroup(tuple(range(size)))) - chunks.nbytes
 
 
 def expected(world_size: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +65,9 @@ def expected(world_size: int, numel: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize(("numel", "dtype"), [(1, torch.float32), (1000, torch.float64), (7, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("numel", "dtype"), [(0, torch.float32), (1, torch.float32), (1000, torch.float64), (7, torch.bfloat16)]
+)
 def test_what_the_collectives_compute(world_size, name, numel, dtype):
     gathered, sums = expected(world_size, numel, dtype)
     for rank, (output, total, staging) in enumerate(run_ranks(world_size, collect, name, numel, dtype)):
@@ -65,8 +76,27 @@ def test_what_the_collectives_compute(world_size, name, numel, dtype):
             assert torch.equal(total, sums[rank])  # in rank order: bit for bit
         else:
             torch.testing.assert_close(total, sums[rank], rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
-        received = {2: 0, 3: 3 if rank == 1 else 2}.get(world_size, 0)  # of two: into the output; in the middle all
-        assert staging == (numel * received * dtype.itemsize if name == "fast" else 0)
+        assert staging == (numel * (world_size - 1) * dtype.itemsize if name == "fast" else 0)
+
+
+def most_allocated_in_a_gather(numel: int) -> int:
+    """Return the bytes that gathering so many elements takes beside its output, in any thread."""
+    gather, size = GlooAllGather(), dist.get_world_size()
+    output = gather.allocate((numel * (size - 1),), dtype=torch.float32, device=CPU)
+    shard = torch.zeros(numel)
+    count_in_all_threads()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        gather(output, shard, dist.group.WORLD, async_op=True).wait()
+        dist.barrier()
+    found = list(totals(profiler.profiler.kineto_results.experimental_event_tree()))
+    return max(found, default=0) - min(found, default=0)
+
+
+@pytest.mark.parametrize(("world_size", "num_copies"), [(2, 0), (3, 2)])
+def test_a_gather_over_gloo_takes_no_memory_beside_its_output_but_for_copies_to_send(world_size, num_copies):
+    numel = 100_000
+    for num_bytes in run_ranks(world_size, most_allocated_in_a_gather, numel):
+        assert num_bytes == pytest.approx(num_copies * numel * 4, abs=numel)
 
 
 def pair_for(device: torch.device) -> tuple[tuple[type, type], str]:

@@ -81,21 +81,19 @@ def used(peak: dict[Category, int]) -> dict[Category, int]:
 def test_peak_of_each_category(world_size, reshard):
     root, block = slots(world_size, ROOT_SHAPES), slots(world_size, BLOCK_SHAPES)
     at_once = BLOCKS if reshard is False else 1  # blocks that are full at the same time
-    full = world_size * FP32
+    full, others = world_size * FP32, (world_size - 1) * FP32  # bytes of all ranks' slots of one element
     expected_forward = {
         SHARDS: model_slots(world_size) * FP32,
         Category.UNSHARDED_PARAMS: (root + at_once * block) * full,
-        Category.ALL_GATHER_BUFFERS: max(root, block) * full,
+        # what arrives; among more than two ranks each other one is sent a copy
+        Category.ALL_GATHER_BUFFERS: max(root, block) * others * (1 if world_size == 2 else 2),
     }
     reduction = {
         Category.UNSHARDED_GRADS: max(numel(ROOT_SHAPES), numel(BLOCK_SHAPES)) * FP32,
-        Category.REDUCE_SCATTER_BUFFERS: 0,
+        Category.REDUCE_SCATTER_BUFFERS: 2 * max(root, block) * others,  # what is sent, and what arrives
         Category.SHARDED_GRADS: model_slots(world_size) * FP32,
     }
-    for rank, (forward, step) in enumerate(run_ranks(world_size, peaks_of_a_step, reshard)):
-        # the input, and what arrives (of two ranks in the output); gloo copies a part along if it is in the middle
-        parts = 2 if world_size == 2 else 2 * world_size - (rank in {0, world_size - 1})
-        reduction[Category.REDUCE_SCATTER_BUFFERS] = parts * max(root, block) * FP32
+    for forward, step in run_ranks(world_size, peaks_of_a_step, reshard):
         assert forward == expected_forward
         assert step == expected_forward | reduction
 

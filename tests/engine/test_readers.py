@@ -189,12 +189,12 @@ def read_late(act, write, may_read) -> bool:
         loss_of(model, batch(dist.get_rank(), 0)).backward()
         real, copies = collectives.foreach_all_gather_copy_out, []
 
-        def copy_out(gathered, targets, unit) -> None:
+        def copy_out(gathered: list[torch.Tensor], targets, unit) -> None:
             copies.append(unit.name)
             if len(copies) == last and dist.get_rank() == 1:
-                before = gathered.clone()
+                before = torch.cat(gathered).clone()
                 assert may_read.wait(60)
-                unchanged.append(torch.equal(gathered, before))
+                unchanged.append(torch.equal(torch.cat(gathered), before))
             real(gathered, targets, unit)
 
         last, unchanged = -1, []

@@ -126,8 +126,8 @@ def test_a_parameter_of_one_element_leaves_the_others_aligned(world_size):
 
 @simulating
 @settings(max_examples=60, deadline=None)
-@given(UNITS, WORLD_SIZES, st.booleans())
-def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fused):
+@given(UNITS, WORLD_SIZES, st.booleans(), st.integers(1, 3))
+def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fused, num_parts):
     tensors = numbered(shapes)
     units = units_of_all_ranks(tensors, world_size)
     assert [u.shards.flat.numel() for u in units] == [units[0].shards.numel] * world_size
@@ -136,8 +136,9 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fuse
     params = units[0].fsdp_params
     fulls = [torch.full((p.slot_numel * world_size,), math.nan) for p in params]
     targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
+    sizes = [len(part) for part in torch.arange(world_size).tensor_split(num_parts) if len(part)]
     with kernels(fused):
-        collectives.foreach_all_gather_copy_out(gathered, targets, UNIT)
+        collectives.foreach_all_gather_copy_out(gathered.split(sizes), targets, UNIT)
     for full, tensor in zip(fulls, in_flat_order_of(units[0], tensors), strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()

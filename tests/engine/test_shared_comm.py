@@ -1,7 +1,10 @@
 """The collectives over shared memory: equal to gloo's bit for bit, without a copy, and what they refuse."""
 
 import multiprocessing
+import weakref
+from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +13,18 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import DTYPES, connected, mapped
-from workbench.engine.backends.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
+from workbench.engine import MixedPrecisionPolicy
+from workbench.engine.backends import shared_memory
+from workbench.engine.backends.shared_comm import (
+    SharedMemoryAllGather,
+    SharedMemoryCastAllGather,
+    SharedMemoryReduceScatter,
+)
+from workbench.engine.state import states_below, units_of
 
 FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")
@@ -174,6 +186,35 @@ def test_stages_grow_are_given_up_and_come_again():
     assert run_ranks(2, stages_grow) == [[0, 5 * 32 * 4, 5 * 1008 * 4, 5 * 32 * 4]] * 2
 
 
+def what_a_reduction_keeps() -> list[bool]:
+    reduce = SharedMemoryReduceScatter(connected(), torch.float32)
+    kept = []
+    for _ in range(2):
+        work, total = begin(reduce, torch.ones(2))
+        work.wait()
+        output = weakref.ref(total)
+        del work, total
+        kept.append(output() is not None)
+    return kept
+
+
+def test_a_reduction_that_has_ended_keeps_no_gradients():
+    assert run_ranks(2, what_a_reduction_keeps) == [[False, False]] * 2
+
+
+def mapped_with_casts(num_blocks: int) -> int:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    model = shard_net(make_net(num_blocks=num_blocks), mp_policy=policy)
+    loss_of(model, batch(0, 0)).backward()
+    assert [unit.comm.name for unit in units_of(states_below(model))] == ["shared memory"] * (num_blocks + 1)
+    return len(mapped())
+
+
+def test_units_that_are_cast_share_their_memory(monkeypatch):
+    monkeypatch.delenv("WORKBENCH_COMM", raising=False)
+    assert run_ranks(2, mapped_with_casts, 5) == run_ranks(2, mapped_with_casts, 2)
+
+
 # ---- ranks that are late: shards
 
 
@@ -203,6 +244,72 @@ def overwritten_after(ordered: bool, has_read, has_written) -> list[float]:
 @pytest.mark.parametrize(("ordered", "seen"), [(True, [1.0, 2.0]), (False, [1.0, 9.0])])
 def test_a_writer_can_wait_for_slow_readers(ordered, seen):
     assert run_ranks(2, overwritten_after, ordered, FORK.Event(), FORK.Event())[0] == seen
+
+
+# ---- shards that are cast
+
+
+def casts_in_turn(numels: list[int], at_once: int) -> list[bool]:
+    """Gather units of so many elements over and over, some before the first is read; says which came out right."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    gather = SharedMemoryCastAllGather(connected(), torch.bfloat16)
+    gather.reserve(max(numels))
+    unread: deque[tuple[int, torch.Tensor]] = deque()
+    right = []
+
+    def read() -> None:
+        value, output = unread.popleft()
+        wanted = torch.arange(size).repeat_interleave(output.numel() // size) + value
+        right.append(torch.equal(output, wanted.bfloat16()))
+        gather.free(output)
+
+    for value, numel in enumerate(numels):
+        output = gather.allocate([size * numel], dtype=torch.bfloat16, device=CPU)
+        row = output.view(size, numel)[rank].fill_(rank + value)
+        work = gather(output, row, group, async_op=True)
+        assert work is not None
+        unread.append((value, output))
+        work.wait()
+        if len(unread) == at_once:
+            read()
+    while unread:
+        read()
+    return right
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_casts_are_gathered_in_two_stages_however_many_wait_to_be_read(world_size, at_once):
+    numels = [7, 3, 64, 0, 64, 1, 7, 7]
+    assert run_ranks(world_size, casts_in_turn, numels, at_once) == [[True] * len(numels)] * world_size
+
+
+def cast_read_late(has_read, waits_for_readers) -> list[float]:
+    """Rank 0 reads its first all-gather only once rank 1, two all-gathers further, waits for that."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    gather = SharedMemoryCastAllGather(connected(), torch.bfloat16)
+    gather.reserve(1)
+    outputs = []
+    with pytest.MonkeyPatch.context() as patch:
+        for value in range(3):
+            if value == 2 and rank == 0:
+                assert waits_for_readers.wait(60)
+                seen = outputs[0].tolist()
+                has_read.set()
+                gather.free(outputs[0])
+            if value == 2 and rank == 1:
+                patch.setattr(shared_memory, "cancellation", SimpleNamespace(sleep=lambda _: waits_for_readers.set()))
+                gather.free(outputs[0])
+            output = gather.allocate([2], dtype=torch.bfloat16, device=CPU)
+            if value == 2 and rank == 1:
+                assert has_read.is_set()
+            gather(output, output[rank : rank + 1].fill_(10 * value + rank), group)
+            outputs.append(output)
+    return seen if rank == 0 else []
+
+
+def test_a_stage_is_not_written_while_another_rank_reads_it():
+    assert run_ranks(2, cast_read_late, FORK.Event(), FORK.Event()) == [[0.0, 1.0], []]
 
 
 # ---- given up, and refused
@@ -291,6 +398,8 @@ def refusals() -> list[str]:
     shard = gather.shard_memory(2, torch.float32)
     output = gather.allocate([4], dtype=torch.float32, device=CPU)
     chunks = reduce.allocate([2], dtype=torch.float32, device=CPU)
+    casts = SharedMemoryCastAllGather(shared, torch.bfloat16)
+    cast = casts.allocate([4], dtype=torch.bfloat16, device=CPU)
     meta = torch.device("meta")
     refused = [
         lambda: SharedMemoryAllGather(shared).allocate([4], dtype=torch.float32, device=CPU),
@@ -307,6 +416,9 @@ def refusals() -> list[str]:
         lambda: SharedMemoryReduceScatter(shared, torch.float32).__call__(other[:2], other, group, SUM),
         lambda: SharedMemoryReduceScatter(shared, torch.float32, max_outstanding=0),
         lambda: SharedMemoryReduceScatter(shared, torch.float32, max_outstanding=2, num_stages=2),
+        lambda: casts.allocate([4], dtype=torch.float32, device=CPU),
+        lambda: casts(cast, cast[:2] if dist.get_rank() else cast[2:], group),
+        lambda: casts(other.bfloat16(), cast[:2], group),
     ]
     messages = []
     for call in refused:
@@ -333,3 +445,7 @@ def test_what_cannot_be_done_without_copying_is_refused():
         "0 outstanding reductions with 1 stages were asked for; at least 1 reduction and one stage more than "
         "reductions are needed"
     )
+    assert messages[14] == (
+        "an output of torch.float32 was asked for; the stages of this all-gather hold torch.bfloat16"
+    )
+    assert "the input this rank's row of it" in messages[15] == messages[16]

@@ -20,7 +20,7 @@ from workbench.engine import probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.clock import Event
 from workbench.engine.backends.pending import PendingWork
-from workbench.engine.comm import AllGather, give_back, output_nbytes
+from workbench.engine.comm import AllGather, give_back, is_of_others, output_nbytes
 from workbench.engine.groups import CommGroup
 from workbench.engine.order import Collective
 from workbench.events import Category, Comm, Edge, Kind
@@ -72,26 +72,34 @@ class InFlight:
 
 @dataclass
 class AllGatherState:
-    """An all-gather in flight: its output ``[F * S]`` and the one who allocated it."""
+    """An all-gather in flight.
+
+    Attributes:
+        output: ``[F * S]``, or less, see :func:`is_of_others`.
+        own: ``[S]``, what this rank sends.
+        gather: who allocated the output.
+        num_bytes: of what exists for it alone.
+    """
 
     output: torch.Tensor
+    own: torch.Tensor
     gather: AllGather
     flight: InFlight
+    num_bytes: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the output."""
-        return output_nbytes(self.gather, self.output)
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the bytes; returns the output.
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the bytes; returns the flat shards, ``[n, S]`` each, of so many ranks one after another, F in all.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
         """
         self.flight.wait()
         self.flight.pending.finish()
-        return self.output
+        rank, size, numel = self.flight.group.rank, self.flight.group.size, self.own.numel()
+        if not is_of_others(self.gather):
+            return [self.output.view(size, numel)]
+        rows = self.output.view(size - 1, numel)
+        return [part for part in (rows[:rank], self.own.view(1, numel), rows[rank:]) if len(part)]
 
     def abandon(self) -> None:
         """Forget the output; whatever still arrives in it is nobody's."""
@@ -117,11 +125,11 @@ class DeviceCopyState:
     unit: UnitId
     ready: Event
 
-    def wait(self) -> torch.Tensor:
-        """Let the current stream wait for the bytes; returns the output."""
+    def wait(self) -> list[torch.Tensor]:
+        """Let the current stream wait for the bytes; returns the one flat shard, ``[1, S]``."""
         if self.ready is not None:
             backend_of(self.output.device).wait_event(self.ready)
-        return self.output
+        return [self.output.view(1, -1)]
 
     def drop(self) -> None:
         """Forget the output."""
@@ -155,19 +163,27 @@ def foreach_all_gather(
 ) -> AllGatherState:
     """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
 
-    It is the collective's input as it lies, unless it must be cast or moved; then this rank's row of the output is.
+    It is the collective's input as it lies, unless it must be cast or moved; then this rank's row of the output is, if
+    there is one.
     """
-    output = gather.allocate((shard.numel() * group.size,), dtype=dtype, device=device)
-    with alive_unless_raised(
-        partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output_nbytes(gather, output)
-    ):
-        source = shard
-        if shard.dtype != dtype or shard.device != output.device:
-            source = output.view(group.size, shard.numel())[group.rank]
-            _copy_shard(source, shard, unit)
-        comm, collective = announce(unit, Kind.ALL_GATHER, group, output.nbytes)
-        pending = group.start(lambda pg: gather(output, source, pg, async_op=True), collective)
-    return AllGatherState(output, gather, InFlight(unit, Kind.ALL_GATHER, group, pending, comm, output.nbytes))
+    numel, leaves_own_out = shard.numel(), is_of_others(gather)
+    num_gathered = group.size - leaves_own_out
+    output = gather.allocate((numel * num_gathered,), dtype=dtype, device=device)
+    own, own_nbytes = shard, 0
+    is_copied = shard.dtype != dtype or shard.device != output.device
+    if is_copied and leaves_own_out:
+        own = torch.empty(numel, dtype=dtype, device=device)
+        own_nbytes = own.nbytes
+    elif is_copied:
+        own = output.view(group.size, numel)[group.rank]
+    payload, num_bytes = numel * group.size * dtype.itemsize, output_nbytes(gather, output, group) + own_nbytes
+    with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), num_bytes):
+        if is_copied:
+            _copy_shard(own, shard, unit)
+        comm, collective = announce(unit, Kind.ALL_GATHER, group, payload)
+        pending = group.start(lambda pg: gather(output, own, pg, async_op=True), collective)
+    flight = InFlight(unit, Kind.ALL_GATHER, group, pending, comm, payload)
+    return AllGatherState(output, own, gather, flight, num_bytes)
 
 
 def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device, unit: UnitId) -> DeviceCopyState:
@@ -186,12 +202,23 @@ def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None
     probe.event(kind, Edge.END, unit.index, target.nbytes)
 
 
-def foreach_all_gather_copy_out(gathered: torch.Tensor, targets: Sequence[torch.Tensor], unit: UnitId) -> None:
-    """Copy ``gathered`` ``[F, S]`` into each parameter's padded full, seen rank by rank ``[F, ...]``; casts if need be.
+def foreach_all_gather_copy_out(
+    gathered: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], unit: UnitId
+) -> None:
+    """Copy ``gathered`` into each parameter's padded full, seen rank by rank ``[F, ...]``; casts if need be.
 
-    The views are :meth:`ShardLayout.by_rank`'s.
+    Args:
+        gathered: ``[n, S]`` each, of so many ranks one after another, F in all.
+        targets: :meth:`ShardLayout.by_rank`'s views.
+        unit: for the probe.
     """
-    num_bytes = gathered.nbytes
+    num_bytes = sum(part.nbytes for part in gathered)
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
-    backend_of(gathered.device).copy_out(gathered, targets)
+    backend = backend_of(gathered[0].device)
+    if len(gathered) == 1:
+        backend.copy_out(gathered[0], targets)
+    else:
+        sizes = [len(part) for part in gathered]
+        for part, *rows in zip(gathered, *(target.split(sizes) for target in targets), strict=True):
+            backend.copy_out(part, rows)
     probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)

@@ -100,15 +100,27 @@ def give_back(comm: AllGather | ReduceScatter, buffer: torch.Tensor) -> None:
         free(buffer)
 
 
-def output_nbytes(gather: AllGather, output: torch.Tensor) -> int:
-    """Bytes an all-gather's output costs: none if it is the ranks' shared memory itself."""
-    return 0 if getattr(gather, "is_shared", False) else output.nbytes
+def is_of_others(gather: AllGather) -> bool:
+    """Whether an all-gather's output ``[(F - 1) * S]`` holds the other ranks' shards alone, in order."""
+    return getattr(gather, "is_of_others", False)
+
+
+def output_nbytes(gather: AllGather, output: torch.Tensor, group: Peers) -> int:
+    """Bytes an all-gather costs while in flight: its output, and what it needs beside.
+
+    None if the output is the ranks' shared memory itself.
+    """
+    return 0 if getattr(gather, "is_shared", False) else output.nbytes + _staging_nbytes(gather, output.nbytes, group)
 
 
 def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: Peers) -> int:
     """Bytes a reduce-scatter costs while in flight: its input, and what it needs beside."""
-    beside = getattr(reduce, "staging_nbytes", None)
-    return chunks.nbytes + (beside(chunks.nbytes, group) if beside is not None else 0)
+    return chunks.nbytes + _staging_nbytes(reduce, chunks.nbytes, group)
+
+
+def _staging_nbytes(comm: AllGather | ReduceScatter, num_bytes: int, group: Peers) -> int:
+    beside = getattr(comm, "staging_nbytes", None)
+    return 0 if beside is None else beside(num_bytes, group)
 
 
 def takes_own_in_output(reduce: ReduceScatter) -> bool:

@@ -379,11 +379,10 @@ class FSDPParamGroup:
         """
         if not self._is_unsharding:
             return
-        shard, info = self._source()
-        gathered = shard if self._all_gather is None else self._all_gather.wait()
+        shard, _ = self._source()
+        gathered = [shard.view(1, -1)] if self._all_gather is None else self._all_gather.wait()
         self._take_memory()
-        rows = gathered.view(info.shard_mesh_size, -1) if gathered.numel() else gathered.view(info.shard_mesh_size, 0)
-        collectives.foreach_all_gather_copy_out(rows, self._targets(), self._unit)
+        collectives.foreach_all_gather_copy_out(gathered, self._targets(), self._unit)
         self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:

@@ -230,7 +230,7 @@ class Backend:
         return Comms(self)
 
     def copy_out(self, gathered: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-        """Copy ``gathered`` ``[F, S]`` into the targets, ``[F, ...]`` each; casts if need be."""
+        """Copy flat shards of n ranks, ``[n, S]``, into the targets, ``[n, ...]`` each; casts if need be."""
         sizes = [target.numel() // len(gathered) for target in targets]
         if self.fuses_copies and all(
             t.dtype == gathered.dtype and t.shape == (len(gathered), size) and t.is_contiguous()

@@ -1,4 +1,4 @@
-"""Collectives that are faster on gloo than its own, which this engine's ranks on the CPU use."""
+"""Collectives that are faster on gloo than its own, and need less memory; this engine's ranks on the CPU use them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.sums import add_others
 from workbench.engine.comm import Allocator, Peers
 from workbench.engine.waits import Work
 
 
 class GlooAllGather(Allocator):
-    """The fastest on gloo: between two ranks an exchange, among more an all-gather into a list of views of the output.
+    """An all-to-all in which each rank sends all others the same: from memory to memory.
 
-    The list is 2 to 4 times faster than the single-tensor call. But gloo gathers it in a buffer of its own, fresh at
-    every call; the exchange goes from memory to memory.
+    gloo's all-gathers, and c10d's over them, gather in a buffer of their own, fresh at every call, and copy that. An
+    all-to-all sends from one place to each rank, so among more than two a rank sends copies; they take less.
+
+    Attributes:
+        is_of_others: see :func:`workbench.engine.comm.is_of_others`.
     """
+
+    is_of_others = True
+
+    @staticmethod
+    def staging_nbytes(num_bytes: int, group: Peers) -> int:
+        """Bytes it needs beside an output of ``num_bytes``, for what is sent."""
+        return 0 if group.size == 2 else num_bytes
 
     def __call__(
         self,
@@ -27,30 +37,27 @@ class GlooAllGather(Allocator):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        """See :class:`AllGather`."""
-        rows = list(output_tensor.view(group.size(), input_tensor.numel()).unbind(0))
-        if len(rows) != 2:
-            return cast("Work | None", dist.all_gather(rows, input_tensor, group=group, async_op=async_op))
-        own, splits = group.rank(), [input_tensor.numel()] * 2
-        splits[own] = 0
-        if not is_same_memory(input_tensor, rows[own]):
-            rows[own].copy_(input_tensor)
-        work = dist.all_to_all_single(rows[1 - own], input_tensor, splits, splits, group=group, async_op=async_op)
-        return cast("Work | None", work)
+        """Gather ``input_tensor`` ``[S]`` of every other rank into ``output_tensor`` ``[(F - 1) * S]``, in order."""
+        size, numel = group.size(), input_tensor.numel()
+        splits = [numel] * size
+        splits[group.rank()] = 0
+        sent = input_tensor if size == 2 else input_tensor.repeat(size - 1)
+        return cast("Work | None", dist.all_to_all_single(output_tensor, sent, splits, splits, group, async_op))
 
 
 class GlooReduceScatter(Allocator):
     """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic.
 
-    The first and the last rank send what lies in one piece around their own part; that part is summed where it is.
-    Ranks between them would have two pieces, so they let gloo copy their own part along. Of two ranks each receives
-    into the output, and adds its own part to that.
+    Attributes:
+        own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
     """
 
+    own_in_output = True
+
     @staticmethod
-    def staging_nbytes(num_bytes: int, group: Peers) -> int:
+    def staging_nbytes(num_bytes: int, _group: Peers) -> int:
         """Bytes it needs beside an input of ``num_bytes``, for what is received."""
-        return 0 if group.size == 2 else num_bytes // group.size * _num_received(group.rank, group.size)
+        return num_bytes
 
     def __call__(
         self,
@@ -60,35 +67,33 @@ class GlooReduceScatter(Allocator):
         op: Any = dist.ReduceOp.SUM,  # noqa: ANN401 - see ReduceScatter
         async_op: bool = False,
     ) -> Work | None:
-        """See :class:`ReduceScatter`; sums only."""
+        """Add what the other ranks have of this one's chunk to ``output_tensor`` ``[S]``; sums only.
+
+        ``input_tensor`` ``[(F - 1) * S]`` holds their chunks, in order.
+        """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"GlooReduceScatter sums; it got {op}")
-        numel, size, rank = output_tensor.numel(), group.size(), group.rank()
-        num_received = _num_received(rank, size)
-        received = output_tensor if size == 2 else input_tensor.new_empty(numel * num_received)
-        sent, splits, parts = input_tensor, [numel] * size, list(received.view(num_received, numel).unbind(0))
-        if num_received < size:
-            sent = input_tensor[numel:] if rank == 0 else input_tensor[: numel * rank]
-            splits[rank] = 0
-            parts.insert(rank, input_tensor[numel * rank : numel * (rank + 1)])
-        exchange = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
-        work = _SumAfterExchange(cast("Work", exchange), parts, output_tensor)
+        rank, size, numel = group.rank(), group.size(), output_tensor.numel()
+        splits = [numel] * size
+        splits[rank] = 0
+        received = torch.empty_like(input_tensor)
+        exchange = dist.all_to_all_single(received, input_tensor, splits, splits, group=group, async_op=True)
+        parts = received.view(size - 1, numel).unbind(0)
+        work = _SumAfterExchange(cast("Work", exchange), parts, rank, output_tensor)
         if async_op:
             return work
         work.wait()
         return None
 
 
-def _num_received(rank: int, size: int) -> int:
-    """Return how many parts a rank receives, its own included if it does not lie at an end."""
-    return size - 1 if rank in {0, size - 1} else size
-
-
 class _SumAfterExchange:
     """An all-to-all whose ``wait`` also sums, in rank order: independent of the order of arrival."""
 
-    def __init__(self, work: Work, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        self._work, self._parts, self._output = work, parts, output  # F times [S], [S]
+    def __init__(self, work: Work, received: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
+        self._work = work
+        self._received = received  # F - 1 times [S], of the other ranks in order; empty once summed
+        self._rank = rank
+        self._output = output  # [S]; this rank's own, until then
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
         """Future of the exchange."""
@@ -97,13 +102,6 @@ class _SumAfterExchange:
     def wait(self) -> None:
         """Finish the exchange and sum into the output; later calls do nothing."""
         self._work.wait()
-        if self._parts:
-            sum_in_order(self._parts, self._output)
-            self._parts = ()
-
-
-def sum_in_order(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Sum ``parts`` (F times ``[S]``) into ``output`` ``[S]`` as ``((p0 + p1) + p2) + ...``: bit-equal anywhere."""
-    torch.add(parts[0], parts[1], out=output)
-    for part in parts[2:]:
-        output.add_(part)
+        if self._received:
+            add_others(self._received, self._rank, self._output)
+            self._received = ()

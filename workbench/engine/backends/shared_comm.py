@@ -1,6 +1,6 @@
 """Ranks of one host read each other's memory instead of sending bytes.
 
-The unit's shards, and the gradients to be reduced, lie in mappings (see
+The unit's shards, what is cast of them, and the gradients to be reduced lie in mappings (see
 :mod:`workbench.engine.backends.shared_memory`). Both collectives are barriers: one ends as soon as every rank has
 *issued* it, and the bytes are read after that, by each rank for itself. So they cost no copy, but a slow rank reads
 later than it would with any of gloo's collectives.
@@ -14,8 +14,8 @@ What a rank may write, and when
       unit, or any collective issued later. An optimizer is safe, also one that runs in backward, unit by unit;
     - a shard, whenever the engine has returned from a forward, a backward or an unshard by hand: it does so only when
       the others have read what this rank has (:class:`Readers`). So a loader, or whoever writes in place, is safe too;
-    - the same bytes once more (a cast of parameters that have not changed): always;
-    - a stage: whenever ``allocate`` returns it, see :class:`SharedMemoryReduceScatter`.
+    - a stage: whenever ``allocate`` returns it, see :class:`SharedMemoryReduceScatter` and
+      :class:`SharedMemoryCastAllGather`.
 
 Why a reader sees what was written before the barrier, also on processors that reorder memory accesses: between the two
 lie a mutex to one of gloo's threads, a send and a receive on a socket, and a mutex back; each of them orders memory.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.pending import PendingWork
-from workbench.engine.backends.shared_memory import SharedMemory, barrier
+from workbench.engine.backends.shared_memory import Readers, SharedMemory, barrier
+from workbench.engine.backends.sums import add_others
 from workbench.engine.waits import Work
 from workbench.events import Category
 
@@ -133,19 +135,132 @@ class SharedMemoryAllGather:
             self._number = None
 
 
-def add_others(chunks: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
-    """Add ``chunks`` (F - 1 times ``[S]``, of the other ranks in order) to ``output`` ``[S]``, which is this rank's.
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """What was gathered last in a stage: ``output`` ``[F * S]``, there once ``barrier`` has ended."""
 
-    As ``((p0 + p1) + p2) + ...``: bit-equal on whatever rank. A sum of two is the same in either order.
+    output: torch.Tensor
+    barrier: Work
+    number: int
+
+
+class SharedMemoryCastAllGather:
+    """All-gather of the units of a group that cast their shards to one dtype.
+
+    Each rank casts into its row of a *stage*, where the others read it. There are two, which take turns: while one is
+    read, the next unit is gathered in the other. Before a rank writes to a stage it waits until the others have read
+    what was gathered there; they mostly have, as it has waited for a later barrier by then. What it has not read itself
+    (more than two units are gathered at once) it copies to memory of its own first, so nobody waits for each other.
+
+    Attributes:
+        is_shared: the output costs no memory beside the stages.
     """
-    before, after = chunks[:rank], chunks[rank:]
-    if before:
-        total = before[0]
-        for chunk in before[1:]:
-            total = total + chunk if total is before[0] else total.add_(chunk)
-        torch.add(total, output, out=output)
-    for chunk in after:
-        output.add_(chunk)
+
+    is_shared = True
+
+    def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
+        self._shared = shared
+        self._dtype = dtype
+        self._readers = Readers(shared.group, shared.rows(3, torch.int64))
+        self._stages: torch.Tensor | None = None  # [2, F * capacity]
+        self._lease: probe.Lease | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._generation = self._shared.group.index
+        self._num_issued = 0
+        self._gathered: list[_Gathered | None] = [None, None]  # in each stage
+
+    def reserve(self, numel: int) -> None:
+        """Make the stages large enough for shards of ``numel`` elements; all ranks together.
+
+        Asked for once with the largest unit's, no step has to make them anew.
+
+        Raises:
+            OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
+        """
+        size = self._shared.group.size
+        if self._stages is not None and size * numel <= self._stages.shape[1]:
+            return
+        self.release()
+        self._stages = self._shared.rows(2 * numel, self._dtype).view(2, size * numel)
+        self._lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // size)
+
+    def release(self) -> None:
+        """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
+        self._stages = self._lease = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return ``[F * S]`` of the next stage, this rank's row to be filled; all ranks ask for the same sizes in turn.
+
+        Raises:
+            ValueError: another dtype or device than this object was made for.
+            OSError: on all ranks, see :meth:`reserve`.
+            StepAborted, CollectiveFailed: in a wait for ranks that have yet to read the stage.
+        """
+        _refuse_unless_cpu(device)
+        if dtype != self._dtype:
+            raise ValueError(f"an output of {dtype} was asked for; the stages of this all-gather hold {self._dtype}")
+        if self._generation != self._shared.group.index:
+            self._begin_anew()  # ranks may have come to differ, and making the group anew they all met
+        numel = math.prod(size)
+        self.reserve(numel // self._shared.group.size)
+        self._vacate(self._num_issued % 2)
+        return self._next_stage()[:numel].view(*size)
+
+    def _next_stage(self) -> torch.Tensor:
+        if self._stages is None:
+            return torch.empty(0, dtype=self._dtype)
+        return self._stages[self._num_issued % 2]
+
+    def _vacate(self, stage: int) -> None:
+        before = self._gathered[stage]
+        if before is None:
+            return
+        if self._readers.is_unread(before.number):
+            _wait_for_all_to_issue(before.barrier, "all-gather through shared memory")
+            before.output.data = before.output.clone()
+            self._readers.done(before.number)
+        self._readers.wait_for(before.number)
+        self._gathered[stage] = None
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F * S]``.
+
+        Raises:
+            ValueError: the output is not what ``allocate`` gave last, or the input not this rank's row of it.
+        """
+        expected, row = self._next_stage()[: output_tensor.numel()], self._shared.group.rank * input_tensor.numel()
+        is_own_row = _is_same(input_tensor, expected[row : row + input_tensor.numel()])
+        if not (_is_same(output_tensor, expected) and is_own_row):
+            raise ValueError(
+                "an all-gather through shared memory copies nothing: the output must be the tensor that allocate() "
+                "returned last, and the input this rank's row of it"
+            )
+        number, stage = self._readers.issue(), self._num_issued % 2
+        work = barrier(group)
+        self._gathered[stage] = _Gathered(output_tensor, work, number)
+        self._num_issued += 1
+        return _waited(work, async_op)
+
+    def free(self, output: torch.Tensor) -> None:
+        """The output was read, or never will be."""
+        for gathered in self._gathered:
+            if gathered is not None and gathered.output is output:
+                self._readers.done(gathered.number)
+
+
+def _wait_for_all_to_issue(work: Work, what: str) -> None:
+    """Wait for a barrier, interruptibly.
+
+    Raises:
+        StepAborted, CollectiveFailed: see :class:`PendingWork`.
+    """
+    pending = PendingWork(work, what)
+    pending.block()
+    pending.finish()
 
 
 class _Reduction:
@@ -159,7 +274,7 @@ class _Reduction:
         self._barrier = barrier
         self._rank = rank
         self._unread = chunks  # F - 1 times [S], of the other ranks in order; empty once summed
-        self._output = output  # [S]; this rank's own, until then
+        self._output: torch.Tensor | None = output  # [S]; this rank's own, until then; None: it is others' to keep
         self._is_too_late = False
         self.all_have_issued = False
 
@@ -180,9 +295,9 @@ class _Reduction:
                 "this reduction was waited for too late: as many others as may be outstanding were issued since, or "
                 "the group was built anew, so its stages may hold other gradients"
             )
-        if self._unread:
+        if self._unread and self._output is not None:
             add_others(self._unread, self._rank, self._output)
-            self._unread = ()
+        self._unread, self._output = (), None
 
     def wait_for_all_to_issue(self) -> None:
         """Wait for the barrier only, interruptibly.
@@ -191,15 +306,13 @@ class _Reduction:
             StepAborted, CollectiveFailed: see :class:`PendingWork`.
         """
         if not self.all_have_issued:
-            pending = PendingWork(self._barrier, "reduce-scatter through shared memory")
-            pending.block()
-            pending.finish()
+            _wait_for_all_to_issue(self._barrier, "reduce-scatter through shared memory")
             self.all_have_issued = True
 
     def give_up_reading(self) -> None:
         """Never read the stages from now on."""
         self._is_too_late |= bool(self._unread)
-        self._unread = ()
+        self._unread, self._output = (), None
 
 
 class SharedMemoryReduceScatter:

@@ -148,8 +148,9 @@ class Readers:
     """Which all-gathers the ranks of a group have read, in numbers that each writes for itself and all see.
 
     An all-gather through shared memory leaves each rank to read the others' rows when it comes to it. Before a shard is
-    handed to whoever may write it, :meth:`wait` lets the others have read what this rank has. They need not come for
-    that, as to a barrier: they mostly have read long ago, and then it costs one look at the numbers.
+    handed to whoever may write it, :meth:`wait` lets the others have read what this rank has; before a stage is written
+    again, :meth:`wait_for` lets them have read what was gathered in it. They need not come for that, as to a barrier:
+    they mostly have read long ago, and then it costs one look at the numbers.
 
     Args:
         group: the ranks.
@@ -181,6 +182,10 @@ class Readers:
         self._unread.add(number)
         return number
 
+    def is_unread(self, number: int) -> bool:
+        """Whether this rank may still read all-gather ``number``."""
+        return number in self._unread
+
     def done(self, number: int) -> None:
         """This rank will not read all-gather ``number`` any more."""
         if number not in self._unread:
@@ -208,12 +213,23 @@ class Readers:
         if self._generation != self._group.index:
             return
         self._say(self._numbers[self._own + 1])
-        behind = self._behind()
-        if not behind:
+        self._wait_while(self._behind)
+
+    def wait_for(self, number: int) -> None:
+        """Wait, interruptibly, until the others have read all-gather ``number``; its barrier was waited for.
+
+        Raises:
+            StepAborted, RanksDisagreeError, CollectiveFailed: as :meth:`wait`.
+        """
+        if self._generation == self._group.index:
+            self._wait_while(lambda: self._yet_to_read(number))
+
+    def _wait_while(self, find_behind: Callable[[], list[int]]) -> None:
+        if not find_behind():
             return
         delay_s, next_look_s = FIRST_POLL_S, time.monotonic() + SLICE_S
         try:
-            while behind := self._behind():
+            while behind := find_behind():
                 cancellation.sleep(delay_s)
                 delay_s = min(2 * delay_s, LAST_POLL_S)
                 if time.monotonic() > next_look_s:
@@ -228,6 +244,10 @@ class Readers:
         numbers, issued = self._numbers, self._numbers[self._own + 1]
         places = range(0, len(numbers), 3)
         return [i // 3 for i in places if numbers[i + 2] < self._num_read and numbers[i + 1] <= issued]
+
+    def _yet_to_read(self, number: int) -> list[int]:
+        done = range(2, len(self._numbers), 3)
+        return [i // 3 for i in done if self._numbers[i] <= number and i != self._own + 2]
 
     def _check(self, behind: list[int]) -> None:
         self._group.look()

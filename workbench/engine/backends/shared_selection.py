@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.backends.base import Backend, Comms, CommUser
-from workbench.engine.backends.shared_comm import SharedMemoryAllGather, SharedMemoryReduceScatter
+from workbench.engine.backends.shared_comm import (
+    SharedMemoryAllGather,
+    SharedMemoryCastAllGather,
+    SharedMemoryReduceScatter,
+)
 from workbench.engine.backends.shared_memory import SharedMemory
-from workbench.engine.comm import CommPair, Peers, comm_choice
+from workbench.engine.comm import AllGather, CommPair, Peers, comm_choice
 
 SHARED = "shared memory"
 
@@ -25,6 +29,7 @@ class SharedComms(Comms):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._memories: dict[Peers, SharedMemory | None] = {}
+        self._casts: dict[tuple[Peers, torch.dtype], SharedMemoryCastAllGather] = {}
         self._reducers: dict[tuple[Peers, torch.dtype], SharedMemoryReduceScatter] = {}
         self._read: set[Peers] = set()
 
@@ -33,6 +38,7 @@ class SharedComms(Comms):
 
         Arguments and errors as of :meth:`Comms.choose`.
         """
+        self._casts.clear()
         self._reducers.clear()
         super().choose(units, max_scatters)
         for (group, dtype), reducer in self._reducers.items():
@@ -48,17 +54,25 @@ class SharedComms(Comms):
         memory = self._memory(group) if group is not None else None
         if group is None or memory is None:
             return None
-        gather = SharedMemoryAllGather(memory)
         try:
-            shard = gather.shard_memory(unit.shard_numel, unit.param_dtype)
+            gather = self._gather(unit, group, memory)
         except OSError:  # too little memory, on all ranks alike: gloo needs less
             return None
-        if unit.param_dtype == unit.orig_dtype:
-            unit.keep_shards_in(shard)
         key = (group, unit.reduce_dtype)
         if key not in self._reducers:
             self._reducers[key] = SharedMemoryReduceScatter(memory, unit.reduce_dtype, max_scatters, 2 * max_scatters)
         return CommPair(gather, self._reducers[key], SHARED)
+
+    def _gather(self, unit: CommUser, group: Peers, memory: SharedMemory) -> AllGather:
+        if unit.param_dtype == unit.orig_dtype:
+            gather = SharedMemoryAllGather(memory)
+            unit.keep_shards_in(gather.shard_memory(unit.shard_numel, unit.param_dtype))
+            return gather
+        key = (group, unit.param_dtype)
+        if key not in self._casts:
+            self._casts[key] = SharedMemoryCastAllGather(memory, unit.param_dtype)
+        self._casts[key].reserve(unit.shard_numel)
+        return self._casts[key]
 
     def _memory(self, group: Peers) -> SharedMemory | None:
         if comm_choice():
@@ -69,7 +83,9 @@ class SharedComms(Comms):
         return self._memories[group]
 
     def release(self) -> None:
-        """Free the staging of reductions."""
+        """Free the staging of casts and reductions."""
+        for casts in self._casts.values():
+            casts.release()
         for reducer in self._reducers.values():
             reducer.release()
 

@@ -1,0 +1,22 @@
+"""A sum over ranks, in one order wherever it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def add_others(chunks: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
+    """Add ``chunks`` (F - 1 times ``[S]``, of the other ranks in order) to ``output`` ``[S]``, which is this rank's.
+
+    As ``((p0 + p1) + p2) + ...``: bit-equal on whatever rank. A sum of two is the same in either order.
+    """
+    before, after = chunks[:rank], chunks[rank:]
+    if before:
+        total = before[0]
+        for chunk in before[1:]:
+            total = total + chunk if total is before[0] else total.add_(chunk)
+        torch.add(total, output, out=output)
+    for chunk in after:
+        output.add_(chunk)
