@@ -131,7 +131,7 @@ class FakeGate:
             self.end(step_result(1))
             return
         kind, edge, unit = self.program[self.ordinal]
-        met = next((b for b in self.breakpoints if self._meets(b, kind, unit)), None)
+        met = next((b for b in self.breakpoints if b.is_on and self._meets(b, kind, unit)), None)
         if met is None and not self._is_wanted(kind):
             self.ordinal += 1
             return

@@ -1,7 +1,7 @@
 import json
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -33,6 +33,7 @@ class House:
     counted: dict[int, float] = None
     colour: Colour = Colour.RED
     number: int | str = 0
+    kind: Literal["small", "large"] = "small"
     anything: Any = None
     pixels: memoryview = NO_PIXELS
 
@@ -70,6 +71,7 @@ def test_what_has_a_word_bears_it():
         ({"counted": {"x": 0.5}}, "house.counted has the key 'x', expected an integer"),
         ({"counted": {"7": "0.5"}}, "house.counted[7] is '0.5', expected float"),
         ({"colour": 2}, "house.colour is 2, which is no Colour"),
+        ({"kind": "tiny"}, "house.kind is 'tiny', expected one of 'small', 'large'"),
         ({"number": None}, "house.number is None, expected int or str"),
         ({"number": 2**63}, "house.number is a number of 64 bits"),
         ({"pixels": 1}, "house.pixels came without its bytes"),

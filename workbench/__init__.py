@@ -27,8 +27,9 @@ def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes
     """``%load_ext workbench``: register the ``%fsdp`` magics."""
     from workbench.installed import panel_notice  # noqa: PLC0415 - lazy by design
     from workbench.magics import register  # noqa: PLC0415 - lazy by design
+    from workbench.panel import register as register_panel  # noqa: PLC0415 - lazy by design
 
-    register(shell)
+    register_panel(register(shell).notebook, __version__)
     if notice := panel_notice():
         sys.stdout.write(f"{notice}\n")
 

@@ -1,9 +1,9 @@
 """Frozen dataclasses as plain JSON data and back: driven by their fields, and strict about what comes.
 
-Fields are ``bool``, ``int``, ``float``, ``str``, an ``IntEnum``, ``tuple[T, ...]`` or ``Sequence[T]``, ``dict[int, T]``
-or ``dict[str, T]``, another dataclass, or a union of these; ``Any`` stands for JSON data that is carried as it is. A
-``memoryview`` goes beside the data: a number stands for it there. A dataclass with a class attribute ``word`` bears it,
-so that a union of several such can be told apart.
+Fields are ``bool``, ``int``, ``float``, ``str``, a ``Literal`` of texts, an ``IntEnum``, ``tuple[T, ...]`` or
+``Sequence[T]``, ``dict[int, T]`` or ``dict[str, T]``, another dataclass, or a union of these; ``Any`` stands for JSON
+data that is carried as it is. A ``memoryview`` goes beside the data: a number stands for it there. A dataclass with a
+class attribute ``word`` bears it, so that a union of several such can be told apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 _LIMIT = 2**63  # a file or a message may say anything, and folds count in 64 bits
 _SHOWN = 80
@@ -77,7 +77,11 @@ def decode(kind: Any, data: Any, where: str, buffers: Sequence[memoryview] = ())
     return _decode_plain(kind, data, where, buffers)
 
 
-def _decode_plain(kind: type, data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
+def _decode_plain(kind: Any, data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
+    if get_origin(kind) is Literal:
+        if data not in get_args(kind):
+            raise CodecError(f"{where} is {data!r:.{_SHOWN}}, expected one of {', '.join(map(repr, get_args(kind)))}")
+        return data
     if kind is memoryview:
         _expect(data, (int,), where)
         if not 0 <= data < len(buffers):

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,17 +22,31 @@ from workbench.errors import UsageError
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
 from workbench.protocol.breakpoints import Condition, parse_event
-from workbench.protocol.commands import ON_RANKS, Command, Evaluate, Inspect, Reshard, Shard, Step, Unshard, Verify
+from workbench.protocol.commands import (
+    ON_RANKS,
+    Command,
+    Evaluate,
+    Inspect,
+    Reshard,
+    Shard,
+    Step,
+    Unshard,
+    Verify,
+    to_text,
+)
 from workbench.protocol.messages import Names, RunCell
 from workbench.reports import cursor as cursors
 from workbench.reports.done import (
     CellReport,
     ExportReport,
+    HistoryReport,
     OpenReport,
+    Past,
     RankStatus,
     Report,
     ReshardReport,
     ShardReport,
+    Source,
     StartReport,
     StatusReport,
     StepReport,
@@ -59,6 +74,10 @@ from workbench.session.watch import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
 from workbench.views.compare import draw as draw_compared
+from workbench.views.theme import plural
+
+MAX_PAST = 1000
+"""Commands that the history keeps."""
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Report)
@@ -140,6 +159,7 @@ class Workbench:
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._last_trace = Trace.empty()
+        self._past: deque[Past] = deque(maxlen=MAX_PAST)
         self.record = ""
 
     @classmethod
@@ -525,6 +545,29 @@ class Workbench:
         said = f"{count} of {count + len(tuple(session.breakpoints))} breakpoints taken away" if count else ""
         return BreakReport(breakpoints=tuple(session.breakpoints), said=said)
 
+    def break_on(self, id: int | None = None) -> BreakReport:
+        """Have the breakpoint ``id`` stop ranks again, or all.
+
+        Raises:
+            UsageError: there is no such breakpoint.
+        """
+        return self._switch(id, is_on=True)
+
+    def break_off(self, id: int | None = None) -> BreakReport:
+        """Have the breakpoint ``id`` stop no rank until it is turned on again, or all.
+
+        Raises:
+            UsageError: there is no such breakpoint.
+        """
+        return self._switch(id, is_on=False)
+
+    def _switch(self, id: int | None, *, is_on: bool) -> BreakReport:
+        session = self._started()
+        count = session.breakpoints.switch(id, is_on=is_on)
+        session.push_breakpoints()
+        said = f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
+        return BreakReport(breakpoints=tuple(session.breakpoints), said=said)
+
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""
         return [unit.name for unit in live_units(self.trace.header)]
@@ -649,6 +692,14 @@ class Workbench:
             UsageError: another suffix, no such steps, or it cannot be written.
         """
         return export(self.trace, path, steps)
+
+    def note(self, command: Command, source: Source) -> None:
+        """Remember that ``command`` was asked for, now, by ``source``."""
+        self._past.append(Past(line=f"%fsdp {to_text(command)}", source=source, t_s=time.time()))
+
+    def history(self, n: int = 0) -> HistoryReport:
+        """Return the newest ``n`` commands that a notebook has noted, of those it keeps; 0: all of these."""
+        return HistoryReport(commands=tuple(self._past)[-n:])
 
     def help(self, topic: str = "") -> str:
         """Return what a method does, or the first line of each.

@@ -264,8 +264,6 @@ export interface State {
   readonly ended: Ended | null;
   /** what there is to see, or what to do first, a sentence; empty while ranks train. */
   readonly said: string;
-  /** whether the notebook runs a cell, for whose end `pause` and `abort` need not wait. */
-  readonly cell_runs: boolean;
 }
 
 /** A class of modules that `wrap` may name. */
@@ -425,8 +423,8 @@ export interface Past {
 }
 
 /** The commands of this notebook; `%fsdp history` shows the same. */
-export interface History {
-  readonly word: "history";
+export interface Recalled {
+  readonly word: "recalled";
   /** of the question. */
   readonly number: number;
   /** the oldest first. */
@@ -571,11 +569,11 @@ export interface Where {
   readonly stacks?: boolean;
 }
 
-/** Stop before every such event: add, list or clear breakpoints. */
+/** Stop before every such event: add, list, clear breakpoints, or turn them on and off. */
 export interface Break {
   readonly word: "break";
   /** what to do */
-  readonly action: "add" | "list" | "clear";
+  readonly action: "add" | "list" | "clear" | "on" | "off";
   /** such as backward:blocks.2 */
   readonly event?: string;
   /** the only rank that stops (default: all) */
@@ -727,6 +725,13 @@ export interface Open {
   readonly path: string;
 }
 
+/** List the commands of this notebook, those of the panel included, as lines to copy. */
+export interface History {
+  readonly word: "history";
+  /** the newest of them; 0: all (default 0) */
+  readonly n?: number;
+}
+
 /** List the words, or explain one of them. */
 export interface Help {
   readonly word: "help";
@@ -752,7 +757,7 @@ export type Answer =
   | Params
   | Line
   | Said
-  | History
+  | Recalled
   | Refused;
 
 export type Command =
@@ -783,4 +788,5 @@ export type Command =
   | Compare
   | Export
   | Open
+  | History
   | Help;

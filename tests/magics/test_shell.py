@@ -89,9 +89,9 @@ def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare
 def test_what_is_opened_before_the_start_shows_the_ranks_that_come(bare):
     bare.ok("early = %fsdp dashboard\n%fsdp start -n 2")
     early = bare.shell.user_ns["early"]
-    assert early._workbench.running
+    assert early._views._workbench.running
     bare.ok("%fsdp stop\n%fsdp start -n 3")
-    assert early._workbench.pulse().states.keys() == {0, 1, 2}
+    assert early._views._workbench.pulse().states.keys() == {0, 1, 2}
     early.close()
 
 

@@ -80,7 +80,7 @@ def names(kind):
 @pytest.mark.parametrize(
     ("before", "symbol", "expected"),
     [
-        ("%fsdp break ", "", ["add", "list", "clear", "--help", "--rank", "--when"]),
+        ("%fsdp break ", "", ["add", "list", "clear", "on", "off", "--help", "--rank", "--when"]),
         ("%fsdp break add all", "all", ["all_gather", "all_reduce"]),
         ("%fsdp break add all_gather:bl", "bl", ["blocks.0"]),
         ("%fsdp break add all_gather:bl", "all_gather:bl", ["all_gather:blocks.0"]),
@@ -95,7 +95,7 @@ def test_candidates(before, symbol, expected):
 
 
 def test_tab_completes_events_units_and_parameters(stoppable):
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
     assert stoppable.complete("%fsdp break add all_g") == ["all_gather"]
     assert workbench.units()[0] in stoppable.complete("%fsdp break add all_gather:bl")
     assert workbench.parameters()[0] in stoppable.complete(f"%fsdp inspect {workbench.parameters()[0][:3]}")
@@ -137,6 +137,9 @@ def test_breakpoints(stoppable):
     stoppable.ok("%fsdp break add forward --rank 2")
     stoppable.ok("%fsdp break add optimizer --when 'step > 1'")
     assert "2 breakpoints" in stoppable.ok("%fsdp break list").shown[0]["text/plain"]
+    assert "(off: %fsdp break on 2)" in stoppable.ok("%fsdp break off 2").shown[0]["text/plain"]
+    assert "off" not in stoppable.ok("%fsdp break on").shown[0]["text/plain"]
+    assert "there is no breakpoint 7; there are: 1, 2" in stoppable.run("%fsdp break off 7").out
     assert "optimizer" in stoppable.ok("%fsdp break clear 1").shown[0]["text/plain"]
     assert "no breakpoints" in stoppable.ok("%fsdp break clear\n%fsdp break list").shown[-1]["text/plain"]
     assert "nearest first: forward" in stoppable.run("%fsdp break add farward").out
@@ -144,7 +147,7 @@ def test_breakpoints(stoppable):
 
 def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
     assert "runs in the background" in stoppable.ok("%fsdp step --background").shown[0]["text/plain"]
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
     wait_until(lambda: workbench._session.request is None and workbench._session._news)
     assert stoppable.ok("%fsdp status").out.startswith("in the background, %fsdp step --background: 1 step")
     assert "in the background" not in stoppable.ok("%fsdp status").out
@@ -163,7 +166,7 @@ def test_back(stoppable):
 
 
 def test_what_was_begun_in_the_background_goes_on_there(stoppable):
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
     stoppable.ok("%fsdp step --until backward --background")
     wait_until(lambda: workbench._session._news)
     cell = stoppable.ok("%fsdp continue")

@@ -153,6 +153,7 @@ EXPANDED = {
     "compare": ("compare {m}.trace last:{n}", "b", "last:3"),
     "export": ("export {n}.json", "path", "3.json"),
     "open": ("open {m}.trace", "path", "net.trace"),
+    "history": ("history {n}", "n", 3),
     "help": ("help {w}", "topic", "unit"),
 }
 VALUES = {"{n}": "3", "{m}": "net", "{w}": "unit", "{flag}": "--stacks", "{b}": "true"}

@@ -21,6 +21,7 @@ from workbench.protocol.commands import (
     Evaluate,
     Export,
     Help,
+    History,
     Inspect,
     Next,
     Open,
@@ -106,9 +107,10 @@ STRATEGIES = {
     Compare: st.builds(Compare, a=texts, b=texts, rank=st.none() | ranks, talk=st.booleans()),
     Export: st.builds(Export, path=texts, steps=st.sampled_from(["", "7", "-3..", "3..5"])),
     Open: st.builds(Open, path=texts),
+    History: st.builds(History, n=st.integers(0, 10**6)),
     Help: st.builds(Help, topic=st.just("") | texts),
     Break: st.just(Break("list"))
-    | st.builds(Break, action=st.just("clear"), event=st.just("") | ranks.map(str))
+    | st.builds(Break, action=st.sampled_from(["clear", "on", "off"]), event=st.just("") | ranks.map(str))
     | st.builds(Break, action=st.just("add"), event=events, rank=st.none() | ranks, when=st.none() | words),
     Inspect: st.builds(Inspect, fqn=texts),
     Evaluate: st.builds(Evaluate, expr=exprs, ranks=st.sets(ranks, max_size=4).map(lambda s: tuple(sorted(s)))),
@@ -223,7 +225,7 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: from_dict({"word": "dance"}), "shard, reshard, unshard, step, verify"),
         (lambda: from_dict({"word": "pause"}), "unknown command 'pause'"),
         (lambda: Break("add"), "needs an event"),
-        (lambda: Break("dance"), "add, list or clear"),
+        (lambda: Break("dance"), "add, list, clear, on or off"),
         (lambda: from_dict({"model": "m"}), "None"),
         (lambda: from_dict({"word": "shard", "model": "m", "speed": 3}), "speed"),
         (lambda: from_dict({"word": "shard"}), "command 'shard' lacks ['ignore', 'mesh', 'model'"),

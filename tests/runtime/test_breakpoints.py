@@ -45,6 +45,11 @@ def test_breakpoints_of_other_ranks_are_left_out_but_must_be_right_all_the_same(
             arm([wrong], rank=1)
 
 
+def test_one_that_is_off_stops_nobody():
+    those = [Breakpoint(id=1, event="wait"), Breakpoint(id=2, event="wait", is_on=False)]
+    assert [found.breakpoint.id for found in arm(those, rank=0)] == [1]
+
+
 def test_a_condition_sees_the_event_and_the_rank():
     those = (
         "kind == 'all_gather' and edge == 'begin' and phase == 'forward' and unit == 'blocks.2' and num_bytes == 4096"

@@ -20,3 +20,17 @@ def test_they_are_numbered_and_taken_away():
     assert points.clear(None) == 1
     with pytest.raises(UsageError, match="there are: none"):
         points.clear(7)
+
+
+def test_they_are_turned_off_and_on():
+    points = Breakpoints()
+    points.add("wait", None, rank=None, when=None)
+    points.add("forward", None, rank=None, when=None)
+    points.set_until("step", None)
+    assert points.switch(2, is_on=False) == 1
+    assert [b.is_on for b in points] == [True, False, True]
+    assert points.switch(None, is_on=False) == 2
+    assert [b.is_on for b in points] == [False, False, True]  # the step is to stop all the same
+    assert points.switch(None, is_on=True) == 2
+    with pytest.raises(UsageError, match="there is no breakpoint 7"):
+        points.switch(7, is_on=True)

@@ -16,28 +16,27 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from workbench.errors import UsageError, WorkbenchError
 from workbench.events import unit_words
 from workbench.magics.complete import matcher_for
+from workbench.magics.notebook import Notebook, is_behind
 from workbench.magics.parser import HelpAsked
 from workbench.magics.show import emit, result_is_dropped, say, show
 from workbench.magics.words import (
     CELL,
     WORDS,
-    overview,
     parse,
     parse_line,
-    parser_for,
     split,
 )
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Open, Start, Step, Stop
-from workbench.reports.done import CellReport, Report
+from workbench.protocol.commands import Cell, Command, Continue, Next, Step
+from workbench.reports.done import CellReport
 from workbench.reports.places import live_units
 from workbench.reports.stopped import StopReport
 from workbench.session.names import everywhere
 from workbench.session.sides import LAST
 from workbench.widgets.progress import ProgressDisplay
 from workbench.widgets.standing import StandingLine
-from workbench.workbench import RankSettings, Workbench
+from workbench.workbench import Workbench
 
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -51,15 +50,13 @@ class FsdpMagics(Magics):
         make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
 
     Attributes:
-        workbench: there is one from the first ``%fsdp start`` or ``open`` on; what it recorded outlives ``%fsdp stop``.
+        notebook: has the workbench, and does the commands.
     """
 
     def __init__(self, shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> None:
         super().__init__(shell)
         self._shell = shell
-        self.workbench: Workbench | None = None
-        self._only: Workbench | None = None
-        self._make = make
+        self.notebook = Notebook(make, lambda name: name in shell.user_ns)
         self._matcher = matcher_for(self._lookup)
         self._completer.custom_matchers.append(self._matcher)
 
@@ -88,25 +85,12 @@ class FsdpMagics(Magics):
         """Stop what was started, and complete no more."""
         if self._matcher in self._completer.custom_matchers:
             self._completer.custom_matchers.remove(self._matcher)
-        self._stop_ranks()
-
-    def _stop_ranks(self) -> None:
-        if self.workbench is not None:
-            self.workbench.stop()
+        self.notebook.close()
 
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
         command = parse_line(line, self._expand)
         self._tell_news()
-        match command:
-            case Start():
-                return self._start(command)
-            case Stop():
-                return self._stop()
-            case Help():
-                return self._help(command)
-            case Open():
-                return self._open(command)
-        return self._do(self._running() if command.waits_for_start else self._shown(), command)
+        return self.notebook.do(command, "cell", self._do, say)
 
     def _run_cell(self, line: str, cell: str) -> None:
         args = split(line)
@@ -115,12 +99,14 @@ class FsdpMagics(Magics):
         ranks = cast("Cell", parse(CELL, args, self._expand)).ranks
         self._tell_news()
         with closing(StandingLine()) as below:
-            report = self._running().run_cell(cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update)
+            report = self.notebook.running().run_cell(
+                cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update
+            )
         if isinstance(report, StopReport):
             show(report)
 
     def _do(self, workbench: Workbench, command: Command) -> Any:  # noqa: ANN401
-        if _is_behind(workbench, command):
+        if is_behind(workbench, command):
             return workbench.do(command, on_output=emit)
         if not isinstance(command, (Step, Continue, Next)):
             with closing(StandingLine()) as below:
@@ -139,55 +125,11 @@ class FsdpMagics(Magics):
 
     def _tell_news(self) -> None:
         """Say what ended in the background since the last word."""
-        for said in self.workbench.news() if self.workbench is not None else ():
+        workbench = self.notebook.workbench
+        for said in workbench.news() if workbench is not None else ():
             say(said)
 
-    def _running(self) -> Workbench:
-        if self.workbench is None:
-            raise UsageError("there are no ranks yet: first %fsdp start -n 4")
-        return self.workbench
-
-    # ---- words about the notebook's one workbench
-
-    def _start(self, command: Start) -> Report:
-        wanted: RankSettings = command.call()[1]  # type: ignore[assignment]
-        workbench = self._shown()
-        if workbench.running and workbench.settings == wanted and not workbench.losses:
-            say("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
-            return workbench.status()
-        report = workbench.start(**wanted)
-        self.workbench = workbench
-        return report
-
-    def _open(self, command: Open) -> Report:
-        workbench = self._shown()
-        report: Report = workbench.do(command)
-        self.workbench = workbench
-        return report
-
-    def _shown(self) -> Workbench:
-        """Return the workbench, also before there are ranks: what is opened now shows those that are started later."""
-        if self._only is None:
-            self._only = self._make(in_notebook=self._in_notebook)
-        return self._only
-
-    def _stop(self) -> None:
-        was_running = self.workbench is not None and self.workbench.running
-        self._stop_ranks()
-        say("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
-
-    def _help(self, command: Help) -> None:
-        if command.topic in WORDS:
-            say(parser_for(command.topic).format_help())
-        elif command.topic:
-            parse_line(command.topic)  # raises with the nearest match
-        else:
-            say(overview())
-
     # ---- names
-
-    def _in_notebook(self, name: str) -> bool:
-        return name in self._shell.user_ns
 
     def _expand(self, text: str) -> str:
         """Replace ``{name}`` by the notebook's variable: a number, or several ranks."""
@@ -210,24 +152,18 @@ class FsdpMagics(Magics):
             suffixes = {".trace", ".json", ".html"} if kind == "files" else {".trace"}
             files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)
             return [LAST, *files] if kind == "traces" else files
-        if self.workbench is None:
+        workbench = self.notebook.workbench
+        if workbench is None:
             return []
-        units = live_units(self.workbench.pulse().trace.header)  # which waits for a busy rank a moment only
+        units = live_units(workbench.pulse().trace.header)  # which waits for a busy rank a moment only
         if kind == "units":
             return [unit_words(unit.name) for unit in units]
         if kind == "fqns":
             return [param.fqn for unit in units for param in unit.params]
-        names = everywhere(self.workbench.names(), kind)
+        names = everywhere(workbench.names(), kind)
         if kind == "modules" and len(names) == 1:
             names += [f"{names[0]}.{unit.name}" for unit in units if unit.name]
         return names
-
-
-def _is_behind(workbench: Workbench, command: Command) -> bool:
-    """Whether the notebook goes on while the ranks do ``command``."""
-    if isinstance(command, Continue):
-        return workbench.is_background and not command.foreground
-    return isinstance(command, Step) and command.background
 
 
 def register(shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> FsdpMagics:

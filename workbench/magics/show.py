@@ -31,6 +31,11 @@ def figure_bundle(figure: go.Figure) -> dict[str, Any]:
     return {PLOTLY_MIME: page, "text/plain": f"{words or 'figure'} [plotly figure]"}
 
 
+def bundle_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - a figure, or a report
+    """Return what a notebook would show of ``value``, by MIME type; plain text is always there."""
+    return figure_bundle(value) if isinstance(value, go.Figure) else dict(value._repr_mimebundle_())
+
+
 def show(value: Any) -> None:  # noqa: ANN401 - whatever a word answers
     """Display ``value``: a figure as its bundle, anything else as IPython does."""
     if isinstance(value, go.Figure):

@@ -16,7 +16,7 @@ question            answer              when
 :class:`FindParams` :class:`Params`     at once
 :class:`Spell`      :class:`Line`       at once: the line of a command, to copy
 :class:`Do`         :class:`Said`       when it is done; what takes long goes on in the background
-:class:`Recall`     :class:`History`    at once
+:class:`Recall`     :class:`Recalled`   at once
 any of them         :class:`Refused`    it cannot be read, or is of another version
 =================== =================== =================================================================
 
@@ -29,8 +29,9 @@ The dashboard is a comm of its own, of the target :data:`DASHBOARD_TARGET`: see 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+from workbench.reports.done import Past
 from workbench.reports.places import State as Health
 
 TARGET = "workbench.panel"
@@ -385,7 +386,6 @@ class State:
         training: how training goes.
         ended: how the last request ended; None: none has yet.
         said: what there is to see, or what to do first, a sentence; empty while ranks train.
-        cell_runs: whether the notebook runs a cell, for whose end ``pause`` and ``abort`` need not wait.
     """
 
     word: ClassVar[str] = "state"
@@ -399,7 +399,6 @@ class State:
     training: TrainingState
     ended: Ended | None
     said: str
-    cell_runs: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,22 +595,7 @@ class Said:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
-    """A command that was asked for in this notebook.
-
-    Attributes:
-        line: what was typed, or could have been.
-        source: who asked.
-        t_s: when, in seconds since 1970.
-    """
-
-    line: str
-    source: Literal["cell", "panel"]
-    t_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class History:
+class Recalled:
     """The commands of this notebook; ``%fsdp history`` shows the same.
 
     Attributes:
@@ -619,10 +603,10 @@ class History:
         commands: the oldest first.
     """
 
-    word: ClassVar[str] = "history"
+    word: ClassVar[str] = "recalled"
     number: int
     commands: tuple[Past, ...]
 
 
 Question = Hello | Look | FindModels | Try | FindParams | Spell | Do | Recall
-Answer = Welcome | State | Models | Preview | Params | Line | Said | History | Refused
+Answer = Welcome | State | Models | Preview | Params | Line | Said | Recalled | Refused

@@ -39,6 +39,7 @@ class Breakpoint:
         rank: the only rank that stops; None: all.
         when: condition over :data:`FIELDS`; None: always.
         once: whether it is gone after it stopped a rank.
+        is_on: whether it stops ranks at all.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Breakpoint:
     rank: int | None = None
     when: str | None = None
     once: bool = False
+    is_on: bool = True
 
     def __str__(self) -> str:
         words = [self.event if self.unit is None else f"{self.event}:{self.unit}"]

@@ -39,7 +39,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 DEVICES = ("auto", "cpu", "cuda")
 NEXT = ("event", "collective", "unit", "phase")
-BREAK = ("add", "list", "clear")
+BREAK = ("add", "list", "clear", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,7 +456,7 @@ class Where(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Break(Command):
-    """Stop before every such event: add, list or clear breakpoints.
+    """Stop before every such event: add, list, clear breakpoints, or turn them on and off.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -464,7 +464,9 @@ class Break(Command):
 
     word: ClassVar[str] = "break"
     example: ClassVar[str] = "break add all_gather:blocks.2"
-    more: ClassVar[str] = "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`, `break clear 1`"
+    more: ClassVar[str] = (
+        "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, likewise `off` and `on`"
+    )
     action: str = field(kw_only=False, metadata=argument("what to do", metavar="|".join(BREAK), choices=BREAK))
     event: str = field(
         default="",
@@ -481,23 +483,23 @@ class Break(Command):
 
     def __post_init__(self) -> None:
         if self.action not in BREAK:
-            raise ValueError(f"break is to add, list or clear, not to {self.action!r}")
+            raise ValueError(f"after break comes {', '.join(BREAK[:-1])} or {BREAK[-1]}, not {self.action!r}")
         if self.action == "add" and not self.event:
             raise ValueError("add needs an event, such as all_gather:blocks.2 or backward")
         if self.action != "add" and (self.rank is not None or self.when is not None):
             raise ValueError(f"{self.action} takes no --rank and no --when")
         if self.action == "list" and self.event:
             raise ValueError("list takes no event")
-        if self.action == "clear" and self.event and not self.event.isdecimal():
-            raise ValueError(f"clear takes a number that %fsdp break list shows, not {self.event!r}")
+        if self.action in {"clear", "on", "off"} and self.event and not self.event.isdecimal():
+            raise ValueError(f"{self.action} takes a number that %fsdp break list shows, not {self.event!r}")
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """Return the method of the workbench that does it, and its arguments."""
         if self.action == "add":
             return "break_add", {"event": self.event, "rank": self.rank, "when": self.when}
-        if self.action == "clear":
-            return "break_clear", {"id": int(self.event) if self.event else None}
-        return "break_list", {}
+        if self.action == "list":
+            return "break_list", {}
+        return f"break_{self.action}", {"id": int(self.event) if self.event else None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -681,6 +683,20 @@ class Open(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class History(Command):
+    """List the commands of this notebook, those of the panel included, as lines to copy."""
+
+    word: ClassVar[str] = "history"
+    example: ClassVar[str] = "history 20"
+    needs_ranks: ClassVar[bool] = False
+    n: int = field(
+        default=0,
+        kw_only=False,
+        metadata=argument("the newest of them; 0: all (default 0)", metavar="N", read=count("0 for all")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Help(Command):
     """List the words, or explain one of them."""
 
@@ -712,7 +728,7 @@ class Cell(Command):
 
 _ALL: tuple[type[Command], ...] = (
     *(Start, Status, Stop, Dashboard, Shard, Reshard, Unshard, Step, Pause, Next, Continue, Abort, Where, Break),
-    *(Inspect, Evaluate, Back, Verify, Compare, Export, Open, Help),
+    *(Inspect, Evaluate, Back, Verify, Compare, Export, Open, History, Help),
 )
 COMMANDS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL}
 """All words but those that draw, which their views declare."""

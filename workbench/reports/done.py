@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import html
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from workbench.events import unit_words
 from workbench.protocol.commands import (
@@ -390,6 +391,49 @@ class StartReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the notice."""
         return [("notice", self.notice)] if self.notice else []
+
+
+Source = Literal["cell", "panel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """A command that was asked for in this notebook.
+
+    Attributes:
+        line: what was typed, or could have been.
+        source: who asked.
+        t_s: when, in seconds since 1970.
+    """
+
+    line: str
+    source: Source
+    t_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryReport(Report):
+    """The commands of a notebook.
+
+    Attributes:
+        commands: the oldest first.
+    """
+
+    commands: tuple[Past, ...]
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return plural(len(self.commands), "command") if self.commands else "no commands yet: %fsdp help lists them"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return each with the time of day, and who asked if that was no cell."""
+        return [(_when(past), past.line) for past in self.commands]
+
+
+def _when(past: Past) -> str:
+    moment = time.strftime("%H:%M:%S", time.localtime(past.t_s))
+    return moment if past.source == "cell" else f"{moment} {past.source}"
 
 
 def _carried(optimizers: int) -> str:

@@ -206,8 +206,11 @@ class BreakReport(Report):
         return self.said or there
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each with its number."""
-        return [("--until" if b.id == 0 else str(b.id), str(b)) for b in self.breakpoints]
+        """Return each with its number, and whether it is off."""
+        return [
+            ("--until" if b.id == 0 else str(b.id), str(b) if b.is_on else f"{b} (off: %fsdp break on {b.id})")
+            for b in self.breakpoints
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,12 +92,13 @@ def _fields(event: Event, rank: int) -> dict[str, object]:
 
 
 def arm(breakpoints: Iterable[Breakpoint], rank: int) -> tuple[Armed, ...]:
-    """Read all breakpoints, and return those of rank ``rank``.
+    """Read all breakpoints, and return those that stop rank ``rank``.
 
     Raises:
         UsageError: see :meth:`Armed.of`; also of another rank's.
     """
-    return tuple(armed for armed in [Armed.of(b, rank) for b in breakpoints] if armed.breakpoint.rank in {None, rank})
+    read = [Armed.of(b, rank) for b in breakpoints]
+    return tuple(armed for armed in read if armed.breakpoint.is_on and armed.breakpoint.rank in {None, rank})
 
 
 # ---- next

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
@@ -51,12 +52,26 @@ class Breakpoints:
         Raises:
             UsageError: there is no such breakpoint.
         """
+        chosen = self._chosen(number)
+        for found in chosen:
+            del self._all[found]
+        return len(chosen)
+
+    def switch(self, number: int | None, *, is_on: bool) -> int:
+        """Have one stop ranks or not, or all but that of ``step --until``; return how many these are.
+
+        Raises:
+            UsageError: there is no such breakpoint.
+        """
+        chosen = [found for found in self._chosen(number) if found != UNTIL]
+        for found in chosen:
+            self._all[found] = replace(self._all[found], is_on=is_on)
+        return len(chosen)
+
+    def _chosen(self, number: int | None) -> list[int]:
         if number is None:
-            count = len(self._all)
-            self._all.clear()
-            return count
+            return list(self._all)
         if number not in self._all:
             known = ", ".join(map(str, self._all)) or "none"
             raise UsageError(f"there is no breakpoint {number}; there are: {known}")
-        del self._all[number]
-        return 1
+        return [number]

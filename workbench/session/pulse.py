@@ -5,10 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.messages import Position
 from workbench.reports.cursor import Cursor
+from workbench.reports.follow import Progress
 from workbench.reports.places import State, state_of
 from workbench.trace.columns import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """What ranks were asked and have not ended.
+
+    Attributes:
+        words: such as ``%fsdp step 40``, or ``a cell``.
+        is_stopped: whether they stand still inside it.
+        stop: where they stand, in words; empty: they do not.
+        reasons: because of which breakpoints, in words.
+        in_background: whether a thread waits for it, and the notebook does not.
+        progress: of steps; None: it has none, or none is known yet.
+    """
+
+    words: str
+    is_stopped: bool = False
+    stop: str = ""
+    reasons: tuple[str, ...] = ()
+    in_background: bool = False
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How something that ranks were asked ended.
+
+    Attributes:
+        count: of how many it was the last.
+        words: what it was.
+        text: its result, or its error.
+        is_error: whether it failed or was given up.
+    """
+
+    count: int
+    words: str
+    text: str
+    is_error: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +63,9 @@ class Pulse:
         losses: of each rank that was lost, how.
         cursor: up to where the views show what was recorded; None: all of it.
         record: name of the file that the trace is from; empty: ranks recorded it.
+        under_way: what the ranks were asked and have not ended; None: nothing.
+        ended: how the last thing ended that they were asked; None: none has.
+        breakpoints: in the order they were added.
     """
 
     trace: Trace
@@ -32,6 +75,9 @@ class Pulse:
     losses: Mapping[int, str] = field(default_factory=dict)
     cursor: Cursor | None = None
     record: str = ""
+    under_way: UnderWay | None = None
+    ended: Ending | None = None
+    breakpoints: tuple[Breakpoint, ...] = ()
 
 
 def pulse(

@@ -65,10 +65,17 @@ class Mark:
 
 
 class Work(Protocol):
-    """What is asked of the ranks: what to do meanwhile, and what becomes of their results."""
+    """What is asked of the ranks: what to do meanwhile, and what becomes of their results.
+
+    Attributes:
+        words: how a person calls it.
+        is_command: whether it is a command; else a cell.
+        progress: how far it is; None: it has no steps, or nothing is known of them yet.
+    """
 
     words: str
     is_command: bool
+    progress: Progress | None
 
     def on_slice(self, listener: Listener) -> None:
         """Do what is to be done about 50 times a second."""
@@ -95,6 +102,8 @@ class _Printing:
     Args:
         pending: the request.
     """
+
+    progress: Progress | None = None
 
     def __init__(self, pending: Pending) -> None:
         self._stream = Stream(pending, pending.ranks[0])
@@ -130,7 +139,7 @@ class CommandWork(_Printing):
     def __init__(self, command: Command, pending: Pending, before: Trace) -> None:
         super().__init__(pending)
         self.command = command
-        self._follower = None
+        self._follower: Follower | None = None
         if isinstance(command, Step):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
         self.words = f"%fsdp {to_text(command)}"
@@ -138,7 +147,8 @@ class CommandWork(_Printing):
     def on_tick(self, listener: Listener, trace: Trace) -> None:
         """Tell how far it is."""
         if self._follower is not None:
-            listener.on_progress(self._follower.catch_up(trace))
+            self.progress = self._follower.catch_up(trace)
+            listener.on_progress(self.progress)
 
     def finish(self, results: dict[int, Any], listener: Listener) -> Report:
         """Hand on the rest of the output and return its report."""
@@ -184,6 +194,7 @@ class Request:
         stop: where they stand, or stood last.
         report: the same as a report.
         ending: how it ended, or where it stopped last, in words.
+        failed: whether that is an error.
         watcher: the thread that waits for it.
         thread: the same, if it is one of the background.
         is_background: whether it was begun in the background, where it goes on after a stop.
@@ -198,6 +209,7 @@ class Request:
         self.stop: Stop | None = None
         self.report: StopReport | None = None
         self.ending = ""
+        self.failed = False
         self.watcher: threading.Thread | None = None
         self.thread: threading.Thread | None = None
         self.is_background = False

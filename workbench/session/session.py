@@ -37,7 +37,7 @@ from workbench.session.collect import Collector, answers
 from workbench.session.jobs import Company, Inner, Jobs, check_held
 from workbench.session.jobs import to_error as to_error_of_jobs
 from workbench.session.names import check, check_parameter
-from workbench.session.pulse import Pulse, pulse
+from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import Standing, no_standing, who_works
 from workbench.session.stopping import WHERE_S
@@ -126,6 +126,7 @@ class Session:
     Attributes:
         request: what is under way, stopped ones included; None between requests.
         breakpoints: where ranks stop.
+        ended: how the last request ended; None: none has.
         is_closed: whether the ranks are being stopped.
     """
 
@@ -143,6 +144,7 @@ class Session:
         self._news: deque[tuple[Request, str]] = deque()  # added to by the threads that wait in the background
         self.request: Request | None = None
         self.breakpoints = Breakpoints()
+        self.ended: Ending | None = None
         self.is_closed = False
         self._collector = Collector()
         self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
@@ -168,7 +170,13 @@ class Session:
         """Return the trace so far and how each rank is, at most a tenth of a second old."""
         self.drain(timeout_s=ASK_S, max_age_s=PULSE_S)
         found = pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
-        return dataclasses.replace(found, losses=self.cluster.losses())
+        return dataclasses.replace(
+            found,
+            losses=self.cluster.losses(),
+            under_way=_under_way(self.request),
+            ended=self.ended,
+            breakpoints=tuple(self.breakpoints),
+        )
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
@@ -493,9 +501,9 @@ class Session:
         try:
             outcome = self._watch(request)
             report = self._stopped(request, outcome) if isinstance(outcome, Stop) else self._result(request, outcome)
-            request.ending = report.headline
+            request.ending, request.failed = report.headline, False
         except BaseException as error:
-            request.ending = str(error)
+            request.ending, request.failed = str(error), True
             raise
         finally:
             self._note(request, is_over=not isinstance(report, StopReport))
@@ -539,6 +547,9 @@ class Session:
             request.state = "over" if is_over else "stopped"
             if is_over and self.request is request:
                 self.request = None
+                count = 1 if self.ended is None else self.ended.count + 1
+                words, text = request.work.words, request.ending
+                self.ended = Ending(count=count, words=words, text=text, is_error=request.failed)
             came_to_until = request.stop is not None and UNTIL in request.stop.breakpoints
             if (is_over or came_to_until) and self.breakpoints.clear_until() and not self.is_closed:
                 self.push_breakpoints()
@@ -607,6 +618,20 @@ class Session:
             )
             for rank, position in self.positions(timeout_s=timeout_s).items()
         }
+
+
+def _under_way(request: Request | None) -> UnderWay | None:
+    if request is None:
+        return None
+    is_stopped, report = request.state == "stopped", request.report
+    return UnderWay(
+        words=request.work.words,
+        is_stopped=is_stopped,
+        stop=str(request.stop) if is_stopped else "",
+        reasons=report.reasons if is_stopped and report is not None else (),
+        in_background=request.thread is not None,
+        progress=request.work.progress,
+    )
 
 
 def busy_sentence(request: Request) -> str:

@@ -33,6 +33,10 @@ class Peaks:
             known = self._named[rank] = state.peak_seq, _named(trace, rank_trace, state.peak_seq)
         return known[1]
 
+    def state(self, rank: int) -> MemoryState:
+        """Return the live bytes of ``rank`` and its peak, by class, as of the last time it was asked for."""
+        return self._states[rank][1]
+
 
 def _named(trace: Trace, rank_trace: RankTrace, peak_seq: int) -> dict[str, Any]:
     found = memory.peak(rank_trace.cut(max(peak_seq - AROUND, rank_trace.start.seq), peak_seq + AROUND))

@@ -108,7 +108,8 @@ class Waiting:
 def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    return pulse.running, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor
+    asked = pulse.under_way, pulse.ended, pulse.breakpoints
+    return pulse.running, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor, asked
 
 
 def health(pulse: Pulse) -> tuple[HealthOfRanks, ...]:

@@ -1,0 +1,71 @@
+"""The one place where commands are done, and what it remembers of them."""
+
+import threading
+
+import pytest
+
+from tests.fake_cluster import FakeCluster
+from workbench.errors import UsageError
+from workbench.magics.notebook import Notebook
+from workbench.protocol.commands import Help, History, Shard, Start, Status, Stop
+from workbench.workbench import MAX_PAST, Workbench
+
+
+@pytest.fixture
+def one():
+    made = Notebook(lambda **more: Workbench(cluster_factory=FakeCluster, **more), lambda name: False)
+    yield made
+    made.close()
+
+
+def run(workbench, command):
+    return workbench.do(command)
+
+
+def test_whoever_asks_for_a_command_its_line_is_in_the_history(notebook):
+    notebook.run("%fsdp   shard  model --wrap 'Block'")  # which the ranks refuse; it was asked for all the same
+    magics = notebook.shell.magics_manager.registry["FsdpMagics"]
+    magics.notebook.do(Status(), "panel", run, lambda said: None)
+    (shown,) = notebook.ok("%fsdp history").shown
+    headline, *lines = shown["text/plain"].splitlines()
+    assert headline == "4 commands"
+    assert [line.split(maxsplit=1)[1].removeprefix("panel").strip() for line in lines] == [
+        *("%fsdp start", "%fsdp shard model --wrap Block", "%fsdp status", "%fsdp history")
+    ]
+    assert [" panel " in line for line in lines] == [False, False, True, False]
+    (shown,) = notebook.ok("%fsdp history 1").shown
+    assert shown["text/plain"].splitlines()[0] == "1 command"
+
+
+def test_execution_counts_are_those_of_cells_alone(notebook):
+    before = notebook.shell.execution_count
+    notebook.shell.magics_manager.registry["FsdpMagics"].notebook.do(Status(), "panel", run, lambda said: None)
+    assert notebook.shell.execution_count == before
+
+
+def test_only_so_many_are_kept(one):
+    for _ in range(MAX_PAST + 1):
+        one.do(Help("shard"), "cell", run, lambda said: None)
+    assert len(one.do(History(), "cell", run, lambda said: None).commands) == MAX_PAST
+
+
+def test_ranks_are_started_by_one_at_a_time(one, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def start(self, **settings):
+        begun.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(Workbench, "start", start)
+    thread = threading.Thread(target=one.do, args=(Start(), "panel", run, lambda said: None))
+    thread.start()
+    assert begun.wait(60)
+    with pytest.raises(UsageError, match="being started or stopped at this moment"):
+        one.do(Stop(), "cell", run, lambda said: None)
+    go_on.set()
+    thread.join()
+
+
+def test_before_there_are_ranks_it_says_what_to_do_first(one):
+    with pytest.raises(UsageError, match="first %fsdp start"):
+        one.do(Shard("model"), "panel", run, lambda said: None)

@@ -1,0 +1,98 @@
+"""A panel on a fake cluster, over a comm that keeps what it is sent."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.fake_cluster import FakeCluster
+from tests.waiting import wait_until
+from workbench.magics.notebook import Notebook
+from workbench.panel.messages import VERSION
+from workbench.panel.panel import Panel
+from workbench.panel.state import Observer
+from workbench.workbench import Workbench
+
+
+@dataclass
+class FakeComm:
+    """A comm without a browser: ``sent`` is what it was sent, with its buffers."""
+
+    comm_id: str = "a"
+    sent: list = field(default_factory=list)
+    is_closed: bool = False
+
+    def send(self, data, *, buffers=None):
+        assert not self.is_closed
+        self.sent.append((data, buffers))
+
+    def on_msg(self, callback):
+        self.receive = lambda data: callback({"content": {"data": data}})
+
+    def on_close(self, callback):
+        self.leave = lambda: callback({})
+
+    def close(self):
+        self.is_closed = True
+
+
+@dataclass
+class Browser:
+    """Asks a panel, and waits for its answers."""
+
+    notebook: Notebook
+    panel: Panel
+    comm: FakeComm
+    fakes: list
+    asked: int = 0
+
+    @property
+    def fake(self):
+        return self.fakes[-1]
+
+    def ask(self, word, **fields):
+        """The answer to a question."""
+        self.asked += 1
+        self.comm.receive({"word": word, "number": self.asked, **fields})
+        return self.answer_to(self.asked)
+
+    def answer_to(self, number):
+        def answers():
+            return [data for data, _ in self.comm.sent if data["number"] == number]
+
+        wait_until(answers)
+        return answers()[-1]
+
+    def hello(self):
+        return self.ask("hello", version=VERSION, extension="0.1.0")
+
+    def look(self, **fields):
+        return self.ask("look", **fields)
+
+    def do(self, word, **fields):
+        return self.ask("do", command={"word": word, **fields})
+
+
+@pytest.fixture
+def browser():
+    """One that has said hello."""
+    fakes = []
+
+    def factory(*args, **settings):
+        fakes.append(FakeCluster(*args, **settings))
+        return fakes[-1]
+
+    notebook = Notebook(lambda **more: Workbench(cluster_factory=factory, **more), lambda name: False)
+    comm = FakeComm()
+    panel = Panel(notebook, Observer(), comm, version="0.1.0")
+    made = Browser(notebook, panel, comm, fakes)
+    made.hello()
+    yield made
+    panel.close()
+    notebook.close()
+
+
+@pytest.fixture
+def started(browser):
+    """With four ranks."""
+    assert not browser.do("start", num_ranks=4)["is_error"]
+    return browser

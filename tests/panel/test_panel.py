@@ -1,0 +1,241 @@
+"""What a panel is answered, on a fake cluster."""
+
+import json
+import threading
+from typing import get_args
+
+import pytest
+
+from tests.fake_cluster import SHARD_RESULT, gives, inside, raises
+from tests.panel.conftest import FakeComm
+from tests.trace.strategies import example_trace
+from tests.waiting import wait_until
+from workbench.codec import decode, encode
+from workbench.events import Category
+from workbench.panel.messages import VERSION, Answer
+from workbench.panel.panel import Panel
+from workbench.panel.state import Observer, Settings
+from workbench.session.pulse import Pulse
+
+BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (VERSION, ""),
+        (VERSION - 1, "install workbench 0.1.0 where JupyterLab runs too, and reload this page"),
+        (VERSION + 1, "install the same workbench where the kernel runs, and restart the kernel"),
+    ],
+)
+def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, says):
+    welcome = browser.ask("hello", version=version, extension="7.8.9")
+    assert (welcome["version"], says in welcome["problem"]) == (VERSION, True)
+    if says:
+        assert f"(extension 7.8.9) speaks version {version} of the protocol" in welcome["problem"]
+        assert f"(workbench 0.1.0) version {VERSION}" in welcome["problem"]
+        assert browser.look()["text"] == "a panel says hello first, with its version, and the versions have to fit"
+    else:
+        assert browser.look()["word"] == "state"
+
+
+def test_hello_comes_first(browser):
+    comm = FakeComm()
+    panel = Panel(browser.notebook, Observer(), comm, version="0.1.0")
+    comm.receive({"word": "look", "number": 3})
+    assert comm.sent[0][0] == {
+        "word": "refused",
+        "number": 3,
+        "text": "a panel says hello first, with its version, and the versions have to fit",
+    }
+    panel.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "unknown question None"),
+        ("look", "unknown question None"),
+        ([], "unknown question None"),
+        ({"word": "dance", "number": 7}, "unknown question 'dance'; known: hello, look"),
+        ({"word": ["look"], "number": 7}, "unknown question ['look']"),
+        ({"word": "look"}, "lacks ['number']"),
+        ({"word": "look", "number": "7"}, "number is '7', expected int"),
+        ({"word": "look", "number": 7, "wait": 1}, "wait is 1, expected bool"),
+        ({"word": "look", "number": 7, "more": 1}, "unknown ['more']"),
+        ({"word": "find params", "number": 7, "unit": 1 << 70}, "a number of 71 bits"),
+        ({"word": "do", "number": 7, "command": None}, "unknown command None"),
+        ({"word": "do", "number": 7, "command": {"word": "shrad"}}, "unknown command 'shrad'; known: start"),
+        ({"word": "do", "number": 7, "command": {"word": "shard"}}, "lacks ['model']"),
+        ({"word": "do", "number": 7, "command": {"word": "shard", "model": 4}}, "model is 4, expected str"),
+        (
+            {"word": "do", "number": 7, "command": {"word": "shard", "model": BAD_NAME}},
+            "a model is named by its variable",
+        ),
+        ({"word": "do", "number": 7, "command": {"word": "step", "count": 0}}, "at least 1, not 0"),
+        ({"word": "do", "number": 7, "command": {"word": "help", "topic": "a\nb"}}, "a command is one line"),
+        ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "a panel opens a dashboard of its own"),
+        ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "a dashboard of its own"),
+        ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next goes to the next one of"),
+    ],
+)
+def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(started, data, says):
+    before, asked = list(started.fake.log), len(started.comm.sent)
+    started.comm.receive(data)
+    (answer,) = [sent for sent, _ in started.comm.sent[asked:]]
+    assert (answer["word"], says in answer["text"]) == ("refused", True), answer["text"]
+    assert answer["number"] == (7 if isinstance(data, dict) and data.get("number") == 7 else -1)
+    assert started.fake.log == before
+    assert len(started.notebook.shown().history().commands) == 1  # the start
+
+
+def test_before_there_are_ranks(browser):
+    state = browser.look()
+    assert (state["cluster"]["is_running"], state["ranks"], state["units"], state["request"]) == (False, [], [], None)
+    assert state["said"] == "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
+    assert state["training"] == {"step": -1, "loss": None, "steps_per_s": None, "tokens_per_s": None}
+    said = browser.do("shard", model="model")
+    assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
+    assert "first %fsdp start" in said["text"]
+
+
+def test_ranks_units_and_memory_are_told(started):
+    started.fake.sharded()
+    for rank in started.fake.ranks:
+        rank.recorded = rank.step_ends[0]
+    state = started.look()
+    assert [(r["rank"], r["health"]) for r in state["ranks"]] == [(rank, "idle") for rank in range(4)]
+    assert [unit["name"] for unit in state["units"]] == ["(root)", "blocks.0", "blocks.1"]
+    assert all(unit["bytes_at_rest"] > 0 for unit in state["units"])
+    assert [group["ranks"] for group in state["unit_states"]] == [[0, 1, 2, 3]]
+    assert len(state["unit_states"][0]["states"]) == len(state["units"])
+    trace = started.notebook.shown().trace
+    for rank in state["ranks"]:
+        rows = trace.rank(rank["rank"]).rows
+        assert len(rank["num_bytes"]) == len(Category)
+        assert rank["num_bytes"] == [int(rows["num_bytes"][rows["category"] == c].sum()) for c in Category]
+        assert rank["peak_bytes"] >= rank["in_use"]
+        assert rank["peak"]
+    assert state["training"]["step"] == 0
+    assert state["training"]["steps_per_s"] > 0
+    root = state["units"][0]
+    params = started.ask("find params", unit=root["index"])["params"]
+    assert sum(param["bytes_at_rest"] for param in params) == root["bytes_at_rest"]
+    assert started.ask("find params", unit=999)["params"] == []
+
+
+def test_what_waits_is_told_what_is_new_and_units_once(started):
+    assert started.look()["units"] == []
+    started.fake.sharded()
+    told = []
+    wait_until(lambda: told.append(started.look(wait=True)["units"]) or told[-1])
+    assert len(told[-1]) == 3
+    assert started.look(wait=True)["units"] is None
+    assert len(started.look()["units"]) == 3
+
+
+def test_a_rank_that_is_gone_says_how(started):
+    started.fake.lose(2)
+    state = started.look(wait=True)
+    assert [(r["health"], r["where"]) for r in state["ranks"]][2] == ("gone", "died: the process was killed by SIGKILL")
+    assert "No step is possible any more" in state["said"]
+
+
+def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
+    started.fake.script["shard"] = gives(SHARD_RESULT)
+    said = started.do("shard", model="model", wrap=["Block"], mesh="2x2")
+    assert said["text"].startswith("model: 3 units on 4 ranks")
+    assert (said["line"], said["is_error"]) == ("%fsdp shard model --wrap Block --mesh 2x2", False)
+    assert "text/html" in said["data"]
+    lines = [past["line"] for past in started.ask("recall")["commands"]]
+    assert lines == ["%fsdp start", "%fsdp shard model --wrap Block --mesh 2x2"]
+    assert {past["source"] for past in started.ask("recall")["commands"]} == {"panel"}
+    assert started.ask("spell", command={"word": "break", "action": "off", "event": "1"})["line"] == "%fsdp break off 1"
+
+
+def test_a_figure_comes_as_a_notebook_would_have_it(started):
+    started.fake.sharded()
+    said = started.do("layout")
+    assert "application/vnd.plotly.v1+json" in said["data"]
+    assert said["text"].startswith("Each of 4 ranks keeps")
+
+
+def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_off(started):
+    started.fake.sharded()
+    started.fake.script["step"] = inside
+    assert "breakpoint 1: backward" in started.do("break", action="add", event="backward")["text"]
+    said = started.do("step", count=3)
+    assert said["line"] == "%fsdp step 3 --background"
+    assert "runs in the background" in said["text"]
+
+    def stopped():
+        request = started.look()["request"]
+        return request is not None and request["is_stopped"]
+
+    wait_until(stopped)
+    state = started.look()
+    assert state["request"]["line"] == "%fsdp step 3 --background"
+    assert state["request"]["reasons"] == ["breakpoint 1: backward"]
+    assert {rank["health"] for rank in state["ranks"]} == {"held"}
+    assert {rank["where"] for rank in state["ranks"]} == {"before backward of (root), step 0"}
+    assert state["breakpoints"] == [{"id": 1, "text": "backward", "is_on": True}]
+    started.do("break", action="off", event="1")
+    assert started.look()["breakpoints"] == [{"id": 1, "text": "backward", "is_on": False}]
+    busy = started.do("shard", model="model")
+    assert busy["is_error"]
+    assert "%fsdp step 3 --background is under way" in busy["text"]
+    assert "runs in the background" in started.do("continue")["text"]
+    wait_until(lambda: started.look()["ended"] is not None)
+    state = started.look()
+    assert state["request"] is None
+    assert (state["ended"]["line"], state["ended"]["is_error"]) == ("%fsdp step 3 --background", False)
+    assert (state["ended"]["count"], state["ended"]["text"][:6]) == (1, "1 step")
+
+
+def test_an_error_on_a_rank_is_told_with_the_command_and_stays_in_the_state(started):
+    started.fake.sharded()
+    started.fake.script["verify"] = raises("ValueError", BAD_NAME)
+    said = started.do("verify")
+    assert said["is_error"]
+    assert BAD_NAME in said["text"]
+    assert said["data"] == {}
+    assert BAD_NAME in started.look()["ended"]["text"]
+
+
+def test_every_answer_is_what_its_declaration_says(started):
+    started.fake.sharded()
+    started.look(wait=True)
+    started.do("layout")
+    started.ask("find params", unit=0)
+    started.ask("recall")
+    started.ask("spell", command={"word": "status"})
+    started.comm.receive({})
+    known = {answer.word: answer for answer in get_args(Answer)}
+    words = set()
+    for data, _ in started.comm.sent:
+        word = data["word"]
+        words.add(word)
+        assert encode(decode(known[word], json.loads(json.dumps(data)), "answer")) == data
+    assert words >= {"welcome", "state", "said", "params", "recalled", "line", "refused"}
+
+
+def test_a_state_of_many_units_and_ranks_is_small_once_the_units_are_known():
+    trace = example_trace(num_ranks=8, num_units=512, steps=1)
+    pulse = Pulse(trace=trace, running=True, states=dict.fromkeys(range(8), "running"))
+    observer = Observer()
+    settings = Settings(num_ranks=8, device="cpu", profile="")
+    first = observer.state(1, pulse, settings, None)
+    again = observer.state(2, pulse, settings, first.units)
+    assert len(first.units) == 512
+    assert len(json.dumps(encode(first))) < 256 * 1024
+    assert again.units is None
+    assert len(json.dumps(encode(again))) < 16 * 1024
+
+
+def test_nothing_is_left_of_a_panel_that_was_closed(started):
+    started.comm.receive({"word": "look", "number": 99, "wait": True})
+    started.panel.close()
+    assert not [t for t in threading.enumerate() if "panel" in t.name or "waits" in t.name]
+    count = len(started.comm.sent)
+    started.comm.receive({"word": "look", "number": 100})
+    assert len(started.comm.sent) == count

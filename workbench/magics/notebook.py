@@ -1,0 +1,137 @@
+"""The one workbench of a notebook, and the one place where its commands are done, whoever asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from workbench.errors import UsageError
+from workbench.magics.words import WORDS, overview, parse_line, parser_for
+from workbench.protocol.commands import Command, Continue, Help, Open, Start, Step, Stop
+from workbench.reports.done import Report, Source
+from workbench.workbench import RankSettings, Workbench
+
+Run = Callable[[Workbench, Command], Any]
+"""Has a workbench do a command, and shows meanwhile what is to be shown."""
+
+Tell = Callable[[str], None]
+"""Takes what is said beside a result, or instead of one."""
+
+
+class Notebook:
+    """Has the workbench, does its commands and notes them. Its methods may be called from any thread.
+
+    Args:
+        make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
+        in_notebook: tells whether the notebook itself has a variable of some name; used in messages only.
+
+    Attributes:
+        workbench: there is one from the first ``start`` or ``open`` on; what it recorded outlives ``stop``.
+    """
+
+    def __init__(self, make: Callable[..., Workbench], in_notebook: Callable[[str], bool]) -> None:
+        self.workbench: Workbench | None = None
+        self._only: Workbench | None = None
+        self._make, self._in_notebook = make, in_notebook
+        self._lock = threading.RLock()  # while there is made one
+        self._exchange = threading.Lock()  # while its ranks are started or stopped
+        self._last: list[Callable[[], None]] = []
+
+    def do(self, command: Command, source: Source, run: Run, tell: Tell) -> Any:  # noqa: ANN401 - what a word gives
+        """Do ``command``, and return a report, a figure, a widget, or nothing.
+
+        Args:
+            command: one of :data:`~workbench.magics.words.WORDS`.
+            source: who asks.
+            run: does what the workbench does.
+            tell: is told what there is to say beside it.
+
+        Raises:
+            WorkbenchError: as :meth:`workbench.workbench.Workbench.do`.
+        """
+        self.shown().note(command, source)
+        match command:
+            case Start():
+                return self._alone(lambda: self._start(command, tell))
+            case Stop():
+                return self._alone(lambda: self._stop(tell))
+            case Open():
+                return self._alone(lambda: self._open(command))
+            case Help():
+                tell(_help(command))
+                return None
+        return run(self.running() if command.waits_for_start else self.shown(), command)
+
+    def running(self) -> Workbench:
+        """Return the workbench that was started or that shows a file.
+
+        Raises:
+            UsageError: there is none yet.
+        """
+        if self.workbench is None:
+            raise UsageError("there are no ranks yet: first %fsdp start -n 4")
+        return self.workbench
+
+    def shown(self) -> Workbench:
+        """Return the workbench, also before there are ranks: what is opened now shows those that are started later."""
+        with self._lock:
+            if self._only is None:
+                self._only = self._make(in_notebook=self._in_notebook)
+            return self._only
+
+    def on_close(self, do: Callable[[], None]) -> None:
+        """Have ``do`` called when the notebook is closed, before its ranks are stopped."""
+        self._last.append(do)
+
+    def close(self) -> None:
+        """Do what is to be done at the end, and stop the ranks."""
+        while self._last:
+            self._last.pop()()
+        self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
+        if self.workbench is not None:
+            self.workbench.stop()
+
+    def _alone(self, do: Callable[[], Any]) -> Any:  # noqa: ANN401
+        if not self._exchange.acquire(blocking=False):
+            raise UsageError("ranks are being started or stopped at this moment: wait for it")
+        try:
+            return do()
+        finally:
+            self._exchange.release()
+
+    def _start(self, command: Start, tell: Tell) -> Report:
+        wanted: RankSettings = command.call()[1]  # type: ignore[assignment]
+        workbench = self.shown()
+        if workbench.running and workbench.settings == wanted and not workbench.losses:
+            tell("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
+            return workbench.status()
+        report = workbench.start(**wanted)
+        self.workbench = workbench
+        return report
+
+    def _open(self, command: Open) -> Report:
+        workbench = self.shown()
+        report: Report = workbench.do(command)
+        self.workbench = workbench
+        return report
+
+    def _stop(self, tell: Tell) -> None:
+        was_running = self.workbench is not None and self.workbench.running
+        self._stop_ranks()
+        tell("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
+
+
+def is_behind(workbench: Workbench, command: Command) -> bool:
+    """Whether the notebook goes on while the ranks do ``command``."""
+    if isinstance(command, Continue):
+        return workbench.is_background and not command.foreground
+    return isinstance(command, Step) and command.background
+
+
+def _help(command: Help) -> str:
+    if command.topic and command.topic not in WORDS:
+        parse_line(command.topic)  # raises with the nearest match
+    return parser_for(command.topic).format_help() if command.topic else overview()

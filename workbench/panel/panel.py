@@ -1,0 +1,186 @@
+"""The comm of one panel: its questions are read here, and answered.
+
+Questions are served in the main thread, or in a subshell's while a cell runs. What waits, and what a command takes time
+for, is done in threads that end with the panel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from workbench.codec import encode
+from workbench.errors import UsageError, WorkbenchError
+from workbench.magics.notebook import Notebook
+from workbench.magics.show import bundle_of, emit
+from workbench.panel.dashboards import Comm
+from workbench.panel.messages import (
+    VERSION,
+    Answer,
+    Do,
+    FindParams,
+    Hello,
+    Line,
+    Look,
+    Params,
+    Question,
+    Recall,
+    Recalled,
+    Refused,
+    Said,
+    Spell,
+    UnitInfo,
+    Welcome,
+)
+from workbench.panel.reading import line_of, read_command, read_question
+from workbench.panel.state import Observer, Settings, params_of
+from workbench.protocol.commands import Command, Continue, Dashboard, Next, Step
+from workbench.session.pulse import Pulse
+from workbench.widgets.busy import answer_while_busy
+from workbench.widgets.waiting import Send, Waiting
+from workbench.workbench import Workbench
+
+_VIEW = "panel"  # a comm is one view
+
+
+class Panel:
+    """What answers on one comm.
+
+    Args:
+        notebook: whose commands are done.
+        observer: follows its workbench, for all panels.
+        comm: just opened by the browser.
+        version: of the Python package.
+    """
+
+    def __init__(self, notebook: Notebook, observer: Observer, comm: Comm, *, version: str) -> None:
+        self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
+        self._waiting = Waiting(self._pulse, self._news, time.monotonic)
+        self._is_welcome = self._is_closed = False
+        self._asked = 0  # number of the question that waits
+        self._units: tuple[UnitInfo, ...] | None = None
+        self._answers: dict[type, Callable[[Any], Answer | None]] = {
+            **{Hello: self._welcome, Look: self._look},
+            **{FindParams: self._find_params, Spell: _spell, Do: self._begin, Recall: self._recall},
+        }
+        answer_while_busy(comm)
+        comm.on_msg(self._receive)
+
+    def close(self) -> None:
+        """Answer no more; a command that was begun goes on, and its thread ends with it."""
+        self._is_closed = True
+        self._waiting.close()
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        data = message["content"]["data"]
+        number = data.get("number") if isinstance(data, dict) else None
+        number = number if type(number) is int else -1
+        try:
+            question = read_question(data)
+            if not (self._is_welcome or isinstance(question, Hello)):
+                raise UsageError("a panel says hello first, with its version, and the versions have to fit")
+            answer = self._answer(question)
+        except (WorkbenchError, ValueError) as error:
+            answer = Refused(number=number, text=str(error))
+        if answer is not None:
+            self._tell(answer)
+
+    def _answer(self, question: Question) -> Answer | None:
+        """Return the answer; None: it comes later."""
+        answer = self._answers.get(type(question))
+        if answer is None:
+            raise UsageError(f"this kernel does not answer the question {question.word!r}")
+        return answer(question)
+
+    def _look(self, question: Look) -> Answer | None:
+        if question.wait:
+            self._asked = question.number
+            self._waiting.ask(_VIEW)
+            return None
+        self._units = None
+        return self._state(question.number, self._pulse())
+
+    def _find_params(self, question: FindParams) -> Answer:
+        found = params_of(self._pulse().trace.header, question.unit)
+        return Params(number=question.number, unit=question.unit, params=found)
+
+    def _recall(self, question: Recall) -> Answer:
+        return Recalled(number=question.number, commands=self._notebook.shown().history().commands)
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        problem = _misfit(hello, self._version)
+        self._is_welcome = not problem
+        return Welcome(number=hello.number, version=VERSION, workbench=self._version, problem=problem)
+
+    def _tell(self, answer: Answer) -> None:
+        if not self._is_closed:
+            self._comm.send(encode(answer))
+
+    # ---- how everything is
+
+    def _pulse(self) -> Pulse:
+        return self._notebook.shown().pulse()
+
+    def _news(self, _view: str, pulse: Pulse) -> Send:
+        answer = self._state(self._asked, pulse)
+        return partial(self._tell, answer)
+
+    def _state(self, number: int, pulse: Pulse) -> Answer:
+        given = self._notebook.shown().settings
+        settings = Settings(num_ranks=given["num_ranks"], device=given["device"], profile=given["profile"] or "")
+        state = self._observer.state(number, pulse, settings, self._units)
+        self._units = state.units if state.units is not None else self._units
+        return state
+
+    # ---- commands
+
+    def _begin(self, question: Do) -> None:
+        """Do a command in a thread of its own: it may take long, and the panel goes on asking."""
+        command = read_command(question.command)
+        if isinstance(command, Dashboard) or getattr(command, "canvas", False):
+            raise UsageError("a panel opens a dashboard of its own; for one in the notebook run this line in a cell")
+        if isinstance(command, Step):
+            command = replace(command, background=True)
+        name, args = f"panel: {command.word}", (question.number, command)
+        threading.Thread(target=self._do, args=args, name=name, daemon=True).start()
+
+    def _do(self, number: int, command: Command) -> None:
+        line, remarks = line_of(command), list[str]()
+        try:
+            result = self._notebook.do(command, "panel", _run, remarks.append)
+            data = {} if result is None else bundle_of(result)
+            text, is_error = "\n".join([*remarks, *([data["text/plain"]] if data else [])]), False
+        except WorkbenchError as error:
+            data, text, is_error = {}, str(error), True
+        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+            data, text, is_error = {}, f"{type(error).__name__}: {error}", True
+        self._tell(Said(number=number, line=line, text=text, is_error=is_error, data=data))
+
+
+def _spell(question: Spell) -> Answer:
+    return Line(number=question.number, line=line_of(read_command(question.command)))
+
+
+def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - what a word gives
+    """Do a command without waiting for what lasts: the notebook is free meanwhile."""
+    match command:
+        case Continue():
+            return workbench.resume(background=True)
+        case Next(what=what):
+            return workbench.next(what, background=True)
+    return workbench.do(command, on_output=emit)
+
+
+def _misfit(hello: Hello, version: str) -> str:
+    """Say what to do if the versions of both sides do not fit; empty: they do."""
+    if hello.version == VERSION:
+        return ""
+    panel = f"the panel (extension {hello.extension}) speaks version {hello.version} of the protocol"
+    both = f"{panel}, the notebook's kernel (workbench {version}) version {VERSION}"
+    if hello.version < VERSION:
+        return f"{both}: install workbench {version} where JupyterLab runs too, and reload this page"
+    return f"{both}: install the same workbench where the kernel runs, and restart the kernel"

@@ -1,0 +1,223 @@
+"""How everything is, as a panel is told: read off a pulse; what has to be followed from row to row is kept here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.events import Unit, unit_words
+from workbench.panel.messages import (
+    BreakpointState,
+    ClusterState,
+    Ended,
+    ParamInfo,
+    RankState,
+    RequestState,
+    State,
+    TrainingState,
+    UnitInfo,
+    UnitStates,
+)
+from workbench.replay import memory, states
+from workbench.replay.shards import totals, unit_shards
+from workbench.replay.states import States
+from workbench.replay.units import model_order
+from workbench.reports.follow import Follower
+from workbench.reports.stopped import row_of
+from workbench.session.pulse import Ending, Pulse, UnderWay
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header, KeyFrame, RankInfo
+from workbench.widgets.feed import continues, job
+from workbench.widgets.peaks import Peaks
+from workbench.widgets.waiting import said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How ranks are started: their number, device and IPython profile; empty: none."""
+
+    num_ranks: int
+    device: str
+    profile: str
+
+
+class Observer:
+    """Follows one workbench for all panels that look at it. Thread-safe.
+
+    A rank's memory, its units and its steps are folded from row to row, each row once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._peaks, self._states, self._ends = Peaks(), dict[int, tuple[int, States]](), dict[int, int]()
+        self._follower: Follower | None = None
+        self._job: tuple[object, ...] = ()
+
+    def state(self, number: int, pulse: Pulse, settings: Settings, known_units: Sequence[UnitInfo] | None) -> State:
+        """Return the state at ``pulse``.
+
+        Args:
+            number: of the question.
+            pulse: how the cluster is doing.
+            settings: how its ranks were started, or would be.
+            known_units: what the one who asks was told of units; None: nothing.
+        """
+        with self._lock:
+            trace = pulse.trace
+            if not continues(trace, self._job, self._ends):
+                self._forget()
+            self._job, self._ends = job(trace), {r.rank: r.end_seq for r in trace.ranks}
+            units = units_of(trace.header)
+            return State(
+                number=number,
+                cluster=_cluster(pulse, settings),
+                ranks=tuple(self._rank(pulse, rank) for rank in sorted(pulse.states)),
+                units=None if units == known_units else units,
+                unit_states=self._unit_states(trace, units),
+                breakpoints=tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints),
+                request=_request(pulse.under_way),
+                training=self._training(trace),
+                ended=_ended(pulse.ended),
+                said=said(pulse),
+            )
+
+    def _rank(self, pulse: Pulse, rank: int) -> RankState:
+        trace = pulse.trace
+        info = next((info for info in trace.header.ranks if info.rank == rank), None)
+        is_recorded = any(r.rank == rank and len(r.rows) for r in trace.ranks)
+        peak = self._peaks.of(trace, rank) if is_recorded else {}
+        folded = self._peaks.state(rank) if is_recorded else memory.start(KeyFrame())
+        return RankState(
+            rank=rank,
+            health=pulse.states[rank],
+            where=_where(pulse, rank),
+            **_place(info),
+            num_bytes=folded.bytes_by_category,
+            in_use=memory.in_use(folded.bytes_by_category),
+            peak_bytes=folded.peak_bytes,
+            peak_bytes_by_class=folded.peak_bytes_by_category,
+            peak=peak.get("text", ""),
+        )
+
+    def _unit_states(self, trace: Trace, units: Sequence[UnitInfo]) -> tuple[UnitStates, ...]:
+        groups: dict[str, list[int]] = {}
+        for rank_trace in trace.ranks:
+            next_seq, before = self._states.get(rank_trace.rank, (rank_trace.start.seq, states.start(rank_trace.start)))
+            after = states.advance(before, rank_trace.rows[next_seq - rank_trace.start.seq :])
+            self._states[rank_trace.rank] = rank_trace.end_seq, after
+            digits = "".join(str(int(after[unit.index])) for unit in units)
+            groups.setdefault(digits, []).append(rank_trace.rank)
+        return tuple(UnitStates(ranks=tuple(ranks), states=digits) for digits, ranks in groups.items())
+
+    def _training(self, trace: Trace) -> TrainingState:
+        if not trace.ranks:
+            return TrainingState()
+        if self._follower is None:
+            num_ranks = 1 + max(trace.header.world_size - 1, *(rank_trace.rank for rank_trace in trace.ranks))
+            self._follower = Follower(Trace.empty(), num_ranks=num_ranks, total=0)
+        found = self._follower.catch_up(trace)
+        return TrainingState(
+            step=found.step,
+            loss=found.loss,
+            steps_per_s=1e9 / found.step_ns if found.step_ns else None,
+            tokens_per_s=found.tokens_per_s,
+        )
+
+
+def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
+    return ClusterState(
+        is_running=pulse.running,
+        num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
+        device=settings.device,
+        profile=settings.profile,
+        host=socket.gethostname(),
+        kernel_pid=os.getpid(),
+    )
+
+
+def _place(info: RankInfo | None) -> dict[str, Any]:
+    return {"host": info.host, "device": info.device, "pid": info.pid} if info else {"host": "", "device": "", "pid": 0}
+
+
+def _where(pulse: Pulse, rank: int) -> str:
+    """Where a rank stands: of one that is gone how it was lost."""
+    health = pulse.states[rank]
+    if health == "gone":
+        return pulse.losses.get(rank, "its process is gone")
+    if health in {"no answer", "idle"} or rank not in pulse.positions:
+        return ""
+    row = row_of(rank, pulse.positions[rank], pulse.trace.header, time.monotonic_ns(), state=health)
+    of = f" of {row.unit}" if row.unit else ""
+    return ", ".join(filter(None, (f"{row.event}{of}" if row.event else "", f"step {row.step}" if row.step else "")))
+
+
+def units_of(header: Header) -> tuple[UnitInfo, ...]:
+    """Return all units that were not undone, from the top of each model."""
+    live = (header.units[index] for index in model_order(header))
+    return tuple(_unit(unit) for unit in live if not unit.retired)
+
+
+def _unit(unit: Unit) -> UnitInfo:
+    total = totals(unit_shards(unit))
+    after = unit.reshard_after_forward
+    return UnitInfo(
+        index=unit.index,
+        name=unit_words(unit.name),
+        root=unit.root if unit.root >= 0 else unit.index,
+        num_params=total.num_params,
+        bytes_unsharded=total.bytes_unsharded,
+        bytes_at_rest=total.bytes_at_rest,
+        bytes_padding=total.bytes_wasted,
+        shard_size=unit.shard_size,
+        replicate_size=unit.replicate_size,
+        reshard_after_forward=str(after).lower(),
+        compute_dtype=unit.compute_dtype,
+        reduce_dtype=unit.reduce_dtype,
+        offload=unit.offload,
+    )
+
+
+def params_of(header: Header, unit: int) -> tuple[ParamInfo, ...]:
+    """Return the parameters of a unit; none if there is no such unit, or it was undone."""
+    found = [part for other in header.units if other.index == unit and not other.retired for part in unit_shards(other)]
+    return tuple(
+        ParamInfo(
+            fqn=part.param.fqn,
+            shape=part.param.global_shape,
+            dtype=part.param.dtype,
+            bytes_unsharded=part.bytes_global,
+            bytes_at_rest=part.bytes_at_rest,
+            rows_per_rank=part.param.rows_per_rank,
+            is_trainable=part.param.trainable,
+        )
+        for part in found
+    )
+
+
+def _request(under_way: UnderWay | None) -> RequestState | None:
+    if under_way is None:
+        return None
+    progress = under_way.progress
+    return RequestState(
+        line=under_way.words,
+        is_stopped=under_way.is_stopped,
+        stop=under_way.stop,
+        reasons=under_way.reasons,
+        in_background=under_way.in_background,
+        steps_done=progress.done if progress is not None else 0,
+        steps_total=progress.total if progress is not None else 0,
+    )
+
+
+def _ended(ending: Ending | None) -> Ended | None:
+    if ending is None:
+        return None
+    return Ended(count=ending.count, line=ending.words, text=ending.text, is_error=ending.is_error)
