@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Callable
@@ -14,11 +13,14 @@ from workbench.session.sides import some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole
 from workbench.trace.perfetto import to_perfetto
-from workbench.views import VIEWS, draw
+from workbench.widgets.page import page
+
+MAX_PAGE_ROWS = 2_000_000
+"""Events of a record that becomes a page: a browser holds 100 MB of it then."""
 
 
 def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> ExportReport:
-    """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` a page of all views.
+    """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` a page.
 
     The file appears whole or not at all.
 
@@ -47,27 +49,17 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
         raise UsageError(f"cannot write {path}: {error}") from error
 
 
-def to_page(trace: Trace) -> str:
-    """Return a page of all views of ``trace`` that needs nothing from elsewhere: plotly's script is in it, once."""
-    figures = [draw(name, trace) for name in VIEWS]
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=place == 0, config={"displaylogo": False})
-        for place, figure in enumerate(figures)
-    ]
-    title = html.escape(f"{trace.header.producer or 'workbench'}: {trace.header.world_size} ranks")
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width"></head>'
-        f'<body style="background:#ffffff;margin:16px">{"".join(parts)}</body></html>\n'
-    )
-
-
 def _write_perfetto(trace: Trace, path: Path) -> None:
     _write_text(path, json.dumps(to_perfetto(trace)))
 
 
 def _write_page(trace: Trace, path: Path) -> None:
-    _write_text(path, to_page(trace))
+    if trace.num_rows > MAX_PAGE_ROWS:
+        raise UsageError(
+            f"cannot write {path}: the record has {trace.num_rows:,} events, and a page holds {MAX_PAGE_ROWS:,} at "
+            f"most: write fewer steps, such as %fsdp export {path.name} --steps=-20.."
+        )
+    _write_text(path, page(trace, path.stem))
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -78,5 +70,5 @@ def _write_text(path: Path, text: str) -> None:
 _WRITERS: dict[str, tuple[Callable[[Trace, Path], None], str]] = {
     ".trace": (save, "all events, to open again with %fsdp open"),
     ".json": (_write_perfetto, "for https://ui.perfetto.dev"),
-    ".html": (_write_page, "a page of all views"),
+    ".html": (_write_page, "a page with the dashboard over it, for any browser"),
 }

@@ -682,7 +682,7 @@ class Workbench:
         return draw_compared(first, second, names=(name_a, name_b), rank=rank, talk=talk)
 
     def export(self, path: str | os.PathLike[str], *, steps: str = "") -> ExportReport:
-        """Write what happened so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page of all views).
+        """Write what happened so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page that replays it).
 
         Args:
             path: where to; its suffix says what to write.

@@ -2,9 +2,9 @@
 
 The messages are those of :mod:`workbench.widgets.dashboard`, buffers included, and one more: ``{"ask": "about"}`` is
 answered by ``{"kind": "about", "about": ...}``, which is what the widget has as its trait ``about``. So a front end has
-the whole dashboard if it gives ``render({model, el})`` of ``static/dashboard.js`` a ``model`` whose ``get("about")`` is
-that, whose ``send`` sends over the comm, and whose ``msg:custom`` are the messages that come. A page that is reloaded
-opens another comm; nothing of the last one has to be kept.
+the whole dashboard if it gives ``showDashboard({model, el})`` of ``static/dashboard.js`` a ``model`` whose
+``get("about")`` is that, whose ``send`` sends over the comm, and whose ``msg:custom`` are the messages that come. A
+page that is reloaded opens another comm; nothing of the last one has to be kept.
 """
 
 from __future__ import annotations

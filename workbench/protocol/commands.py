@@ -653,7 +653,7 @@ class Compare(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Command):
-    """Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page of figures."""
+    """Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page that replays it."""
 
     word: ClassVar[str] = "export"
     example: ClassVar[str] = "export run.trace"

@@ -6,10 +6,12 @@ The messages are those of :mod:`workbench.widgets.messages`; nothing here knows 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from workbench.codec import encode
 from workbench.replay.device import Clock, clock_of
+from workbench.replay.holds import Cuts
 from workbench.replay.units import model_order, unit_name
 from workbench.reports.cursor import Cursor
 from workbench.session.pulse import Pulse
@@ -47,17 +49,28 @@ class Answers:
     Args:
         first_bytes: of binary data that the first answer to ``feed`` may have.
         history_rows: of each rank that it tells of.
+        least_spans: that are told at once, whatever they take.
     """
 
-    def __init__(self, first_bytes: int = FIRST_BYTES, history_rows: int = HISTORY_ROWS) -> None:
-        self._first_bytes, self._history_rows = first_bytes, history_rows
-        self._feed, self._moments, self._peaks = Feed(history_rows), Moments(), Peaks()
+    def __init__(self, first_bytes: int = FIRST_BYTES, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
+        self._first_bytes, self._new_feed = first_bytes, partial(Feed, history_rows, least_spans)
+        self._feed, self._moments, self._peaks = self._new_feed(), Moments(), Peaks()
         self._origin_ns = 0
         self._units: Sequence[object] = ()
         self._num_cuts = 0
         self._cursor: Cursor | None = None
         self._record = ""
         self._asked_at: float | None = None
+
+    @property
+    def origin_ns(self) -> int:
+        """The time that the view calls 0, on rank 0's clock."""
+        return self._origin_ns
+
+    @property
+    def cuts(self) -> Cuts:
+        """What is cut out of the view's time axis, on rank 0's clock."""
+        return self._feed.cuts
 
     def answer(
         self, content: dict[str, Any], pulse: Pulse, clock: Callable[[], float]
@@ -92,7 +105,7 @@ class Answers:
         ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
         self._asked_at = begin
         if pulse.record != self._record:  # it may be of the same job, with other rows
-            self._record, self._feed = pulse.record, Feed(self._history_rows)
+            self._record, self._feed = pulse.record, self._new_feed()
         trace = pulse.trace
         new = self._feed.take(trace, self._first_bytes if ago is None else int(BYTES_PER_S * ago))
         if new.restart:

@@ -78,10 +78,11 @@ class Feed:
 
     Args:
         history_rows: of each rank that it is told of when it opens.
+        least_spans: that are told at once, whatever they take.
     """
 
-    def __init__(self, history_rows: int = HISTORY_ROWS) -> None:
-        self._history_rows = history_rows
+    def __init__(self, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
+        self._history_rows, self._least_spans = history_rows, least_spans
         self._job: tuple[object, ...] = ()
         self._ends: dict[int, int] = {}
         self._known: dict[int, KeyFrame] = {}
@@ -125,12 +126,13 @@ class Feed:
         told_memory, all_memory = memory_of(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE)
         limit = int(max_bytes * _SHARES["states"]) // STATE_SIZE
         told_states, all_states = states_of(fresh, len(trace.header.units), limit)
+        most_spans = max(int(max_bytes * _SHARES["spans"]) // SPAN_SIZE, self._least_spans)
         found = Increment(
             restart=is_another or is_regrouped,
             is_another=is_another,
             groups=groups,
             ranks=ranks,
-            spans=thinned(self._take_spans(trace, ranks), int(max_bytes * _SHARES["spans"]) // SPAN_SIZE),
+            spans=thinned(self._take_spans(trace, ranks), most_spans),
             open=np.concatenate([np.empty(0, SPAN_DTYPE), *(reader.open for reader in self._spans.values())]),
             memory=told_memory,
             states=told_states,

@@ -159,8 +159,7 @@ class Moments:
         row = rank_trace.rows[_event_at(rank_trace.rows, named)]
         found = states.start(frame)
         units = tuple(int(found[unit.index]) for unit in trace.header.units)
-        phase = "" if row["phase"] == Phase.IDLE else f"{Phase(row['phase']).words} · "
-        doing = f"{phase}{describe(trace.header, row)}"
+        doing = describe_with_phase(trace.header, row)
         return _Entry(rank=rank_trace.rank, doing=doing, units=units, num_bytes=frame.bytes_by_category)
 
     def _frame(self, rank_trace: RankTrace, seq: int) -> KeyFrame:
@@ -226,6 +225,19 @@ def describe(header: Header, row: np.void) -> str:
     about = f" of {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else ""
     size = f" ({theme.format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
     return f"{kind.words}{about} {Edge(row['edge']).info.verb}".strip() + size
+
+
+def describe_with_phase(header: Header, row: np.void) -> str:
+    """Say what a rank does, in plain text: ``"forward · all-gather of blocks.2 begins (1.20 MiB)"``."""
+    phase = "" if row["phase"] == Phase.IDLE else f"{Phase(row['phase']).words} · "
+    return f"{phase}{describe(header, row)}"
+
+
+def events_up_to(rows: Rows) -> Ints:
+    """Return for each row the position of the event that :class:`Moments` names for it. ``[N]``."""
+    here = np.arange(len(rows))
+    last = np.maximum.accumulate(np.where(of_kind(rows, BESIDE), -1, here))
+    return np.where((last >= 0) & (here - last <= _NEAR), last, here)
 
 
 def _event_at(rows: Rows, place: int) -> int:

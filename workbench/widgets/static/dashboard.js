@@ -673,7 +673,7 @@ class DashboardView {
     const doing = (at?.ranks ?? []).map(({ label, doing: text }) => ({ state: "", label, text }));
     const [first] = this.health, isOne = this.isLive && rows.length === 1 && !first.where && first.state !== "idle";
     const live = isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
-    const shown = !this.isLive ? [...rows, ...doing] : live.length ? live : rows;
+    const shown = !this.isLive || !rows.length ? [...rows, ...doing] : live.length ? live : rows;
     refill(this.ranks, shown, () => shown.map(({ state, label, text }) => {
       const row = make("div", "fw-rank"), dot = make("span", `fw-dot fw-${state ? state.replace(" ", "-") : "then"}`);
       const said = make("span", "fw-doing", text);
@@ -763,7 +763,7 @@ class DashboardView {
 }
 
 /** @param {{ model: Model, el: HTMLElement }} place */
-function render({ model, el }) {
+export function showDashboard({ model, el }) {
   const root = document.createElement("div");
   el.append(root);
   const view = new DashboardView(model, root);
@@ -774,4 +774,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default { render: showDashboard };

@@ -9,6 +9,11 @@ import { TABLES } from "./tables.js";
 
 const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
 
+/** @param {number} length bytes; those up to where the next column may begin */
+export function aligned(length) {
+  return Math.ceil(length / 8) * 8;
+}
+
 /**
  * @param {Counts} counts
  * @param {DataView} data
@@ -24,10 +29,34 @@ export function unpack(counts, data) {
       const Type = TYPES[/** @type {Code} */ (code)];
       const values = new Type(buffer, at, counts[/** @type {keyof Tables} */ (table)] * Number(width));
       tables[table][name] = values;
-      at += Math.ceil(values.byteLength / 8) * 8;
+      at += aligned(values.byteLength);
     }
   }
   return /** @type {Tables} */ (/** @type {unknown} */ (tables));
+}
+
+/**
+ * A buffer with tables, and how many entries each has: what `unpack` takes apart. A table that is missing is empty.
+ * @param {Partial<Record<keyof Tables, Record<string, ArrayLike<number>>>>} tables
+ * @returns {[Counts, DataView]}
+ */
+export function pack(tables) {
+  const columns = Object.entries(TABLES).flatMap(([table, wanted]) => {
+    const given = tables[/** @type {keyof Tables} */ (table)];
+    return Object.entries(wanted).map(([name, [code]]) => ({ Type: TYPES[/** @type {Code} */ (code)], values: given?.[name] ?? [] }));
+  });
+  let size = 0;
+  const placed = columns.map(({ Type, values }) => {
+    const at = size;
+    size += aligned(Type.BYTES_PER_ELEMENT * values.length);
+    return { Type, values, at };
+  });
+  const buffer = new ArrayBuffer(size);
+  for (const { Type, values, at } of placed) new Type(buffer, at, values.length).set(values);
+  /** @param {keyof Tables} table */
+  const count = (table) => Object.values(tables[table] ?? {}).at(0)?.length ?? 0;
+  const counts = { spans: count("spans"), memory: count("memory"), states: count("states"), steps: count("steps") };
+  return [counts, new DataView(buffer)];
 }
 
 /**

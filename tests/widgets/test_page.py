@@ -1,0 +1,150 @@
+"""The page that replays a record: whole, by itself, and with nothing in it but what we put there."""
+
+import json
+import re
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from tests.browser import open_offline
+from tests.trace.simulation import Setup, example_trace, simulate
+from tests.views.test_contract import same_with_names
+from workbench.session.pulse import Pulse
+from workbench.trace.columns import Trace
+from workbench.widgets.answers import Answers
+from workbench.widgets.page import FIGURES, page
+
+EVIL = """<script>hacked = 1</script>"'><img src=x onerror="hacked = 1"></script><!-- <a href="javascript:y">evil $z$"""
+
+READY = f"() => document.querySelectorAll('.main-svg').length >= {len(FIGURES)} && document.querySelector('canvas')"
+LOOKS = """async () => {
+  const frame = () => new Promise((done) => requestAnimationFrame(done));
+  await frame();
+  await frame();
+  const view = document.querySelector(".fw-dashboard").dashboard;
+  const said = (name) => document.querySelector(`.fw-dashboard .fw-${name}`).textContent;
+  return {moment: view.moment, cursor: view.cursor, event: said("event"), ranks: said("ranks")};
+}"""
+
+
+@contextmanager
+def opened_page(chromium, folder, trace, title="run"):
+    """The page of a record, all of it drawn."""
+    (folder / "run.html").write_text(page(trace, title), encoding="utf-8")
+    with open_offline(chromium, folder / "run.html") as opened:
+        opened.page.wait_for_function(READY)
+        yield opened
+
+
+@pytest.mark.browser
+def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace()) as opened:
+        drawn = opened.page.evaluate(LOOKS)
+        sizes = opened.page.evaluate(
+            "() => [...document.querySelectorAll('.fw-timeline canvas, .main-svg')].map((e) => e.clientWidth)"
+        )
+        about = opened.page.inner_text("header")
+    assert "step ends" in drawn["event"]
+    assert drawn["ranks"].startswith("ranks 0-3")
+    assert min(sizes) > 300
+    assert "A record of 4 ranks, 3 steps (0 to 2), " in about
+    assert (opened.outside, opened.complaints) == ([], [])
+
+
+@pytest.mark.browser
+def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
+    trace, kernel = example_trace(), Answers()
+    kernel.answer({"ask": "feed"}, Pulse(trace=trace), time.monotonic)
+    answered = "() => !document.querySelector('.fw-dashboard').dashboard.isWaiting"
+
+    def says(question):
+        answer, _ = kernel.answer(question, Pulse(trace=trace), time.monotonic)
+        return json.loads(json.dumps(answer["moment"]))
+
+    with opened_page(chromium, tmp_path, trace) as opened:
+        box = opened.page.locator(".fw-memory").bounding_box()
+        for share in (0.3, 0.55, 0.8):
+            opened.page.mouse.click(box["x"] + share * box["width"], box["y"] + 30)
+            opened.page.wait_for_function(answered)
+            shown = opened.page.evaluate(LOOKS)
+            assert shown["moment"] == says({"ask": "at", "t_us": shown["cursor"]})
+            assert shown["event"] == shown["moment"]["event"]
+        for key, by in (("ArrowLeft", -1), ("ArrowLeft", -1), ("ArrowRight", 1)):
+            before = shown["moment"]
+            opened.page.keyboard.press(key)
+            opened.page.wait_for_function(answered)
+            shown = opened.page.evaluate(LOOKS)
+            assert shown["moment"] == says({"ask": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
+            assert shown["cursor"] == shown["moment"]["t_us"]
+        assert opened.complaints == []
+
+
+@pytest.mark.browser
+def test_names_that_are_html_are_text_of_it_everywhere(chromium, tmp_path):
+    trace = same_with_names(example_trace(num_ranks=2, steps=2), EVIL)
+    with opened_page(chromium, tmp_path, trace, title=EVIL) as opened:
+        found = opened.page.evaluate(
+            """() => ({
+              hacked: typeof hacked,
+              scripts: document.scripts.length,
+              strange: document.querySelectorAll("img, iframe, [onerror], a[href^='javascript']").length,
+              title: document.title,
+              heading: document.querySelector("h1").textContent,
+              units: document.querySelector(".fw-dashboard").dashboard.units,
+            })"""
+        )
+        assert (opened.outside, opened.complaints) == ([], [])
+    assert (found["hacked"], found["scripts"], found["strange"]) == ("undefined", 3, 0)
+    assert found["title"] == found["heading"] == EVIL
+    assert any(EVIL in unit for unit in found["units"])
+
+
+@pytest.mark.browser
+def test_its_policy_lets_no_other_script_run_and_nothing_be_fetched(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace(num_ranks=1, steps=1)) as opened:
+        opened.page.evaluate(
+            """() => {
+              const script = document.createElement("script");
+              script.textContent = "window.hacked = 1";
+              document.body.append(script);
+              const image = "<img src='https://elsewhere/x.png' onerror='window.hacked = 2'>";
+              document.body.insertAdjacentHTML("beforeend", image);
+            }"""
+        )
+        assert (
+            opened.page.evaluate("() => fetch('https://elsewhere/').then(() => 'fetched', (error) => error.name)")
+            == "TypeError"
+        )
+        assert opened.page.evaluate("() => typeof hacked") == "undefined"
+        assert any("Content Security Policy" in complaint for complaint in opened.complaints)
+
+
+def test_only_its_two_scripts_may_run_and_none_of_them_ends_early():
+    text = page(example_trace(num_ranks=1, steps=1), "run")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.count("sha256-") == 2
+    assert not re.search(r"unsafe-eval|script-src[^;]*unsafe-inline|https?:", policy)
+    assert text.count("<script") == text.count("</script") == 3
+
+
+@pytest.mark.browser
+def test_a_record_of_nothing_is_a_page_too(chromium, tmp_path):
+    (tmp_path / "run.html").write_text(page(Trace.empty(), "nothing"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "run.html") as opened:
+        opened.page.wait_for_selector(".fw-dashboard")
+        assert "no steps" in opened.page.inner_text("header")
+        assert opened.complaints == []
+
+
+def test_a_hundred_steps_of_four_ranks_of_the_tours_size_take_at_most_10_mb():
+    trace = simulate(Setup(num_ranks=4, num_units=6, steps=100))
+    assert trace.num_rows > 95_000  # the tour's model records 240 events a step on each rank
+    rng, ranks = np.random.default_rng(0), []
+    for r in trace.ranks:  # times of which none follows from another one
+        rows = r.rows.copy()
+        rows["t_ns"] = rows["t_ns"][0] + np.cumsum(rng.integers(1_000, 4_000_000, len(rows)))
+        ranks.append(r.__class__(r.rank, rows, r.start))
+    assert len(page(Trace(trace.header, tuple(ranks)), "run").encode()) <= 10_000_000

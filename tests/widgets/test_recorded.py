@@ -1,0 +1,205 @@
+"""What a page without a kernel says of a record, in a real browser, is what the kernel would have said."""
+
+import base64
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.browser import open_offline
+from tests.trace.holding import stopped_before
+from tests.trace.on_device import on_devices
+from tests.trace.simulation import Setup, example_trace, simulate
+from tests.widgets.test_dashboard import prefix
+from workbench.events import Category, Kind
+from workbench.session.pulse import Pulse
+from workbench.trace.columns import Trace
+from workbench.widgets import moments
+from workbench.widgets.answers import Answers
+from workbench.widgets.modules import joined
+from workbench.widgets.packing import COLUMNS
+from workbench.widgets.recorded import packed
+
+HARNESS = """<!doctype html><meta charset="utf-8"><title>a record</title>
+<script>
+const given = GIVEN;
+async function load() {
+  const address = URL.createObjectURL(new Blob([given.program], {type: "text/javascript"}));
+  window.made = await import(address);
+}
+const runs = [];
+async function open(text) {
+  return runs.push(new made.RecordedRun(await made.unzipped(text))) - 1;
+}
+function ask([run, questions]) {
+  return questions.map((question) => {
+    const [answer, buffers] = runs[run].answer({view: "a", number: 1, ...question});
+    const bytes = buffers.map(({buffer, byteOffset, byteLength}) => new Uint8Array(buffer, byteOffset, byteLength));
+    return [answer, bytes.map((found) => btoa(Array.from(found, (byte) => String.fromCharCode(byte)).join("")))];
+  });
+}
+</script>
+"""
+
+
+def clocks_apart(trace):
+    """The same, on clocks of which each is a second ahead of the one before."""
+    infos = tuple(replace(info, clock_offset_ns=info.rank * 10**9) for info in trace.header.ranks)
+    ranks = []
+    for r in trace.ranks:
+        rows = r.rows.copy()
+        rows["t_ns"] += r.rank * 10**9
+        ranks.append(replace(r, rows=rows))
+    return Trace(replace(trace.header, ranks=infos), tuple(ranks))
+
+
+def one_behind(trace):
+    """The same, of which rank 1 has recorded less: a hang."""
+    return Trace(trace.header, tuple(prefix(trace, 150).rank(r.rank) if r.rank == 1 else r for r in trace.ranks))
+
+
+RUNS = {
+    "alike": example_trace,
+    "in two copies": lambda: simulate(Setup(num_ranks=4, copies=2, steps=2, activations=True)),
+    "a second one": lambda: example_trace().slice(first=1),
+    "held": lambda: stopped_before(example_trace(), Kind.ALL_GATHER, number=4),
+    "on devices": lambda: on_devices(example_trace()),
+    "on other clocks": lambda: clocks_apart(stopped_before(example_trace(num_ranks=2), Kind.FORWARD, number=3)),
+    "hangs": lambda: one_behind(example_trace()),
+    "one rank": lambda: example_trace(num_ranks=1),
+    "nothing": Trace.empty,
+}
+
+
+@pytest.fixture(scope="module")
+def reader(chromium, tmp_path_factory):
+    """A page in which a record is looked up."""
+    file = tmp_path_factory.mktemp("recorded") / "page.html"
+    given = json.dumps({"program": joined("recorded.js")}).replace("</", "<\\/")
+    file.write_text(HARNESS.replace("GIVEN", given), encoding="utf-8")
+    with open_offline(chromium, file) as opened:
+        opened.page.evaluate("load().then(() => 0)")
+        yield opened.page
+        assert opened.complaints == []
+
+
+class Both:
+    """A record in the page and in the kernel."""
+
+    def __init__(self, page, trace):
+        self.page, self.pulse, self.answers = page, Pulse(trace=trace), Answers()
+        self.number = page.evaluate("(text) => open(text)", base64.b64encode(packed(trace)).decode())
+        first, _ = self.kernel({"ask": "feed"})
+        self.end = first["now"]["t_us"] if first.get("now") else 0.0
+
+    def kernel(self, question):
+        answer, buffers = self.answers.answer({"number": 1, **question}, self.pulse, time.monotonic)
+        return json.loads(json.dumps({**answer, "view": "a"})), buffers
+
+    def ask(self, questions):
+        """Both sides' answers to each question."""
+        told = self.page.evaluate("(given) => ask(given)", [self.number, questions])
+        for question, (answer, buffers) in zip(questions, told, strict=True):
+            yield self.kernel(question), (answer, [base64.b64decode(text) for text in buffers])
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def both(reader, request):
+    return Both(reader, RUNS[request.param]())
+
+
+def test_the_ranks_at_any_time_are_those_that_the_kernel_tells(both):
+    rng = np.random.default_rng(0)
+    known = [r.rows["t_ns"] for r in both.pulse.trace.ranks]
+    times = [*rng.uniform(-10.0, 1.1 * both.end + 10, 150).round(3).tolist(), 0, both.end, 1e15]
+    for rows in known:
+        times += [float(np.round((t - known[0][0]) / 1e3, 3)) for t in rng.choice(rows, 20).tolist()]
+    count = 0
+    for (ours, _), (theirs, _) in both.ask([{"ask": "at", "t_us": t} for t in times]):
+        assert theirs == ours
+        count += ours["moment"] is not None
+    assert count == (len(times) if both.pulse.trace.num_rows else 0)
+
+
+def test_the_ranks_some_events_after_any_row_are_those_that_the_kernel_tells(both):
+    rng = np.random.default_rng(1)
+    questions = [{"ask": "beside", "rank": 99, "seq": 0, "by": 1}]
+    for r in both.pulse.trace.ranks:
+        seqs = rng.integers(r.start.seq - 5, r.end_seq + 5, 40).tolist()
+        questions += [
+            {"ask": "beside", "rank": r.rank, "seq": seq, "by": by}
+            for seq, by in zip(seqs, rng.choice([-700, -3, -1, 0, 1, 2, 900], 40).tolist(), strict=True)
+        ]
+    for (ours, _), (theirs, _) in both.ask(questions):
+        assert theirs == ours
+
+
+def tables(answer, buffer):
+    """The tables of an answer, as the browser reads them."""
+    found, at = {}, 0
+    for table, columns in COLUMNS.items():
+        found[table] = {}
+        for name, code in columns:
+            width = len(Category) if (table, name) == ("memory", "bytes") else 1
+            count = answer["counts"][table] * width
+            found[table][name] = np.frombuffer(buffer, f"<{code}", count, at).reshape(answer["counts"][table], width)
+            at += -(-found[table][name].nbytes // 8) * 8
+    assert at == len(buffer)
+    return found
+
+
+def drawn(table, *keys):
+    """What a picture of a table shows: by key, from when on which values, the last of one time and no repetition."""
+    values = next(name for name in table if name not in {"t", *keys})
+    found = {}
+    for k, t in enumerate(table["t"][:, 0].tolist()):
+        series = found.setdefault(tuple(int(table[key][k, 0]) for key in keys), {})
+        series[t] = table[values][k].tolist()
+    return {
+        key: [(t, v) for (t, v), b in zip(s.items(), [None, *s.values()], strict=False) if v != b]
+        for key, s in found.items()
+    }
+
+
+def test_every_change_in_a_window_is_there_that_the_kernel_tells(both):
+    rng = np.random.default_rng(2)
+    ends = np.sort(rng.uniform(-50, 1.05 * both.end + 50, (12, 2)).round(3)).tolist()
+    ends += [[0, both.end], [both.end, both.end + 10]]
+    for (ours, (mine,)), (theirs, (other,)) in both.ask([{"ask": "window", "from_us": a, "to_us": b} for a, b in ends]):
+        assert ours["exact"]
+        assert {**theirs, "counts": {}} == {**ours, "counts": {}}
+        here, there = tables(ours, mine), tables(theirs, other)
+        assert drawn(there["memory"], "group") == drawn(here["memory"], "group")
+        assert drawn(there["states"], "group", "unit") == drawn(here["states"], "group", "unit")
+
+
+def test_a_window_of_too_many_changes_is_left_to_the_first_picture(reader):
+    both = Both(reader, example_trace())
+    for change, is_exact in (("20_000", True), ("10", False)):
+        told = reader.evaluate(f"runs[{both.number}].window(0, {both.end}, {change})")
+        assert told["exact"] is is_exact
+        assert bool(told["tables"]["memory"]["t"]) is is_exact
+
+
+def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
+    (told, _), (again, empty) = both.page.evaluate(
+        f"ask([{both.number}, [{{ask: 'feed', wait: false}}, {{ask: 'feed', wait: true}}]])"
+    )
+    first, _ = Answers().answer({"ask": "feed"}, both.pulse, time.monotonic)
+    first = json.loads(json.dumps(first))
+    for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
+        assert told.get(name) == first.get(name)
+    assert set(again["counts"].values()) == {0}
+    assert empty == [""]
+    assert not again["restart"]
+
+
+def test_which_event_a_row_is_named_after_is_known_of_all_rows_at_once():
+    for trace in (example_trace(), stopped_before(example_trace(), Kind.ALL_GATHER, number=4)):
+        rows = trace.ranks[0].rows.copy()
+        rows["kind"][50:700] = Kind.ALLOC  # more than it looks back
+        found = moments.events_up_to(rows)
+        assert found.tolist() == [moments._event_at(rows, place) for place in range(len(rows))]
+    assert moments.events_up_to(rows[:0]).tolist() == []

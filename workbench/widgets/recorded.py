@@ -1,0 +1,156 @@
+"""A whole record for a page that has no kernel to ask: what :mod:`workbench.widgets.answers` would say, tabulated.
+
+The page answers the dashboard's questions by looking things up (``static/recorded.js``): the first answer to ``feed``
+as it is, with every span; for ``at``, ``beside`` and ``window`` per rank what each row says and when it was known, and
+every change of bytes and of units with the row that made it. So what is said of an event, and what state follows from
+it, is computed here alone.
+
+:func:`tabulate` returns plain data and columns; :func:`packed` makes one blob of them: the length of the JSON text in 4
+bytes, the text, and the columns in their order, little-endian, each aligned to 8 bytes from the blob's beginning, and
+all of it compressed with gzip. Arrays: ``N`` rows of a rank, ``M`` changes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.codec import encode
+from workbench.events import BESIDE, Category
+from workbench.replay import memory, states
+from workbench.replay.spans import Ints, of_kind
+from workbench.session.pulse import Pulse
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header, Rows
+from workbench.widgets.alike import ALIKE
+from workbench.widgets.answers import Answers
+from workbench.widgets.feed import offset_ns
+from workbench.widgets.messages import About, Panel
+from workbench.widgets.moments import describe, describe_with_phase, events_up_to
+
+FEED_BYTES = 3 << 20
+"""About how many bytes the first answer may have, but for spans, of which it has all: no more than a browser keeps."""
+
+_LEVEL = 9  # of gzip: a page is written once
+
+Say = Callable[[Header, np.void], str]
+
+Columns = dict[str, tuple[str, NDArray[Any]]]
+"""By name, how a column is stored (``f8``, ``i4`` or ``u1``) and what is in it."""
+
+
+def packed(trace: Trace, more: Mapping[str, Any] | None = None) -> bytes:
+    """Return a record as one blob, compressed: what :func:`tabulate` returns.
+
+    Args:
+        trace: what happened.
+        more: what else the page is told, as JSON can hold it.
+    """
+    about, columns = tabulate(trace)
+    about |= more or {}
+    parts = [np.ascontiguousarray(column, f"<{code}").tobytes() for code, column in columns.values()]
+    about["columns"] = [[name, code, len(column)] for name, (code, column) in columns.items()]
+    text = json.dumps(about, allow_nan=False, separators=(",", ":")).encode()
+    start = len(text).to_bytes(4, "little") + text
+    return gzip.compress(b"".join(part + bytes(-len(part) % 8) for part in (start, *parts)), _LEVEL, mtime=0)
+
+
+def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
+    """Return a record as data for JSON and columns.
+
+    The columns of rank ``r`` are named ``r.name``. Per row: ``known`` and ``hidden``, by how many nanoseconds the time
+    at which the row was known, on rank 0's clock, lies after that of the row before it, and how much more was cut out
+    of the axis until then (of the first row: after the origin, and before it); ``step``; ``back``, how many rows before
+    it the event lies that is named for it; ``event``, 1 if it is one; of that row ``text`` and ``doing``, places in the
+    lists of that name. Of changes of bytes ``bytes.row``, the row after which it is so, -1 before all; ``bytes.value``;
+    and of each class ``bytes.ends``, where its changes end. Of units ``units.row``, ``units.value``, ``units.ends``.
+    """
+    answers = Answers(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
+    feed, (data,) = answers.answer({"ask": "feed"}, Pulse(trace=trace, record="a record"), time.monotonic)
+    texts, doings = _Texts(), _Texts()
+    columns: Columns = {"feed": ("u1", np.frombuffer(data, np.uint8))}
+    for rank_trace in trace.ranks:
+        if len(rank_trace.rows):
+            found = _rows(trace, rank_trace, answers, texts, doings) | _changes(rank_trace, len(trace.header.units))
+            columns |= {f"{rank_trace.rank}.{name}": column for name, column in found.items()}
+    about = {
+        "about": encode(About(buttons=(), panels=get_args(Panel))),
+        "feed": {**feed, "said": ""},
+        "ranks": [{"rank": r.rank, "seq": r.start.seq} for r in trace.ranks if len(r.rows)],
+        "alike": ALIKE,
+        "reserved": int(Category.RESERVED),
+        "texts": texts.found,
+        "doings": doings.found,
+    }
+    return about, columns
+
+
+class _Texts:
+    """Texts, each once."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str) -> int:
+        """Return where ``text`` stands."""
+        if text not in self._places:
+            self._places[text] = len(self.found)
+            self.found.append(text)
+        return self._places[text]
+
+
+def _rows(trace: Trace, rank_trace: RankTrace, answers: Answers, texts: _Texts, doings: _Texts) -> Columns:
+    rows = rank_trace.rows
+    known_ns = np.maximum.accumulate(rows["t_ns"]) - offset_ns(trace, rank_trace.rank)
+    events = events_up_to(rows)
+    of_event, of_row = np.unique(events, return_inverse=True)
+    told = rows[of_event]
+    said = [texts.place(text) for text in _each(told, ("kind", "edge", "unit", "num_bytes"), trace, describe)]
+    does = [
+        doings.place(text)
+        for text in _each(told, ("kind", "edge", "unit", "num_bytes", "phase"), trace, describe_with_phase)
+    ]
+    return {
+        "known": ("f8", np.diff(known_ns, prepend=answers.origin_ns)),
+        "hidden": ("f8", np.diff(known_ns - answers.cuts.shown(known_ns), prepend=0)),
+        "step": ("i4", np.diff(rows["step"], prepend=0)),
+        "back": ("i4", np.arange(len(rows)) - events),
+        "event": ("u1", ~of_kind(rows, BESIDE)),
+        "text": ("i4", np.array(said, np.int32)[of_row]),
+        "doing": ("i4", np.array(does, np.int32)[of_row]),
+    }
+
+
+def _each(rows: Rows, names: tuple[str, ...], trace: Trace, say: Say) -> list[str]:
+    """Return what is said of each of ``rows``, which depends on some of their fields alone."""
+    keys = np.ascontiguousarray(rows[list(names)]).astype([(name, rows.dtype[name]) for name in names])
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    told = [say(trace.header, row) for row in rows[first]]
+    return [told[k] for k in place.tolist()]
+
+
+def _changes(rank_trace: RankTrace, num_units: int) -> Columns:
+    first_seq = rank_trace.start.seq
+    moved = memory.series(rank_trace)
+    changed = [_where_it_changes(moved.num_bytes[:, category]) for category in range(len(Category))]
+    units = states.spans(rank_trace, range(num_units))
+    return {
+        "bytes.row": ("i4", np.concatenate([moved.seq[places] for places in changed]) - first_seq),
+        "bytes.value": ("f8", np.concatenate([moved.num_bytes[p, c] for c, p in enumerate(changed)])),
+        "bytes.ends": ("i4", np.cumsum([len(places) for places in changed])),
+        "units.row": ("i4", units.begin_seq - first_seq),
+        "units.value": ("u1", units.state),
+        "units.ends": ("i4", np.searchsorted(units.unit, np.arange(num_units), side="right")),
+    }
+
+
+def _where_it_changes(values: Ints) -> Ints:
+    """Positions of the first value and of each that is not the one before it."""
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))

@@ -1,0 +1,31 @@
+// The program of a page that holds a record: the dashboard over it, and figures below. The page is written by
+// workbench/widgets/page.py. Nothing is asked of anybody.
+
+import { showDashboard } from "./dashboard.js";
+import { RecordedRun, modelOf, unzipped } from "./recorded.js";
+
+/** @typedef {{ data: object[], layout: object, frames?: object[] }} Figure */
+
+/** @typedef {{ newPlot: (place: HTMLElement, data: object[], layout: object, config: object) => Promise<unknown> }} Plotly */
+
+/** @param {string} id */
+function element(id) {
+  const found = document.getElementById(id);
+  if (!found) throw new Error(`the page lacks ${id}`);
+  return found;
+}
+
+async function show() {
+  const run = new RecordedRun(await unzipped(element("record").textContent));
+  showDashboard({ model: modelOf(run), el: element("dashboard") });
+  Object.assign(window, { run }); // for whoever looks into the page
+  const { figures } = /** @type {{ figures: Record<string, Figure> }} */ (/** @type {unknown} */ (run.told));
+  const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));
+  for (const [name, { data, layout }] of Object.entries(figures)) {
+    await Plotly.newPlot(element(name), data, { ...layout, autosize: true }, { displaylogo: false, responsive: true });
+  }
+}
+
+show().catch((/** @type {unknown} */ error) => {
+  element("dashboard").textContent = `The record cannot be shown: ${String(error)}. It takes a browser of 2023 or newer.`;
+});
