@@ -6,7 +6,9 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.browser import figures, open_offline
+from workbench.cluster.pending import Output
 from workbench.page import PLOTLY, to_page
+from workbench.session.outputs import written_at_once
 
 FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
@@ -68,3 +70,40 @@ def test_a_browser_without_network_draws_it(tmp_path, chromium):
         assert all(f["width"] > 300 and f["height"] > 200 and f["marks"] >= 3 for f in drawn)
         assert opened.outside == []
         assert opened.complaints == []
+
+
+EVIL = "</pre><img src=x onerror='document.title = 1'><script>document.title = 2</script>"
+
+
+def by_rank(*texts):
+    """The outputs of a cell whose ranks wrote ``texts``."""
+    heard: list[Output] = []
+    written_at_once(dict(enumerate(texts)), heard.append)
+    return [nbformat.v4.new_output("display_data", data=output.data) for output in heard]
+
+
+@pytest.mark.browser
+def test_tabs_of_ranks_need_no_script(tmp_path, chromium):
+    cells = [("one", by_rank("a\n", "b\n", "a\n")), ("two", by_rank("c\n", f"{EVIL}\n"))]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code, outputs=outputs) for code, outputs in cells])
+    page = to_page(book, title="T").replace(
+        "<head>",
+        "<head><meta http-equiv='Content-Security-Policy' content=\"\
+default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:\">",
+    )
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        one, two = (opened.page.locator(".jp-CodeCell").nth(number) for number in range(2))
+
+        def seen(cell):
+            return [pane.inner_text() for pane in cell.locator("section pre").all() if pane.is_visible()]
+
+        assert (seen(one), seen(two)) == (["a"], ["c"])
+        one.get_by_role("radio", name="rank 1").check()
+        assert (seen(one), seen(two)) == (["b"], ["c"])
+        one.get_by_role("radio", name="rank 2").check()
+        assert seen(one) == ["a"]
+        one.get_by_role("radio", name="all").check()
+        two.get_by_role("radio", name="rank 1").check()
+        assert (seen(one), seen(two)) == (["a", "b"], [EVIL])
+        assert opened.page.title() == "T"

@@ -302,8 +302,9 @@ def test_the_first_target_streams_and_the_rest_is_compared(wb):
     wb.fake.script["cell"] = [prints("hello\n"), prints("hello\n"), prints("other\n"), prints("hello\n")]
     heard = []
     report = wb.run_cell("print('hello')", on_output=heard.append)
-    assert heard == [Output("stdout", text="hello\n"), Output("stdout", text=report.remarks)]
-    assert report.remarks == "--- rank 2:\nother\n--- ranks 0-1, 3 agree\n"
+    assert heard[0].data["text/plain"] == "--- ranks differ:"
+    assert heard[-1].data["text/plain"] == report.remarks.rstrip("\n")
+    assert report.remarks == "--- ranks 0-1, 3:\nhello\n--- rank 2:\nother\n"
     assert report.texts == {0: "hello\n", 1: "hello\n", 2: "other\n", 3: "hello\n"}
     assert "ran on ranks 0-3" in str(report)
 
@@ -317,7 +318,7 @@ def test_a_cell_on_some_ranks_asks_only_those(wb):
 def test_results_count_as_output_and_silence_is_silent(wb):
     result = Output("result", data={"text/plain": "42", "text/html": "<b>42</b>"})
     wb.fake.script["cell"] = [writes(result)] * 3 + [writes(Output("display", data={"text/plain": "43"}))]
-    assert wb.run_cell("42").remarks == "--- rank 3:\n43\n--- ranks 0-2 agree\n"
+    assert wb.run_cell("42").remarks == "--- ranks 0-2:\n42\n--- rank 3:\n43\n"
     wb.fake.script["cell"] = gives(None)
     assert wb.run_cell("pass").remarks == ""
 
@@ -327,7 +328,7 @@ def test_an_error_keeps_what_the_failing_rank_wrote(wb):
     heard = []
     with pytest.raises(RankError):
         wb.run_cell("x", on_output=heard.append)
-    assert heard[-1].text == "--- rank 1:\nb\n--- ranks 0, 2-3 agree\n"
+    assert heard[-1].data["text/plain"] == "--- ranks 0, 2-3:\na\n--- rank 1:\nb"
 
 
 # ---- failures

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
-from workbench.cluster.pending import Output, select
+from workbench.cluster.pending import select
 from workbench.errors import UsageError
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
@@ -64,9 +64,9 @@ from workbench.reports.stopped import (
     StopReport,
     WhereReport,
 )
-from workbench.session.outputs import compare
+from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.pulse import Pulse
-from workbench.session.request import Listener, OnOutput, OnProgress, no_output, no_progress
+from workbench.session.request import Listener, OnProgress, no_output, no_progress
 from workbench.session.session import ClusterLike, Session
 from workbench.session.sides import opened, side
 from workbench.session.standing import OnStanding, no_standing
@@ -312,8 +312,9 @@ class Workbench:
         Args:
             code: as in a notebook; ``rank, world_size, device, mesh`` are there.
             ranks: the ranks that run it; None: all.
-            on_output: called with what the first of them writes and shows, as it arrives, and at the end with how the
-                others' output differs.
+            on_output: called with what they write and show, as it arrives: once, as long as they agree; from the line
+                on in which they differ with displays of what each wrote, tabs in a notebook, that are then updated.
+                Figures and the like are those of the first of them.
             on_standing: called with a sentence that says which ranks still work, for how long and in which line, once
                 nothing else was heard for 3 s; it replaces the last one. ``""``: nothing to say any more.
 
@@ -334,10 +335,7 @@ class Workbench:
         """Run a cell in the stopped step's own threads."""
         inside = session.do_inside("run a cell in", RunCell(code=code), ranks)
         texts = {rank: done.text for rank, done in sorted(inside.done.items())}
-        first = min(texts)
-        remarks = compare(texts, first)
-        for text in filter(None, (texts[first], remarks)):
-            on_output(Output("stdout", text=text))
+        remarks = written_at_once(texts, on_output)
         if inside.error is not None:
             raise inside.error
         return CellReport(texts=texts, remarks=remarks)

@@ -123,7 +123,7 @@ def test_looking_around_inside_the_step(ready):
     heard = []
     cell = ready.run_cell("print('inside', rank)\ninside = rank", on_output=heard.append)
     assert cell.texts == {0: "inside 0\n", 1: "inside 1\n"}
-    assert heard[0].text == "inside 0\n"
+    assert heard[-1].data["text/plain"] == "--- rank 0:\ninside 0\n--- rank 1:\ninside 1"
     assert len(ready.states().data) > 0
     for refused in (lambda: ready.step(1), lambda: ready.unshard("model")):
         with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):

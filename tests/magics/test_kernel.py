@@ -9,7 +9,7 @@ from workbench.demo import execute
 from workbench.magics.show import PLOTLY_MIME
 
 SETUP = """
-from tests.fake_cluster import FakeCluster, blocks, raises
+from tests.fake_cluster import FakeCluster, blocks, prints, raises
 from workbench.magics import register
 from workbench.workbench import Workbench
 
@@ -24,6 +24,8 @@ CELLS = {
     "start": "%fsdp start -n 4\nfakes[-1].sharded()\nfakes[-1].script['step'] = fakes[-1].trains(3)",
     "step": "%fsdp step 3",
     "layout": "%fsdp layout\nx = 1",
+    "script": "fakes[-1].script['cell'] = [prints(f'same\\n<b>{rank // 2}</b>\\n') for rank in range(4)]",
+    "differ": "%%fsdp\nprint(...)",
     "failing": "fakes[-1].script['step'] = [blocks, raises('ValueError', 'no', line=3), blocks, blocks]\n%fsdp step 2",
     "usage": "%fsdp shrad",
     "stop": "%fsdp stop",
@@ -66,6 +68,15 @@ def test_an_error_is_an_error_with_one_clean_text(cells):
     (usage,) = cells["usage"]
     assert (usage.output_type, usage.ename) == ("error", "UsageError")
     assert usage.traceback[0].startswith("UsageError: %fsdp has no word 'shrad', did you mean 'shard'?")
+
+
+def test_what_ranks_print_is_saved_as_tabs_and_as_text(cells):
+    same, upper, lower = cells["differ"]
+    assert same.text == "same\n"
+    assert upper.data["text/html"].count("<input ") == 5
+    assert upper.data["text/html"].count("≠") == 2
+    assert lower.data["text/plain"] == "--- ranks 0-1:\n<b>0</b>\n--- ranks 2-3:\n<b>1</b>"
+    assert "&lt;b&gt;1&lt;/b&gt;" in lower.data["text/html"]
 
 
 def test_the_notebook_as_a_page_shows_the_bar(cells):

@@ -2,41 +2,297 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.session.outputs import MAX_GROUPS, MAX_LINES, compare
+from workbench.cluster.pending import Answer, Output, Pending, settle
+from workbench.session.outputs import GRACE_S, RENEW_S, Stream, _Text, written_at_once
+
+PNG = Output("display", data={"image/png": "...", "text/plain": "<Figure>"})
 
 
-@pytest.mark.parametrize(
-    ("texts", "shown", "expected"),
-    [
-        ({0: "hello\n", 1: "hello\n", 2: "hello\n", 3: "hello\n"}, 0, "--- 4 ranks agree\n"),
-        ({0: "", 1: "", 2: ""}, 0, ""),
-        ({1: "alone"}, 1, ""),
-        ({0: "a\n", 1: "a\n", 2: "b\n"}, 0, "--- rank 2:\nb\n--- ranks 0-1 agree\n"),
-        ({0: "0\n", 1: "1\n"}, 0, "--- rank 1:\n1\n--- above: rank 0\n"),
-        ({0: "", 3: "x"}, 0, "--- rank 3:\nx\n--- above: rank 0\n"),
-        ({1: "x", 3: "", 5: ""}, 1, "--- ranks 3, 5:\n(no output)\n--- above: rank 1\n"),
-    ],
-)
-def test_what_is_left_to_print(texts, shown, expected):
-    assert compare(texts, shown) == expected
+class Job:
+    """A request whose ranks write when the test says so, and what was handed on of it."""
+
+    def __init__(self, num_ranks=3, first=0):
+        self.now = 0.0
+        self.answers = {first + rank: Answer() for rank in range(num_ranks)}
+        self.stream = Stream(Pending(self.answers), first, lambda: self.now)
+        self.heard = []
+
+    def write(self, texts, **more):
+        """``texts``: of all ranks, or by rank."""
+        for rank, text in (texts if isinstance(texts, dict) else dict.fromkeys(self.answers, texts)).items():
+            self.answers[rank].outputs.append(text if isinstance(text, Output) else Output("stdout", text=text))
+        return self.look(**more)
+
+    def look(self, after_s=0.0):
+        """What is handed on now."""
+        self.now += after_s
+        return self.said(self.stream.forward)
+
+    def said(self, method, **more):
+        heard = []
+        method(heard.append, **more)
+        self.heard += heard
+        return heard
+
+    def end(self, *ranks):
+        for rank in ranks or self.answers:
+            settle(self.answers[rank].future, None)
+
+    def finish(self, **more):
+        self.end()
+        return self.said(self.stream.finish, also_agreement=True, **more)
 
 
-def test_64_ranks_that_all_differ_stay_readable():
-    text = compare({rank: f"I am {rank}" for rank in range(64)}, 0)
-    assert text.count("I am") == MAX_GROUPS
-    assert "--- ranks 9-63: different again, not shown\n" in text
+def texts(outputs):
+    return [output.text for output in outputs]
 
 
-def test_long_output_is_cut():
-    text = compare({0: "a", 1: "\n".join(map(str, range(1000)))}, 0)
-    assert len(text.splitlines()) == MAX_LINES + 3
-    assert "... 960 lines more" in text
+def plain(output):
+    return output.data["text/plain"]
 
 
-@given(st.dictionaries(st.integers(0, 7), st.sampled_from(["", "a", "b\nc"]), min_size=2))
-def test_every_rank_is_named_or_all_agree(texts):
-    shown = min(texts)
-    text = compare(texts, shown)
-    agree = len(set(texts.values())) == 1
-    assert (text.endswith(f"{len(texts)} ranks agree\n") or text == "") == agree
-    assert text.count("---") == (len(set(texts.values())) if text else 0)
+def tabs(outputs):
+    """The two displays of which the outputs are."""
+    upper, lower = outputs
+    assert [output.display_id.rpartition("-")[2] for output in outputs] == ["tabs", "panes"]
+    assert upper.is_draft
+    return upper, lower
+
+
+# ---- they agree
+
+
+def test_what_all_wrote_is_handed_on_at_once():
+    job = Job()
+    assert texts(job.write("hello\n")) == ["hello\n"]
+    assert texts(job.write("again\n")) == ["again\n"]
+    assert texts(job.finish()) == ["--- 3 ranks agree\n"]
+
+
+def test_what_the_first_wrote_alone_waits_for_a_moment():
+    job = Job()
+    assert job.write({0: "hello\n"}) == []
+    assert job.look(GRACE_S / 2) == []
+    assert texts(job.look(GRACE_S / 2)) == ["hello\n"]
+    assert job.write({1: "hel", 2: "hello\n"}) == []
+    assert job.write({1: "lo\n"}) == []
+    assert texts(job.finish()) == ["--- 3 ranks agree\n"]
+
+
+def test_it_waits_for_nobody_who_has_ended():
+    job = Job()
+    job.end(1, 2)
+    assert texts(job.write({0: "hello\n"})) == ["hello\n"]
+
+
+def test_what_others_wrote_first_is_no_difference():
+    job = Job()
+    assert job.write({1: "a\nb\n", 2: "a\n"}) == []
+    assert texts(job.write({0: "a\nb\n"})) == []  # rank 2 may write something else yet
+    assert texts(job.write({2: "b\n"})) == ["a\nb\n"]
+
+
+def test_who_wrote_alone_is_named_in_a_line():
+    job = Job()
+    job.write({0: "hello\n"})
+    assert texts(job.finish()) == ["hello\n", "--- above: rank 0; ranks 1-2 wrote nothing\n"]
+
+
+def test_silence_and_a_rank_by_itself_need_no_words():
+    assert Job().finish() == []
+    job = Job(1)
+    assert texts(job.write("x")) == ["x"]
+    assert job.finish() == []
+
+
+def test_a_failure_says_only_what_differs():
+    job = Job()
+    job.write("hello\n")
+    job.end()
+    assert job.said(job.stream.finish, also_agreement=False) == []
+
+
+def test_figures_of_the_first_come_in_their_place():
+    job = Job()
+    assert job.write({0: "a\n"}) == job.write({0: PNG}) == job.write({0: "b\n"}) == []
+    for output in (Output("stdout", text="a\n"), PNG, Output("stdout", text="b\n")):
+        job.write({1: output, 2: output})
+    assert [output.text or plain(output) for output in job.heard] == ["a\n", "<Figure>", "b\n"]
+
+
+# ---- they differ
+
+
+def test_tabs_begin_with_the_line_in_which_ranks_differ():
+    job = Job()
+    job.write("same\n")
+    upper, lower = tabs(job.write({0: "loss 1\n", 1: "loss 1\n", 2: "loss 2\n"}))
+    assert (upper.kind, lower.kind) == ("display", "display")
+    assert plain(lower) == "--- ranks 0-1:\nloss 1\n--- rank 2:\nloss 2"
+    assert upper.data["text/html"].count("≠") == 1
+    assert lower.is_draft
+    assert texts(job.heard[:1]) == ["same\n"]
+    (last,) = job.finish()
+    assert (last.kind, last.display_id, last.is_draft) == ("update", lower.display_id, False)
+    assert plain(last) == plain(lower)
+
+
+def test_a_line_that_was_begun_alike_is_whole_in_the_tabs():
+    job = Job(2)
+    job.write("a\nrank ")
+    assert texts(job.heard) == ["a\nrank "]
+    _, lower = tabs(job.write({0: "0\n", 1: "1\n"}))
+    assert plain(lower) == "--- rank 0:\nrank 0\n--- rank 1:\nrank 1"
+
+
+def test_one_output_is_divided_where_ranks_part():
+    job = Job(2)
+    first, *rest = job.write({0: "a\nb\n", 1: "a\nc\n"})
+    assert first.text == "a\n"
+    assert plain(tabs(rest)[1]) == "--- rank 0:\nb\n--- rank 1:\nc"
+
+
+def test_tabs_are_renewed_in_time_and_the_upper_display_only_for_a_new_mark():
+    job = Job()
+    upper, lower = tabs(job.write({0: "0\n", 1: "1\n"}))
+    assert job.write({0: "0\n"}) == []
+    (again,) = job.look(2 * RENEW_S)
+    assert (again.kind, again.display_id) == ("update", lower.display_id)
+    assert plain(again) == "--- rank 0:\n0\n0\n--- rank 1:\n1\n--- rank 2:\n(no output)"
+    assert job.look(2 * RENEW_S) == []
+    marked, _ = tabs(job.write({2: "2\n"}))
+    assert (marked.kind, marked.display_id) == ("update", upper.display_id)
+    assert marked.data["text/html"].count("≠") == 2
+
+
+def test_a_rank_that_parts_earlier_moves_the_beginning():
+    job = Job()
+    job.write({0: "a\nb\n", 1: "a\nx\n", 2: "a"})
+    job.write({2: "!\n"})
+    (_, lower) = tabs(job.finish())
+    assert plain(lower) == "--- rank 0:\na\nb\n--- rank 1:\na\nx\n--- rank 2:\na!"
+
+
+def test_who_wrote_less_at_the_end_differs():
+    job = Job(2)
+    job.write("a\n")
+    job.write({0: "b\n"}, after_s=1)
+    upper, lower = tabs(job.finish())
+    assert plain(lower) == "--- rank 0:\nb\n--- rank 1:\n(no output)"
+    assert "≠" in upper.data["text/html"]
+
+
+def test_the_first_rank_is_the_first_that_was_asked():
+    job = Job(2, first=2)
+    job.write({2: "two\n", 3: "three\n"})
+    assert plain(job.heard[-1]).startswith("--- rank 2:\ntwo\n")
+
+
+def test_figures_are_shown_and_texts_that_differ_are_not_shown_twice():
+    job = Job(2)
+    job.write({0: "0\n", 1: "1\n"})
+    value = Output("result", data={"text/plain": "7"})
+    heard = job.write({0: value, 1: value}) + job.write({0: PNG, 1: PNG})
+    assert heard == [PNG]
+    assert plain(job.finish()[-1]) == "--- rank 0:\n0\n7\n<Figure>\n--- rank 1:\n1\n7\n<Figure>"
+
+
+def test_what_a_rank_clears_takes_the_tabs_along():
+    job = Job(2)
+    upper, _ = tabs(job.write({0: "0\n", 1: "1\n"}))
+    clear, new, _ = [*job.write({0: Output("clear")}), *job.look(2 * RENEW_S)]
+    assert clear.kind == "clear"
+    assert new.kind == "display"
+    assert new.display_id != upper.display_id
+
+
+def test_what_was_settled_at_a_stop_is_not_shown_again():
+    job = Job(2)
+    job.write("same\n")
+    assert texts(job.said(job.stream.pause)) == ["--- 2 ranks agree\n"]
+    job.write({0: "0\n", 1: "1\n"})
+    (last,) = job.said(job.stream.pause)
+    assert not last.is_draft
+    assert texts(job.write("after\n")) == ["after\n"]
+    assert texts(job.finish()) == ["--- 2 ranks agree\n"]
+
+
+def test_a_rank_that_stands_earlier_is_compared_later():
+    job = Job(2)
+    job.write({0: "a\nb\n", 1: "a\n"})
+    assert texts(job.said(job.stream.pause)) == ["a\nb\n", "--- 2 ranks agree\n"]
+    job.write({1: "b\n"})
+    assert texts(job.finish()) == ["--- 2 ranks agree\n"]
+
+
+def test_what_is_written_at_once():
+    heard = []
+    assert written_at_once({1: "a", 2: "a"}, heard.append) == "--- 2 ranks agree\n"
+    assert texts(heard) == ["a", "--- 2 ranks agree\n"]
+    said = "--- rank 1:\na\n--- rank 2:\nb\n"
+    assert written_at_once({1: "a", 2: "b"}, heard.append) == said
+    assert plain(heard[-1]) == said.rstrip("\n")
+
+
+# ---- laws
+
+PIECES = st.lists(st.sampled_from(["a\n", "b", "\n", "long line\n", ""]), max_size=6)
+
+
+@given(st.lists(PIECES, min_size=2, max_size=4), st.data())
+def test_nothing_is_lost_and_all_agree_or_every_rank_is_named(written, data):
+    """However what ranks write arrives."""
+    job = Job(len(written))
+    left = {rank: list(pieces) for rank, pieces in enumerate(written)}
+    while any(left.values()):
+        rank = data.draw(st.sampled_from([rank for rank, pieces in left.items() if pieces]))
+        job.write({rank: left[rank].pop(0)}, after_s=data.draw(st.sampled_from([0.0, 0.3])))
+    job.finish()
+    whole = ["".join(pieces) for pieces in written]
+    streamed = "".join(output.text for output in job.heard if not output.text.startswith("---"))
+    panes = [plain(output) for output in job.heard if output.display_id.endswith("panes")]
+    assert whole[0].startswith(streamed)
+    if not panes:
+        assert streamed == whole[0]
+        assert len({text.strip() for text in whole[1:]}) == 1
+        return
+    assert not job.heard[-1].is_draft
+    shown = panes[-1]
+    for rank, text in enumerate(whole):
+        lines = text.splitlines()
+        assert not lines or lines[-1] in shown or text.startswith(streamed[: len(text)]), rank
+    assert shown.count("---") >= 2 or len({text.strip() for text in whole}) == 1
+
+
+@given(st.lists(st.text("ab\n", max_size=5), max_size=8), st.data())
+def test_a_part_of_a_text_in_pieces_is_that_of_the_whole(pieces, data):
+    text = _Text()
+    for piece in pieces:
+        text.add(piece)
+    whole = "".join(pieces)
+    assert len(text) == len(whole)
+    begin = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(begin, len(whole)))
+    assert text.part(begin, end) == whole[begin:end]
+    assert text.line_start(end) == whole.rfind("\n", 0, end) + 1
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_much_output_of_many_ranks_is_looked_at_once_each(differs):
+    """The letters that are compared or shown are as many as were written, not their square."""
+    job, looked = Job(64), []
+    part = _Text.part
+
+    def counted(self, begin, end):
+        looked.append(end - begin)
+        return part(self, begin, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Text, "part", counted)
+        for turn in range(300):
+            job.write({rank: f"{turn} {rank * differs}\n" + "x" * 99 + "\n" for rank in job.answers}, after_s=0.02)
+        job.finish()
+    num_renewed = sum(output.display_id.endswith("panes") for output in job.heard)
+    size = max((len(plain(output)) for output in job.heard if output.data), default=0)
+    assert sum(looked) < 64 * 300 * 110 * 3 + (num_renewed + 1) * 64 * 6_000
+    assert size < 400_000

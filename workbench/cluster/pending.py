@@ -25,6 +25,7 @@ class Output:
         data: value per MIME type, as in the Jupyter protocol.
         metadata: metadata per MIME type.
         display_id: names a display that can be updated; empty: cannot.
+        is_draft: it will be updated soon, and is for those only who show that in its place.
     """
 
     kind: OutputKind
@@ -33,6 +34,7 @@ class Output:
     data: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     display_id: str = ""
+    is_draft: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from IPython.display import clear_output, display
 
 from workbench.cluster.pending import Output
+from workbench.widgets.progress import in_notebook
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
@@ -51,6 +52,8 @@ def publish(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, 
 
 def emit(output: Output) -> None:
     """Show a piece of a rank's output as if it came from this notebook."""
+    if output.is_draft and not in_notebook():
+        return  # what is written there stays
     if output.kind in {"stdout", "stderr"}:
         stream = sys.stderr if output.kind == "stderr" else sys.stdout
         stream.write(output.text)

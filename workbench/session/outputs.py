@@ -1,18 +1,28 @@
-"""What ranks printed, compared: equal output is said once, different output stands apart with its ranks."""
+"""What ranks wrote, handed on as it comes where they agree and in tabs where they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
 
-from workbench.cluster.pending import Output, Pending
-from workbench.replay.alike import label
-from workbench.views.theme import plural
+from workbench.cluster.pending import Answer, Output, OutputKind, Pending
+from workbench.reports import by_rank
+from workbench.reports.by_rank import Pane, Written
 
-MAX_GROUPS = 8
-"""Different outputs shown in full; of more only the ranks are named."""
+GRACE_S = 0.25
+"""How long what one rank wrote waits for the others to write the same, or something else, in seconds."""
 
-MAX_LINES = 40
-"""Lines shown of one such output."""
+RENEW_S = 0.2
+"""How often tabs are renewed at most, in seconds."""
+
+CHARS_A_SECOND = 500_000
+"""Letters of tabs that are handed on in a second at most: large ones are renewed more rarely."""
+
+OnOutput = Callable[[Output], None]
 
 
 def text_of(outputs: Iterable[Output]) -> str:
@@ -26,94 +36,271 @@ def text_of(outputs: Iterable[Output]) -> str:
     return "".join(parts)
 
 
-def compare(texts: Mapping[int, str], shown: int) -> str:
-    r"""Return what is left to print once the output of one rank has been shown; ``""`` if there is nothing to say.
+def _is_text(output: Output) -> bool:
+    """Whether there is nothing more to it than its text."""
+    shown = output.kind in {"display", "result"} and not output.display_id and output.data.keys() == {"text/plain"}
+    return shown or output.kind in {"stdout", "stderr"}
 
-    Example: ``{0: "a", 1: "a", 2: "b"}``, shown 0 -> ``"--- rank 2:\nb\n--- ranks 0-1 agree\n"``.
 
-    Args:
-        texts: all output per rank, as plain text.
-        shown: the rank whose output was shown already.
+def written_at_once(texts: Mapping[int, str], on_output: OnOutput) -> str:
+    """Hand on what several ranks have written, as :class:`Stream` does; return how they differ as text."""
+    answers = {rank: Answer(outputs=[Output("stdout", text=text)]) for rank, text in texts.items()}
+    return Stream(Pending(answers), min(texts)).finish(on_output, also_agreement=True)
+
+
+class _Text:
+    """A text that grows, in pieces; to look at a part of it takes as long as the part."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def add(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._ends.append(len(self) + len(text))
+
+    def part(self, begin: int, end: int) -> str:
+        """Return the letters from ``begin`` to ``end``, not included."""
+        first = bisect_right(self._ends, begin)
+        last = bisect_right(self._ends, max(end - 1, begin)) + 1
+        start = self._ends[first - 1] if first else 0
+        return "".join(self._pieces[first:last])[begin - start : end - start]
+
+    def line_start(self, place: int) -> int:
+        """Return where the line begins in which ``place`` is."""
+        begin = place
+        while begin > 0:
+            before = max(0, begin - 1000)
+            found = self.part(before, begin).rfind("\n")
+            if found >= 0:
+                return before + found + 1
+            begin = before
+        return 0
+
+
+@dataclass
+class _Rank:
+    """What one rank wrote.
+
+    Attributes:
+        text: all of it.
+        num_seen: how many of its outputs are in it.
+        base: where the present part begins: what was settled once is not looked at again.
+        agreed: letters of the present part that the first rank has written as well.
     """
-    groups: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        groups.setdefault(text.strip(), []).append(rank)
-    if len(texts) < 2 or list(groups) == [""]:
-        return ""
-    if len(groups) == 1:
-        return f"--- {plural(len(texts), 'rank')} agree\n"
-    alike = groups.pop(texts[shown].strip())
-    apart = list(groups.items())
-    lines = [_apart(text, ranks) for text, ranks in apart[:MAX_GROUPS]]
-    if len(apart) > MAX_GROUPS:
-        rest = [rank for _, ranks in apart[MAX_GROUPS:] for rank in ranks]
-        lines.append(f"--- {label(rest)}: different again, not shown\n")
-    lines.append(f"--- above: {label(alike)}\n" if len(alike) == 1 else f"--- {label(alike)} agree\n")
-    return "".join(lines)
+
+    text: _Text = field(default_factory=_Text)
+    num_seen: int = 0
+    base: int = 0
+    agreed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.text) - self.base
+
+    def part(self, begin: int, end: int) -> str:
+        return self.text.part(self.base + begin, self.base + end)
+
+    def begin(self, base: int) -> None:
+        self.base, self.agreed = base, 0
 
 
-def _apart(text: str, ranks: list[int]) -> str:
-    lines = text.splitlines()
-    cut = [f"... {plural(len(lines) - MAX_LINES, 'line')} more"] if len(lines) > MAX_LINES else []
-    body = "\n".join([*lines[:MAX_LINES], *cut]) or "(no output)"
-    return f"--- {label(ranks)}:\n{body}\n"
+@dataclass
+class _Tabs:
+    """Two displays: see :mod:`workbench.reports.by_rank`.
+
+    Attributes:
+        name: starts those of both.
+        marked: ranks that the upper one marks; None: there is none yet.
+        lengths: letters of all ranks that the lower one shows; None: there is none yet.
+    """
+
+    name: str = field(default_factory=lambda: f"wb-{uuid4().hex[:12]}")
+    marked: frozenset[int] | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def display(self, what: str, page: str, text: str, *, is_first: bool, is_draft: bool) -> Output:
+        data = {"text/html": page, "text/plain": text}
+        kind: OutputKind = "display" if is_first else "update"
+        return Output(kind, data=data, display_id=f"{self.name}-{what}", is_draft=is_draft)
 
 
 class Stream:
-    """Hands on the output of one rank as it arrives, and compares the others' with it when they stop and at the end.
+    """Hands on what ranks write: as it comes while they agree, in tabs from the line on in which they differ.
 
-    What was compared once is not shown again.
+    What a rank writes that the others have not come to is handed on after a moment; that all wrote the same is said
+    when they stop and at the end. Figures and the like are handed on of the first rank alone.
 
     Args:
         pending: the request.
         rank: whose output is handed on.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, pending: Pending, rank: int) -> None:
-        self._pending, self._rank = pending, rank
-        self._num_seen = 0
-        self._compared = dict.fromkeys(pending.ranks, 0)
+    def __init__(self, pending: Pending, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pending, self._first, self._clock = pending, rank, clock
+        self._ranks = {number: _Rank() for number in pending.ranks}
+        self._lead = self._ranks[rank]
+        self._held: deque[tuple[Output, int, float]] = deque()  # of the first rank, where each begins, since when
+        self._apart_at: int | None = None
+        self._apart: frozenset[int] = frozenset()
+        self._tabs = _Tabs()
+        self._renew_at = 0.0
 
-    def forward(self, on_output: Callable[[Output], None]) -> bool:
-        """Hand on what is new; tell whether anything was."""
-        new = self._pending.outputs(self._rank, self._num_seen)
-        for output in new:
-            self._num_seen += 1
-            on_output(output)
-        return bool(new)
+    # ---- while they write
 
     def num_outputs(self) -> int:
         """Return how much all ranks have written and shown, in pieces."""
         return sum(len(self._pending.outputs(rank)) for rank in self._pending.ranks)
 
-    def pause(self, on_output: Callable[[Output], None]) -> None:
-        """Hand on the rest, then what other ranks wrote and the one whose output is seen did not, so far.
+    def forward(self, on_output: OnOutput) -> None:
+        """Hand on what is new."""
+        self._take()
+        self._hand_on(on_output, self._is_settled)
+        if self._apart_at is not None:
+            self._renew(on_output)
+
+    def _take(self) -> None:
+        """Take what ranks wrote since the last time, and see how far they agree."""
+        for number, rank in self._ranks.items():
+            for output in self._pending.outputs(number, rank.num_seen):
+                rank.num_seen += 1
+                if rank is self._lead:
+                    self._held.append((output, len(rank), self._clock()))
+                rank.text.add(text_of([output]))
+        self._lead.agreed = len(self._lead)
+        for number in self._ranks.keys() - self._apart - {self._first}:
+            self._compare(number, self._ranks[number])
+
+    def _compare(self, number: int, rank: _Rank) -> None:
+        end = min(len(rank), len(self._lead))
+        theirs, ours = rank.part(rank.agreed, end), self._lead.part(rank.agreed, end)
+        if theirs == ours:
+            rank.agreed = max(rank.agreed, end)
+            return
+        rank.agreed += next(place for place, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
+        self._part(rank.agreed, {number})
+
+    def _part(self, place: int, ranks: Iterable[int]) -> None:
+        """Note that ``ranks`` wrote something else from ``place`` on."""
+        begin = max(self._lead.text.line_start(self._lead.base + place) - self._lead.base, 0)
+        self._apart_at = begin if self._apart_at is None else min(begin, self._apart_at)
+        self._apart |= frozenset(ranks)
+
+    def _is_settled(self, end: int, since_s: float) -> bool:
+        """Whether what ends at ``end`` need not wait for other ranks any more."""
+        behind = (number for number, rank in self._ranks.items() if rank.agreed < end)
+        return self._clock() >= since_s + GRACE_S or all(map(self._pending.done, behind))
+
+    def _hand_on(self, on_output: OnOutput, is_settled: Callable[[int, float], bool]) -> None:
+        while self._held:
+            output, begin, since_s = self._held[0]
+            end = begin + len(text_of([output]))
+            if self._apart_at is None and not is_settled(end, since_s):
+                return
+            self._held.popleft()
+            shown = self._outside(output, begin)
+            if shown is not None:
+                on_output(shown)
+            if output.kind == "clear":
+                self._tabs = _Tabs()  # what they were in is gone
+
+    def _outside(self, output: Output, begin: int) -> Output | None:
+        """Return what is not in the tabs of an output of the first rank; None: nothing."""
+        if self._apart_at is None or not _is_text(output) or begin + len(text_of([output])) <= self._apart_at:
+            return output
+        if begin >= self._apart_at:
+            return None
+        return replace(output, text=output.text[: self._apart_at - begin]) if output.text else output
+
+    def _renew(self, on_output: OnOutput) -> None:
+        """Show the tabs as they are now, if it is time and there is anything new."""
+        lengths = tuple(map(len, self._ranks.values()))
+        if self._clock() >= self._renew_at and (self._tabs.lengths, self._tabs.marked) != (lengths, self._apart):
+            self._show(on_output, by_rank.panes_of(self._written(), self._first), self._apart, is_draft=True)
+
+    def _show(self, on_output: OnOutput, panes: Sequence[Pane], marked: frozenset[int], *, is_draft: bool) -> None:
+        tabs, name, first = self._tabs, self._tabs.name, self._first
+        if tabs.marked != marked:
+            order = (first, *(number for number in self._ranks if number != first))
+            page = by_rank.tabs_page(name, order, marked)
+            on_output(tabs.display("tabs", page, by_rank.TABS, is_first=tabs.marked is None, is_draft=True))
+        page, text = by_rank.panes_page(name, panes, is_live=is_draft), by_rank.as_text(panes).rstrip("\n")
+        on_output(tabs.display("panes", page, text, is_first=tabs.lengths is None, is_draft=is_draft))
+        tabs.marked, tabs.lengths = marked, tuple(map(len, self._ranks.values()))
+        self._renew_at = self._clock() + RENEW_S + len(page) / CHARS_A_SECOND
+
+    def _written(self) -> Mapping[int, Written]:
+        begin, limit = self._apart_at or 0, by_rank.kept_chars(len(self._ranks))
+        return {
+            number: Written(text=rank.part(max(begin, len(rank) - limit), len(rank)), is_cut=len(rank) - limit > begin)
+            for number, rank in self._ranks.items()
+        }
+
+    # ---- when they stand
+
+    def pause(self, on_output: OnOutput) -> None:
+        """Hand on the rest and how the ranks differ so far.
 
         A rank that stands earlier in the same output has written nothing that cannot be seen; what the others are
         ahead is compared later.
         """
-        self.forward(on_output)
-        texts = self._texts()
-        shown = texts[self._rank]
-        if all(shown.startswith(text) for text in texts.values()):
-            shortest = min(map(len, texts.values()))
-            texts = {rank: text[:shortest] for rank, text in texts.items()}
-        self._compare(texts, on_output, also_agreement=True)
+        self._take()
+        is_behind = self._apart_at is None and all(len(rank) == rank.agreed for rank in self._ranks.values())
+        if not is_behind:
+            self.finish(on_output, also_agreement=True)
+            return
+        self._hand_on(on_output, lambda end, since_s: True)
+        shortest = min(map(len, self._ranks.values()))
+        if self._lead.part(0, shortest).strip():
+            self._say(on_output, by_rank.agreement(len(self._ranks)))
+        self._begin({number: rank.base + shortest for number, rank in self._ranks.items()})
 
-    def finish(self, on_output: Callable[[Output], None], *, also_agreement: bool) -> str:
-        """Hand on the rest, then how the ranks differ; return the latter."""
-        self.forward(on_output)
-        return self._compare(self._texts(), on_output, also_agreement=also_agreement)
-
-    def _texts(self) -> dict[int, str]:
-        """Return what each rank wrote and was not compared yet."""
-        return {rank: text_of(self._pending.outputs(rank))[n:] for rank, n in self._compared.items()}
-
-    def _compare(self, texts: Mapping[int, str], on_output: Callable[[Output], None], *, also_agreement: bool) -> str:
-        agree = len({text.strip() for text in texts.values()}) == 1
-        remarks = compare(texts, self._rank) if also_agreement or not agree else ""
-        for rank, text in texts.items():
-            self._compared[rank] += len(text)
-        if remarks:
-            on_output(Output("stdout", text=remarks))
+    def finish(self, on_output: OnOutput, *, also_agreement: bool) -> str:
+        """Hand on the rest, and how the ranks differ; return the latter as text."""
+        self._take()
+        if self._apart_at is None:
+            self._part_at_the_end()
+        self._hand_on(on_output, lambda end, since_s: True)
+        if self._apart_at is None:
+            remarks = self._how_they_agree() if also_agreement or self._silent() else ""
+            self._say(on_output, remarks)
+        else:
+            panes = by_rank.panes_of(self._written(), self._first)
+            self._show(on_output, panes, by_rank.apart(panes), is_draft=False)
+            remarks = by_rank.as_text(panes)
+        self._begin({number: len(rank.text) for number, rank in self._ranks.items()})
         return remarks
+
+    def _part_at_the_end(self) -> None:
+        """Note who wrote less than others or more; one that wrote alone has its output where all have it."""
+        place = min(rank.agreed for rank in self._ranks.values())
+        rests = {number: rank.part(place, len(rank)).strip() for number, rank in self._ranks.items()}
+        if len(set(rests.values())) > 1 and not self._silent():
+            self._part(place, ())
+
+    def _silent(self) -> tuple[int, ...]:
+        """Return all other ranks if the first wrote something, and they nothing at all."""
+        others = [number for number in self._ranks if number != self._first]
+        wrote = any(self._ranks[number].part(0, len(self._ranks[number])).strip() for number in others)
+        return () if wrote or not self._lead.part(0, len(self._lead)).strip() else tuple(others)
+
+    def _how_they_agree(self) -> str:
+        if self._silent():
+            return by_rank.alone(self._first, self._silent())
+        is_said = len(self._ranks) > 1 and self._lead.part(0, len(self._lead)).strip()
+        return by_rank.agreement(len(self._ranks)) if is_said else ""
+
+    @staticmethod
+    def _say(on_output: OnOutput, text: str) -> None:
+        if text:
+            on_output(Output("stdout", text=text))
+
+    def _begin(self, bases: Mapping[int, int]) -> None:
+        """Begin another part: what was settled is not looked at again."""
+        for number, rank in self._ranks.items():
+            rank.begin(bases[number])
+        self._apart_at, self._apart, self._tabs, self._renew_at = None, frozenset(), _Tabs(), 0.0

@@ -15,13 +15,12 @@ from workbench.reports.done import SAYS, CellReport, Report
 from workbench.reports.follow import Follower, Progress
 from workbench.reports.places import Stop
 from workbench.reports.stopped import StopReport
-from workbench.session.outputs import Stream, text_of
+from workbench.session.outputs import OnOutput, Stream, text_of
 from workbench.session.standing import OnStanding, Standing, no_standing
 from workbench.session.watch import Watch
 from workbench.trace.columns import Trace
 
 OnProgress = Callable[[Progress], None]
-OnOutput = Callable[[Output], None]
 
 
 def no_progress(progress: Progress) -> None:

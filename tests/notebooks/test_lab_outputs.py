@@ -1,0 +1,137 @@
+"""What ranks print, in JupyterLab, in a real browser: once where they agree, in tabs where they differ."""
+
+import os
+
+import pytest
+
+from tests.notebooks.lab import SHOTS, jupyterlab, opened
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+NUM_RANKS = 3
+EVIL = "</pre><script>document.title = 'evil'</script>"
+WAITING = """%%fsdp
+print("model built")
+for turn in range(2):
+    for line in range(40):
+        print(f"rank {{rank}}, turn {{turn}}, line {{line}}")
+    _ = open(f"{folder}/turn-{{turn}}-{{rank}}").read()"""
+FIGURE = """%%fsdp
+from IPython.display import HTML, display
+print("before", rank)
+display(HTML(f"<i>figure of rank {rank}</i>"))
+print("after", rank)"""
+AGREE, WAIT, TEXT, DRAW = range(2, 6)
+
+
+def cells(folder):
+    return [
+        "%load_ext workbench",
+        f"%fsdp start -n {NUM_RANKS} --device cpu",
+        "%%fsdp\nprint('hello')",
+        WAITING.format(folder=folder),
+        f"%%fsdp\nprint({EVIL!r}, rank // 2)",
+        FIGURE,
+    ]
+
+
+def outputs(cell):
+    """The texts of a cell's outputs that can be seen."""
+    return [output.inner_text() for output in cell.locator(".jp-OutputArea-output").all()]
+
+
+def seen(cell):
+    """The texts of the panes that can be seen."""
+    return [pane.inner_text() for pane in cell.locator("section pre").all() if pane.is_visible()]
+
+
+def tab(cell, name):
+    return cell.get_by_role("radio", name=name)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium):
+    """The notebook with its ranks started, and what lets the ranks of the waiting cell go on."""
+    folder = tmp_path_factory.mktemp("lab")
+    for rank in range(NUM_RANKS):
+        for turn in range(2):
+            os.mkfifo(folder / f"turn-{turn}-{rank}")
+
+    def go_on(turn):
+        for rank in range(NUM_RANKS):
+            (folder / f"turn-{turn}-{rank}").write_text("go")
+
+    with jupyterlab(folder, cells(folder)) as url, opened(url, chromium) as lab:
+        for number in range(WAIT):
+            lab.run(number)
+            lab.ends(number)
+        yield lab, go_on
+
+
+def shot(lab, cell, name):
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for theme in ("Light", "Dark"):
+        command = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+        lab.page.evaluate(command, f"JupyterLab {theme}")
+        lab.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}")
+        (SHOTS / f"lab_{name}_{theme.lower()}.png").write_bytes(cell.screenshot())
+    lab.page.evaluate(command, "JupyterLab Light")
+
+
+def test_what_all_print_is_there_once(lab):
+    lab, _ = lab
+    cell = lab.cell(AGREE)
+    lab.reads(AGREE, "hello")
+    (output,) = outputs(cell)
+    assert output.splitlines() == ["hello", "--- 3 ranks agree"]
+
+
+def test_tabs_grow_while_the_cell_runs_and_the_one_that_was_chosen_stays(lab):
+    lab, go_on = lab
+    lab.run(WAIT)
+    cell = lab.cell(WAIT)
+    cell.get_by_text("rank 0, turn 0, line 39").wait_for()
+    tab(cell, "rank 2").check()
+    cell.get_by_text("rank 2, turn 0, line 39").wait_for()
+    assert sum("model built" in output for output in outputs(cell)) == 1
+    shot(lab, cell, "by_rank_live")
+    go_on(0)
+    cell.get_by_text("rank 2, turn 1, line 39").wait_for()
+    assert tab(cell, "rank 2").is_checked()
+    (text,) = seen(cell)
+    assert text.splitlines() == [f"rank 2, turn {turn}, line {line}" for turn in range(2) for line in range(40)]
+    go_on(1)
+    lab.ends(WAIT)
+    tab(cell, "all").check()
+    assert [text.splitlines()[0] for text in seen(cell)] == [f"rank {rank}, turn 0, line 0" for rank in range(3)]
+    shot(lab, cell, "by_rank_all")
+
+
+def test_arrows_go_from_tab_to_tab_and_what_is_printed_is_text(lab):
+    lab, _ = lab
+    lab.run(TEXT)
+    lab.ends(TEXT)
+    cell = lab.cell(TEXT)
+    tab(cell, "rank 0").focus()
+    assert seen(cell) == [f"{EVIL} 0"]
+    for _ in range(2):
+        lab.page.keyboard.press("ArrowRight")
+    assert tab(cell, "rank 2").is_checked()
+    assert seen(cell) == [f"{EVIL} 1"]
+    assert cell.locator("fieldset b").count() == 1
+    assert "evil" not in lab.page.title()
+
+
+def test_figures_are_those_of_the_first_rank(lab):
+    lab, _ = lab
+    lab.run(DRAW)
+    lab.ends(DRAW)
+    cell = lab.cell(DRAW)
+    assert cell.locator("i").all_inner_texts() == ["figure of rank 0"]
+    assert [text.splitlines()[-1] for text in seen(cell)] == ["after 0"]
+
+
+def test_nothing_is_complained_of_or_fetched(lab):
+    lab, _ = lab
+    assert lab.errors == []
+    assert lab.outside == []
