@@ -1,29 +1,147 @@
-/** What JupyterLab loads: the commands, and where they are found. */
-import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
-import { ICommandPalette } from "@jupyterlab/apputils";
+/** What JupyterLab and Notebook load: commands, and where they are found. */
+import { ILabShell, ILayoutRestorer, type JupyterFrontEnd, type JupyterFrontEndPlugin } from "@jupyterlab/application";
+import { Clipboard, ICommandPalette, MainAreaWidget, WidgetTracker } from "@jupyterlab/apputils";
+import { ILauncher } from "@jupyterlab/launcher";
 import { INotebookTracker } from "@jupyterlab/notebook";
+import { IRenderMimeRegistry } from "@jupyterlab/rendermime";
+import { ISettingRegistry } from "@jupyterlab/settingregistry";
+import { IStateDB } from "@jupyterlab/statedb";
+import { IStatusBar } from "@jupyterlab/statusbar";
 
+import about from "../package.json";
+import { addActions } from "./actions";
+import { DashboardWidget } from "./dashboard";
 import { shardsIcon } from "./icon";
 import { insertLoad, LOAD } from "./load";
+import { Notebooks } from "./notebooks";
+import { DEFAULTS, settingsOf } from "./settings";
+import { Sidebar, StatusItem } from "./sidebar";
+
+const ID = "fsdp-workbench:plugin";
+const CATEGORY = "FSDP";
 
 const plugin: JupyterFrontEndPlugin<void> = {
-  id: "fsdp-workbench:plugin",
+  id: ID,
   description: "Starts ranks, shards, steps, stops and looks, beside the notebook.",
   autoStart: true,
-  requires: [INotebookTracker],
-  optional: [ICommandPalette],
-  activate: (app: JupyterFrontEnd, notebooks: INotebookTracker, palette: ICommandPalette | null) => {
+  requires: [INotebookTracker, IRenderMimeRegistry],
+  optional: [ICommandPalette, ILabShell, ILauncher, ILayoutRestorer, ISettingRegistry, IStateDB, IStatusBar],
+  activate: (
+    app: JupyterFrontEnd,
+    tracker: INotebookTracker,
+    rendermime: IRenderMimeRegistry,
+    palette: ICommandPalette | null,
+    lab: ILabShell | null,
+    launcher: ILauncher | null,
+    restorer: ILayoutRestorer | null,
+    registry: ISettingRegistry | null,
+    stored: IStateDB | null,
+    statusBar: IStatusBar | null,
+  ) => {
+    const notebooks = new Notebooks(tracker, about.version);
+    const sidebar = new Sidebar(notebooks, DEFAULTS, stored);
+    app.shell.add(sidebar, "left", { rank: 600, type: "FSDP" });
+    restorer?.add(sidebar, sidebar.id);
+    followVisibility(notebooks);
+
+    notebooks.restMs = DEFAULTS.restMs;
+    const openPanel = (): void => {
+      app.shell.activateById(sidebar.id);
+    };
+    let settings = DEFAULTS;
+    void registry?.load(ID).then((found) => {
+      const take = (): void => {
+        settings = settingsOf(found);
+        sidebar.settings = settings;
+        notebooks.restMs = settings.restMs;
+      };
+      found.changed.connect(take);
+      take();
+    });
+
     app.commands.addCommand("fsdp:load", {
       label: `Insert ${LOAD}`,
       caption: `Put a cell with ${LOAD} into this notebook`,
       icon: shardsIcon,
-      isEnabled: () => notebooks.currentWidget !== null,
+      isEnabled: () => tracker.currentWidget !== null,
       execute: () => {
-        if (notebooks.currentWidget !== null) insertLoad(notebooks.currentWidget.content);
+        if (tracker.currentWidget !== null) insertLoad(tracker.currentWidget.content);
       },
     });
-    palette?.addItem({ command: "fsdp:load", category: "FSDP" });
+    app.commands.addCommand("fsdp:open-panel", { label: "Show the FSDP panel", icon: shardsIcon, execute: openPanel });
+    const dashboards = addDashboards(app, tracker, lab);
+    void restorer?.restore(dashboards, {
+      command: "fsdp:open-dashboard",
+      args: ({ content }) => ({ path: content.path }),
+      name: ({ content }) => content.path,
+    });
+    const actions = addActions(app, notebooks, rendermime, { openPanel, settings: () => settings });
+
+    for (const command of ["fsdp:load", "fsdp:open-panel", "fsdp:open-dashboard", ...actions]) {
+      palette?.addItem({ command, category: CATEGORY });
+    }
+    launcher?.add({ command: "fsdp:open-dashboard", category: "Other", rank: 50 });
+    statusBar?.registerStatusItem("fsdp-workbench:status", {
+      item: new StatusItem(notebooks, openPanel),
+      align: "left",
+      rank: 90,
+    });
+    app.commands.addCommand("fsdp:copy-line", {
+      label: "Copy as %fsdp Line",
+      icon: undefined,
+      execute: async () => {
+        const node = app.contextMenuHitTest(({ dataset }) => dataset.fsdpCommand !== undefined);
+        const command = node?.dataset.fsdpCommand;
+        const line = command === undefined ? null : await notebooks.model.line(JSON.parse(command) as never);
+        if (line !== null) Clipboard.copyToSystem(line);
+      },
+    });
   },
 };
+
+/** The command that opens the dashboard of a notebook; those that are open. */
+function addDashboards(
+  app: JupyterFrontEnd,
+  tracker: INotebookTracker,
+  lab: ILabShell | null,
+): WidgetTracker<MainAreaWidget<DashboardWidget>> {
+  const open = new WidgetTracker<MainAreaWidget<DashboardWidget>>({ namespace: "fsdp-dashboards" });
+  app.commands.addCommand("fsdp:open-dashboard", {
+    label: "FSDP Dashboard",
+    caption: "Show what the ranks of a notebook do, beside it",
+    icon: shardsIcon,
+    isEnabled: ({ path }) => typeof path === "string" || tracker.currentWidget !== null,
+    execute: async ({ path: given }) => {
+      const path = typeof given === "string" ? given : tracker.currentWidget?.context.path;
+      if (path === undefined) return;
+      const there = open.find(({ content }) => content.path === path);
+      if (there !== undefined) {
+        app.shell.activateById(there.id);
+        return;
+      }
+      const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path) });
+      widget.id = `fsdp-dashboard-${path}`;
+      widget.title.label = `FSDP: ${path.split("/").at(-1)?.replace(/\.ipynb$/, "")}`;
+      widget.title.caption = `What the ranks of ${path} do`;
+      widget.title.icon = shardsIcon;
+      widget.title.closable = true;
+      await open.add(widget);
+      // Notebook shows one thing alone in its middle: there it goes below, where nothing else gives it a height
+      if (lab === null) widget.addClass("fsdp-mod-below");
+      app.shell.add(widget, lab === null ? "down" : "main", { mode: "split-right", activate: true });
+      app.shell.activateById(widget.id);
+    },
+  });
+  return open;
+}
+
+/** Ask the kernels nothing while nobody sees the page. */
+function followVisibility(notebooks: Notebooks): void {
+  const follow = (): void => {
+    notebooks.isLookedAt = !document.hidden;
+  };
+  document.addEventListener("visibilitychange", follow);
+  follow();
+}
 
 export default plugin;

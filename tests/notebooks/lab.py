@@ -18,6 +18,7 @@ from tests.browser import FLAGS, PATIENCE_MS
 from tests.waiting import wait_until
 from workbench import ports
 from workbench.cli import lab_command
+from workbench.installed import PANEL
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 TOKEN = "test"
@@ -26,18 +27,19 @@ HERE = ("http://127.0.0.1", "http://localhost", "data:", "blob:")
 
 
 @contextmanager
-def jupyterlab(folder: Path, cells: Sequence[str]) -> Iterator[str]:
-    """Address of a JupyterLab on a notebook with ``cells``."""
-    notebook = folder / "run.ipynb"
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else JupyterLab asks for one
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel), notebook
-    )
+def jupyterlab(folder: Path, cells: Sequence[str], *, panel: Path | None = None) -> Iterator[str]:
+    """Address of a JupyterLab on a notebook with ``cells``; it has the panel that is built in the folder ``panel``."""
+    notebook = write_notebook(folder / "run.ipynb", cells)
     runtime = folder / "runtime"
     pages = folder / "config" / "labconfig" / "page_config.json"
     pages.parent.mkdir(parents=True)
     pages.write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
     env = os.environ | {"JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(folder / "config")}
+    if panel is not None:
+        extensions = folder / "share" / "labextensions"
+        extensions.mkdir(parents=True)
+        (extensions / PANEL).symlink_to(panel)
+        env["JUPYTER_PATH"] = str(extensions.parent)
     extra = [
         "--no-browser",
         "--allow-root",
@@ -55,6 +57,14 @@ def jupyterlab(folder: Path, cells: Sequence[str]) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(90)
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> Path:
+    """Write a notebook with ``cells``."""
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else JupyterLab asks for one
+    made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), path)
+    return path
 
 
 def _address(runtime: Path) -> str | None:

@@ -1,0 +1,200 @@
+/**
+ * One side of the protocol: asks the kernel, hands out its answers, and keeps looking while somebody wants to know.
+ *
+ * It knows nothing of Jupyter: a channel is anything that carries messages. An answer that does not come is noticed
+ * after SILENT_MS, said, and asked for again, so that a lost message, a laptop asleep or a kernel too busy to answer
+ * never leaves an old state on the screen as if it were the present one.
+ */
+import { type IDisposable } from "@lumino/disposable";
+import { type ISignal, Signal } from "@lumino/signaling";
+
+import { type Answer, type Question, type State, VERSION, type Welcome } from "./protocol";
+
+/** Milliseconds without an answer after which the kernel counts as silent; it answers a look within a second. */
+export const SILENT_MS = 1_800;
+
+/** Carries messages to the kernel; what comes from there goes to `Client.receive`. */
+export interface Channel {
+  send(question: Question): void;
+}
+
+/** How things stand between panel and kernel. */
+export type Standing =
+  | { readonly kind: "away"; readonly why: Away; readonly text: string }
+  | { readonly kind: "opening" }
+  | { readonly kind: "refused"; readonly text: string }
+  | { readonly kind: "live" }
+  | { readonly kind: "silent" };
+
+/** Why there is nobody to ask. */
+export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead";
+
+type WithoutNumber<T> = T extends { number: number } ? Omit<T, "number"> : never;
+
+/** A question; its number is given to it when it is sent. */
+export type Asked = WithoutNumber<Question>;
+
+/** The answers that have a word, by that word. */
+export type AnswerOf<W extends Answer["word"]> = Extract<Answer, { word: W }>;
+
+/** A question was refused, or its answer can no longer come. */
+export class Refusal extends Error {}
+
+interface Waiting {
+  readonly word: Question["word"];
+  readonly resolve: (answer: Answer) => void;
+  readonly reject: (why: Refusal) => void;
+}
+
+export class Client implements IDisposable {
+  readonly #extension: string;
+  readonly #standingChanged = new Signal<this, Standing>(this);
+  readonly #stateChanged = new Signal<this, State>(this);
+  readonly #waiting = new Map<number, Waiting>();
+  #channel: Channel | null = null;
+  #standing: Standing = { kind: "away", why: "no notebook", text: "" };
+  #number = 0;
+  #look = -1; // number of the look that is on its way
+  #timer: ReturnType<typeof setTimeout> | undefined;
+  #restMs = 0;
+  #isAwake = true;
+  #isDisposed = false;
+
+  /** @param extension - version of the JupyterLab extension. */
+  constructor(extension: string) {
+    this.#extension = extension;
+  }
+
+  get standing(): Standing {
+    return this.#standing;
+  }
+
+  get standingChanged(): ISignal<this, Standing> {
+    return this.#standingChanged;
+  }
+
+  /** A state has come. What `units` it leaves out are those of the state before, as the protocol has it. */
+  get stateChanged(): ISignal<this, State> {
+    return this.#stateChanged;
+  }
+
+  get isDisposed(): boolean {
+    return this.#isDisposed;
+  }
+
+  dispose(): void {
+    this.away("no notebook");
+    this.#isDisposed = true;
+    Signal.clearData(this);
+  }
+
+  /** Begin with a channel that was just opened. */
+  begin(channel: Channel): void {
+    this.#end();
+    this.#channel = channel;
+    this.#stand({ kind: "opening" });
+    this.ask<"welcome">({ word: "hello", version: VERSION, extension: this.#extension }).then(
+      (welcome) => {
+        if (this.#channel === channel) this.#welcomed(welcome);
+      },
+      () => undefined, // the channel is gone, and that was said
+    );
+  }
+
+  /** There is nobody to ask any more. */
+  away(why: Away, text = ""): void {
+    this.#end();
+    this.#stand({ kind: "away", why, text });
+  }
+
+  /** Take what the kernel has sent. */
+  receive(answer: Answer): void {
+    const waiting = this.#waiting.get(answer.number);
+    this.#waiting.delete(answer.number);
+    if (answer.word === "state") this.#took(answer);
+    if (waiting === undefined) return; // nobody waits for it any more
+    if (answer.word === "refused") waiting.reject(new Refusal(answer.text));
+    else waiting.resolve(answer);
+  }
+
+  /** Ask, and get the answer; rejected with a Refusal. */
+  async ask<W extends Answer["word"]>(question: Asked): Promise<AnswerOf<W>> {
+    return new Promise((resolve, reject) => {
+      const number = this.#send(question);
+      if (number < 0) reject(new Refusal("There is no kernel that answers."));
+      else this.#waiting.set(number, { word: question.word, resolve: resolve as (answer: Answer) => void, reject });
+    });
+  }
+
+  /** Set how many milliseconds pass at least from a state to the question for the next one. */
+  set restMs(restMs: number) {
+    this.#restMs = restMs;
+  }
+
+  /** Sleep while nobody looks: nothing is asked then, and everything again on waking. */
+  set isAwake(isAwake: boolean) {
+    if (isAwake === this.#isAwake) return;
+    this.#isAwake = isAwake;
+    clearTimeout(this.#timer);
+    if (isAwake) this.refresh();
+  }
+
+  /** Ask for everything, now. */
+  refresh(): void {
+    if (this.#isAwake && (this.#standing.kind === "live" || this.#standing.kind === "silent")) this.#askState(false);
+  }
+
+  #welcomed(welcome: Welcome): void {
+    if (welcome.problem) {
+      this.#stand({ kind: "refused", text: welcome.problem });
+      return;
+    }
+    this.#stand({ kind: "live" });
+    this.refresh();
+  }
+
+  #took(state: State): void {
+    if (state.number !== this.#look) return; // an older one came late
+    clearTimeout(this.#timer);
+    this.#look = -1;
+    this.#stand({ kind: "live" });
+    this.#stateChanged.emit(state);
+    if (this.#isAwake) this.#timer = setTimeout(() => { this.#askState(true); }, this.#restMs);
+  }
+
+  #askState(wait: boolean): void {
+    clearTimeout(this.#timer);
+    this.#look = this.#send({ word: "look", wait });
+    if (this.#look < 0) return;
+    this.#timer = setTimeout(() => {
+      this.#stand({ kind: "silent" });
+      this.#askState(false);
+    }, SILENT_MS);
+  }
+
+  #send(question: Asked): number {
+    if (this.#channel === null) return -1;
+    this.#number += 1;
+    try {
+      this.#channel.send({ ...question, number: this.#number });
+    } catch {
+      return -1; // it was closed under our hands; whoever owns it says so
+    }
+    return this.#number;
+  }
+
+  #end(): void {
+    clearTimeout(this.#timer);
+    this.#channel = null;
+    this.#look = -1;
+    const waiting = [...this.#waiting.values()];
+    this.#waiting.clear();
+    for (const { word, reject } of waiting) reject(new Refusal(`The kernel has gone before it answered (${word}).`));
+  }
+
+  #stand(standing: Standing): void {
+    if (JSON.stringify(standing) === JSON.stringify(this.#standing)) return;
+    this.#standing = standing;
+    this.#standingChanged.emit(standing);
+  }
+}

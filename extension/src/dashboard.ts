@@ -1,0 +1,151 @@
+/** The dashboard beside a notebook: the program of the widget, over a comm of its own, in a tab. */
+import type { INotebookTracker } from "@jupyterlab/notebook";
+import type { JSONValue } from "@lumino/coreutils";
+import type { Message } from "@lumino/messaging";
+import { Signal } from "@lumino/signaling";
+import { Widget } from "@lumino/widgets";
+
+import type { Model, OnMessage } from "../../workbench/widgets/static/dashboard.js";
+import type { About, Answer, Question } from "../../workbench/widgets/static/messages";
+import type { Away } from "./client";
+import { Connection, type Listener } from "./connection";
+import { DASHBOARD_TARGET } from "./protocol";
+
+type Send = (data: object) => void;
+
+const WHY: Readonly<Record<Away, string>> = {
+  "no notebook": "is not open: open it, and its ranks are shown here.",
+  "no kernel": "has no kernel.",
+  "not loaded": "has not loaded the workbench yet: run %load_ext workbench in it.",
+  restarting: "has a kernel that restarts\u2026",
+  dead: "has a kernel that has died.",
+};
+
+/** What the program of the widget needs of a model: here a comm, there one of ipywidgets. */
+class CommModel implements Model {
+  readonly #about: About;
+  readonly #calls = new Set<OnMessage>();
+
+  constructor(
+    about: About,
+    readonly send: (question: Question) => void,
+  ) {
+    this.#about = about;
+  }
+
+  get(): About {
+    return this.#about;
+  }
+
+  on(_event: "msg:custom", call: OnMessage): void {
+    this.#calls.add(call);
+  }
+
+  off(_event: "msg:custom", call: OnMessage): void {
+    this.#calls.delete(call);
+  }
+
+  receive(answer: Answer, buffers: DataView[]): void {
+    for (const call of this.#calls) call(answer, buffers);
+  }
+}
+
+export class DashboardWidget extends Widget implements Listener {
+  readonly #notebooks: INotebookTracker;
+  readonly #sentence = document.createElement("p");
+  readonly #box = document.createElement("div");
+  #path: string;
+  #connection: Connection | null = null;
+  #send: Send = () => undefined;
+  #model: CommModel | null = null;
+  #unrender: () => void = () => undefined;
+
+  constructor(notebooks: INotebookTracker, path: string) {
+    super();
+    this.#notebooks = notebooks;
+    this.#path = path;
+    this.addClass("fsdp-Dashboard");
+    this.#sentence.setAttribute("role", "status");
+    this.node.append(this.#sentence, this.#box);
+    this.lost("no notebook");
+    notebooks.widgetAdded.connect(this.#find, this);
+    this.#find();
+  }
+
+  /** Of the notebook whose ranks are shown. */
+  get path(): string {
+    return this.#path;
+  }
+
+  opened(send: Send): void {
+    this.#send = send;
+    send({ ask: "about" });
+  }
+
+  received(data: JSONValue, buffers: readonly (ArrayBuffer | ArrayBufferView)[]): void {
+    const message = data as unknown as Answer | { kind: "about"; about: About };
+    if (message.kind === "about") void this.#render(message.about);
+    else this.#model?.receive(message, buffers.map(viewOf));
+  }
+
+  lost(why: Away): void {
+    this.#end();
+    this.#sentence.textContent = `${this.#path} ${WHY[why]}`;
+  }
+
+  override dispose(): void {
+    if (this.isDisposed) return;
+    this.#connection?.dispose();
+    this.#end();
+    Signal.disconnectReceiver(this);
+    super.dispose();
+  }
+
+  protected override onActivateRequest(message: Message): void {
+    super.onActivateRequest(message);
+    this.node.querySelector<HTMLElement>(".fw-dashboard")?.focus();
+  }
+
+  async #render(about: About): Promise<void> {
+    const { default: program } = await import("../../workbench/widgets/static/dashboard.js");
+    if (this.isDisposed) return;
+    this.#end();
+    this.#model = new CommModel(about, (data) => {
+      if (this.#model !== null) this.#send(data);
+    });
+    this.#sentence.textContent = "";
+    this.#unrender = program.render({ model: this.#model, el: this.#box });
+  }
+
+  #end(): void {
+    this.#model = null; // what is said from here on has no one to hear it
+    this.#unrender();
+    this.#unrender = () => undefined;
+  }
+
+  /** Connect to the notebook, once it is open. */
+  #find(): void {
+    if (this.#connection !== null) return;
+    const panel = this.#notebooks.find(({ context }) => context.path === this.#path);
+    if (panel === undefined) return;
+    this.#connection = new Connection(panel.sessionContext, DASHBOARD_TARGET, this);
+    panel.context.pathChanged.connect(this.#onPath, this);
+    panel.disposed.connect(this.#onClosed, this);
+  }
+
+  #onPath(_context: unknown, path: string): void {
+    this.#path = path;
+  }
+
+  #onClosed(): void {
+    this.#connection?.dispose();
+    this.#connection = null;
+    if (!this.isDisposed) this.lost("no notebook");
+  }
+}
+
+function viewOf(buffer: ArrayBuffer | ArrayBufferView): DataView {
+  return ArrayBuffer.isView(buffer)
+    ? new DataView(buffer.buffer, buffer.byteOffset, buffer.byteLength)
+    : new DataView(buffer);
+}

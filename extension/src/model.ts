@@ -1,0 +1,257 @@
+/** What the panel shows and does: the state of one notebook's ranks, without a pixel of it. */
+import type { IDisposable } from "@lumino/disposable";
+import { type ISignal, Signal } from "@lumino/signaling";
+
+import { type Client, Refusal, type Standing } from "./client";
+import type { Command, Model, ParamInfo, Preview, Reshard, Said, Shard, State, UnitInfo } from "./protocol";
+
+/** A command that was asked for here, and what came of it. */
+export interface Spoken {
+  readonly key: number;
+  /** What one could have typed; empty: not known yet. */
+  readonly line: string;
+  readonly text: string;
+  readonly outcome: "runs" | "done" | "failed";
+}
+
+/** Commands that are remembered. */
+export const MAX_SPOKEN = 30;
+
+const UNCERTAIN = "The kernel has gone before it said what came of it.";
+
+export class PanelModel implements IDisposable {
+  readonly #client: Client;
+  readonly #changed = new Signal<this, void>(this);
+  #state: State | null = null;
+  #units: readonly UnitInfo[] = [];
+  #models: readonly Model[] = [];
+  #modelsText = "";
+  #preview: Preview | null = null;
+  #tried = 0;
+  #spoken: readonly Spoken[] = [];
+  #key = 0;
+  #opened: ReadonlyMap<number, readonly ParamInfo[] | null> = new Map();
+  #loadError = "";
+  #seen = "";
+  #isDisposed = false;
+
+  constructor(client: Client) {
+    this.#client = client;
+    client.standingChanged.connect(this.#onStanding, this);
+    client.stateChanged.connect(this.#onState, this);
+  }
+
+  get isDisposed(): boolean {
+    return this.#isDisposed;
+  }
+
+  dispose(): void {
+    this.#isDisposed = true;
+    Signal.disconnectReceiver(this);
+    Signal.clearData(this);
+  }
+
+  get changed(): ISignal<this, void> {
+    return this.#changed;
+  }
+
+  get standing(): Standing {
+    return this.#client.standing;
+  }
+
+  /** The newest state; null: there is none, or it is of a kernel that has gone. */
+  get state(): State | null {
+    return this.#state;
+  }
+
+  /** The units of all models that are sharded now. */
+  get units(): readonly UnitInfo[] {
+    return this.#units;
+  }
+
+  /** The models on the ranks, as they were found last. */
+  get models(): readonly Model[] {
+    return this.#models;
+  }
+
+  /** Why there are no models, a sentence; empty if there are some. */
+  get modelsText(): string {
+    return this.#modelsText;
+  }
+
+  /** What the command that was tried last would come to. */
+  get preview(): Preview | null {
+    return this.#preview;
+  }
+
+  /** Commands that were asked for here, the newest first. */
+  get spoken(): readonly Spoken[] {
+    return this.#spoken;
+  }
+
+  /** Parameters of the units that are open; null while they are asked for. */
+  get opened(): ReadonlyMap<number, readonly ParamInfo[] | null> {
+    return this.#opened;
+  }
+
+  /** Why the workbench could not be loaded; empty: it was not tried, or could be. */
+  get loadError(): string {
+    return this.#loadError;
+  }
+
+  set loadError(text: string) {
+    this.#loadError = text;
+    this.#tell();
+  }
+
+  /** Do a command; it is remembered with what came of it. Returns whether it went well. */
+  async do(command: Command): Promise<boolean> {
+    return (await this.#say(command)) !== null;
+  }
+
+  /** Do a command that draws; returns the picture by MIME type, null if there is none. */
+  async show(command: Command): Promise<Readonly<Record<string, unknown>> | null> {
+    const said = await this.#say(command);
+    return (said?.data as Readonly<Record<string, unknown>> | null | undefined) ?? null;
+  }
+
+  /** Do a command; null if it failed. */
+  async #say(command: Command): Promise<Said | null> {
+    this.#key += 1;
+    const key = this.#key;
+    this.#remember({ key, line: `%fsdp ${command.word} \u2026`, text: "", outcome: "runs" });
+    void this.line(command).then((line) => {
+      if (line !== null) this.#amend(key, { line });
+    });
+    try {
+      const said = await this.#client.ask<"said">({ word: "do", command });
+      this.#amend(key, { line: said.line, text: said.text, outcome: said.is_error ? "failed" : "done" });
+      return said.is_error ? null : said;
+    } catch (error) {
+      this.#amend(key, { text: error instanceof Refusal ? error.message : UNCERTAIN, outcome: "failed" });
+      return null;
+    }
+  }
+
+  /** The line that one could have typed for a command; null: there is nobody to ask. */
+  async line(command: Command): Promise<string | null> {
+    try {
+      return (await this.#client.ask<"line">({ word: "spell", command })).line;
+    } catch {
+      return null;
+    }
+  }
+
+  /** Find the models on the ranks. */
+  async findModels(): Promise<void> {
+    try {
+      const { models, text } = await this.#client.ask<"models">({ word: "find models" });
+      this.#models = models;
+      this.#modelsText = text;
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      this.#models = [];
+      this.#modelsText = error.message;
+    }
+    this.#tell();
+  }
+
+  /** Ask what a command would come to; only the answer to the last such question is shown. */
+  async try(command: Shard | Reshard | null): Promise<void> {
+    this.#tried += 1;
+    const mine = this.#tried;
+    let preview: Preview | null = null;
+    if (command !== null) {
+      try {
+        preview = await this.#client.ask<"preview">({ word: "try", command });
+      } catch (error) {
+        if (!(error instanceof Refusal)) throw error;
+        preview = refused(error.message);
+      }
+    }
+    if (mine !== this.#tried) return;
+    this.#preview = preview;
+    this.#tell();
+  }
+
+  /** Show the parameters of a unit, or no more. */
+  async toggle(unit: number): Promise<void> {
+    const opened = new Map(this.#opened);
+    if (!opened.delete(unit)) opened.set(unit, null);
+    this.#opened = opened;
+    this.#tell();
+    if (opened.has(unit)) await this.#findParams(unit);
+  }
+
+  async #findParams(unit: number): Promise<void> {
+    try {
+      const { params } = await this.#client.ask<"params">({ word: "find params", unit });
+      if (!this.#opened.has(unit)) return;
+      this.#opened = new Map(this.#opened).set(unit, params);
+    } catch {
+      const opened = new Map(this.#opened);
+      opened.delete(unit);
+      this.#opened = opened;
+    }
+    this.#tell();
+  }
+
+  #onState(_: Client, state: State): void {
+    this.#state = state;
+    this.#loadError = "";
+    if (state.units !== null) this.#takeUnits(state.units);
+    this.#tell();
+    const { cluster, ended, request } = state;
+    const seen = JSON.stringify([cluster.is_running, cluster.num_ranks, ended?.count, this.#units, request === null]);
+    if (seen === this.#seen) return;
+    this.#seen = seen;
+    if (cluster.is_running) void this.findModels(); // a cell may have made some
+  }
+
+  #takeUnits(units: readonly UnitInfo[]): void {
+    if (JSON.stringify(units) === JSON.stringify(this.#units)) return;
+    this.#units = units;
+    this.#opened = new Map(); // indices may mean other units now
+  }
+
+  #onStanding(_: Client, standing: Standing): void {
+    if (standing.kind !== "live" && standing.kind !== "silent") {
+      this.#state = null;
+      this.#units = [];
+      this.#models = [];
+      this.#modelsText = "";
+      this.#preview = null;
+      this.#opened = new Map();
+      this.#seen = "";
+    }
+    this.#tell();
+  }
+
+  #remember(spoken: Spoken): void {
+    this.#spoken = [spoken, ...this.#spoken].slice(0, MAX_SPOKEN);
+    this.#tell();
+  }
+
+  #amend(key: number, more: Partial<Spoken>): void {
+    this.#spoken = this.#spoken.map((one) => (one.key === key ? { ...one, ...more } : one));
+    this.#tell();
+  }
+
+  #tell(): void {
+    if (!this.#isDisposed) this.#changed.emit();
+  }
+}
+
+function refused(problem: string): Preview {
+  return {
+    word: "preview",
+    number: -1,
+    line: "",
+    problem,
+    units: [],
+    bytes_unsharded: 0,
+    at_rest: [],
+    sent: [],
+    sent_bytes: 0,
+  };
+}

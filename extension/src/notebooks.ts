@@ -1,0 +1,186 @@
+/** The notebook that is active, and the ranks of its kernel: for each notebook a model of its own, awake while it is active. */
+import type { ISessionContext } from "@jupyterlab/apputils";
+import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
+import type { IDisposable } from "@lumino/disposable";
+import { type ISignal, Signal } from "@lumino/signaling";
+
+import { Client } from "./client";
+import { Connection } from "./connection";
+import { LOAD } from "./load";
+import { PanelModel } from "./model";
+import { type Answer, type Start, TARGET } from "./protocol";
+
+/** Milliseconds that a kernel which has loaded the workbench may take to answer. */
+const LOADED_MS = 20_000;
+
+/** One notebook, and the panel's side of its kernel. */
+export class Followed implements IDisposable {
+  readonly client: Client;
+  readonly model: PanelModel;
+  readonly #session: ISessionContext;
+  readonly #connection: Connection;
+  #isDisposed = false;
+
+  constructor(session: ISessionContext, version: string) {
+    this.client = new Client(version);
+    this.model = new PanelModel(this.client);
+    this.#session = session;
+    this.#connection = new Connection(session, TARGET, {
+      opened: (send) => {
+        this.client.begin({ send });
+      },
+      received: (data) => {
+        this.client.receive(data as unknown as Answer);
+      },
+      lost: (why) => {
+        this.client.away(why);
+      },
+    });
+  }
+
+  get isDisposed(): boolean {
+    return this.#isDisposed;
+  }
+
+  dispose(): void {
+    if (this.#isDisposed) return;
+    this.#isDisposed = true;
+    this.#connection.dispose();
+    this.model.dispose();
+    this.client.dispose();
+  }
+
+  /** Load the workbench in the kernel; why it could not be is then said by the model. Returns whether it answers. */
+  async load(): Promise<boolean> {
+    if (this.client.standing.kind === "live") return true;
+    const kernel = this.#session.session?.kernel;
+    if (!kernel) return false;
+    const { content } = await kernel.requestExecute({ code: LOAD, store_history: false }).done;
+    if (content.status === "error") {
+      this.model.loadError = `${content.ename}: ${content.evalue}. Is fsdp-workbench installed where this kernel runs?`;
+      return false;
+    }
+    this.#connection.open();
+    return this.#answers();
+  }
+
+  /** Start ranks, after loading the workbench where that was not done. */
+  async start(command: Start): Promise<boolean> {
+    return (await this.load()) && (await this.model.do(command));
+  }
+
+  /** Whether the kernel answers, as soon as that is known. */
+  #answers(): Promise<boolean> {
+    return new Promise((resolve) => {
+      const look = (): void => {
+        const { kind } = this.client.standing;
+        if (kind === "live" || kind === "refused") end(kind === "live");
+      };
+      const end = (well: boolean): void => {
+        clearTimeout(timer);
+        this.client.standingChanged.disconnect(look);
+        resolve(well);
+      };
+      const timer = setTimeout(() => {
+        end(false);
+      }, LOADED_MS);
+      this.client.standingChanged.connect(look);
+      look();
+    });
+  }
+}
+
+/** Follows the active notebook. */
+export class Notebooks implements IDisposable {
+  readonly #tracker: INotebookTracker;
+  readonly #version: string;
+  readonly #changed = new Signal<this, void>(this);
+  readonly #none: PanelModel;
+  readonly #followed = new Map<NotebookPanel, Followed>();
+  #current: NotebookPanel | null = null;
+  #isLookedAt = true;
+  #restMs = 0;
+  #isDisposed = false;
+
+  constructor(tracker: INotebookTracker, version: string) {
+    this.#tracker = tracker;
+    this.#version = version;
+    this.#none = new PanelModel(new Client(version));
+    tracker.currentChanged.connect(this.#onCurrent, this);
+    this.#onCurrent();
+  }
+
+  get isDisposed(): boolean {
+    return this.#isDisposed;
+  }
+
+  dispose(): void {
+    this.#isDisposed = true;
+    Signal.disconnectReceiver(this);
+    for (const followed of this.#followed.values()) followed.dispose();
+    this.#followed.clear();
+    Signal.clearData(this);
+  }
+
+  /** Another notebook is followed, or something of the one that is has changed. */
+  get changed(): ISignal<this, void> {
+    return this.#changed;
+  }
+
+  /** The notebook that is followed; null: none. */
+  get panel(): NotebookPanel | null {
+    return this.#current;
+  }
+
+  get current(): Followed | null {
+    return this.#current === null ? null : (this.#followed.get(this.#current) ?? null);
+  }
+
+  /** Of the notebook that is followed; where there is none, one that says so. */
+  get model(): PanelModel {
+    return this.current?.model ?? this.#none;
+  }
+
+  /** Whether anybody looks at the page. */
+  set isLookedAt(isLookedAt: boolean) {
+    this.#isLookedAt = isLookedAt;
+    this.#wake();
+  }
+
+  /** Milliseconds at least from one state to the next. */
+  set restMs(restMs: number) {
+    this.#restMs = restMs;
+    this.#wake();
+  }
+
+  #onCurrent(): void {
+    const panel = this.#tracker.currentWidget;
+    if (panel !== null && !this.#followed.has(panel)) {
+      const followed = new Followed(panel.sessionContext, this.#version);
+      followed.model.changed.connect(this.#tell, this);
+      this.#followed.set(panel, followed);
+      panel.disposed.connect(this.#onDisposed, this);
+    }
+    this.#current = panel;
+    this.#wake();
+    this.#tell();
+  }
+
+  #onDisposed(panel: NotebookPanel): void {
+    this.#followed.get(panel)?.dispose();
+    this.#followed.delete(panel);
+    if (this.#current === panel) this.#current = null;
+    this.#tell();
+  }
+
+  #wake(): void {
+    for (const [panel, { client }] of this.#followed) {
+      client.restMs = this.#restMs;
+      client.isAwake = this.#isLookedAt && panel === this.#current;
+    }
+  }
+
+  #tell(): void {
+    if (!this.#isDisposed) this.#changed.emit();
+  }
+}

@@ -1,0 +1,25 @@
+/** What a person has set, read from what JupyterLab stores. */
+import type { ISettingRegistry } from "@jupyterlab/settingregistry";
+
+import { type Device, DEVICES } from "./views/start";
+
+export interface Settings {
+  /** Milliseconds at least from one state to the next. */
+  readonly restMs: number;
+  readonly numRanks: number;
+  readonly device: Device;
+  /** CSS colours of states of units, by their names, where they are not the dashboard's. */
+  readonly colours: Readonly<Partial<Record<string, string>>>;
+}
+
+export const DEFAULTS: Settings = { restMs: 100, numRanks: 4, device: "auto", colours: {} };
+
+export function settingsOf({ composite }: Pick<ISettingRegistry.ISettings, "composite">): Settings {
+  const { pollMilliseconds: restMs, ranks, device, colours } = composite;
+  return {
+    restMs: typeof restMs === "number" ? restMs : DEFAULTS.restMs,
+    numRanks: typeof ranks === "number" ? ranks : DEFAULTS.numRanks,
+    device: DEVICES.find((each) => each === device) ?? DEFAULTS.device,
+    colours: (colours ?? {}) as Settings["colours"],
+  };
+}

@@ -1,0 +1,125 @@
+/** The whole panel, from the model. */
+import { UseSignal } from "@jupyterlab/ui-components";
+import * as React from "react";
+
+import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
+import type { PanelModel } from "../model";
+import type { Start } from "../protocol";
+import type { Settings } from "../settings";
+import { count, explained } from "../words";
+import { Breakpoints } from "./breakpoints";
+import { Controls } from "./controls";
+import { type Folding, Section, stands } from "./parts";
+import { Ranks } from "./ranks";
+import { ShardForm } from "./shard";
+import { Spoken } from "./spoken";
+import { StartForm } from "./start";
+import { Units } from "./units";
+
+export interface PanelProps {
+  readonly model: PanelModel;
+  /** Name of the notebook that is followed; empty: none. */
+  readonly notebook: string;
+  readonly settings: Settings;
+  readonly folding: Folding;
+  readonly start: (command: Start) => Promise<unknown>;
+  readonly load: () => void;
+  /** Stop the ranks, perhaps after asking whether that is meant. */
+  readonly stop: () => void;
+  readonly copy: (line: string) => void;
+}
+
+export function Panel(props: PanelProps): React.JSX.Element {
+  return <UseSignal signal={props.model.changed}>{() => <Body {...props} />}</UseSignal>;
+}
+
+function Body({ model, notebook, settings, folding, start, load, stop, copy }: PanelProps): React.JSX.Element {
+  const { standing, state } = model;
+  const notice = explained(standing, model.loadError);
+  const colours = UNIT_STATES.map(({ words, colour }) => settings.colours[words] ?? colour);
+  const isNotLoaded = standing.kind === "away" && standing.why === "not loaded";
+  const form = (
+    <StartForm
+      key={`${settings.numRanks} ${settings.device}`}
+      numRanks={settings.numRanks}
+      device={settings.device}
+      isEnabled={standing.kind === "live" || isNotLoaded}
+      start={start}
+    />
+  );
+  return (
+    <div className={`fsdp-Panel-body${standing.kind === "silent" ? " fsdp-mod-silent" : ""}`}>
+      <p className="fsdp-Whose" title={notebook}>
+        {notebook || "\u00a0"}
+      </p>
+      {notice.text ? (
+        <p className={`fsdp-Notice${standing.kind === "silent" || standing.kind === "refused" ? " fsdp-mod-bad" : ""}`} role="status">
+          {notice.text}
+        </p>
+      ) : null}
+      {isNotLoaded ? (
+        <>
+          {form}
+          <button type="button" className="fsdp-Link" onClick={load}>
+            Load the workbench without starting ranks
+          </button>
+        </>
+      ) : null}
+      {state === null ? null : (
+        <>
+          {state.said ? <p className="fsdp-Notice">{state.said}</p> : null}
+          {state.cluster.is_running ? null : form}
+          {state.cluster.is_running ? <Running model={model} colours={colours} folding={folding} stop={stop} /> : null}
+        </>
+      )}
+      {model.spoken.length > 0 ? (
+        <Section name="Commands" {...folding}>
+          <Spoken spoken={model.spoken} copy={copy} />
+        </Section>
+      ) : null}
+    </div>
+  );
+}
+
+interface RunningProps {
+  readonly model: PanelModel;
+  readonly colours: readonly string[];
+  readonly folding: Folding;
+  readonly stop: () => void;
+}
+
+function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Element | null {
+  const { state, units } = model;
+  if (state === null) return null;
+  const { cluster, ranks, breakpoints } = state;
+  const off = breakpoints.filter(({ is_on: isOn }) => !isOn).length;
+  return (
+    <>
+      <Controls model={model} state={state} />
+      <Section name="Ranks" note={`${ranks.length} on ${cluster.host}`} {...folding}>
+        <Ranks ranks={ranks} />
+        <button
+          type="button"
+          className="fsdp-Link"
+          onClick={stop}
+          {...stands({ word: "stop" })}
+        >
+          Stop the ranks
+        </button>
+      </Section>
+      <Section name="Units" note={units.length > 0 ? String(units.length) : ""} {...folding}>
+        {units.length > 0 ? <Units model={model} colours={colours} /> : <p className="fsdp-note">No model is sharded.</p>}
+      </Section>
+      <Section
+        name="Breakpoints"
+        note={breakpoints.length > 0 ? `${breakpoints.length}${off > 0 ? `, ${off} off` : ""}` : ""}
+        {...folding}
+      >
+        <Breakpoints model={model} />
+      </Section>
+      <Section name="Shard" note={model.models.length > 0 ? count(model.models.length, "model") : ""} {...folding}>
+        <ShardForm model={model} />
+      </Section>
+    </>
+  );
+}

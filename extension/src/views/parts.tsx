@@ -1,0 +1,139 @@
+/** Pieces that several sections are made of. */
+import { caretDownIcon, caretRightIcon, HTMLSelect, type LabIcon } from "@jupyterlab/ui-components";
+import * as React from "react";
+
+import type { Command } from "../protocol";
+
+/** Attributes of an element that stands for a command: its context menu copies the line that one could have typed. */
+export function stands(command: Command): { "data-fsdp-command": string } {
+  return { "data-fsdp-command": JSON.stringify(command) };
+}
+
+/** Which sections are folded, and what to do when one is opened or folded. */
+export interface Folding {
+  readonly folded: ReadonlySet<string>;
+  readonly toggle: (name: string) => void;
+}
+
+interface SectionProps extends Folding {
+  readonly name: string;
+  /** Said beside the name, folded or not. */
+  readonly note?: string;
+  readonly children: React.ReactNode;
+}
+
+/** A part of the panel under a heading that folds it. */
+export function Section({ name, note, folded, toggle, children }: SectionProps): React.JSX.Element {
+  const isOpen = !folded.has(name);
+  const id = React.useId();
+  const Caret = isOpen ? caretDownIcon : caretRightIcon;
+  return (
+    <section className="fsdp-Section" aria-label={name}>
+      <h3>
+        <button
+          type="button"
+          aria-expanded={isOpen}
+          aria-controls={id}
+          onClick={() => {
+            toggle(name);
+          }}
+        >
+          <Caret.react tag="span" width="16px" />
+          <span className="fsdp-Section-name">{name}</span>
+          <span className="fsdp-note">{note}</span>
+        </button>
+      </h3>
+      <div id={id} hidden={!isOpen} className="fsdp-Section-body">
+        {isOpen ? children : null}
+      </div>
+    </section>
+  );
+}
+
+interface ToolProps {
+  readonly icon: LabIcon;
+  readonly label: string;
+  readonly command: Command;
+  readonly isEnabled: boolean;
+  readonly run: (command: Command) => void;
+}
+
+/** A button with an icon that does a command. */
+export function Tool({ icon: Icon, label, command, isEnabled, run }: ToolProps): React.JSX.Element {
+  return (
+    <button
+      type="button"
+      className="fsdp-Tool"
+      title={label}
+      aria-label={label}
+      aria-disabled={!isEnabled}
+      onClick={() => {
+        if (isEnabled) run(command);
+      }}
+      {...stands(command)}
+    >
+      <Icon.react tag="span" width="16px" />
+    </button>
+  );
+}
+
+interface FieldProps {
+  readonly label: string;
+  readonly hint?: string;
+  readonly children: React.ReactNode;
+}
+
+/** A labelled control of a form. */
+export function Field({ label, hint, children }: FieldProps): React.JSX.Element {
+  return (
+    <label className="fsdp-Field" title={hint}>
+      <span>{label}</span>
+      {children}
+    </label>
+  );
+}
+
+interface ChoiceProps {
+  readonly value: string;
+  readonly among: readonly (string | readonly [value: string, words: string])[];
+  readonly choose: (value: string) => void;
+}
+
+/** One of several words. */
+export function Choice({ value, among, choose }: ChoiceProps): React.JSX.Element {
+  return (
+    <HTMLSelect
+      value={value}
+      options={among.map((each) => {
+        const [word, label] = typeof each === "string" ? [each, each] : each;
+        return { value: word, label };
+      })}
+      onChange={({ target }) => {
+        choose(target.value);
+      }}
+    />
+  );
+}
+
+interface TextProps {
+  readonly value: string;
+  readonly placeholder?: string;
+  readonly type?: "text" | "number";
+  readonly min?: number;
+  readonly change: (value: string) => void;
+}
+
+/** A line of text or a number. */
+export function Text({ change, type = "text", ...rest }: TextProps): React.JSX.Element {
+  return (
+    <input
+      {...rest}
+      type={type}
+      className="jp-mod-styled"
+      spellCheck={false}
+      onChange={(event) => {
+        change(event.target.value);
+      }}
+    />
+  );
+}

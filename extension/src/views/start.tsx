@@ -1,0 +1,59 @@
+/** The form that starts ranks. */
+import * as React from "react";
+
+import type { Start } from "../protocol";
+import { count } from "../words";
+import { Choice, Field, stands, Text } from "./parts";
+
+export type Device = NonNullable<Start["device"]>;
+export const DEVICES: readonly Device[] = ["auto", "cpu", "cuda"];
+
+interface StartFormProps {
+  readonly numRanks: number;
+  readonly device: Device;
+  readonly isEnabled: boolean;
+  readonly start: (command: Start) => Promise<unknown>;
+}
+
+export function StartForm({ numRanks, device: preset, isEnabled, start }: StartFormProps): React.JSX.Element {
+  const [ranks, setRanks] = React.useState(String(numRanks));
+  const [device, setDevice] = React.useState(preset);
+  const [isStarting, setIsStarting] = React.useState(false);
+  const number = Math.round(Number(ranks));
+  const command: Start = { word: "start", num_ranks: number, ...(device === "auto" ? {} : { device }) };
+  const isValid = number >= 1 && number <= 1024;
+  return (
+    <form
+      className="fsdp-Form"
+      onSubmit={(event) => {
+        event.preventDefault();
+        if (isStarting) return;
+        setIsStarting(true);
+        void start(command).finally(() => {
+          setIsStarting(false);
+        });
+      }}
+    >
+      <Field label="Ranks" hint="processes that share the model">
+        <Text type="number" min={1} value={ranks} change={setRanks} />
+      </Field>
+      <Field label="Device" hint="where they compute">
+        <Choice
+          value={device}
+          among={DEVICES}
+          choose={(word) => {
+            setDevice(DEVICES.find((each) => each === word) ?? "auto");
+          }}
+        />
+      </Field>
+      <button
+        type="submit"
+        className="jp-mod-styled jp-mod-accept"
+        disabled={!isEnabled || !isValid || isStarting}
+        {...stands(command)}
+      >
+        {isStarting ? "Starting\u2026" : `Start ${isValid ? count(number, "rank") : "ranks"}`}
+      </button>
+    </form>
+  );
+}

@@ -1,0 +1,218 @@
+/** The units as a tree, each with the colour of its state. A click shows its parameters, the context menu what to do. */
+import { caretDownIcon, caretRightIcon } from "@jupyterlab/ui-components";
+import * as React from "react";
+
+import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
+import { formatBytes } from "../../../workbench/widgets/static/format.js";
+import type { PanelModel } from "../model";
+import type { ParamInfo, State, UnitInfo } from "../protocol";
+import { commonState, type Node, ranges, statesOf, tree, unitsIn } from "../words";
+import { stands } from "./parts";
+
+interface UnitsProps {
+  readonly model: PanelModel;
+  readonly colours: readonly string[];
+}
+
+interface Row {
+  readonly node: Node;
+  readonly depth: number;
+}
+
+export function Units({ model, colours }: UnitsProps): React.JSX.Element {
+  const { units, state } = model;
+  const nodes = React.useMemo(() => tree(units), [units]);
+  const [folded, setFolded] = React.useState<ReadonlySet<string>>(new Set());
+  const [focus, setFocus] = React.useState("");
+  const list = React.useRef<HTMLUListElement>(null);
+  const rows = visible(nodes, folded);
+  const focused = rows.some(({ node }) => node.key === focus) ? focus : rows[0]?.node.key;
+
+  const fold = (node: Node, isFolded: boolean): void => {
+    const now = new Set(folded);
+    if (isFolded) now.add(node.key);
+    else now.delete(node.key);
+    setFolded(now);
+  };
+  const go = (key: string | undefined): void => {
+    if (key === undefined) return;
+    setFocus(key);
+    list.current?.querySelector<HTMLElement>(`[data-key="${CSS.escape(key)}"]`)?.focus();
+  };
+  const press = (event: React.KeyboardEvent, at: number): void => {
+    const node = rows[at]?.node;
+    if (node === undefined || event.target !== event.currentTarget) return;
+    const moves: Partial<Record<string, () => void>> = {
+      ArrowDown: () => { go(rows[at + 1]?.node.key); },
+      ArrowUp: () => { go(rows[at - 1]?.node.key); },
+      Home: () => { go(rows[0]?.node.key); },
+      End: () => { go(rows.at(-1)?.node.key); },
+      ArrowRight: () => { if (node.children.length > 0) fold(node, false); },
+      ArrowLeft: () => { if (node.children.length > 0) fold(node, true); },
+      Enter: () => { if (node.unit !== null) void model.toggle(node.unit.index); },
+    };
+    const move = moves[event.key];
+    if (move === undefined) return;
+    event.preventDefault();
+    move();
+  };
+  return (
+    <>
+      <ul className="fsdp-Units" role="tree" aria-label="units" ref={list}>
+        {rows.map(({ node, depth }, at) => (
+          <UnitRow
+            key={node.key}
+            node={node}
+            depth={depth}
+            state={state}
+            colours={colours}
+            isFolded={folded.has(node.key)}
+            isFocused={node.key === focused}
+            params={node.unit === null ? undefined : model.opened.get(node.unit.index)}
+            fold={fold}
+            open={() => {
+              setFocus(node.key);
+              if (node.unit !== null) void model.toggle(node.unit.index);
+              else fold(node, !folded.has(node.key));
+            }}
+            press={(event) => {
+              press(event, at);
+            }}
+            inspect={(fqn) => {
+              void model.do({ word: "inspect", fqn });
+            }}
+            canInspect={state?.request?.is_stopped === true}
+          />
+        ))}
+      </ul>
+      <p className="fsdp-legend">
+        {UNIT_STATES.map(({ words }, number) => (
+          <span key={words}>
+            <i style={{ background: colours[number] }} />
+            {words}
+          </span>
+        ))}
+      </p>
+    </>
+  );
+}
+
+function visible(nodes: readonly Node[], folded: ReadonlySet<string>, depth = 0): readonly Row[] {
+  return nodes.flatMap((node) => [
+    { node, depth },
+    ...(folded.has(node.key) ? [] : visible(node.children, folded, depth + 1)),
+  ]);
+}
+
+interface UnitRowProps {
+  readonly node: Node;
+  readonly depth: number;
+  readonly state: State | null;
+  readonly colours: readonly string[];
+  readonly isFolded: boolean;
+  readonly isFocused: boolean;
+  /** Of an open unit; null while they are asked for, undefined: it is not open. */
+  readonly params: readonly ParamInfo[] | null | undefined;
+  readonly fold: (node: Node, isFolded: boolean) => void;
+  readonly open: () => void;
+  readonly press: (event: React.KeyboardEvent) => void;
+  readonly inspect: (fqn: string) => void;
+  readonly canInspect: boolean;
+}
+
+function UnitRow(props: UnitRowProps): React.JSX.Element {
+  const { node, depth, state, colours, isFolded, isFocused, params, fold, open, press } = props;
+  const { unit, label, children } = node;
+  const now = unit === null ? undefined : commonState(state, node.place);
+  const Caret = isFolded ? caretRightIcon : caretDownIcon;
+  return (
+    <li
+      role="treeitem"
+      aria-level={depth + 1}
+      aria-expanded={children.length > 0 ? !isFolded : undefined}
+      aria-selected={params !== undefined}
+      tabIndex={isFocused ? 0 : -1}
+      data-key={node.key}
+      data-fsdp-unit={unit?.name}
+      className="fsdp-Unit"
+      onKeyDown={press}
+    >
+      <div className="fsdp-Unit-row" style={{ paddingLeft: `${depth * 12}px` }} onClick={open} title={unit === null ? "" : told(unit, state, node.place)}>
+        <span
+          className="fsdp-Unit-caret"
+          onClick={(event) => {
+            event.stopPropagation();
+            if (children.length > 0) fold(node, !isFolded);
+          }}
+        >
+          {children.length > 0 ? <Caret.react tag="span" width="14px" /> : null}
+        </span>
+        {unit === null ? null : <i className="fsdp-Unit-state" style={{ background: now === undefined ? undefined : colours[now] }} />}
+        <span className="fsdp-Unit-name">{label}</span>
+        {unit === null ? (
+          <span className="fsdp-note">{unitsIn(node).length} units</span>
+        ) : (
+          <span className="fsdp-Unit-bytes">
+            {formatBytes(unit.bytes_at_rest)} <small>of {formatBytes(unit.bytes_unsharded)}</small>
+          </span>
+        )}
+      </div>
+      {unit === null || params === undefined ? null : <Detail {...props} unit={unit} />}
+    </li>
+  );
+}
+
+function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitRowProps & { readonly unit: UnitInfo }): React.JSX.Element {
+  return (
+    <div className="fsdp-Detail" style={{ marginLeft: `${depth * 12 + 18}px` }}>
+      <p>{told(unit, state, node.place)}</p>
+      <ul>
+        {(params ?? []).map((param) => (
+          <li key={param.fqn} title={rows(param)}>
+            <button
+              type="button"
+              aria-disabled={!canInspect}
+              title={canInspect ? "what every stopped rank has of it" : "stop the ranks inside a step to inspect it"}
+              onClick={() => {
+                if (canInspect) inspect(param.fqn);
+              }}
+              {...stands({ word: "inspect", fqn: param.fqn })}
+            >
+              {param.fqn}
+            </button>
+            <span className="fsdp-note">
+              {param.shape.join(" \u00d7 ") || "scalar"} {param.dtype}, {formatBytes(param.bytes_at_rest)}
+            </span>
+          </li>
+        ))}
+      </ul>
+      {params === null ? <p>{"\u2026"}</p> : null}
+    </div>
+  );
+}
+
+function rows({ rows_per_rank, is_trainable }: ParamInfo): string {
+  const kept = `rows a rank: ${rows_per_rank.join(", ")}`;
+  return is_trainable ? kept : `${kept}; takes no gradient`;
+}
+
+/** A unit in words: its state on the ranks, its bytes, and its policy. */
+function told(unit: UnitInfo, state: State | null, place: number): string {
+  const numbers = statesOf(state, place);
+  const groups = state?.unit_states ?? [];
+  const alike = new Set(numbers).size === 1;
+  const states = numbers.map((number, group) => {
+    const words = UNIT_STATES[number]?.words ?? "?";
+    return alike ? words : `ranks ${ranges(groups[group]?.ranks ?? [])} ${words}`;
+  });
+  const parts = [
+    (alike ? states.slice(0, 1) : states).join(", "),
+    `${formatBytes(unit.bytes_at_rest)} a rank of ${formatBytes(unit.bytes_unsharded)}`,
+    unit.bytes_padding > 0 ? `${formatBytes(unit.bytes_padding)} padding in all` : "",
+    unit.replicate_size > 1 ? `${unit.replicate_size} copies on ${unit.shard_size} ranks each` : `over ${unit.shard_size} ranks`,
+    unit.compute_dtype === unit.reduce_dtype ? unit.compute_dtype : `${unit.compute_dtype}, reduced in ${unit.reduce_dtype}`,
+    `reshard after forward: ${unit.reshard_after_forward}`,
+    unit.offload ? "offloaded" : "",
+  ];
+  return parts.filter(Boolean).join(" \u00b7 ");
+}

@@ -1,0 +1,189 @@
+/** What a state means, in words and trees: pure functions of what the kernel told. */
+import type { Standing } from "./client";
+import type { State, UnitInfo } from "./protocol";
+
+/** Which controls can be used. */
+export interface Can {
+  readonly step: boolean;
+  readonly pause: boolean;
+  readonly goOn: boolean;
+  readonly abort: boolean;
+}
+
+/** How it goes, in one line. */
+export interface Headline {
+  readonly tone: "plain" | "busy" | "held" | "bad";
+  readonly text: string;
+}
+
+export function can(state: State | null): Can {
+  const request = state?.request ?? null;
+  const isRunning = state?.cluster.is_running === true;
+  const isWhole = state?.ranks.every(({ health }) => health !== "gone") ?? false;
+  return {
+    step: isRunning && isWhole && request === null,
+    pause: isRunning && request !== null && !request.is_stopped,
+    goOn: request?.is_stopped === true,
+    abort: request !== null,
+  };
+}
+
+/** `3 of 40 steps` that have ended, or nothing where that is not known. */
+export function progress(state: State): string {
+  const request = state.request;
+  return request !== null && request.steps_total > 0 ? `${request.steps_done} of ${request.steps_total} steps` : "";
+}
+
+export function headline(state: State): Headline {
+  const gone = state.ranks.filter(({ health }) => health === "gone");
+  if (gone.length > 0) {
+    const [first] = gone;
+    const which = gone.length === 1 ? `rank ${first?.rank} is gone` : `${gone.length} ranks are gone`;
+    return { tone: "bad", text: first?.where ? `${which}: ${first.where}` : which };
+  }
+  const request = state.request;
+  if (request?.is_stopped === true) {
+    const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
+    return { tone: "held", text: `${request.stop}${because}` };
+  }
+  if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
+  if (!state.cluster.is_running) return { tone: "plain", text: "No ranks" };
+  return { tone: "plain", text: `${count(state.ranks.length, "rank")}, idle` };
+}
+
+/** `1 rank`, `4 ranks`. */
+export function count(number: number, noun: string): string {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+/** What the status bar says: ranks alive, loss, steps a second, or where they stand. */
+export function statusLine(standing: Standing, state: State | null): Headline | null {
+  if (standing.kind === "silent") return { tone: "bad", text: "FSDP: the kernel does not answer" };
+  if (state === null || (!state.cluster.is_running && state.ranks.length === 0)) return null;
+  const head = headline(state);
+  if (head.tone === "bad" || head.tone === "held") return { tone: head.tone, text: `FSDP: ${head.text}` };
+  const { loss, steps_per_s: rate } = state.training;
+  const parts = [
+    `FSDP: ${count(state.ranks.length, "rank")}`,
+    loss === null ? "" : `loss ${loss.toPrecision(4)}`,
+    rate === null ? "" : `${rate.toPrecision(3)} steps/s`,
+    progress(state),
+  ];
+  return { tone: head.tone, text: parts.filter(Boolean).join(" \u00b7 ") };
+}
+
+/** What is said instead of a state, and what can be done about it. */
+export function explained(standing: Standing, loadError: string): { text: string; action: "load" | null } {
+  if (standing.kind === "refused") return { text: standing.text, action: null };
+  if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
+  if (standing.kind === "silent") {
+    return { text: "The kernel does not answer. What is shown is what it said last.", action: null };
+  }
+  if (standing.kind === "live") return { text: "", action: null };
+  switch (standing.why) {
+    case "no notebook":
+      return { text: "Open a notebook: its ranks are shown here.", action: null };
+    case "no kernel":
+      return { text: "No kernel runs for this notebook yet.", action: null };
+    case "restarting":
+      return { text: "The kernel restarts\u2026", action: null };
+    case "dead":
+      return { text: "The kernel has died, and its ranks with it. Restart it to begin again.", action: null };
+    case "not loaded":
+      return { text: loadError || "Nothing is loaded in this notebook yet.", action: "load" };
+  }
+}
+
+/** A module of a model, and what is inside it. */
+export interface Node {
+  /** The part of its name that its parent does not have. */
+  readonly label: string;
+  /** Unique among all nodes. */
+  readonly key: string;
+  /** The unit that it is; null: it only holds some. */
+  readonly unit: UnitInfo | null;
+  /** Its place in the order of `units`, by which states are told; -1: it is no unit. */
+  readonly place: number;
+  readonly children: readonly Node[];
+}
+
+interface Growing {
+  label: string;
+  key: string;
+  unit: UnitInfo | null;
+  place: number;
+  children: Growing[];
+}
+
+const ROOT = "(root)";
+
+/**
+ * The units as a tree of modules, one for each root.
+ *
+ * `(root)`, `blocks.0`, `blocks.1`, `head` become `(root)` with `blocks` (no unit, with `0` and `1`) and `head`. A module
+ * that holds one thing alone is joined with it: `encoder.layers.0` stays one node if nothing else is in `encoder`.
+ */
+export function tree(units: readonly UnitInfo[]): readonly Node[] {
+  const roots = new Map<number, Growing>();
+  units.forEach((unit, place) => {
+    const top = roots.get(unit.root) ?? leaf(ROOT, String(unit.root));
+    roots.set(unit.root, top);
+    const path = unit.name === ROOT ? [] : unit.name.split(".");
+    const node = path.reduce((at, label) => {
+      const there = at.children.find((child) => child.label === label);
+      if (there !== undefined) return there;
+      const made = leaf(label, `${at.key}.${label}`);
+      at.children.push(made);
+      return made;
+    }, top);
+    node.unit = unit;
+    node.place = place;
+  });
+  return [...roots.values()].map(joined);
+}
+
+function leaf(label: string, key: string): Growing {
+  return { label, key, unit: null, place: -1, children: [] };
+}
+
+function joined(node: Growing): Node {
+  const [only] = node.children;
+  if (node.unit === null && node.children.length === 1 && only !== undefined && node.label !== ROOT) {
+    return joined({ ...only, label: `${node.label}.${only.label}` });
+  }
+  return { ...node, children: node.children.map(joined) };
+}
+
+/** Units inside a node, itself included. */
+export function unitsIn(node: Node): readonly Node[] {
+  return [...(node.unit === null ? [] : [node]), ...node.children.flatMap(unitsIn)];
+}
+
+/** The number of a unit's state on each group of ranks, in the order that they were told; -1: not told. */
+export function statesOf(state: State | null, place: number): readonly number[] {
+  return (state?.unit_states ?? []).map(({ states }) => {
+    const digit = states[place];
+    return digit === undefined ? -1 : Number(digit);
+  });
+}
+
+/** The state that most ranks have a unit in; undefined: none is known. */
+export function commonState(state: State | null, place: number): number | undefined {
+  const groups = state?.unit_states ?? [];
+  const votes = new Map<number, number>();
+  statesOf(state, place).forEach((number, group) => {
+    if (number >= 0) votes.set(number, (votes.get(number) ?? 0) + (groups[group]?.ranks.length ?? 0));
+  });
+  return [...votes].sort(([, one], [, other]) => other - one)[0]?.[0];
+}
+
+/** `[0, 1, 2, 5]` as `0-2, 5`. */
+export function ranges(numbers: readonly number[]): string {
+  const runs: [number, number][] = [];
+  for (const number of numbers) {
+    const last = runs.at(-1);
+    if (last?.[1] === number - 1) last[1] = number;
+    else runs.push([number, number]);
+  }
+  return runs.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
+}

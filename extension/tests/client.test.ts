@@ -1,0 +1,145 @@
+import { beforeEach, describe, expect, it, vi } from "vitest";
+
+import { Client, Refusal, SILENT_MS } from "../src/client";
+import type { Question, State } from "../src/protocol";
+import { state } from "./told";
+
+beforeEach(() => {
+  vi.useFakeTimers();
+});
+
+/** A kernel that answers when it is told to. */
+class Kernel {
+  readonly asked: Question[] = [];
+  readonly client = new Client("0.1.0");
+  readonly states: State[] = [];
+
+  constructor() {
+    this.client.stateChanged.connect((_, told) => {
+      this.states.push(told);
+    });
+  }
+
+  get last(): Question {
+    const question = this.asked.at(-1);
+    if (question === undefined) throw new Error("nothing was asked");
+    return question;
+  }
+
+  begin(): void {
+    this.client.begin({ send: (question) => this.asked.push(question) });
+  }
+
+  async welcome(problem = ""): Promise<void> {
+    this.client.receive({ word: "welcome", number: this.last.number, version: 1, workbench: "0.1.0", problem });
+    await vi.advanceTimersByTimeAsync(0);
+  }
+
+  tell(more: Partial<State> = {}): void {
+    this.client.receive(state({ number: this.last.number, ...more }));
+  }
+
+  async live(): Promise<this> {
+    this.begin();
+    await this.welcome();
+    this.tell();
+    await vi.advanceTimersByTimeAsync(0);
+    return this;
+  }
+}
+
+describe("a client", () => {
+  it("says hello first, with its versions, and looks once it is welcome", async () => {
+    const kernel = new Kernel();
+    kernel.begin();
+    expect(kernel.asked).toEqual([{ word: "hello", number: 1, version: 1, extension: "0.1.0" }]);
+    expect(kernel.client.standing.kind).toBe("opening");
+    await kernel.welcome();
+    expect(kernel.last).toMatchObject({ word: "look", wait: false });
+    expect(kernel.client.standing.kind).toBe("live");
+  });
+
+  it("asks nothing of a kernel of another version, and says why", async () => {
+    const kernel = new Kernel();
+    kernel.begin();
+    await kernel.welcome("The panel is of version 1, the workbench of version 2: reload the page.");
+    expect(kernel.client.standing).toEqual({ kind: "refused", text: expect.stringContaining("reload the page") as string });
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(kernel.asked).toHaveLength(1);
+  });
+
+  it("waits for news after a state, and rests between", async () => {
+    const kernel = new Kernel();
+    kernel.client.restMs = 100;
+    await kernel.live();
+    expect(kernel.last).toMatchObject({ wait: false });
+    await vi.advanceTimersByTimeAsync(100);
+    expect(kernel.last).toMatchObject({ word: "look", wait: true });
+    kernel.tell({ said: "news" });
+    expect(kernel.states.map(({ said }) => said)).toEqual(["", "news"]);
+  });
+
+  it("notices silence, says it, and asks for everything until there is an answer", async () => {
+    const kernel = await new Kernel().live();
+    const before = kernel.asked.length;
+    await vi.advanceTimersByTimeAsync(SILENT_MS);
+    expect(kernel.client.standing.kind).toBe("silent");
+    expect(kernel.last).toMatchObject({ wait: false });
+    await vi.advanceTimersByTimeAsync(3 * SILENT_MS);
+    expect(kernel.asked.length).toBe(before + 4);
+    kernel.tell();
+    expect(kernel.client.standing.kind).toBe("live");
+  });
+
+  it("takes no state that comes late for a new one", async () => {
+    const kernel = await new Kernel().live();
+    const late = kernel.last.number;
+    await vi.advanceTimersByTimeAsync(SILENT_MS);
+    kernel.client.receive(state({ number: late, said: "old" }));
+    expect(kernel.states.map(({ said }) => said)).not.toContain("old");
+    expect(kernel.client.standing.kind).toBe("silent");
+  });
+
+  it("asks nothing while it sleeps, and for everything when it wakes", async () => {
+    const kernel = await new Kernel().live();
+    kernel.client.isAwake = false;
+    const before = kernel.asked.length;
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(kernel.asked).toHaveLength(before);
+    expect(kernel.client.standing.kind).toBe("live");
+    kernel.client.isAwake = true;
+    expect(kernel.last).toMatchObject({ word: "look", wait: false });
+  });
+
+  it("gives each answer to who has asked, in any order", async () => {
+    const { client, asked } = await new Kernel().live();
+    const first = client.ask<"line">({ word: "spell", command: { word: "status" } });
+    const second = client.ask<"line">({ word: "spell", command: { word: "stop" } });
+    const [a, b] = asked.slice(-2).map(({ number }) => number);
+    client.receive({ word: "line", number: b ?? 0, line: "%fsdp stop" });
+    client.receive({ word: "line", number: a ?? 0, line: "%fsdp status" });
+    expect([(await first).line, (await second).line]).toEqual(["%fsdp status", "%fsdp stop"]);
+  });
+
+  it("tells who has asked that the question was refused, or that nobody is there any more", async () => {
+    const { client, asked } = await new Kernel().live();
+    const refused = client.ask({ word: "recall" });
+    client.receive({ word: "refused", number: asked.at(-1)?.number ?? 0, text: "No such question." });
+    await expect(refused).rejects.toThrow("No such question.");
+    const lost = client.ask({ word: "recall" });
+    client.away("restarting");
+    await expect(lost).rejects.toThrow(Refusal);
+    await expect(client.ask({ word: "recall" })).rejects.toThrow("no kernel");
+  });
+
+  it("begins again after a restart, and forgets what it waited for", async () => {
+    const kernel = await new Kernel().live();
+    kernel.client.away("restarting");
+    const before = kernel.asked.length;
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(kernel.asked).toHaveLength(before);
+    expect(kernel.client.standing).toMatchObject({ kind: "away", why: "restarting" });
+    await kernel.live();
+    expect(kernel.client.standing.kind).toBe("live");
+  });
+});

@@ -1,0 +1,170 @@
+import { beforeEach, describe, expect, it, vi } from "vitest";
+
+import { Client } from "../src/client";
+import { MAX_SPOKEN, PanelModel } from "../src/model";
+import type { Answer, Command, Question } from "../src/protocol";
+import { state, unit } from "./told";
+
+type Unnumbered<T> = T extends { number: number } ? Omit<T, "number"> : never;
+type Reply = Unnumbered<Answer>;
+
+beforeEach(() => {
+  vi.useFakeTimers();
+});
+
+/** A model and a kernel that answers at once what `replies` says for a word, and nothing to the rest. */
+async function beginning(replies: Partial<Record<Question["word"], Reply>> = {}): Promise<{
+  model: PanelModel;
+  client: Client;
+  asked: Question[];
+  settle: () => Promise<unknown>;
+}> {
+  const client = new Client("0.1.0");
+  const model = new PanelModel(client);
+  const asked: Question[] = [];
+  const all: Partial<Record<Question["word"], Reply>> = {
+    hello: { word: "welcome", version: 1, workbench: "0.1.0", problem: "" },
+    look: state(),
+    ...replies,
+  };
+  const settle = (): Promise<unknown> => vi.advanceTimersByTimeAsync(0);
+  client.begin({
+    send: (question) => {
+      asked.push(question);
+      const reply = all[question.word];
+      if (reply === undefined || ("wait" in question && question.wait)) return;
+      queueMicrotask(() => {
+        client.receive({ ...reply, number: question.number });
+      });
+    },
+  });
+  await settle();
+  return { model, client, asked, settle };
+}
+
+describe("a command", () => {
+  const said: Reply = { word: "said", line: "%fsdp step 3", text: "3 steps, loss 2.1", is_error: false, data: null };
+  const line: Reply = { word: "line", line: "%fsdp step 3" };
+  const step: Command = { word: "step", count: 3 };
+
+  it("is remembered with its line and what came of it", async () => {
+    const { model } = await beginning({ do: said, spell: line });
+    const done = model.do(step);
+    expect(model.spoken[0]).toMatchObject({ outcome: "runs" });
+    await vi.advanceTimersByTimeAsync(0);
+    expect(await done).toBe(true);
+    expect(model.spoken).toEqual([expect.objectContaining({ line: "%fsdp step 3", text: "3 steps, loss 2.1", outcome: "done" })]);
+  });
+
+  it("shows its line while it still runs", async () => {
+    const { model, settle } = await beginning({ spell: line });
+    void model.do(step);
+    await settle();
+    expect(model.spoken[0]).toMatchObject({ line: "%fsdp step 3", outcome: "runs" });
+  });
+
+  it("that fails says why", async () => {
+    const { model } = await beginning({ do: { ...said, text: "No step function.", is_error: true } });
+    const done = model.do(step);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(await done).toBe(false);
+    expect(model.spoken[0]).toMatchObject({ text: "No step function.", outcome: "failed" });
+  });
+
+  it("is not left running when its kernel goes", async () => {
+    const { model, client } = await beginning();
+    const done = model.do(step);
+    client.away("restarting");
+    expect(await done).toBe(false);
+    expect(model.spoken[0]?.outcome).toBe("failed");
+  });
+
+  it("is forgotten after many others", async () => {
+    const { model, settle } = await beginning({ do: said });
+    for (let k = 0; k < MAX_SPOKEN + 5; k += 1) void model.do(step);
+    await settle();
+    expect(model.spoken).toHaveLength(MAX_SPOKEN);
+  });
+});
+
+describe("the state", () => {
+  it("keeps the units that are not told again", async () => {
+    const { model, client, asked, settle } = await beginning({ look: state({ units: [unit(0, "(root)")] }) });
+    await settle();
+    const question = asked.findLast(({ word }) => word === "look");
+    client.receive(state({ number: question?.number ?? 0, units: null }));
+    expect(model.units.map(({ name }) => name)).toEqual(["(root)"]);
+  });
+
+  it("is gone with its kernel: nothing old is shown", async () => {
+    const { model, client } = await beginning({ look: state({ units: [unit(0, "(root)")] }) });
+    expect(model.state).not.toBeNull();
+    client.away("restarting");
+    expect(model.state).toBeNull();
+    expect(model.units).toEqual([]);
+    expect(model.models).toEqual([]);
+  });
+
+  it("has models looked for when ranks are there, and again when something has ended", async () => {
+    const { client, asked, settle } = await beginning();
+    const found = (): number => asked.filter(({ word }) => word === "find models").length;
+    expect(found()).toBe(1);
+    client.refresh();
+    await settle();
+    expect(found()).toBe(1);
+    const question = asked.findLast(({ word }) => word === "look");
+    client.refresh();
+    client.receive(
+      state({
+        number: (question?.number ?? 0) + 1,
+        ended: { count: 1, line: "a cell", text: "", is_error: false },
+      }),
+    );
+    expect(found()).toBe(2);
+  });
+});
+
+describe("a preview", () => {
+  it("is that of the last question, whatever comes later", async () => {
+    const { model, client, asked, settle } = await beginning();
+    const answer = (number: number, line: string): void => {
+      client.receive({
+        word: "preview",
+        number,
+        line,
+        problem: "",
+        units: [],
+        bytes_unsharded: 0,
+        at_rest: [],
+        sent: [],
+        sent_bytes: 0,
+      });
+    };
+    void model.try({ word: "shard", model: "one" });
+    void model.try({ word: "shard", model: "two" });
+    const [one, two] = asked.filter(({ word }) => word === "try").map(({ number }) => number);
+    answer(two ?? 0, "two");
+    answer(one ?? 0, "one");
+    await settle();
+    expect(model.preview?.line).toBe("two");
+  });
+
+  it("that is refused says so in its place", async () => {
+    const { model } = await beginning({ try: { word: "refused", text: "The ranks are busy." } });
+    void model.try({ word: "shard", model: "model" });
+    await vi.advanceTimersByTimeAsync(0);
+    expect(model.preview?.problem).toBe("The ranks are busy.");
+  });
+});
+
+describe("a unit", () => {
+  it("is opened with its parameters, and closed again", async () => {
+    const { model, settle } = await beginning({ "find params": { word: "params", unit: 0, params: [] } });
+    void model.toggle(0);
+    expect(model.opened.get(0)).toBeNull();
+    await settle();
+    expect(model.opened.get(0)).toEqual([]);
+    void model.toggle(0);
+    expect(model.opened.has(0)).toBe(false);
+  });
+});

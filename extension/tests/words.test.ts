@@ -1,0 +1,121 @@
+import { describe, expect, it } from "vitest";
+
+import { can, commonState, headline, ranges, statesOf, statusLine, tree, unitsIn } from "../src/words";
+import { rank, state, STEP, unit } from "./told";
+
+const STOPPED = { ...STEP, is_stopped: true, stop: "before all-gather of blocks.2, step 11", reasons: ["breakpoint 1"] };
+
+describe("the tree of units", () => {
+  it("has modules inside modules, and their units in the order told", () => {
+    const [root] = tree([unit(0, "(root)"), unit(1, "blocks.0"), unit(2, "blocks.1"), unit(3, "head")]);
+    expect(root?.unit?.index).toBe(0);
+    expect(root?.children.map(({ label }) => label)).toEqual(["blocks", "head"]);
+    expect(root?.children[0]?.unit).toBeNull();
+    expect(root?.children[0]?.children.map(({ label, place }) => [label, place])).toEqual([
+      ["0", 1],
+      ["1", 2],
+    ]);
+    expect(root === undefined ? [] : unitsIn(root).map(({ place }) => place)).toEqual([0, 1, 2, 3]);
+  });
+
+  it("joins a module with the only thing in it", () => {
+    const [root] = tree([unit(0, "(root)"), unit(1, "encoder.layers.0")]);
+    expect(root?.children.map(({ label, children }) => [label, children.length])).toEqual([["encoder.layers.0", 0]]);
+  });
+
+  it("does not join a unit with what is inside it", () => {
+    const [root] = tree([unit(0, "(root)"), unit(1, "block"), unit(2, "block.mlp")]);
+    expect(root?.children[0]?.label).toBe("block");
+    expect(root?.children[0]?.children[0]?.label).toBe("mlp");
+  });
+
+  it("has a root for each model, with keys of its own", () => {
+    const roots = tree([unit(0, "(root)"), unit(1, "a"), unit(5, "(root)", { root: 5 }), unit(6, "a", { root: 5 })]);
+    expect(roots).toHaveLength(2);
+    const keys = roots.flatMap(unitsIn).map(({ key }) => key);
+    expect(new Set(keys).size).toBe(4);
+  });
+
+  it("shows a root that is no unit itself", () => {
+    const [root] = tree([unit(1, "a", { root: 9 }), unit(2, "b", { root: 9 })]);
+    expect(root?.unit).toBeNull();
+    expect(root?.children).toHaveLength(2);
+  });
+});
+
+describe("states of units", () => {
+  const told = state({
+    unit_states: [
+      { ranks: [0, 1, 2], states: "02" },
+      { ranks: [3], states: "22" },
+    ],
+  });
+
+  it("are told for each group of ranks, and the most frequent is shown", () => {
+    expect(statesOf(told, 0)).toEqual([0, 2]);
+    expect(commonState(told, 0)).toBe(0);
+    expect(commonState(told, 1)).toBe(2);
+  });
+
+  it("are unknown where nothing was told", () => {
+    expect(statesOf(told, 7)).toEqual([-1, -1]);
+    expect(commonState(told, 7)).toBeUndefined();
+    expect(commonState(null, 0)).toBeUndefined();
+  });
+});
+
+describe("what can be done", () => {
+  it.each([
+    ["without ranks nothing", null, [false, false, false, false]],
+    ["idle ranks can step", state(), [true, false, false, false]],
+    ["running ranks can be paused and given up", state({ request: STEP }), [false, true, false, true]],
+    ["stopped ranks can go on or be given up", state({ request: STOPPED }), [false, false, true, true]],
+    ["with a rank gone there is no step", state({ ranks: [rank(0), rank(1, { health: "gone" })] }), [false, false, false, false]],
+  ])("%s", (_name, told, wanted) => {
+    const { step, pause, goOn, abort } = can(told);
+    expect([step, pause, goOn, abort]).toEqual(wanted);
+  });
+});
+
+describe("the headline", () => {
+  it("says first which rank is gone, even while others are stopped", () => {
+    const gone = rank(1, { health: "gone", where: "ended by signal 9" });
+    expect(headline(state({ ranks: [rank(0), gone], request: STOPPED }))).toEqual({
+      tone: "bad",
+      text: "rank 1 is gone: ended by signal 9",
+    });
+  });
+
+  it("says where and why ranks are stopped", () => {
+    expect(headline(state({ request: STOPPED }))).toEqual({
+      tone: "held",
+      text: "before all-gather of blocks.2, step 11 (breakpoint 1)",
+    });
+  });
+
+  it("counts the steps that have ended", () => {
+    expect(headline(state({ request: STEP })).text).toBe("%fsdp step 40: 11 of 40 steps");
+  });
+});
+
+describe("the status line", () => {
+  const training = { step: 12, loss: 2.30259, steps_per_s: 3.14159, tokens_per_s: null };
+
+  it("has ranks, loss and steps a second", () => {
+    expect(statusLine({ kind: "live" }, state({ training }))?.text).toBe("FSDP: 2 ranks \u00b7 loss 2.303 \u00b7 3.14 steps/s");
+  });
+
+  it("is red where a rank is dead, and where nobody answers", () => {
+    expect(statusLine({ kind: "live" }, state({ ranks: [rank(0, { health: "gone" })] }))?.tone).toBe("bad");
+    expect(statusLine({ kind: "silent" }, state())?.tone).toBe("bad");
+  });
+
+  it("is nothing where there are no ranks", () => {
+    expect(statusLine({ kind: "away", why: "not loaded", text: "" }, null)).toBeNull();
+  });
+});
+
+it("ranks are counted in ranges", () => {
+  expect(ranges([0, 1, 2, 5])).toBe("0-2, 5");
+  expect(ranges([])).toBe("");
+});

@@ -1,0 +1,10 @@
+"""The panel's model, its connection and its words, in Node: see ``extension/tests``."""
+
+import pytest
+
+from tests.extension.built import run_script
+
+
+@pytest.mark.timeout(900)  # the first run of a checkout fetches the packages
+def test_the_model_and_the_words_of_the_panel():
+    run_script("test")
