@@ -67,7 +67,6 @@ def page(trace: Trace, title: str) -> str:
                 "default-src 'none'",
                 f"script-src {_hash(plotly)} {_hash(program)}",
                 "style-src 'unsafe-inline'",  # plotly puts styles on what it draws
-                "img-src data: blob:",  # a figure that is saved as a picture
                 "base-uri 'none'",
                 "form-action 'none'",
             )

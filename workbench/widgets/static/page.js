@@ -22,7 +22,7 @@ async function show() {
   const { figures } = /** @type {{ figures: Record<string, Figure> }} */ (/** @type {unknown} */ (run.told));
   const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));
   for (const [name, { data, layout }] of Object.entries(figures)) {
-    await Plotly.newPlot(element(name), data, { ...layout, autosize: true }, { displaylogo: false, responsive: true });
+    await Plotly.newPlot(element(name), data, { ...layout, autosize: true }, { displayModeBar: false, responsive: true });
   }
 }
 
