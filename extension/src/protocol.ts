@@ -708,7 +708,7 @@ export interface Compare {
 
 /**
  * Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page
- * of figures.
+ * that replays it.
  */
 export interface Export {
   readonly word: "export";

@@ -110,7 +110,7 @@ def test_from_load_to_unload(kernel):
     assert kernel.run(LEFT).startswith(f"left: {MAX_COMMS} ")
     dashboard = kernel.open(DASHBOARD_TARGET)
     about = kernel.ask(dashboard, {"ask": "about"})
-    assert about["about"]["buttons"] == ["pause", "next", "continue", "abort"]
+    assert about["about"]["buttons"] == ["step", "pause", "next", "continue", "abort", "break"]
     assert kernel.ask(dashboard, {"view": "a", "ask": "feed"})["kind"] == "feed"
     kernel.send("comm_close", comm_id=dashboard, data={})
 

@@ -428,7 +428,7 @@ def test_nothing_is_left_of_a_closed_dashboard(made):
 def test_the_timeline_alone_is_a_dashboard_with_one_panel():
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = workbench.canvas()
-        assert widget.about == {"buttons": [], "panels": ["timeline"]}
+        assert (widget.about["buttons"], widget.about["panels"]) == ([], ["timeline"])
         widget.close()
     with ipython_shell() as shell:
         register(shell, lambda **options: Workbench(cluster_factory=FakeCluster, **options))

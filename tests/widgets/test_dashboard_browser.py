@@ -8,8 +8,10 @@ import pytest
 from tests.browser import open_offline
 from tests.trace.on_device import on_devices
 from tests.trace.simulation import example_trace
-from tests.widgets.test_dashboard import Pretender, ask, of_others, prefix
+from tests.waiting import wait_until
+from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
+from workbench.protocol.commands import NEXT
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import joined
 
@@ -66,7 +68,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
         notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
     memory, states, timeline = notes
     assert " · in the host's order, at its times · backward of" in memory
-    assert states == "ranks 0-3 alike · in the host's order, at its times"
+    assert states == "unsharded: none · ranks 0-3 alike · in the host's order, at its times"
     assert timeline.startswith("times are the GPU's, within 6.00 µs · drag to pan")
 
 
@@ -157,3 +159,45 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
     workbench.trace = trained
     again = look(page, widget)
     assert (again["loss"], again["isEmpty"], again["said"]) == (working["loss"], False, "")
+
+
+def test_at_a_glance(shown):
+    """A word and why, what is gathered, whose ranks they are; a step held while ranks go on; a dead rank in words."""
+    page, widget = shown
+    assert page.locator(".fw-badge").inner_text() == "\u25b6 training"
+    assert page.locator(".fw-foot").inner_text().startswith("4 ranks on ")
+    assert "unsharded: " in page.evaluate("view.states.note.textContent")
+    assert page.evaluate("view.lines[2].number.textContent").endswith(" %")
+    page.locator(".fw-hold").click()
+    step = page.evaluate("[view.steps.columns.t, view.steps.columns.ms].map((column) => column[view.steps.length - 1])")
+    held = page.evaluate("({live: view.isLive, cursor: view.cursor, view: view.timeline.stats().view})")
+    assert (held["live"], held["cursor"]) == (False, pytest.approx(step[0], abs=0.001))
+    assert held["view"][0] < step[0] - 1000 * step[1] < step[0] < held["view"][1]
+    workbench = widget._views._workbench
+    workbench.alive[2], workbench.losses = False, {2: "died: the process was killed by SIGKILL"}
+    look(page, widget)
+    assert page.locator(".fw-badge").inner_text() == "\u2715 ranks died"
+    assert page.locator(".fw-why").inner_text() == "rank 2 died: the process was killed by SIGKILL"
+
+
+def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
+    class Stops(Pretender):
+        def next(self, what, *, background):
+            self.pressed.append(("next", what, background))
+
+        def break_add(self, event):
+            self.pressed.append(("break", event))
+
+    workbench = Stops(positions=dict.fromkeys(range(4), HELD))
+    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+        page.wait_for_function("view.buttons.get('next').disabled === false")
+        assert page.locator(".fw-size option").all_inner_texts() == list(NEXT)
+        page.locator(".fw-size").select_option("unit")
+        page.locator(".fw-next").click()
+        page.locator(".fw-place").fill("all_gather:blocks.2")
+        page.locator(".fw-place").press("Enter")
+        asked = [question for question in page.evaluate("model.asked") if question["ask"] == "do"]
+        for question in asked:
+            widget._handle_custom_msg(question, [])
+        wait_until(lambda: len(workbench.pressed) == 2)
+    assert set(workbench.pressed) == {("next", "unit", True), ("break", "all_gather:blocks.2")}

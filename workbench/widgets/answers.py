@@ -5,6 +5,7 @@ The messages are those of :mod:`workbench.widgets.messages`; nothing here knows 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from workbench.widgets.moments import Moments
 from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.packing import pack, told_holds, told_open
 from workbench.widgets.peaks import Peaks
+from workbench.widgets.summary import Turns, slowest, status, whose
 from workbench.widgets.waiting import health, said
 from workbench.widgets.window import window
 
@@ -61,6 +63,9 @@ class Answers:
         self._cursor: Cursor | None = None
         self._record = ""
         self._asked_at: float | None = None
+        self._turns = Turns()
+        self._ends: list[tuple[int, int]] = []
+        self._newest_at = 0.0  # when something new was recorded last
 
     @property
     def origin_ns(self) -> int:
@@ -111,6 +116,7 @@ class Answers:
         if new.restart:
             self._origin_ns, self._units, self._cursor = _origin_ns(trace), (), None
             self._moments, self._peaks = Moments(), Peaks()
+            self._turns = Turns() if new.is_another else self._turns
         counts, buffer = pack(new, self._origin_ns)
         header, is_news = trace.header, new.restart or counts != Counts(spans=0, memory=0, states=0, steps=0)
         are_units_new, are_holds_new = (
@@ -119,6 +125,12 @@ class Answers:
         )
         has_moved = pulse.cursor != self._cursor
         self._units, self._num_cuts, self._cursor = header.units, len(self._feed.cuts), pulse.cursor
+        ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in trace.ranks]
+        if ends != self._ends:
+            self._ends, self._newest_at = ends, begin
+        change = None
+        if new.groups:
+            change = self._turns.take(trace, new.steps, self._moments, new.groups[0][0], self._feed.cuts)
         news = News(
             restart=new.restart,
             another=new.is_another,
@@ -129,6 +141,10 @@ class Answers:
             counts=counts,
             begin_us=self._us(_origin_ns(trace)),
             health=health(pulse),
+            status=status(pulse, begin - self._newest_at),
+            whose=whose(header, os.getpid()) if pulse.running else "",
+            late=slowest(new.steps[-1]) if len(new.steps) else None,
+            change=change,
             said=said(pulse),
             clock=_clock(header),
             units=tuple(unit_name(header, unit.index) for unit in header.units) if are_units_new else None,

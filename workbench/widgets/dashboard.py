@@ -27,6 +27,7 @@ import traitlets
 
 from workbench.codec import encode
 from workbench.errors import WorkbenchError
+from workbench.protocol.commands import NEXT
 from workbench.session.pulse import Pulse
 from workbench.widgets.answers import Answers
 from workbench.widgets.busy import answer_while_busy
@@ -35,12 +36,17 @@ from workbench.widgets.modules import STATIC, joined
 from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "step": ("step", {"background": True}),
     "pause": ("pause", {}),
     "next": ("next", {"background": True}),
     "continue": ("resume", {"background": True}),
     "abort": ("abort", {}),
+    "break": ("break_add", {}),
 }
 """The buttons, and the method of the workbench that each one calls, with its arguments."""
+
+ARGUED = ("next", "break")
+"""The buttons whose method takes what was chosen or typed beside them, first."""
 
 
 Tell = Callable[[dict[str, Any], list[bytes] | None], None]
@@ -74,7 +80,8 @@ class Views:
         self._pulse: Pulse | None = None
         self._waiting = Waiting(workbench.pulse, self._news, clock)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
-        self.about: dict[str, Any] = encode(About(buttons=words if "ranks" in panels else (), panels=tuple(panels)))
+        buttons = words if "ranks" in panels else ()
+        self.about: dict[str, Any] = encode(About(buttons=buttons, sizes=NEXT, panels=tuple(panels)))
 
     def __len__(self) -> int:
         """How many views there are."""
@@ -91,7 +98,7 @@ class Views:
         """Answer one message of the browser; runs in the main thread, or in a subshell's while a cell runs."""
         name, ask = str(content.get("view", "")), content.get("ask")
         if ask == "do":
-            self._press(name, str(content.get("word", "")))
+            self._press(name, str(content.get("word", "")), str(content.get("argument", "")))
             return
         with self._lock:
             if ask == "bye":
@@ -125,12 +132,13 @@ class Views:
     def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:
         self._send({**answer, "view": name}, buffers)
 
-    def _press(self, view: str, word: str) -> None:
+    def _press(self, view: str, word: str, argument: str) -> None:
         """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
         if word not in BUTTONS:
             return
         name, arguments = BUTTONS[word]
-        do = partial(getattr(self._workbench, name), **arguments)
+        given = (argument,) if word in ARGUED and argument else ()
+        do = partial(getattr(self._workbench, name), *given, **arguments)
         threading.Thread(target=self._do, args=(view, word, do), name=f"dashboard: {word}", daemon=True).start()
 
     def _do(self, view: str, word: str, do: Callable[[], object]) -> None:

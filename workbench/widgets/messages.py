@@ -106,11 +106,13 @@ class AskToDo:
     Attributes:
         view: who asks.
         word: of the button, one of ``About.buttons``.
+        argument: up to the next what ``next`` goes; where ``break`` stops; else empty.
     """
 
     ask: Literal["do"] = "do"
     view: str
     word: str
+    argument: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +255,53 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Status:
+    """What the ranks do, in a word, and why.
+
+    Attributes:
+        word: ``empty``: nothing is recorded yet; ``over``: there are no ranks any more, and this is what they recorded.
+        why: in words; empty: there is no more to say.
+    """
+
+    word: Literal["training", "stuck", "stopped", "idle", "over", "dead", "empty"]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What some steps cost.
+
+    Attributes:
+        num_steps: how many.
+        ms: of a step, in milliseconds, the median.
+        exposed: share of it in which compute waited, the median.
+        peak_bytes: most bytes in use in the last few of them.
+    """
+
+    num_steps: int
+    ms: float
+    exposed: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What the last turn of a knob has changed.
+
+    Attributes:
+        what: was turned, in words.
+        at_step: the first step after it.
+        before: the last steps before it.
+        after: the last steps since.
+    """
+
+    what: str
+    at_step: int
+    before: Costs
+    after: Costs
+
+
+@dataclass(frozen=True, kw_only=True)
 class News:
     """What a view does not know yet. Its buffer has all tables.
 
@@ -267,6 +316,11 @@ class News:
         counts: of the tables.
         begin_us: where the record begins that the kernel has.
         health: how the ranks are, alike ones together; none without ranks.
+        status: what they do, in a word, and why.
+        whose: whose ranks these are, in words.
+        late: which rank the others wait for in the newest finished step, in words; empty: none; None: no step has
+            finished since the last time.
+        change: what the last turn of a knob has changed, if that is known and new.
         said: a sentence about what there is to see; empty while ranks train.
         clock: whose times the timeline has, and whose the other panels; empty where there is one clock.
         units: names of the units, by number, if there are others than before.
@@ -289,6 +343,8 @@ class News:
     counts: Counts
     begin_us: float
     health: tuple[HealthOfRanks, ...]
+    status: Status
+    whose: str
     said: str
     clock: tuple[str, ...]
     units: tuple[str, ...] | None = None
@@ -296,6 +352,8 @@ class News:
     holds: tuple[tuple[float, ...], ...] | None = None
     now: Moment | None = None
     peaks: tuple[Peak, ...] | None = None
+    late: str | None = None
+    change: Change | None = None
     has_moved: bool = False
     cursor: MovedCursor | None = None
 
@@ -363,7 +421,9 @@ class About:
     Attributes:
         buttons: that the ranks can be told things with.
         panels: to be shown.
+        sizes: how far ``next`` can go.
     """
 
     buttons: tuple[str, ...]
     panels: tuple[Panel, ...]
+    sizes: tuple[str, ...] = ()

@@ -7,14 +7,28 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.events import Edge, Kind
 from workbench.replay import training
 from workbench.replay.holds import Cuts, clock_offset_ns
 from workbench.replay.training import TrainingState
 from workbench.trace.columns import Trace
+from workbench.trace.schema import Rows
 
 LEARNED_DTYPE = np.dtype(
-    [("step", "<i4"), ("loss", "<f4"), ("step_ns", "<i8"), ("end_ns", "<i8"), ("model", "<i4")]  # -1: not known
+    [
+        ("step", "<i4"),
+        ("loss", "<f4"),
+        ("step_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("model", "<i4"),  # -1: not known
+        ("exposed", "<f4"),  # share of the step's time in which compute waited, the mean over ranks
+        ("straggler", "<i2"),  # the rank that waited least, if the others waited notably longer; else -1
+        ("spread_ns", "<i8"),  # how much longer
+    ]
 )
+LATE = 0.1
+"""A rank is late if others wait this part of a step longer than it."""
+
 MAX_STEPS = 2_000
 """Steps told at once; of more the last ones."""
 
@@ -26,6 +40,7 @@ class Steps:
         self._states: dict[int, TrainingState] = {}
         self._seen: dict[int, int] = {}
         self._model = -1
+        self._waits_ns: dict[int, dict[int, int]] = {}  # by rank and step
 
     def take(self, trace: Trace, cuts: Cuts | None = None) -> NDArray[np.void]:
         """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
@@ -39,14 +54,32 @@ class Steps:
             if cuts is not None:
                 rows = cuts.on_clock(clock_offset_ns(trace.header, rank)).rows(rows)
             self._states[rank] = training.advance(self._states.get(rank, training.start()), rows)
+            _add_waits(self._waits_ns.setdefault(rank, {}), rows)
             self._seen[rank] = rank_trace.end_seq
         states = list(self._states.values())
         name = trace.header.strings.index(training.LOSS) if training.LOSS in trace.header.strings else -1
         count = _num_ready(states, name)
         told = _learned(states, name, count)
+        self._take_waits(told)
         told["model"] = self._models(trace, states, told["step"])
         self._states = {rank: _without(state, count) for rank, state in self._states.items()}
         return told[-MAX_STEPS:]
+
+    def _take_waits(self, told: NDArray[np.void]) -> None:
+        """Fill in how much of each step compute waited, and who made the others wait; older steps are forgotten."""
+        ranks = sorted(self._waits_ns)
+        waited = [[self._waits_ns[rank].get(step, 0) for rank in ranks] for step in told["step"].tolist()]
+        waits_ns = np.array(waited, np.int64).reshape(len(told), len(ranks))
+        step_ns = np.maximum(told["step_ns"], 1)
+        told["exposed"] = np.clip(waits_ns.mean(axis=1) / step_ns, 0, 1) if ranks else 0
+        spread = waits_ns.max(axis=1, initial=0) - (waits_ns.min(axis=1) if ranks else 0)
+        least = np.array(ranks, np.int64)[waits_ns.argmin(axis=1)] if ranks else np.full(len(told), -1)
+        told["spread_ns"] = spread
+        told["straggler"] = np.where(spread > LATE * step_ns, least, -1)
+        if len(told):
+            last = int(told["step"][-1])
+            for rank, waits in self._waits_ns.items():
+                self._waits_ns[rank] = {step: ns for step, ns in waits.items() if step > last}
 
     def _models(self, trace: Trace, states: list[TrainingState], steps: NDArray[np.int32]) -> NDArray[np.int32]:
         """Which model each of ``steps`` trained; one without a forward the one before. ``[S]``."""
@@ -55,6 +88,17 @@ class Steps:
         known = np.append(found["unit"], self._model)[at - 1]  # before the first: the last entry
         self._model = int(known[-1]) if len(known) else self._model
         return known
+
+
+def _add_waits(waits_ns: dict[int, int], rows: Rows) -> None:
+    """Add to each step how long its waits in ``rows`` take: when they end, without when they begin."""
+    waits = rows[(rows["kind"] == Kind.WAIT) & (rows["step"] >= 0)]
+    steps, place = np.unique(waits["step"], return_inverse=True)
+    signed = np.where(waits["edge"] == Edge.END, waits["t_ns"], -waits["t_ns"])
+    sums = np.zeros(len(steps), np.int64)
+    np.add.at(sums, place, signed)
+    for step, total in zip(steps.tolist(), sums.tolist(), strict=True):
+        waits_ns[step] = waits_ns.get(step, 0) + total
 
 
 def _num_ready(states: list[TrainingState], name: int) -> int:

@@ -136,4 +136,7 @@ def said(pulse: Pulse) -> str:
         return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
     if not pulse.running:
         return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
-    return "Nothing is recorded yet: %fsdp shard MODEL splits a model over the ranks, %fsdp step 40 trains it."
+    return (
+        "Nothing is recorded yet: make a model and define train_step() in a %%fsdp cell; %fsdp shard MODEL splits it "
+        "over the ranks, %fsdp step 40 trains it."
+    )

@@ -5,7 +5,7 @@
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { make, refill, swatch, write } from "./dom.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
-import { formatBytes, formatDuration, ranksInWords } from "./format.js";
+import { formatBytes, formatDuration, formatShare, ranksInWords } from "./format.js";
 import { isDark } from "./look.js";
 import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
 import { Known, Steps } from "./series.js";
@@ -13,7 +13,7 @@ import { TRACKS } from "./tables.js";
 import { createTimeline } from "./timeline.js";
 import { itemsOf, unpack } from "./unpack.js";
 
-/** @import { About, Answer, AskAt, AskBeside, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, Said, SpansTable, Window } from "./messages.js" */
+/** @import { About, Answer, AskAt, AskBeside, Change, Costs, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, Said, SpansTable, Status, Window } from "./messages.js" */
 /** @import { Scene, Skin, Value } from "./panels.js" */
 /** @import { Items } from "./track.js" */
 
@@ -22,6 +22,10 @@ const SAID_MS = 8000; // for so long what came of a button is shown
 const STEPS_IN_VIEW = 2.4; // that a running view shows
 const MAX_UNITS = 200;
 const NONE = "\u2013";
+const BADGES = {
+  training: "\u25b6 training", stuck: "\u26a0 stuck", stopped: "\u275a\u275a stopped", idle: "\u25cf idle",
+  over: "\u25cb over", dead: "\u2715 ranks died", empty: "\u25cb nothing yet",
+};
 
 /**
  * The kernel's side: a widget's model, or what stands for one.
@@ -104,9 +108,22 @@ class DashboardView {
     /** @type {Items[] | null} */
     this.closeSpans = null; // that the timeline has
 
+    /** @type {Status} */
+    this.status = { word: "empty", why: "" };
+    this.late = "";
+    /** @type {Change | null} */
+    this.change = null;
+    this.badge = make("span", "fw-badge");
+    this.why = make("span", "fw-why");
     this.when = make("span", "fw-when");
     this.event = make("span", "fw-event");
     this.live = make("button", "fw-live", "live");
+    this.oneStep = make("button", "fw-hold", "hold last step");
+    this.size = make("select", "fw-size");
+    this.place = make("input", "fw-place");
+    this.costs = make("div", "fw-change");
+    this.foot = make("div", "fw-foot");
+    this.lateNote = make("div", "fw-late");
     /** @type {Map<string, HTMLButtonElement>} */
     this.buttons = new Map();
     this.sentence = make("div", "fw-said");
@@ -149,13 +166,16 @@ class DashboardView {
     root.tabIndex = 0;
     root.dataset.lmSuppressShortcuts = "true"; // arrow keys are the dashboard's while it has the focus
     root.setAttribute("role", "group");
-    root.setAttribute("aria-label", "Live dashboard. Left and right arrow keys: event by event. L: live.");
-    const head = make("div", "fw-head");
-    head.append(this.when, this.event, this.buildButtons());
+    root.setAttribute("aria-label", "Live dashboard. Left and right arrow keys: event by event. L: live. H: hold the last step.");
+    const head = make("div", "fw-head"), state = make("div", "fw-state"), at = make("div", "fw-at");
+    state.append(this.badge, this.why);
+    state.setAttribute("role", "status");
+    at.append(this.when, this.event);
+    head.append(state, at, this.buildButtons());
     this.sentence.setAttribute("role", "status");
     root.append(head, this.sentence);
-    if (about.panels.includes("ranks")) root.append(this.buildCards());
-    root.append(this.body);
+    if (about.panels.includes("ranks")) root.append(this.buildCards(), this.costs);
+    root.append(this.body, this.foot);
     this.memory.box.append(this.memoryLegend);
     this.states.box.append(this.statesLegend);
     this.tracks.box.append(this.timelineBox);
@@ -170,14 +190,51 @@ class DashboardView {
     const row = make("div", "fw-buttons");
     for (const word of this.about.buttons) {
       const button = make("button", `fw-${word}`, word);
-      button.onclick = () => { this.press(word); };
       button.disabled = true;
       this.buttons.set(word, button);
-      row.append(button);
+      if (word === "next") row.append(this.joined(button, this.buildSize(), () => this.size.value));
+      else if (word === "break") row.append(this.joined(button, this.buildPlace(), () => this.place.value.trim()));
+      else {
+        button.onclick = () => { this.press(word); };
+        row.append(button);
+      }
     }
+    this.oneStep.title = "stop redrawing and show the last step that all ranks finished";
+    this.oneStep.onclick = () => { this.holdStep(); };
     this.live.onclick = () => { this.follow(); };
-    row.append(this.live);
+    row.append(this.oneStep, this.live);
     return row;
+  }
+
+  /**
+   * A button and what is chosen or typed for it, as one thing.
+   * @param {HTMLButtonElement} button
+   * @param {HTMLElement} field
+   * @param {() => string} argument
+   */
+  joined(button, field, argument) {
+    const both = make("span", "fw-joined");
+    button.onclick = () => { this.press(button.textContent, argument()); };
+    both.append(button, field);
+    return both;
+  }
+
+  /** How far `next` goes. */
+  buildSize() {
+    this.size.setAttribute("aria-label", "next: how far");
+    this.size.append(...this.about.sizes.map((size) => make("option", "", size)));
+    return this.size;
+  }
+
+  /** Where `break` stops. */
+  buildPlace() {
+    this.place.setAttribute("aria-label", "break: before which event");
+    this.place.placeholder = "all_gather:blocks.2";
+    this.place.size = 16;
+    this.place.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.buttons.get("break")?.click();
+    });
+    return this.place;
   }
 
   buildCards() {
@@ -196,6 +253,8 @@ class DashboardView {
     };
     line("loss", "loss", UNIT_STATES[UNIT_STATE.SHARDED].colour);
     line("step time", "ms", KINDS[KIND.OPTIMIZER].colour);
+    line("exposed", "exposed", KINDS[KIND.WAIT].colour);
+    cards.lastElementChild?.append(this.lateNote);
     return cards;
   }
 
@@ -329,6 +388,8 @@ class DashboardView {
       this.now = null;
       this.peaks = [];
       this.sayUntil = 0;
+      this.late = "";
+      this.change = null;
     }
     if (news.restart) {
       this.begin();
@@ -340,7 +401,11 @@ class DashboardView {
       this.timeline.setUnits(this.units);
     }
     this.health = news.health;
+    this.status = news.status;
     this.told = news.said;
+    this.late = news.late ?? this.late;
+    this.change = news.change ?? this.change;
+    write(this.foot, news.whose);
     this.groups = news.groups;
     this.now = news.now ?? this.now;
     this.peaks = news.peaks ?? this.peaks;
@@ -457,11 +522,14 @@ class DashboardView {
     this.say();
   }
 
-  /** @param {string} word */
-  press(word) {
-    this.said = `${word} \u2026`;
+  /**
+   * @param {string} word
+   * @param {string} argument
+   */
+  press(word, argument = "") {
+    this.said = `${[word, argument].filter(Boolean).join(" ")} \u2026`;
     this.sayUntil = performance.now() + SAID_MS;
-    this.send({ ask: "do", view: this.id, word });
+    this.send({ ask: "do", view: this.id, word, argument });
     this.draw();
   }
 
@@ -539,6 +607,15 @@ class DashboardView {
     this.draw();
   }
 
+  /** One clean step, whole: the last one that all ranks finished. */
+  holdStep() {
+    const { length, columns: { t, ms } } = this.steps;
+    if (!length) return;
+    const end = t[length - 1], span = 1000 * ms[length - 1];
+    this.putCursor(end);
+    this.timeline.setView(end - 1.03 * span, end + 0.03 * span);
+  }
+
   follow() {
     this.isLive = true;
     this.cursor = null;
@@ -561,11 +638,13 @@ class DashboardView {
 
   /** @param {KeyboardEvent} event */
   key(event) {
-    if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const isTyping = event.target === this.place || event.target === this.size;
+    if (isTyping || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const actions = new Map([
       ["ArrowRight", () => { this.step(1); }],
       ["ArrowLeft", () => { this.step(-1); }],
       ["l", () => { this.follow(); }],
+      ["h", () => { this.holdStep(); }],
     ]);
     const action = actions.get(event.key);
     if (!action) return;
@@ -656,9 +735,17 @@ class DashboardView {
     const isOver = !this.health.length || states.has("gone"); // nothing is to come: the ranks were stopped, or some died
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
     write(this.live, isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live");
-    const works = this.works(), isHeld = states.has("held");
-    const can = new Map([["pause", works], ["next", isHeld], ["continue", isHeld], ["abort", works || isHeld]]);
+    const works = this.works(), isHeld = states.has("held"), isIdle = !isOver && !works && !isHeld;
+    const can = new Map([["step", isIdle], ["pause", works], ["next", isHeld], ["continue", isHeld],
+      ["abort", works || isHeld], ["break", !isOver]]);
     for (const [word, button] of this.buttons) button.disabled = !can.get(word);
+    this.size.disabled = !isHeld;
+    this.place.disabled = isOver;
+    this.oneStep.disabled = !this.steps.length;
+    this.badge.className = `fw-badge fw-is-${this.status.word}`;
+    write(this.badge, BADGES[this.status.word]);
+    write(this.why, this.status.why);
+    this.why.title = this.status.why;
   }
 
   say() {
@@ -691,11 +778,33 @@ class DashboardView {
     const { steps } = this;
     const step = this.isLive || !at ? null : at.step >= 0 ? at.step : this.stepBefore(at.t_us);
     const here = step === null ? steps.length - 1 : steps.numbered(step);
+    write(this.lateNote, step === null ? this.late : "");
+    this.drawChange();
+    const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare,
+      loss: (/** @type {number} */ loss) => loss.toPrecision(4) };
     for (const { value, colour, number, sheet } of this.lines) {
       const found = here >= 0 ? steps.columns[value][here] : NaN;
-      write(number, !Number.isFinite(found) ? NONE : value === "ms" ? formatDuration(found * 1000) : found.toPrecision(4));
+      write(number, Number.isFinite(found) ? said[value](found) : NONE);
       sheet.paint(40, (pen, width, height) => { drawLine(pen, width, height, { steps, value, colour, at: step, skin }); });
     }
+  }
+
+  /** What the last turn of a knob has changed: before and after, side by side. */
+  drawChange() {
+    const { change } = this;
+    refill(this.costs, change, () => {
+      if (!change) return [];
+      const table = make("table"), head = make("tr");
+      head.append(...["", "steps", "step time", "exposed", "peak"].map((word) => make("th", "", word)));
+      const row = (/** @type {string} */ name, /** @type {Costs} */ costs) => {
+        const line = make("tr");
+        const numbers = [`${costs.num_steps}`, formatDuration(1000 * costs.ms), formatShare(costs.exposed), formatBytes(costs.peak_bytes)];
+        line.append(make("th", "", name), ...numbers.map((number) => make("td", "", number)));
+        return line;
+      };
+      table.append(head, row("before", change.before), row("after", change.after));
+      return [make("div", "fw-turned", `changed at step ${change.at_step}: ${change.what}`), table];
+    });
   }
 
   /** @param {number} us */
@@ -758,7 +867,10 @@ class DashboardView {
     this.statesSheet.paint(height, (pen, wide, high) => { drawStates(pen, wide, high, { ...scene, units }); });
     const first = this.groups.at(0);
     const who = !first ? "" : `${ranksInWords(first)}${this.groups.length > 1 ? " shown" : first.length > 1 ? " alike" : ""}`;
-    write(this.states.note, [who, this.clock].filter(Boolean).join(" \u00b7 "));
+    const full = this.order.filter((unit) => now?.at(unit) === UNIT_STATE.UNSHARDED).map((unit) => this.units[unit]);
+    const gathered = now ? `unsharded: ${full.join(", ") || "none"}` : "";
+    write(this.states.note, [gathered, who, this.clock].filter(Boolean).join(" \u00b7 "));
+    this.states.note.title = gathered;
   }
 }
 

@@ -42,6 +42,11 @@ export function formatDuration(us) {
   return `${threeDigits(us / divisor)} ${unit}`;
 }
 
+/** @param {number} part of a whole */
+export function formatShare(part) {
+  return `${(100 * part).toFixed(0)} %`;
+}
+
 /**
  * The begin left out of what is longer than `width` letters: names differ at their end.
  * @param {string} text

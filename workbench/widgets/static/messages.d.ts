@@ -55,6 +55,8 @@ export interface AskToDo {
   readonly view: string;
   /** of the button, one of `About.buttons`. */
   readonly word: string;
+  /** up to the next what `next` goes; where `break` stops; else empty. */
+  readonly argument: string;
 }
 
 /** Says that a view is gone. */
@@ -102,6 +104,17 @@ export interface HealthOfRanks {
   readonly where: string;
 }
 
+/** What the ranks do, in a word, and why. */
+export interface Status {
+  /**
+   * `empty`: nothing is recorded yet; `over`: there are no ranks any more, and this is what
+   * they recorded.
+   */
+  readonly word: "training" | "stuck" | "stopped" | "idle" | "over" | "dead" | "empty";
+  /** in words; empty: there is no more to say. */
+  readonly why: string;
+}
+
 /** Ranks that were alike at a moment. */
 export interface RanksThen {
   /** which. */
@@ -146,6 +159,30 @@ export interface Peak {
   readonly text: string;
 }
 
+/** What some steps cost. */
+export interface Costs {
+  /** how many. */
+  readonly num_steps: number;
+  /** of a step, in milliseconds, the median. */
+  readonly ms: number;
+  /** share of it in which compute waited, the median. */
+  readonly exposed: number;
+  /** most bytes in use in the last few of them. */
+  readonly peak_bytes: number;
+}
+
+/** What the last turn of a knob has changed. */
+export interface Change {
+  /** was turned, in words. */
+  readonly what: string;
+  /** the first step after it. */
+  readonly at_step: number;
+  /** the last steps before it. */
+  readonly before: Costs;
+  /** the last steps since. */
+  readonly after: Costs;
+}
+
 /** Where `%fsdp back` has put the cursor. */
 export interface MovedCursor {
   /** when that is. */
@@ -177,6 +214,10 @@ export interface News {
   readonly begin_us: number;
   /** how the ranks are, alike ones together; none without ranks. */
   readonly health: readonly HealthOfRanks[];
+  /** what they do, in a word, and why. */
+  readonly status: Status;
+  /** whose ranks these are, in words. */
+  readonly whose: string;
   /** a sentence about what there is to see; empty while ranks train. */
   readonly said: string;
   /** whose times the timeline has, and whose the other panels; empty where there is one clock. */
@@ -194,6 +235,13 @@ export interface News {
   readonly now: Moment | null;
   /** of each group, if anything was recorded. */
   readonly peaks: readonly Peak[] | null;
+  /**
+   * which rank the others wait for in the newest finished step, in words; empty: none; None: no
+   * step has finished since the last time.
+   */
+  readonly late: string | null;
+  /** what the last turn of a knob has changed, if that is known and new. */
+  readonly change: Change | null;
   /** the cursor of `%fsdp back` is elsewhere than before. */
   readonly has_moved: boolean;
   /** where it is then; None: at the newest event. */
@@ -245,6 +293,8 @@ export interface About {
   readonly buttons: readonly string[];
   /** to be shown. */
   readonly panels: readonly ("ranks" | "memory" | "units" | "timeline")[];
+  /** how far `next` can go. */
+  readonly sizes: readonly string[];
 }
 
 export type Question =
@@ -290,6 +340,7 @@ export interface StepsTable {
   readonly step: Int32Array;
   readonly loss: Float32Array;
   readonly ms: Float32Array;
+  readonly exposed: Float32Array;
   readonly model: Int32Array;
 }
 

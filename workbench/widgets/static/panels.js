@@ -29,7 +29,7 @@ import { lastUpTo } from "./series.js";
 
 /** @typedef {{ name: string, series: Changes, now: number | undefined }} UnitRow `now`: its state at the cursor */
 
-/** @typedef {"loss" | "ms"} Value a column of steps */
+/** @typedef {"loss" | "ms" | "exposed"} Value a column of steps */
 
 /** A canvas that is as wide as its parent, sharp on any screen. */
 export class Sheet {

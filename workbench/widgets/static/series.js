@@ -136,7 +136,7 @@ export class Steps extends Growing {
   /** @param {number} room */
   static make(room) {
     return { t: new Float64Array(room), step: new Int32Array(room), loss: new Float32Array(room),
-      ms: new Float32Array(room), model: new Int32Array(room) };
+      ms: new Float32Array(room), exposed: new Float32Array(room), model: new Int32Array(room) };
   }
 
   /** @param {StepsTable} table */
@@ -148,6 +148,7 @@ export class Steps extends Growing {
       columns.step[length] = table.step[k];
       columns.loss[length] = table.loss[k];
       columns.ms[length] = table.ms[k];
+      columns.exposed[length] = table.exposed[k];
       columns.model[length] = table.model[k];
       this.length += 1;
     });
