@@ -1,0 +1,48 @@
+"""A run that lasts: once the record is full, what the kernel keeps for a view grows no more."""
+
+import gc
+import itertools
+import tracemalloc
+
+from tests.widgets.long_trace import long_trace
+from workbench.session.pulse import Pulse
+from workbench.trace import advance
+from workbench.trace.columns import RankTrace, Trace
+from workbench.widgets.answers import Answers
+
+KEPT, STEP, LOOKS = 2_000, 400, 30
+MAY_GROW = 64 * 1024
+"""Bytes, over the last two thirds of the looks."""
+
+
+def states_of_a_record(trace):
+    """The record as it is again and again: of each rank the last KEPT rows, and the state before them."""
+    starts = {r.rank: r.start for r in trace.ranks}
+    for end in range(KEPT, KEPT + LOOKS * STEP, STEP):
+        ranks = []
+        for whole in trace.ranks:
+            first = end - KEPT
+            start = starts[whole.rank]
+            starts[whole.rank] = start = advance(start, whole.rows[start.seq : first])
+            ranks.append(RankTrace(whole.rank, whole.rows[first:end].copy(), start))
+        yield Trace(trace.header, tuple(ranks))
+
+
+def test_of_a_full_record_a_view_keeps_no_more_and_no_more():
+    answers, ticks, sizes = Answers(), itertools.count(), []
+    records = states_of_a_record(long_trace(num_ranks=2, rows_per_rank=KEPT + LOOKS * STEP))
+    tracemalloc.start()
+    try:
+        for number, trace in enumerate(records):
+            pulse = Pulse(trace=trace)
+            told, _ = answers.answer({"ask": "feed"}, pulse, lambda: next(ticks) / 10)
+            assert told["restart"] == (number == 0)
+            begin_us, end_us = told["begin_us"], told["now"]["t_us"]
+            window = {"ask": "window", "number": number, "from_us": begin_us, "to_us": end_us}
+            assert answers.answer(window, pulse, lambda: 0.0)[0]["counts"]["spans"] > 0
+            del trace, pulse, told
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] - sizes[LOOKS // 3] < MAY_GROW
