@@ -25,10 +25,13 @@ from workbench.protocol.messages import (
     JobError,
     Known,
     Line,
+    ListModels,
     ListNames,
     Locate,
+    ModelInfo,
     Names,
     Place,
+    Plan,
     Position,
     Recorded,
     RunTo,
@@ -36,6 +39,7 @@ from workbench.protocol.messages import (
     Shut,
     Stacks,
     Thread,
+    WrapClass,
 )
 from workbench.protocol.starting import Connected
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
@@ -383,7 +387,7 @@ class FakeCluster:
         self.patience.append((request.word, timeout_s))
         if isinstance(request, Drain):
             self.on_drain()
-        elif not isinstance(request, (Locate, Stacks, Line, ListNames)):
+        elif not isinstance(request, (Locate, Stacks, Line, ListNames, ListModels, Plan)):
             self.log.append((request.word, request, chosen))
         return {rank: self._answer(rank, request) for rank in chosen}
 
@@ -409,6 +413,8 @@ class FakeCluster:
             case ListNames():
                 mine = {"modules": tuple(self.modules[rank]), "variables": tuple(self.variables[rank])}
                 answer = Names(**mine, classes=("Block",))
+            case ListModels() | Plan():
+                answer = self._planned(rank, request)
             case Stacks():
                 frame = Frame(text="cell:3 in train_step: f()", number=0)
                 answer = (Thread(name="MainThread", is_main=True, frames=(frame,)),)
@@ -419,6 +425,13 @@ class FakeCluster:
             case _:
                 answer = self.gates[rank].ask(request)
         return answer
+
+    def _planned(self, rank: int, request: ListModels | Plan) -> Any:
+        if isinstance(request, ListModels):
+            return tuple(example_model(name) for name in self.modules[rank])
+        if request.command.wrap == ("Blcok",):
+            raise UsageError("the model holds no Blcok; its classes are: Block (2)")
+        return self.job.header.units
 
     def position(self, rank: int) -> Position:
         return self.gates[rank].position(
@@ -461,6 +474,17 @@ class FakeCluster:
 
         self.on_drain = on_drain
         return act
+
+
+def example_model(name: str) -> ModelInfo:
+    return ModelInfo(
+        name=name,
+        class_name="Net",
+        is_sharded=False,
+        **{"num_params": 10, "num_elements": 1000, "num_bytes": 4000},
+        classes=(WrapClass(name="Block", count=2, num_elements=900),),
+        suggested=("Block",),
+    )
 
 
 def step_result(steps: int) -> dict[str, Any]:

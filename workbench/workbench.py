@@ -19,6 +19,7 @@ import plotly.graph_objects as go
 from workbench.cluster import Cluster
 from workbench.cluster.pending import select
 from workbench.errors import UsageError
+from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
 from workbench.protocol.breakpoints import Condition, parse_event
@@ -34,7 +35,7 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
-from workbench.protocol.messages import Names, RunCell
+from workbench.protocol.messages import ModelInfo, Names, RunCell
 from workbench.reports import cursor as cursors
 from workbench.reports.done import (
     CellReport,
@@ -297,6 +298,18 @@ class Workbench:
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold, by rank; nothing when none run."""
         return {} if self._session is None else self._session.names()
+
+    def models(self) -> dict[int, tuple[ModelInfo, ...]]:
+        """Return the models that the ranks' cells have made, by rank; nothing when none run."""
+        return {} if self._session is None else self._session.models()
+
+    def plan(self, command: Shard) -> tuple[Unit, ...]:
+        """Return the units that ``command`` would make, the root last; nothing is changed.
+
+        Raises:
+            UsageError: no ranks run, or it cannot be done.
+        """
+        return self._started().plan(command)
 
     # ---- work
 

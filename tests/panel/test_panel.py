@@ -15,6 +15,8 @@ from workbench.events import Category
 from workbench.panel.messages import VERSION, Answer
 from workbench.panel.panel import Panel
 from workbench.panel.state import Observer, Settings
+from workbench.replay.collectives import closed_form, ring_bytes
+from workbench.replay.shards import at_rest
 from workbench.session.pulse import Pulse
 
 BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
@@ -151,6 +153,47 @@ def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
     assert lines == ["%fsdp start", "%fsdp shard model --wrap Block --mesh 2x2"]
     assert {past["source"] for past in started.ask("recall")["commands"]} == {"panel"}
     assert started.ask("spell", command={"word": "break", "action": "off", "event": "1"})["line"] == "%fsdp break off 1"
+
+
+def test_models_are_offered_with_what_they_hold(started):
+    started.fake.modules[3] = ["teacher"]
+    model, teacher = started.ask("find models")["models"]
+    assert (model["name"], model["ranks"], model["suggested"]) == ("model", [0, 1, 2], ["Block"])
+    assert model["classes"] == [{"name": "Block", "count": 2, "num_elements": 900}]
+    assert (teacher["name"], teacher["ranks"]) == ("teacher", [3])
+    started.fake.modules = {rank: [] for rank in range(4)}
+    assert "build one in a %%fsdp cell" in started.ask("find models")["text"]
+
+
+def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started):
+    log = list(started.fake.log)
+    found = started.ask("try", command={"word": "shard", "model": "model", "wrap": ["Block"]})
+    header = started.fake.job.header
+    forms = closed_form(header)
+    assert (found["line"], found["problem"]) == ("%fsdp shard model --wrap Block", "")
+    assert sum(sent["calls"] for sent in found["sent"]) == sum(form.calls for form in forms)
+    assert found["sent_bytes"] == round(sum(ring_bytes(f.kind, f.num_bytes, f.num_ranks) for f in forms))
+    for rank in range(4):
+        (held,) = [held for held in found["at_rest"] if rank in held["ranks"]]
+        expected = at_rest(header, rank)
+        assert (held["params"], held["grads"], held["adam"]) == (expected.params, expected.grads, expected.adam)
+    assert started.fake.log == log
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            {"word": "shard", "model": "model", "wrap": ["Blcok"]},
+            "the model holds no Blcok; its classes are: Block (2)",
+        ),
+        ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
+        ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
+        ({"word": "step"}, "only shard can be tried, not step"),
+    ],
+)
+def test_what_cannot_be_done_says_so_before(started, command, says):
+    assert says in started.ask("try", command=command)["problem"]
 
 
 def test_a_figure_comes_as_a_notebook_would_have_it(started):

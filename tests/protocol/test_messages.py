@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.protocol.test_commands import shards
 from workbench.codec import CodecError, decode, encode
 from workbench.events import Edge, Kind, Phase, UnitState
-from workbench.protocol.commands import NEXT, ON_RANKS, Continue, Evaluate, Next
+from workbench.protocol.commands import NEXT, ON_RANKS, Continue, Evaluate, Next, Shard
 from workbench.protocol.messages import REQUESTS, Frame, Place, Position, read_request
 from workbench.protocol.starting import Boot, Connect
 
@@ -27,14 +28,20 @@ PLAIN = {
     },
 }
 
+CHECKED = {  # what refuses some values
+    Next: st.builds(Next, what=st.sampled_from(NEXT)),
+    Shard: shards,
+    Evaluate: st.builds(
+        Evaluate, expr=st.text(max_size=9), ranks=st.lists(PLAIN[int]).map(tuple), frame=st.integers(0, 9)
+    ),
+}
+
 
 def of(kind):
     """Any value of a type that a message may hold."""
     origin, args = get_origin(kind), get_args(kind)
-    if kind is Next:
-        return st.builds(Next, what=st.sampled_from(NEXT))
-    if kind is Evaluate:
-        return st.builds(Evaluate, expr=of(str), ranks=of(tuple[int, ...]), frame=st.integers(0, 9))
+    if kind in CHECKED:
+        return CHECKED[kind]
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         return st.builds(kind, **{field.name: of(hints[field.name]) for field in dataclasses.fields(kind)})

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from workbench.events import Category, Kind
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import prefetch
+from workbench.runtime import planning, prefetch
 from workbench.trace import header_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.rules import check
@@ -47,8 +48,10 @@ def trace_here():
 
 
 def train(policy):
-    prepare(clip=1.0)
-    out = {"shard": execute(Shard(model="model", wrap=("Block",), **policy))}
+    ns = prepare(clip=1.0)
+    command = Shard(model="model", wrap=("Block",), **policy)
+    out = {"plan": planning.plan(command, ns["world_size"]), "models": planning.models()}
+    out["shard"] = execute(command)
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
     out["rules"] = check(trace)
@@ -60,6 +63,11 @@ def train(policy):
     out["at rest"] = at_rest(trace.header, rank.rank % trace.header.units[0].shard_size)
     out["verify"] = execute(Verify())
     return out
+
+
+def planned(unit):
+    """What of a unit is known before it is made."""
+    return replace(unit, index=0, root=-1, comm="")
 
 
 @functools.cache
@@ -78,6 +86,11 @@ def test_a_policy_trains_is_recorded_as_its_closed_form_says_and_verifies(name):
         assert not [row for row in out["forms"] if row[-1]], out["forms"]
         assert out["live"][Category.SHARDED_PARAMS] == out["at rest"].params == out["shard"]["bytes_at_rest"]
         assert out["live"][Category.OPTIMIZER_STATE] == out["at rest"].adam
+        assert sorted(map(planned, out["plan"]), key=str) == sorted(map(planned, out["units"]), key=str)
+        (model,) = out["models"]
+        assert (model.name, model.is_sharded, model.num_params) == ("model", False, out["shard"]["num_params"])
+        assert (model.num_elements, model.num_bytes) == (out["shard"]["num_elements"], out["shard"]["bytes_unsharded"])
+        assert "Block" in {offered.name for offered in model.classes}
     kinds = Counter(kind for _, kind, *_ in results[0]["forms"])
     copies, size = policy.get("mesh", (1, num_ranks))
     assert {unit.replicate_size for unit in results[0]["units"]} == {copies}

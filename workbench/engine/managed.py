@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,23 +15,32 @@ from workbench.engine.state import state_of
 _TAKEN = "_workbench_unit_param"
 
 
-def _get_managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+def _has_state(module: nn.Module) -> bool:
+    return state_of(module) is not None
+
+
+def _get_managed_modules(
+    roots: Sequence[nn.Module], is_taken: Callable[[nn.Module], bool] = _has_state
+) -> list[tuple[str, nn.Module]]:
     """Return every module below ``roots`` that no earlier call took, with its path, each once, in definition order.
 
-    Those that torch's ``replicate`` synchronises are left to it, with all below them.
+    Those that torch's ``replicate`` synchronises are left to it, with all below them. ``is_taken`` tells of a module
+    whether an earlier call took it.
     """
     seen: set[int] = set()
-    return [pair for root in roots for pair in _walk(root, "", seen)]
+    return [pair for root in roots for pair in _walk(root, "", seen, is_taken)]
 
 
-def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _walk(
+    module: nn.Module, path: str, seen: set[int], is_taken: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
     if id(module) in seen or is_replicated(module):
         return
     seen.add(id(module))
     yield path, module
     for name, child in module.named_children():
-        if state_of(child) is None:
-            yield from _walk(child, f"{path}.{name}" if path else name, seen)
+        if not is_taken(child):
+            yield from _walk(child, f"{path}.{name}" if path else name, seen, is_taken)
 
 
 def _get_param_module_infos(

@@ -31,6 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from workbench.protocol.messages import WrapClass
 from workbench.reports.done import Past
 from workbench.reports.places import State as Health
 
@@ -399,21 +400,6 @@ class State:
     training: TrainingState
     ended: Ended | None
     said: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrapClass:
-    """A class of modules that ``wrap`` may name.
-
-    Attributes:
-        name: of the class.
-        count: modules of it inside the model.
-        num_elements: of the parameters of all of them together, in elements.
-    """
-
-    name: str
-    count: int
-    num_elements: int
 
 
 @dataclass(frozen=True, kw_only=True)

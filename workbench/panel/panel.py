@@ -22,23 +22,28 @@ from workbench.panel.messages import (
     VERSION,
     Answer,
     Do,
+    FindModels,
     FindParams,
     Hello,
     Line,
     Look,
+    Models,
     Params,
+    Preview,
     Question,
     Recall,
     Recalled,
     Refused,
     Said,
     Spell,
+    Try,
     UnitInfo,
     Welcome,
 )
+from workbench.panel.preview import models_of, preview
 from workbench.panel.reading import line_of, read_command, read_question
 from workbench.panel.state import Observer, Settings, params_of
-from workbench.protocol.commands import Command, Continue, Dashboard, Next, Step
+from workbench.protocol.commands import Command, Continue, Dashboard, Next, Shard, Step
 from workbench.session.pulse import Pulse
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.waiting import Send, Waiting
@@ -64,7 +69,7 @@ class Panel:
         self._asked = 0  # number of the question that waits
         self._units: tuple[UnitInfo, ...] | None = None
         self._answers: dict[type, Callable[[Any], Answer | None]] = {
-            **{Hello: self._welcome, Look: self._look},
+            **{Hello: self._welcome, Look: self._look, FindModels: self._find_models, Try: self._try},
             **{FindParams: self._find_params, Spell: _spell, Do: self._begin, Recall: self._recall},
         }
         answer_while_busy(comm)
@@ -91,10 +96,7 @@ class Panel:
 
     def _answer(self, question: Question) -> Answer | None:
         """Return the answer; None: it comes later."""
-        answer = self._answers.get(type(question))
-        if answer is None:
-            raise UsageError(f"this kernel does not answer the question {question.word!r}")
-        return answer(question)
+        return self._answers[type(question)](question)
 
     def _look(self, question: Look) -> Answer | None:
         if question.wait:
@@ -103,6 +105,22 @@ class Panel:
             return None
         self._units = None
         return self._state(question.number, self._pulse())
+
+    def _find_models(self, question: FindModels) -> Answer:
+        found = models_of(self._notebook.shown().models())
+        text = "" if found else "the ranks have no model: build one in a %%fsdp cell"
+        return Models(number=question.number, models=found, text=text)
+
+    def _try(self, question: Try) -> Answer:
+        command = read_command(question.command)
+        line = line_of(command)
+        if not isinstance(command, Shard):
+            return Preview(number=question.number, line=line, problem=f"only shard can be tried, not {command.word}")
+        try:
+            units = self._notebook.shown().plan(command)
+        except WorkbenchError as error:
+            return Preview(number=question.number, line=line, problem=str(error))
+        return preview(question.number, line, units, self._notebook.shown().num_ranks)
 
     def _find_params(self, question: FindParams) -> Answer:
         found = params_of(self._pulse().trace.header, question.unit)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from workbench.codec import decode_named
-from workbench.events import Edge, Kind, Phase
+from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request
+from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request, Shard
 from workbench.protocol.inspected import Inspected
 
 
@@ -221,6 +221,67 @@ class ListNames(Request[Names]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrapClass:
+    """A class of modules that ``wrap`` may name.
+
+    Attributes:
+        name: of the class.
+        count: modules of it inside the model.
+        num_elements: of the parameters of all of them together, in elements.
+    """
+
+    name: str
+    count: int
+    num_elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """A model that a rank's cells have made.
+
+    Attributes:
+        name: its variable.
+        class_name: of its class.
+        is_sharded: whether it is sharded.
+        num_params: parameters (tensors).
+        num_elements: of all parameters, in elements.
+        num_bytes: of all parameters in full.
+        classes: that ``wrap`` may name, by the most elements first.
+        suggested: those that ``shard`` takes if none is named.
+    """
+
+    name: str
+    class_name: str
+    is_sharded: bool
+    num_params: int
+    num_elements: int
+    num_bytes: int
+    classes: tuple[WrapClass, ...]
+    suggested: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListModels(Request[tuple[ModelInfo, ...]]):
+    """Asks which models a rank's cells have made."""
+
+    word: ClassVar[str] = "models"
+    reply: ClassVar[Any] = tuple[ModelInfo, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Request[tuple[Unit, ...]]):
+    """Asks which units a command would make; nothing is changed.
+
+    Attributes:
+        command: as it would be done.
+    """
+
+    word: ClassVar[str] = "plan"
+    reply: ClassVar[Any] = tuple[Unit, ...]
+    command: Shard
+
+
+@dataclass(frozen=True, kw_only=True)
 class Known:
     """What is known of a rank's record.
 
@@ -356,7 +417,7 @@ class Forget(Request[None]):
 REQUESTS: dict[str, type[Request[Any]]] = {
     cls.word: cls
     for cls in (
-        *(Locate, Stacks, Line, ListNames, Drain, GiveUp, Shut),
+        *(Locate, Stacks, Line, ListNames, ListModels, Plan, Drain, GiveUp, Shut),
         *(Pause, RunTo, Continue, Next, SetBreakpoints, Job, Forget),
     )
 }

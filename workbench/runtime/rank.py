@@ -29,10 +29,12 @@ from workbench.protocol.messages import (
     GiveUp,
     Known,
     Line,
+    ListModels,
     ListNames,
     Locate,
     Names,
     Place,
+    Plan,
     Position,
     Recorded,
     Shut,
@@ -40,7 +42,7 @@ from workbench.protocol.messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, Connected
-from workbench.runtime import sharding
+from workbench.runtime import planning, sharding
 from workbench.runtime.distributed import ProcessGroups, choose_device
 from workbench.runtime.doing import DOES, does
 from workbench.runtime.gate import Gate, GateRequest
@@ -149,6 +151,10 @@ class RankRuntime:
                     variables=tuple(sorted(variables())),
                     classes=tuple(sharding.class_names()),
                 )
+            case ListModels():
+                answer = planning.models()
+            case Plan(command=command):
+                answer = planning.plan(command, self.groups.world_size)
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
                 self.gate.wake()

@@ -51,15 +51,7 @@ def shard(command: Shard, rank: Rank) -> Sharded:
             that does not hold all ranks.
         RanksDisagreeError: the ranks' models differ; nothing was sharded.
     """
-    model = find_module(command.model)
-    if isinstance(model, FSDPModule):
-        raise UsageError(
-            f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
-            f"%fsdp unshard {command.model}"
-        )
-    inner = _modules_to_wrap(model, command.wrap)
-    ignored = _ignored(model, command.ignore)
-    _check_fits(command, dist.get_world_size())
+    model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
     policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
@@ -71,6 +63,25 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
 
 
+def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module], list[nn.Parameter]]:
+    """Return the model of ``command``, the modules that become units, innermost first, and what it leaves out.
+
+    Raises:
+        UsageError: no such model, already sharded, an unknown class to wrap, a pattern without a match, or a mesh
+            that does not hold all ranks.
+    """
+    model = find_module(command.model)
+    if isinstance(model, FSDPModule):
+        raise UsageError(
+            f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
+            f"%fsdp unshard {command.model}"
+        )
+    inner = _modules_to_wrap(model, command.wrap)
+    ignored = _ignored(model, command.ignore)
+    _check_fits(command, world_size)
+    return model, inner, ignored
+
+
 @does(Reshard)
 def reshard(command: Reshard, rank: Rank) -> Sharded:
     """Give a sharded model another policy, in place; collective. Optimizers go on, their state carried along.
@@ -80,14 +91,14 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
             fit.
     """
     model = _sharded(command.model)
-    names = {_class_name(module) for module in _modules_to_wrap(model, command.wrap)} if command.wrap else set()
+    names = {class_name(module) for module in _modules_to_wrap(model, command.wrap)} if command.wrap else set()
     for info in unit_infos(model):
         _check_fits(command, info.shard_size)
     policy = _policy(command)
     if command.mesh:
         policy["mesh"] = rank.groups.mesh_of(command.mesh_shape)
     if names:
-        policy["wrap"] = lambda module: _class_name(module) in names
+        policy["wrap"] = lambda module: class_name(module) in names
     if command.wrap or command.mp:
         given = policy.get("mp_policy")
         policy["mp_policy"] = lambda module, now: _cast_only_at(model, given or now, module)
@@ -195,14 +206,14 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
     Raises:
         UsageError: a class in ``wrap`` occurs nowhere in the model.
     """
-    names = set(wrap) or _repeated_class(model)
-    counts = Counter(_class_name(m) for m in model.modules() if m is not model)
+    names = set(wrap) or repeated_class(model)
+    counts = Counter(class_name(m) for m in model.modules() if m is not model)
     unknown = names - counts.keys()
     if unknown:
         there = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
         raise UsageError(f"the model holds no {', '.join(sorted(unknown))}; its classes are: {there}")
     # named_modules lists parents before children
-    found = [m for _, m in model.named_modules() if m is not model and _class_name(m) in names]
+    found = [m for _, m in model.named_modules() if m is not model and class_name(m) in names]
     return list(reversed(found))
 
 
@@ -210,18 +221,22 @@ def class_names() -> list[str]:
     """Return the classes that ``wrap`` may name: of modules inside the cells' models that compute with parameters."""
     try:
         inner = [m for name in module_names() for m in list(find_module(name).modules())[1:]]
-        calls = [m for m in inner if type(m).forward is not nn.Module.forward]  # a ModuleList is no unit
-        return sorted({_class_name(m) for m in calls if next(m.parameters(), None) is not None})
+        return sorted({class_name(m) for m in inner if may_be_unit(m)})
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
         return []
 
 
-def _class_name(module: nn.Module) -> str:
+def may_be_unit(module: nn.Module) -> bool:
+    """Return whether a module computes with parameters; a ModuleList does not."""
+    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
+
+
+def class_name(module: nn.Module) -> str:
     """Return the name of a module's own class, also while ``fully_shard`` has given it another."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def _repeated_class(model: nn.Module) -> set[str]:
+def repeated_class(model: nn.Module) -> set[str]:
     """Return the class of the longest list of equal children, which is what a model repeats; maybe none."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
     equal = [m for m in lists if len({type(child) for child in m}) == 1]

@@ -11,12 +11,25 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from workbench.cluster.pending import Pending, select
-from workbench.errors import ClusterError, Interrupted, RankDied, UsageError, WorkbenchError
-from workbench.events import Phase
+from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
+from workbench.events import Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, parse_event
-from workbench.protocol.commands import Command, Inspect, Step, to_dict
+from workbench.protocol.commands import Command, Inspect, Shard, Step, to_dict
 from workbench.protocol.commands import Request as SideRequest
-from workbench.protocol.messages import Done, GiveUp, Line, ListNames, Locate, Names, Position, SetBreakpoints, Stacks
+from workbench.protocol.messages import (
+    Done,
+    GiveUp,
+    Line,
+    ListModels,
+    ListNames,
+    Locate,
+    ModelInfo,
+    Names,
+    Plan,
+    Position,
+    SetBreakpoints,
+    Stacks,
+)
 from workbench.protocol.starting import Connected
 from workbench.replay.alike import label
 from workbench.reports.done import Report, StepReport
@@ -181,6 +194,25 @@ class Session:
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
         return self.ask(ListNames())
+
+    def models(self) -> dict[int, tuple[ModelInfo, ...]]:
+        """Return the models that the ranks' cells have made; a rank that does not answer at once is left out."""
+        return self.ask(ListModels())
+
+    def plan(self, command: Shard) -> tuple[Unit, ...]:
+        """Return the units that ``command`` would make; nothing is changed.
+
+        Raises:
+            UsageError: it cannot be done; the message says what to write instead.
+        """
+        check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
+        reply = self.cluster.ask(Plan(command=command), self.living()[:1], timeout_s=ASK_S)
+        for found in reply.values():
+            if isinstance(found, RankError):
+                raise UsageError(found.evalue)
+            if not isinstance(found, Exception):
+                return found
+        raise UsageError("no rank has answered: see %fsdp where")
 
     def positions(self, *, timeout_s: float = ASK_S) -> dict[int, Position]:
         """Return where each rank is; one that does not answer in time is left out."""
