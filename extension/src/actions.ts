@@ -111,6 +111,6 @@ async function draw(
   widget.title.label = `FSDP: ${command.word}`;
   widget.title.icon = shardsIcon;
   widget.title.closable = true;
-  app.shell.add(widget, "main", { mode: "split-right" });
+  app.shell.add(widget, "main");
   await content.renderModel(new MimeModel({ data: data as PartialJSONObject }));
 }

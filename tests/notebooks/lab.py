@@ -27,7 +27,9 @@ HERE = ("http://127.0.0.1", "http://localhost", "data:", "blob:")
 
 
 @contextmanager
-def jupyterlab(folder: Path, cells: Sequence[str], *, panel: Path | None = None) -> Iterator[str]:
+def jupyterlab(
+    folder: Path, cells: Sequence[str], *, panel: Path | None = None, has_one_kernel: bool = True
+) -> Iterator[str]:
     """Address of a JupyterLab on a notebook with ``cells``; it has the panel that is built in the folder ``panel``."""
     notebook = write_notebook(folder / "run.ipynb", cells)
     runtime = folder / "runtime"
@@ -40,13 +42,14 @@ def jupyterlab(folder: Path, cells: Sequence[str], *, panel: Path | None = None)
         extensions.mkdir(parents=True)
         (extensions / PANEL).symlink_to(panel)
         env["JUPYTER_PATH"] = str(extensions.parent)
+    fixed = ports.of_a_kernel() if has_one_kernel else {}
     extra = [
         "--no-browser",
         "--allow-root",
         "--ServerApp.port=0",
         f"--IdentityProvider.token={TOKEN}",
         "--LabApp.expose_app_in_browser=True",
-        *(f"--KernelManager.{name}={value}" for name, value in ports.of_a_kernel().items()),  # it has but one
+        *(f"--KernelManager.{name}={value}" for name, value in fixed.items()),
     ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(lab_command(notebook, extra), env=env, stdout=log, stderr=subprocess.STDOUT)

@@ -1,0 +1,174 @@
+"""The panel in JupyterLab, in a real browser, on real ranks: nobody types a magic but the one that defines a model."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.extension.built import built_panel
+from tests.integration.model import CELL
+from tests.notebooks.lab import SHOTS, jupyterlab, opened, write_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block"]
+PANEL = "window.jupyterapp.shell.activateById('fsdp-workbench-panel')"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium):
+    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another notebook."""
+    folder = tmp_path_factory.mktemp("lab")
+    expect.set_options(timeout=PATIENCE_MS)
+    with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
+        write_notebook(folder / "other.ipynb", ["1 + 1"])
+        with opened(url, chromium) as lab:
+            lab.page.evaluate(f"() => {PANEL}")
+            yield lab
+
+
+def panel(lab):
+    return lab.page.locator(".fsdp-Panel")
+
+
+def section(lab, name):
+    return panel(lab).get_by_role("region", name=name)
+
+
+def tool(lab, name):
+    return panel(lab).get_by_role("button", name=name, exact=True)
+
+
+def status(lab):
+    return lab.page.locator(".fsdp-Headline")
+
+
+def shot(lab, name):
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    lab.page.screenshot(path=SHOTS / f"panel_{name}.png")
+
+
+def run(lab, command, **args):
+    """Do a command of JupyterLab, and return when it has ended."""
+    lab.page.evaluate("([command, args]) => window.jupyterapp.commands.execute(command, args)", [command, args])
+
+
+def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    shot(lab, "not_loaded")
+    panel(lab).get_by_label("Ranks", exact=True).fill("2")
+    panel(lab).get_by_label("Device").select_option("cpu")
+    tool(lab, "Start 2 ranks").click()
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+    expect(section(lab, "Ranks")).to_contain_text("idle")
+    expect(section(lab, "Units")).to_contain_text("No model is sharded.")
+
+
+def test_a_sharded_model_is_a_tree_of_its_units(lab):
+    for number in range(2):
+        lab.run(number)
+        lab.ends(number)
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
+
+
+def test_a_running_step_is_paused_looked_at_and_continued(lab):
+    panel(lab).get_by_label("Training steps").fill("100000")
+    tool(lab, "Step 100000\u00d7").click()
+    expect(status(lab)).to_contain_text("of 100000 steps")
+    expect(lab.page.locator(".fsdp-Status")).to_contain_text("steps/s")
+    tool(lab, "Pause inside the step").click()
+    expect(section(lab, "Ranks").locator(".fsdp-mod-held").first).to_be_visible()
+    expect(lab.page.locator(".fsdp-Status button")).to_have_class("fsdp-mod-held")
+    shot(lab, "paused")
+    tool(lab, "Go on to the next event").click()
+    expect(section(lab, "Commands")).to_contain_text("%fsdp next")
+    section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click()
+    section(lab, "Units").get_by_role("button", name="blocks.1.norm.weight").click()
+    expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
+    shot(lab, "inspected")
+    tool(lab, "Continue").click()
+    expect(status(lab)).to_contain_text("of 100000 steps")
+
+
+def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
+    unit = section(lab, "Units").locator("[data-fsdp-unit='blocks.2'] .fsdp-Unit-row")
+    unit.click(button="right")
+    shot(lab, "menu")
+    lab.page.get_by_text("Break before Its Backward").click()
+    breakpoints = section(lab, "Breakpoints")
+    expect(status(lab)).to_contain_text("backward of blocks.2")
+    breakpoints.get_by_role("checkbox").click()
+    expect(breakpoints).to_contain_text("1 off")
+    breakpoints.get_by_role("button", name=re.compile("^Clear")).click()
+    expect(breakpoints.get_by_role("checkbox")).to_have_count(0)
+    tool(lab, "Continue").click()
+    expect(status(lab)).to_contain_text("of 100000 steps")
+
+
+def test_what_a_button_does_can_be_copied_as_a_line(lab):
+    lab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tool(lab, "Pause inside the step").click(button="right", force=True)
+    lab.page.get_by_text("Copy as %fsdp Line").click()
+    lab.page.wait_for_function("async () => (await navigator.clipboard.readText()) === '%fsdp pause'")
+
+
+def test_the_dashboard_is_a_tab_beside_the_notebook(lab):
+    run(lab, "fsdp:open-dashboard")
+    expect(lab.page.locator(".fsdp-Dashboard .fw-dashboard")).to_contain_text("loss")
+    lab.page.wait_for_function(
+        "() => document.querySelector('.fsdp-Dashboard .fw-dashboard').dashboard.told !== undefined"
+    )
+    shot(lab, "dashboard")
+
+
+def test_a_reloaded_page_shows_the_truth_again_in_the_middle_of_training(lab):
+    lab.page.evaluate("() => window.jupyterapp.serviceManager.workspaces.fetch('default')")
+    lab.page.reload()
+    expect(panel(lab)).to_be_visible()
+    expect(status(lab)).to_contain_text("of 100000 steps")
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
+    expect(lab.page.locator(".fsdp-Dashboard .fw-dashboard")).to_contain_text("loss")
+    shot(lab, "reloaded")
+
+
+def test_each_notebook_has_ranks_of_its_own(lab):
+    run(lab, "docmanager:open", path="other.ipynb")
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    lab.page.get_by_role("tab", name="run.ipynb", exact=True).click()
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+
+
+def test_it_is_dark_with_a_dark_theme_and_fits_into_a_narrow_window(lab):
+    run(lab, "apputils:change-theme", theme="JupyterLab Dark")
+    lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    shot(lab, "dark")
+    lab.page.set_viewport_size({"width": 700, "height": 900})
+    lab.page.evaluate(f"() => {PANEL}")
+    expect(tool(lab, "Abort")).to_be_visible()
+    box = panel(lab).bounding_box()
+    for button in panel(lab).get_by_role("toolbar").get_by_role("button").all():
+        inside = button.bounding_box()
+        assert inside["x"] + inside["width"] <= box["x"] + box["width"]
+    shot(lab, "narrow")
+    lab.page.set_viewport_size({"width": 1400, "height": 1100})
+    run(lab, "apputils:change-theme", theme="JupyterLab Light")
+
+
+def test_abort_ends_the_step_and_the_ranks_are_ready(lab):
+    tool(lab, "Abort").click()
+    expect(section(lab, "Ranks").locator(".fsdp-mod-idle")).to_have_count(2)
+
+
+def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_ranks_start_again(lab):
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    panel(lab).get_by_label("Ranks", exact=True).fill("1")
+    tool(lab, "Start 1 rank").click()
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(1)
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+    assert lab.outside == []
+    assert lab.errors == []
