@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from tests.bench.memory import Classes, _count_in_all_threads, page_bytes, shared_bytes, totals
+from tests.bench.memory import Classes, count_in_all_threads, page_bytes, shared_bytes, totals
 from tests.bench.processes import on_ranks
 from workbench.engine.backends import pages
 from workbench.engine.backends.pages import Pages, SparePages
@@ -71,7 +71,7 @@ def test_classes_remember_how_units_communicate():
 
 
 def totals_while_a_buffer_dies_elsewhere() -> list[int]:
-    _count_in_all_threads()
+    count_in_all_threads()
     buffers = [torch.empty(1000, dtype=torch.uint8)]
     thread = threading.Thread(target=buffers.clear)
     with profile(profile_memory=True) as profiler:

@@ -129,11 +129,14 @@ def allocated(model: nn.Module) -> int:
     """Bytes of full parameters' pages, whether used or not, and of the storages of what is communicated."""
     ctx = model._get_fsdp_state()._comm_ctx
     full = [unit._home.memory._memory._kept for unit in units(model) if unit._home.memory.is_held]
-    gathers = [unit._all_gather.output for unit in units(model) if unit._all_gather is not None]
+    flying = [unit._all_gather for unit in units(model) if unit._all_gather is not None]
+    casts = [g.own for g in flying if g.own.dtype is torch.bfloat16]
     scatters = [r.scatter for r in ctx.reductions._scattering]
+    received = [s.flight.pending._work._received[0] for s in scatters]
     to_cast = [s.output for s in scatters if s.output.dtype is torch.bfloat16]
+    buffers = (*(g.output for g in flying), *casts, *(s.chunks for s in scatters), *received, *to_cast)
     return sum(kept.num_bytes for kept in (*ctx.pages._free, *full)) + sum(
-        tensor.untyped_storage().nbytes() for tensor in (*gathers, *(s.chunks for s in scatters), *to_cast)
+        tensor.untyped_storage().nbytes() for tensor in buffers
     )
 
 
