@@ -12,7 +12,7 @@ from tests.notebooks.lab import SHOTS, jupyterlab, opened, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block"]
+CELLS = [f"%%fsdp{CELL}"]
 PANEL = "window.jupyterapp.shell.activateById('fsdp-workbench-panel')"
 
 
@@ -65,11 +65,18 @@ def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
     expect(section(lab, "Units")).to_contain_text("No model is sharded.")
 
 
-def test_a_sharded_model_is_a_tree_of_its_units(lab):
-    for number in range(2):
-        lab.run(number)
-        lab.ends(number)
+def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
+    lab.run(0)
+    lab.ends(0)
+    shard = section(lab, "Shard")
+    expect(shard).to_contain_text("model (Net)")
+    shard.get_by_label(re.compile("^Block")).check()
+    expect(shard.get_by_role("row").first).to_have_text("units4")  # three blocks and the root
+    expect(shard.get_by_role("status")).to_contain_text("a step sends")
+    shot(lab, "shard")
+    shard.locator("button[type=submit]").click()
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
+    expect(section(lab, "Commands")).to_contain_text("%fsdp shard model")
 
 
 def test_a_running_step_is_paused_looked_at_and_continued(lab):
