@@ -12,9 +12,9 @@ export interface Policy {
   readonly ignore: string;
 }
 
-/** What the form shows first: what `shard` does if it is told nothing. */
+/** What the form shows first: what `shard` does if it is told nothing; of a sharded model, that all stays as it is. */
 export function standard(model: Model): Policy {
-  return { wrap: model.suggested, mesh: "", reshard: "auto", mp: "off", offload: false, prefetch: "0", ignore: "" };
+  return { wrap: model.is_sharded ? [] : model.suggested, mesh: "", reshard: "auto", mp: "off", offload: false, prefetch: "0", ignore: "" };
 }
 
 /** The command that a form stands for; what is as by default is left out. */

@@ -41,12 +41,12 @@ it("every field that was touched is in the command", () => {
   });
 });
 
-it("a sharded model is resharded, and what cannot be changed then is not asked for", () => {
+it("a sharded model is resharded, and what was not touched stays as it is", () => {
   const sharded = { ...MODEL, is_sharded: true };
-  expect(commandOf(sharded, { ...standard(sharded), ignore: "*.bias" })).toEqual({
+  expect(commandOf(sharded, { ...standard(sharded), ignore: "*.bias", reshard: "false" })).toEqual({
     word: "reshard",
     model: "model",
-    wrap: ["Block"],
+    reshard_after_forward: "false",
   });
 });
 

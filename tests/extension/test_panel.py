@@ -77,6 +77,8 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     shard.locator("button[type=submit]").click()
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
     expect(section(lab, "Commands")).to_contain_text("%fsdp shard model")
+    expect(shard.locator("button[type=submit]")).to_have_text("Reshard")
+    expect(shard.locator("button[type=submit]")).to_be_enabled()
 
 
 def test_a_running_step_is_paused_looked_at_and_continued(lab):

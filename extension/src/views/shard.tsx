@@ -44,7 +44,8 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   const command = commandOf(found, policy);
   const text = JSON.stringify(command);
   React.useEffect(() => {
-    void model.try(JSON.parse(text) as Shard | Reshard);
+    const wanted = JSON.parse(text) as Shard | Reshard;
+    void model.try(wanted.word === "shard" ? wanted : null); // what a reshard comes to cannot be told before
     return () => {
       void model.try(null);
     };
@@ -74,12 +75,12 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
         ))}
       </fieldset>
       <Field label="Mesh" hint="ranks that share a copy, or copies x ranks that share one; empty: all ranks share one">
-        <Text value={policy.mesh} placeholder="all ranks" change={(mesh) => { set({ mesh }); }} />
+        <Text value={policy.mesh} placeholder={found.is_sharded ? "as it is" : "all ranks"} change={(mesh) => { set({ mesh }); }} />
       </Field>
       <Field label="After forward" hint="whether full parameters are freed after forward; auto: all but the root's">
         <Choice
           value={policy.reshard}
-          among={["auto", ["true", "reshard"], ["false", "keep"]]}
+          among={[["auto", found.is_sharded ? "as it is" : "auto"], ["true", "reshard"], ["false", "keep"]]}
           choose={(reshard) => { set({ reshard }); }}
         />
       </Field>
@@ -101,7 +102,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
           onChange={({ target }) => { set({ offload: target.checked }); }}
         />
       </Field>
-      <Preliminary preview={model.preview} />
+      {found.is_sharded ? null : <Preliminary preview={model.preview} />}
       <div className="fsdp-inline">
         <button
           type="submit"
