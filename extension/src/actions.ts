@@ -92,7 +92,7 @@ function addUnitActions(app: JupyterFrontEnd, notebooks: Notebooks, rendermime: 
   }
   app.commands.addCommand("fsdp:show-layout", {
     label: "Show in Layout",
-    execute: () => draw(app, notebooks.model, rendermime, { word: "layout" }),
+    execute: () => draw(app, notebooks.model, rendermime, { word: "layout", unit: unit() ?? null }),
   });
 }
 

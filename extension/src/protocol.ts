@@ -622,6 +622,8 @@ export interface Verify {
 /** Draw which rows of which parameter lie on which rank. */
 export interface DrawLayout {
   readonly word: "layout";
+  /** draw this unit alone: a name, a pattern such as blocks.*, or (root); None: all. */
+  readonly unit?: string | null;
   /**
    * draw parameters that are alike in all but a number (blocks.0-3) as one bar; None: only if
    * many.

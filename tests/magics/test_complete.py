@@ -6,7 +6,7 @@ from workbench.magics.words import WORDS
 POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--mp", "--prefetch"]
 SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", "--no-offload", "--offload"]
 RESHARD_FLAGS = [*POLICY_FLAGS, "--no-offload", "--offload"]
-NAMES = {"modules": ["model", "encoder"], "variables": ["train_step", "model"]}
+NAMES = {"modules": ["model", "encoder"], "variables": ["train_step", "model"], "units": ["blocks.0", "(root)"]}
 
 
 def names(kind):
@@ -30,6 +30,7 @@ def refuse(kind):
         ("%fsdp shard model --reshard-after-forward ", "", ["auto", "true", "false"]),
         ("%fsdp reshard model --mp=f", "f", ["fp16", "fp32", "fp64"]),
         ("%fsdp step --fn=t", "t", ["train_step"]),
+        ("%fsdp layout --unit b", "b", ["blocks.0"]),
     ],
 )
 def test_candidates(before, symbol, expected):

@@ -190,6 +190,7 @@ def test_view_options_are_those_of_the_view():
     assert parse_line("layout --fold true").call() == ("layout", {"fold": True})
     assert parse_line("layout --fold false").call() == ("layout", {"fold": False})
     assert parse_line("layout").call() == ("layout", {})
+    assert parse_line("layout --unit 'blocks.*'").call() == ("layout", {"unit": "blocks.*"})
     assert parse_line("memory --process --step 3 --talk").call() == (
         "memory",
         {"process": True, "step": 3, "talk": True},

@@ -201,6 +201,10 @@ def test_a_figure_comes_as_a_notebook_would_have_it(started):
     said = started.do("layout")
     assert "application/vnd.plotly.v1+json" in said["data"]
     assert said["text"].startswith("Each of 4 ranks keeps")
+    one = started.do("layout", unit="(root)")
+    assert one["line"] == "%fsdp layout --unit '(root)'"
+    assert "of the parameters of (root)" in one["text"]
+    assert "there is no unit 'rot'; the units, nearest first: (root)" in started.do("layout", unit="rot")["text"]
 
 
 def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_off(started):

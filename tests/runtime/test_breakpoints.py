@@ -26,6 +26,7 @@ def armed(event, **fields):
         ({"event": "all_gather"}, True),
         ({"event": "all_gather", "unit": "blocks.2"}, True),
         ({"event": "all_gather", "unit": "blocks.*"}, True),
+        ({"event": "all_gather", "unit": "blocks.[2]"}, True),
         ({"event": "all_gather", "unit": "(root)"}, False),
         ({"event": "all_gather.end"}, False),
         ({"event": "reduce_scatter"}, False),

@@ -9,8 +9,10 @@ import pytest
 from tests.replay.test_shards import make_param, make_unit
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import num_marks, subtitle, title, words
+from workbench.errors import UsageError
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
+from workbench.views import theme
 from workbench.views.layout import MAX_BARS, layout
 
 
@@ -133,6 +135,29 @@ def test_blocks_that_are_alike_share_bars_when_there_are_many():
 def test_few_parameters_are_drawn_one_by_one_unless_asked():
     assert len(layout(example_trace()).layout.yaxis.ticktext) == 24
     assert len(layout(example_trace(), fold=True).layout.yaxis.ticktext) == 10
+
+
+@pytest.mark.parametrize(
+    ("unit", "units", "num_bytes"),
+    [("blocks.1", ["blocks.1"], "32 B"), ("blocks.*", ["blocks.0", "blocks.1"], "48 B"), ("(root)", ["(root)"], "8 B")],
+)
+def test_one_unit_or_those_of_a_pattern_are_drawn_and_counted_alone(unit, units, num_bytes):
+    made = [
+        *(make_unit(make_param((2,), 2, fqn="w")), make_unit(make_param((4,), 2, fqn="w"), index=1, name="blocks.0")),
+        make_unit(make_param((8,), 2, fqn="w"), index=2, name="blocks.1", offload=True),
+        make_unit(make_param((16,), 2, fqn="w"), index=3, name="blocks.1", retired=True),
+    ]
+    fig = layout(trace_of(*made, world_size=2), unit=unit)
+    assert [name for name in ("(root)", "blocks.0", "blocks.1") if f"{name}: " in headings(fig)] == units
+    assert title(fig).endswith(f" of {num_bytes} of the parameters of {unit}")
+    assert subtitle(fig).startswith(theme.plural(len(units), "parameter") + f" in {theme.plural(len(units), 'unit')} ")
+
+
+def test_a_unit_that_is_none_says_which_there_are():
+    with pytest.raises(UsageError, match=r"there is no unit 'block.1'; the units, nearest first: blocks.1, blocks.0, "):
+        layout(example_trace(), unit="block.1")
+    with pytest.raises(UsageError, match="nothing is sharded yet"):
+        layout(trace_of(world_size=2), unit="block.1")
 
 
 @pytest.mark.parametrize("num_ranks", [64, 512])

@@ -19,7 +19,7 @@ from typing import Any, cast, get_type_hints
 from workbench.errors import UsageError
 from workbench.magics.parser import AskHelp, Expand, HelpAsked, Parser
 from workbench.magics.view_options import Option, options_of
-from workbench.protocol.arguments import Argument, argument, argument_of, truth
+from workbench.protocol.arguments import Argument, Names, argument, argument_of, truth
 from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
 from workbench.views import VIEWS
 
@@ -49,7 +49,9 @@ class Timeline(Draw):
 
 
 _CANVAS = argument("all of the run instead, live, to pan and zoom", needs_no_ranks=True)
+_COMPLETES: dict[str, Names] = {"unit": "units"}
 _MORE = {
+    "layout": "`--unit blocks.2`: of this unit alone",
     "timeline": "`--canvas`: of the whole run, live, to pan and zoom",
     "memory": "`--process`: the whole process as well",
 }
@@ -85,7 +87,8 @@ def _argument(option: Option) -> dict[str, Argument]:
         return argument(about)
     if option.type is bool:
         return argument(about, metavar="true|false", read=truth, flags=("--" + option.name.replace("_", "-"),))
-    return argument(about, metavar=option.name.upper(), read=option.type)
+    completes = _COMPLETES.get(option.name, "")
+    return argument(about, metavar=option.name.upper(), read=option.type, completes=completes)
 
 
 WORDS: dict[str, type[Command]] = {}

@@ -70,7 +70,10 @@ def parse_event(text: str, units: Sequence[str]) -> tuple[str, str | None]:
     name, colon, unit = text.strip().partition(":")
     event = name.strip().replace("-", "_")
     split_event(event)
-    return event, _check_unit(unit.strip(), units) if colon else None
+    if not colon:
+        return event, None
+    chosen_units(unit.strip(), units)
+    return event, unit.strip()
 
 
 def split_event(event: str) -> tuple[Kind, Edge]:
@@ -91,15 +94,30 @@ def split_event(event: str) -> tuple[Kind, Edge]:
     return kind, Edge.END if edge == "end" else Edge.BEGIN
 
 
-def _check_unit(unit: str, units: Sequence[str]) -> str:
-    known = [unit_words(name) for name in units]
+def chosen_units(unit: str, units: Sequence[str]) -> list[str]:
+    """Return the names among ``units`` that a person means by ``unit``.
+
+    Args:
+        unit: a name, a glob, or ``(root)``.
+        units: names of the units there are, root ``""`` included.
+
+    Raises:
+        UsageError: it means none; the message lists those there are, the nearest first.
+    """
+    known = {name: unit_words(name) for name in units}
     if not known:
         raise UsageError(f"nothing is sharded yet, so there is no unit {unit!r}: first %fsdp shard MODEL")
-    if not any(name == unit or fnmatchcase(name, unit) for name in known):
-        found = nearest(unit, known)
+    chosen = [name for name, words in known.items() if is_unit(words, unit)]
+    if not chosen:
+        found = nearest(unit, known.values())
         more = f", ... {len(found) - 12} more" if len(found) > 12 else ""
         raise UsageError(f"there is no unit {unit!r}; the units, nearest first: {', '.join(found[:12])}{more}")
-    return unit
+    return chosen
+
+
+def is_unit(words: str, unit: str) -> bool:
+    """Return whether the unit that is written ``words`` is meant by ``unit``, a name or a glob."""
+    return words == unit or fnmatchcase(words, unit)
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:

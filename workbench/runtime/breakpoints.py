@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from workbench.events import COLLECTIVES, Edge, Kind, Phase
-from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
+from workbench.protocol.breakpoints import Breakpoint, Condition, is_unit, split_event
 from workbench.protocol.messages import NOWHERE, Place
 
 
@@ -72,7 +71,7 @@ class Armed:
         if event.kind is not self.kind or event.edge is not self.edge:
             return False
         unit = self.breakpoint.unit
-        if unit is not None and not fnmatchcase(event.unit_name, unit):
+        if unit is not None and not is_unit(event.unit_name, unit):
             return False
         return self.condition is None or self.condition.holds(_fields(event, self.rank))
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
 import plotly.graph_objects as go
 
 from workbench.events import Unit, unit_words
+from workbench.protocol.breakpoints import chosen_units
 from workbench.replay.alike import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Totals, alike, at_rest, shards, totals, unit_shards
 from workbench.replay.units import model_order
@@ -67,14 +68,18 @@ class Segment:
     hover: str
 
 
-def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
+def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -> go.Figure:
     """Draw which rows of which parameter lie on which rank.
 
     Args:
         trace: only its header is read.
+        unit: draw this unit alone: a name, a pattern such as ``blocks.*``, or ``(root)``; None: all.
         fold: draw parameters that are alike in all but a number (``blocks.0-3``) as one bar; None: only if many.
+
+    Raises:
+        UsageError: there is no such unit; the message lists those there are, the nearest first.
     """
-    header = trace.header
+    header = trace.header if unit is None else _only(trace.header, unit)
     places_of = {unit: place for place, unit in enumerate(model_order(header))}
     split = sorted(shards(header), key=lambda part: places_of[part.unit.index])
     if not split:
@@ -84,7 +89,7 @@ def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
     groups, num_left_out = _largest(alike(split) if folded else [(part,) for part in split], columns)
     places = list(_places(groups))
     fig = theme.figure(
-        _title(header, totals(split)),
+        _title(header, totals(split), "parameters" if unit is None else f"the parameters of {theme.shorten(unit)}"),
         _subtitle(header, totals(split), num_left_out),
         height=220 + _ROW_HEIGHT * len(places),
         barmode="overlay",
@@ -97,6 +102,13 @@ def layout(trace: Trace, *, fold: bool | None = None) -> go.Figure:
     return fig
 
 
+def _only(header: Header, unit: str) -> Header:
+    """Return ``header`` with the units alone that are meant by ``unit``."""
+    live = [each for each in header.units if not each.retired]
+    chosen = chosen_units(unit, [each.name for each in live])
+    return replace(header, units=tuple(each for each in live if each.name in chosen))
+
+
 def _largest(groups: list[Group], columns: int) -> tuple[list[Group], int]:
     """Return the largest groups that fit into the picture, in their order, and the number of parameters left out."""
     limit = min(MAX_BARS, max(8, MAX_SEGMENTS // min(columns, MAX_COLUMNS)))
@@ -104,11 +116,11 @@ def _largest(groups: list[Group], columns: int) -> tuple[list[Group], int]:
     return [groups[i] for i in sorted(by_size[:limit])], sum(len(groups[i]) for i in by_size[limit:])
 
 
-def _title(header: Header, total: Totals) -> str:
+def _title(header: Header, total: Totals, params: str) -> str:
     whole = theme.format_bytes(total.bytes_unsharded)
     if header.world_size <= 1:
-        return f"One rank keeps all {whole} of parameters"
-    return f"Each of {header.world_size} ranks keeps {theme.format_bytes(total.bytes_at_rest)} of {whole} of parameters"
+        return f"One rank keeps all {whole} of {params}"
+    return f"Each of {header.world_size} ranks keeps {theme.format_bytes(total.bytes_at_rest)} of {whole} of {params}"
 
 
 def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
