@@ -124,10 +124,9 @@ def test_what_a_button_does_can_be_copied_as_a_line(lab):
 
 def test_the_dashboard_is_a_tab_beside_the_notebook(lab):
     run(lab, "fsdp:open-dashboard")
-    expect(lab.page.locator(".fsdp-Dashboard .fw-dashboard")).to_contain_text("loss")
-    lab.page.wait_for_function(
-        "() => document.querySelector('.fsdp-Dashboard .fw-dashboard').dashboard.told !== undefined"
-    )
+    expect(lab.page.locator(".fsdp-Dashboard .fw-badge")).to_contain_text("training")
+    lab.page.wait_for_function("() => document.querySelector('.fsdp-Dashboard .fw-dashboard').dashboard.end > 0")
+    lab.page.evaluate("() => new Promise(requestAnimationFrame)")
     shot(lab, "dashboard")
 
 
@@ -137,7 +136,7 @@ def test_a_reloaded_page_shows_the_truth_again_in_the_middle_of_training(lab):
     expect(panel(lab)).to_be_visible()
     expect(status(lab)).to_contain_text("of 100000 steps")
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
-    expect(lab.page.locator(".fsdp-Dashboard .fw-dashboard")).to_contain_text("loss")
+    expect(lab.page.locator(".fsdp-Dashboard .fw-badge")).to_contain_text("training")
     shot(lab, "reloaded")
 
 

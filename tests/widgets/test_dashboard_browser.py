@@ -56,6 +56,9 @@ def showing(chromium, tmp_path, widget):
     file.write_text(PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, file) as opened:
         opened.page.evaluate("show().then(() => 0)")
+        opened.page.evaluate("() => new Promise(requestAnimationFrame)")
+        head = opened.page.locator(".fw-badge").inner_text(), opened.page.locator(".fw-live").inner_text()
+        assert head == ("", "\u25cf live"), "nothing was told yet"
         answer(opened.page, widget, "feed")
         yield opened.page, widget
         assert opened.complaints == []

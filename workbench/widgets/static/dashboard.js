@@ -108,8 +108,8 @@ class DashboardView {
     /** @type {Items[] | null} */
     this.closeSpans = null; // that the timeline has
 
-    /** @type {Status} */
-    this.status = { word: "empty", why: "" };
+    /** @type {Status | null} */
+    this.status = null; // nothing was told yet
     this.late = "";
     /** @type {Change | null} */
     this.change = null;
@@ -732,20 +732,23 @@ class DashboardView {
     write(this.event, at?.event ?? "");
     this.event.title = at?.event ?? "";
     const states = new Set(this.health.map(({ state }) => state));
-    const isOver = !this.health.length || states.has("gone"); // nothing is to come: the ranks were stopped, or some died
+    const { status } = this;
+    // nothing is to come: the ranks were stopped, or some died
+    const isOver = status !== null && (!this.health.length || states.has("gone"));
+    const isThere = status !== null && !isOver;
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
     write(this.live, isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live");
-    const works = this.works(), isHeld = states.has("held"), isIdle = !isOver && !works && !isHeld;
+    const works = this.works(), isHeld = states.has("held"), isIdle = isThere && !works && !isHeld;
     const can = new Map([["step", isIdle], ["pause", works], ["next", isHeld], ["continue", isHeld],
-      ["abort", works || isHeld], ["break", !isOver]]);
+      ["abort", works || isHeld], ["break", isThere]]);
     for (const [word, button] of this.buttons) button.disabled = !can.get(word);
     this.size.disabled = !isHeld;
-    this.place.disabled = isOver;
+    this.place.disabled = !isThere;
     this.oneStep.disabled = !this.steps.length;
-    this.badge.className = `fw-badge fw-is-${this.status.word}`;
-    write(this.badge, BADGES[this.status.word]);
-    write(this.why, this.status.why);
-    this.why.title = this.status.why;
+    this.badge.className = `fw-badge fw-is-${status?.word ?? "untold"}`;
+    write(this.badge, status === null ? "" : BADGES[status.word]);
+    write(this.why, status?.why ?? "");
+    this.why.title = status?.why ?? "";
   }
 
   say() {
