@@ -39,7 +39,7 @@ help:
 	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab, with the panel"
-	@echo "make bench        measure steps, recording, views and the dashboard; write build/bench.json"
+	@echo "make bench        measure steps, recording, views, the dashboard and the panel; write build/bench.json"
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
 	@echo "make clean        remove the environment and all that was made"
 

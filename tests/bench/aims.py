@@ -1,4 +1,4 @@
-"""What the issues "Engine" and "Live" ask, in figures, and whether a bench's result has it."""
+"""What the issues "Engine", "Live" and "Lab" ask, in figures, and whether a bench's result has it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -114,13 +114,15 @@ ENGINE = (
 """What ``--check`` judges."""
 
 
+WATCHED = (("cpu_to_plain",), ("cpu_to_unwatched",))
+
+
 def _recording(case: str, share: float, watched: float) -> Iterator[Aim]:
     part = ("recording", case)
     yield Aim(what=f"{case}: events x ns / step CPU", part=part, values=(("rows_percent",),), limit=share, unit="%")
     yield Aim(what=f"{case}: step CPU, recorded / plain", part=part, values=(("cpu_ratio",),), limit=1.03)
-    ratios = (("cpu_to_plain",), ("cpu_to_unwatched",))
     live = ("live", f"watched {case}")
-    yield Aim(what=f"{case}: step CPU, dashboard live / not", part=live, values=ratios, limit=watched)
+    yield Aim(what=f"{case}: step CPU, dashboard live / not", part=live, values=WATCHED, limit=watched)
     yield Aim(what=f"{case}: drained, a step and rank", part=live, values=(("drained_kb",),), limit=10, unit="kB")
 
 
@@ -162,8 +164,16 @@ LIVE = (
     _live("timeline: first paint, 1 M rectangles", ("browser", "timeline"), "first_paint_ms", 1000, "ms"),
     _live("pixels after an event, median", ("browser", "pixels"), "median_ms", 150, "ms"),
 )
+LAB = (
+    Aim(what="3.7M, 8 ranks: step CPU, panel open / not", part=("live", "panel 3.7M"), values=WATCHED, limit=1.05),
+    _live("panel: shown after a change, median", ("browser", "panel"), "median_ms", 200, "ms"),
+    _live("panel: first paint after its click", ("browser", "panel"), "first_paint_ms", 500, "ms"),
+    _live("panel: its bundle", ("browser", "panel"), "bundle_kb", 300, "kB"),
+    _live("8 hours: growth of the kernel", ("browser", "soak"), "kernel_mb", 200, "MB"),
+    _live("8 hours: growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),
+)
 
-AIMS = (*ENGINE, *LIVE)
+AIMS = (*ENGINE, *LIVE, *LAB)
 
 
 def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:

@@ -1,11 +1,11 @@
-"""The figures of the issue "Live", each measured in a process of its own: see the modules that do it."""
+"""The figures of the issues "Live" and "Lab", each measured in a process of its own: see the modules that do it."""
 
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 from tests.bench.apart import ApartFailure, call_apart
-from tests.bench.cases import RECORDED
+from tests.bench.cases import RECORDED, Case
 from tests.bench.compare import Effort
 
 Tree = dict[str, Any]
@@ -25,17 +25,20 @@ def measured(name: str, work: Callable[[], Tree]) -> Tree:
 
 def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
     """Return what is measured on real clusters, by its name, each to be called."""
-    watched = {
-        f"watched {name}": lambda case=case: call(
+
+    def watched(case: Case, num_ranks: int, viewer: str) -> Callable[[], Tree]:
+        return lambda: call(
             "tests.bench.watched:measure_watched",
             case=case.name,
-            num_ranks=case.num_ranks,
+            num_ranks=num_ranks,
             rounds=effort.blocks,
             block_s=effort.block_s,
+            viewer=viewer,
         )
-        for name, case in RECORDED.items()
-    }
-    return watched | {
+
+    return {
+        **{f"watched {name}": watched(case, case.num_ranks, "dashboard") for name, case in RECORDED.items()},
+        "panel 3.7M": watched(RECORDED["3.7M"], 8, "panel"),
         "to browser": lambda: call("tests.bench.watched:measure_to_browser", num_ranks=8, seconds=5 * effort.block_s),
         "side door": lambda: call("tests.bench.doors:measure_side_door", num_ranks=2, num_times=2 * effort.repeats),
         "cells": lambda: call("tests.bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
@@ -60,6 +63,6 @@ def trace(effort: Effort, call: Call = call_apart) -> Tree:
 def browser(call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
     """Return what is measured in a real browser, by its name, each to be called."""
     return {
-        name: lambda name=name: call(f"tests.bench.pixels:measure_{name}", timeout_s=MAX_BROWSER_S)
-        for name in ("timeline", "pixels")
+        name: lambda name=name, module=module: call(f"tests.bench.{module}:measure_{name}", timeout_s=MAX_BROWSER_S)
+        for name, module in {"timeline": "pixels", "pixels": "pixels", "panel": "panel", "soak": "soak"}.items()
     }

@@ -54,7 +54,7 @@ CELLS = [
 SHOW, STEP, ORIGIN, STOP = 4, 5, 6, 7
 
 # milliseconds from running the cell that shows a dashboard until it has drawn its first answer
-_READY = """async (number) => {
+READY = """async (number) => {
   const panel = window.jupyterapp.shell.currentWidget;
   panel.content.activeCellIndex = number;
   panel.content.deselectAll();
@@ -106,14 +106,14 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
     """Return ``median_ms`` and ``p95_ms`` from an event to its pixels, ``samples``, and where the time goes."""
     with _notebook(CELLS) as lab:
         for number in range(SHOW):
-            _do(lab, number)
-        ready_ms = lab.page.evaluate(_READY, SHOW)
+            lab.do(number)
+        ready_ms = lab.page.evaluate(READY, SHOW)
         lab.run(STEP)
         lab.page.wait_for_function("() => document.querySelector('.fw-dashboard').dashboard.steps.length > 5")
         lab.page.evaluate(_WATCH, len(TRACKS))
         lab.page.wait_for_timeout(sample_s * 1000)
         found = lab.page.evaluate("({events, answers})")
-        return _in_ms(found, _clock(lab.page), _stop(lab)) | {"ready_ms": ready_ms}
+        return _in_ms(found, clock_of(lab.page), _stop(lab)) | {"ready_ms": ready_ms}
 
 
 @contextmanager
@@ -121,14 +121,9 @@ def _notebook(cells: Sequence[str]) -> Iterator[Opened]:
     with (
         tempfile.TemporaryDirectory() as folder,
         jupyterlab(Path(folder), cells) as url,
-        opened(url, _chromium()) as lab,
+        opened(url, chromium()) as lab,
     ):
         yield lab
-
-
-def _do(lab: Opened, number: int) -> None:
-    lab.run(number)
-    lab.ends(number)
 
 
 def _stop(lab: Opened) -> int:
@@ -136,11 +131,11 @@ def _stop(lab: Opened) -> int:
     lab.page.locator(".fw-abort").click()
     lab.ends(STEP)
     for number in (ORIGIN, STOP):
-        _do(lab, number)
+        lab.do(number)
     return int(lab.cell(ORIGIN).locator(".jp-OutputArea-output").inner_text())
 
 
-def _clock(page: Page) -> tuple[float, float]:
+def clock_of(page: Page) -> tuple[float, float]:
     """Return what CLOCK_MONOTONIC is ahead of the page's clock, and how wrong that may be, in milliseconds."""
     looks = []
     for _ in range(200):
@@ -236,10 +231,10 @@ _LONG = """async ([seconds]) => {
 def measure_long(seconds: float = 5.0) -> dict[str, Any]:
     """Return how soon a dashboard on a growing trace of 8 ranks x 200,000 rows is there, and its frames per second."""
     with _notebook(LONG_CELLS) as lab:
-        _do(lab, 0)
-        ready_ms = lab.page.evaluate(_READY, 1)
+        lab.do(0)
+        ready_ms = lab.page.evaluate(READY, 1)
         found = lab.page.evaluate(_LONG, [seconds])
-        _do(lab, 2)
+        lab.do(2)
     return {
         "ready_ms": ready_ms,
         **{f"{name}_following": value for name, value in found["following"].items()},
@@ -276,7 +271,7 @@ _MOVE = """async ([frames, move]) => {
 
 def measure_timeline() -> dict[str, Any]:
     """Return ``fps_pan``, ``fps_zoom`` at so many ``rectangles``, and ``first_paint_ms`` of twice as many."""
-    with tempfile.TemporaryDirectory() as folder, open_page(_chromium(), Path(folder)) as opened_page:
+    with tempfile.TemporaryDirectory() as folder, open_page(chromium(), Path(folder)) as opened_page:
         page = opened_page.page
         first_ms = _first_paint(page, FIRST_RECTANGLES)
         page.reload()
@@ -295,11 +290,12 @@ def _first_paint(page: Page, num_rectangles: int) -> float:
     return page.evaluate("draw(...all)")
 
 
-def _chromium() -> str:
-    chromium = find_chromium()
-    if chromium is None:
+def chromium() -> str:
+    """Return the path of the browser; without one the process ends."""
+    found = find_chromium()
+    if found is None:
         raise SystemExit("neither Chromium nor Chrome was found")
-    return chromium
+    return found
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What is measured of the issue "Live", by whom, and that every figure finds its number there."""
+"""What is measured of the issues "Live" and "Lab", by whom, and that every figure finds its number there."""
 
 import json
 from dataclasses import replace
@@ -7,11 +7,23 @@ import pytest
 
 from tests.bench import __main__ as bench
 from tests.bench import live, report
-from tests.bench.aims import LIVE, verdicts
-from tests.bench.watched import PLAIN, UNWATCHED, WATCHED, Blocks, Viewer, measure_watched, size_of
+from tests.bench.aims import LAB, LIVE, verdicts
+from tests.bench.watched import (
+    PLAIN,
+    UNWATCHED,
+    VIEWERS,
+    WATCHED,
+    Blocks,
+    DashboardViewer,
+    PanelViewer,
+    measure_watched,
+    size_of,
+)
+from tests.fake_cluster import FakeCluster
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import Pretender
 from workbench.protocol.messages import Position, Recorded
+from workbench.workbench import Workbench
 
 FOUND = {
     "watched:measure_watched": {"cpu_to_plain": 1.02, "cpu_to_unwatched": 1.01, "drained_kb": 3.0},
@@ -22,6 +34,8 @@ FOUND = {
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
     "pixels:measure_timeline": {"fps_pan": 59.9, "fps_zoom": 60.1, "first_paint_ms": 300},
     "pixels:measure_pixels": {"median_ms": 90},
+    "panel:measure_panel": {"median_ms": 120, "first_paint_ms": 80, "bundle_kb": 250.0},
+    "soak:measure_soak": {"kernel_mb": 150.0, "page_mb": 100.0},
 }
 RECORDING = {"rows_percent": 0.4, "cpu_ratio": 1.0, "failed": {}}
 
@@ -42,7 +56,7 @@ def whole():
 
 def test_every_figure_finds_its_number():
     found = list(verdicts(whole()))
-    assert [verdict.aim for verdict in found] == list(LIVE)
+    assert [verdict.aim for verdict in found] == [*LIVE, *LAB]
     assert {verdict.word for verdict in found} == {"met"}
     assert {v.aim.what: v.number for v in found}["side door while ranks compute, median"] == "8.00 ms"
 
@@ -86,7 +100,7 @@ def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
 
 
 def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
-    viewer = Viewer(Pretender())
+    viewer = DashboardViewer(Pretender())
     for _ in range(2):
         viewer._dashboard._handle_custom_msg({"view": "bench", "ask": "feed"}, [])
     viewer.close()
@@ -99,7 +113,7 @@ def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
 
 def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
     monkeypatch.setattr("tests.bench.watched.ANSWER_S", 0.0)
-    viewer = Viewer(Pretender())
+    viewer = DashboardViewer(Pretender())
     viewer._is_answered.clear()
     with pytest.raises(RuntimeError, match="did not answer"), viewer.asking():
         viewer.close()
@@ -107,15 +121,34 @@ def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
 
 def test_a_viewer_asks_again_when_it_was_answered(monkeypatch):
     monkeypatch.setattr("tests.bench.watched.ASK_EVERY_S", 0.0)
-    viewer = Viewer(Pretender())
+    viewer = DashboardViewer(Pretender())
     with viewer.asking():
         wait_until(lambda: len(viewer.sizes) >= 2)
     viewer.close()
 
 
+def test_a_panel_is_greeted_and_answers_with_how_everything_is():
+    with Workbench(num_ranks=2, device="cpu", cluster_factory=FakeCluster) as workbench:
+        viewer = PanelViewer(workbench)
+        assert viewer.sizes == []  # a welcome is no answer to what is asked
+        viewer.ask(wait=False)
+        (size,) = viewer.sizes
+        viewer.close()
+    assert size > 500
+
+
+def test_what_a_panel_does_not_answer_to_is_told():
+    with Workbench(num_ranks=2, device="cpu", cluster_factory=FakeCluster) as workbench:
+        viewer = PanelViewer(workbench)
+        with pytest.raises(RuntimeError, match="refused"):
+            viewer._receive({"word": "look", "number": "one"})
+        viewer.close()
+
+
 @pytest.mark.cluster
-def test_a_cluster_is_watched():
-    found = measure_watched("0.23M", num_ranks=2, rounds=1, block_s=0.1)
+@pytest.mark.parametrize("viewer", VIEWERS)
+def test_a_cluster_is_watched(viewer):
+    found = measure_watched("0.23M", num_ranks=2, rounds=1, block_s=0.1, viewer=viewer)
     assert found["drained_kb"] > 1
     assert {name for name in found if name.endswith("_wall_ms")} == {
         "plain_wall_ms",

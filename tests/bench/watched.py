@@ -1,10 +1,10 @@
 """What it costs ranks that somebody watches them, and how many bytes that takes: on a real cluster.
 
 Blocks of steps are taken in turns: ``plain`` (nothing is recorded), ``unwatched`` (recorded, nobody asks the ranks for
-anything), ``watched`` (a cell waits for the steps, draining the ranks, and a dashboard's view asks for what is new as
-the browser does, ten times a second at most, in another thread as in a notebook). CPU time is that of the ranks'
-processes, all threads included. What the notebook's own process, the server and the browser need is not in it, but
-takes a core from the ranks where there are no more cores than ranks: wall times have that in them.
+anything), ``watched`` (a cell waits for the steps, draining the ranks, and a dashboard's view, or a panel, asks for
+what is new as the browser does, ten times a second at most, in another thread as in a notebook). CPU time is that of
+the ranks' processes, all threads included. What the notebook's own process, the server and the browser need is not in
+it, but takes a core from the ranks where there are no more cores than ranks: wall times have that in them.
 
 Bytes: of a drain the answer's words (JSON) and its rows; to the browser whole messages of the Jupyter protocol, the
 envelope included, but for a view's first answer, which tells what was before it was opened.
@@ -14,6 +14,7 @@ import json
 import statistics
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ from jupyter_client.session import Session
 from tests.bench.stats import median_interval, rotated
 from workbench.cluster import Cluster
 from workbench.codec import encode
+from workbench.magics.notebook import Notebook
+from workbench.panel.messages import VERSION, Hello, Look, State, Welcome
+from workbench.panel.panel import Panel
+from workbench.panel.state import Observer
 from workbench.protocol.commands import Request, Step, to_dict
 from workbench.protocol.messages import Recorded
 from workbench.session.session import RUNTIME
@@ -60,27 +65,29 @@ def size_of(recorded: Recorded) -> int:
     return len(json.dumps(encode(recorded, buffers))) + sum(buffer.nbytes for buffer in buffers)
 
 
-class Viewer:
-    """One view of a dashboard that asks for what is new, and counts what it is told.
+class Viewer(ABC):
+    """One view in a browser that asks for what is new, and counts what it is told.
 
     Attributes:
         sizes: bytes of each answer, envelope included.
         times_s: when each was there, on the monotonic clock.
     """
 
-    def __init__(self, workbench: Workbench) -> None:
+    def __init__(self) -> None:
         self.sizes: list[int] = []
         self.times_s: list[float] = []
-        self._dashboard = Dashboard(workbench)
-        self._dashboard.send = self._take
         self._session = Session()
         self._asked = self._session.msg("comm_msg", {"comm_id": self._session.session, "data": {}})
         self._is_answered = threading.Event()
         self._is_answered.set()
 
+    @abstractmethod
+    def ask(self, *, wait: bool) -> None:
+        """Ask how everything is: at once, or when there is something new."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Take the dashboard away."""
-        self._dashboard.close()
+        """Take away what answers."""
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -98,7 +105,7 @@ class Viewer:
             over.set()
             thread.join()
         if not self._is_answered.wait(ANSWER_S):  # else it would be looked after later as well
-            raise RuntimeError(f"the dashboard did not answer within {ANSWER_S} s")
+            raise RuntimeError(f"it did not answer within {ANSWER_S} s")
 
     def _ask_until(self, over: threading.Event) -> None:
         due_s = 0.0
@@ -107,11 +114,9 @@ class Viewer:
             if self._is_answered.is_set() and now >= due_s:
                 self._is_answered.clear()
                 due_s = now + ASK_EVERY_S
-                question = {"view": "bench", "ask": "feed", "wait": bool(self.sizes)}
-                self._dashboard._handle_custom_msg(question, [])
+                self.ask(wait=bool(self.sizes))
 
-    def _take(self, content: dict[str, Any], buffers: Sequence[bytes] | None = None) -> None:
-        data = {"method": "custom", "content": content}
+    def _take(self, data: dict[str, Any], buffers: Sequence[bytes] | None) -> None:
         message = self._session.msg("comm_msg", {"comm_id": self._session.session, "data": data}, self._asked)
         parts = [*self._session.serialize(message), *(buffers or ())]
         self.sizes.append(sum(memoryview(part).nbytes for part in parts))
@@ -121,6 +126,63 @@ class Viewer:
     def kib_per_s(self) -> float:
         """Rate of everything after the first answer."""
         return sum(self.sizes[1:]) / 1024 / (self.times_s[-1] - self.times_s[0])
+
+
+class DashboardViewer(Viewer):
+    """A view of a dashboard."""
+
+    def __init__(self, workbench: Workbench) -> None:
+        super().__init__()
+        self._dashboard = Dashboard(workbench)
+        self._dashboard.send = self._sent
+
+    def ask(self, *, wait: bool) -> None:
+        """As :meth:`Viewer.ask`."""
+        self._dashboard._handle_custom_msg({"view": "bench", "ask": "feed", "wait": wait}, [])
+
+    def close(self) -> None:
+        """As :meth:`Viewer.close`."""
+        self._dashboard.close()
+
+    def _sent(self, content: dict[str, Any], buffers: Sequence[bytes] | None = None) -> None:
+        self._take({"method": "custom", "content": content}, buffers)
+
+
+class PanelViewer(Viewer):
+    """A panel of JupyterLab, and the comm that it has opened."""
+
+    def __init__(self, workbench: Workbench) -> None:
+        super().__init__()
+        notebook = Notebook(lambda **_: workbench, lambda _name: False)
+        self._panel = Panel(notebook, Observer(), self, version="bench")
+        self._receive({"word": Hello.word, "number": 0, "version": VERSION, "extension": "bench"})
+
+    def ask(self, *, wait: bool) -> None:
+        """As :meth:`Viewer.ask`."""
+        self._receive({"word": Look.word, "number": len(self.sizes) + 1, "wait": wait})
+
+    def close(self) -> None:
+        """As :meth:`Viewer.close`."""
+        self._panel.close()
+
+    # ---- the comm
+
+    def send(self, data: dict[str, Any], *, buffers: list[bytes] | None = None) -> None:
+        """Take what the panel says."""
+        if data["word"] == State.word:
+            self._take(data, buffers)
+        elif data["word"] != Welcome.word:
+            raise RuntimeError(f"the panel says {data}")
+
+    def on_msg(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Have ``callback`` read what is asked."""
+        self._receive = lambda data: callback({"content": {"data": data}})
+
+    def on_close(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """It is closed from this side alone."""
+
+
+VIEWERS: dict[str, Callable[[Workbench], Viewer]] = {"dashboard": DashboardViewer, "panel": PanelViewer}
 
 
 @dataclass
@@ -175,7 +237,7 @@ def training(case: str, num_ranks: int) -> Iterator[tuple[Workbench, CountedClus
         yield workbench, cluster
 
 
-def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float) -> Tree:
+def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float, viewer: str = "dashboard") -> Tree:
     """Return what watching costs: see the module docstring.
 
     Args:
@@ -183,15 +245,16 @@ def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float) -> T
         num_ranks: ranks that train.
         rounds: blocks of each kind.
         block_s: about how long one takes.
+        viewer: who watches, one of :data:`VIEWERS`.
     """
     blocks = Blocks()
     with training(case, num_ranks) as (workbench, cluster):
         num_steps = _steps_in(workbench, block_s)
-        viewer = Viewer(workbench)
+        watching = VIEWERS[viewer](workbench)
         run: dict[str, Callable[[], object]] = {
             PLAIN: lambda: cluster.apply(f"{ON_RANK}:train_unrecorded", num_steps).results(LONG_S),
             UNWATCHED: lambda: cluster.apply(f"{RUNTIME}:execute", to_dict(Step(count=num_steps))).results(LONG_S),
-            WATCHED: lambda: _watch(workbench, viewer, num_steps),
+            WATCHED: lambda: _watch(workbench, watching, num_steps),
         }
         drained_bytes = 0
         for number in range(rounds):
@@ -202,7 +265,7 @@ def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float) -> T
                 run[name]()
                 drained_bytes += cluster.drained_bytes - before if name == WATCHED else 0
                 blocks.add(name, _marks(cluster))
-        viewer.close()
+        watching.close()
     drained_kb = drained_bytes / 1e3 / (rounds * num_steps * num_ranks)
     return {"num_steps": num_steps, "rounds": rounds, "drained_kb": drained_kb, **blocks.ratios()}
 
@@ -210,7 +273,7 @@ def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float) -> T
 def measure_to_browser(num_ranks: int, seconds: float, case: str = "0.23M") -> Tree:
     """Return what one view of a dashboard is sent while ``num_ranks`` ranks train, in KiB a second."""
     with training(case, num_ranks) as (workbench, _):
-        viewer = Viewer(workbench)
+        viewer = DashboardViewer(workbench)
         num_steps = _steps_in(workbench, seconds)
         _watch(workbench, viewer, num_steps)
         viewer.close()

@@ -37,6 +37,11 @@ def built_panel() -> Path:
     return hatch_build.panel_folder(REPO)
 
 
+def bundle_bytes(panel: Path) -> int:
+    """Return the size of the scripts of a built panel."""
+    return sum(path.stat().st_size for path in (panel / "static").glob("*.js"))
+
+
 def run_script(name: str) -> None:
     """Run a script of ``extension/package.json``; raises with what it said if it fails."""
     with alone():

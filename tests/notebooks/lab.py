@@ -114,6 +114,11 @@ class Opened:
         """Wait until a cell that was run has ended: this time, not an earlier one."""
         self.page.wait_for_function("(number) => window.runs[number] === 'has ended'", arg=number)
 
+    def do(self, number: int) -> None:
+        """Run a cell, and wait until it has ended."""
+        self.run(number)
+        self.ends(number)
+
     def reads(self, number: int, words: str) -> None:
         """Wait until a cell's output, brought into view, says ``words``; a page draws them after the cell has ended."""
         output = self.cell(number).locator(".jp-OutputArea-output")
@@ -131,10 +136,15 @@ def opened(url: str, chromium: str) -> Iterator[Opened]:
             found.page.on("request", lambda request: found.requests.append(request.url))
             found.page.on("console", lambda said: found.errors.append(said.text) if said.type == "error" else None)
             found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-            found.page.goto(url)
-            found.page.wait_for_selector(".jp-CodeCell")
-            found.page.click(".jp-CodeCell .cm-content")
-            found.page.wait_for_function(f"() => {KERNEL} === 'idle'")
+            begin(found.page, url)
             yield found
         finally:
             browser.close()
+
+
+def begin(page: Page, url: str) -> None:
+    """Load the notebook anew, and wait until its kernel is ready."""
+    page.goto(url)
+    page.wait_for_selector(".jp-CodeCell")
+    page.click(".jp-CodeCell .cm-content")
+    page.wait_for_function(f"() => {KERNEL} === 'idle'")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.trace.strategies import any_key_frames, cuttings, example_trace, traces
 from workbench.errors import TraceError
 from workbench.trace import RankTrace, Trace, TraceBuilder, advance
-from workbench.trace.schema import CommGroup, Header, KeyFrame
+from workbench.trace.schema import ROW_DTYPE, CommGroup, Header, KeyFrame
 
 
 def drains_of(rank: RankTrace, parts: list[slice]) -> list[tuple[int, bytes, KeyFrame]]:
@@ -75,6 +75,18 @@ def test_a_snapshot_never_changes_and_shares_memory():
     for snapshot, rows in snapshots:
         assert np.array_equal(snapshot.rank(0).rows["seq"], rows["seq"])
     assert np.shares_memory(snapshots[-1][0].rank(0).rows, builder.snapshot().rank(0).rows)
+
+
+def test_a_full_record_takes_little_more_memory_than_its_rows():
+    trace = example_trace(num_ranks=1, steps=80)
+    most = 1_500
+    drains = drains_of(trace.rank(0), [slice(n, n + 20) for n in range(0, 4 * most, 20)])
+    assert len(trace.rank(0).rows) > 4 * most
+    builder, sizes = TraceBuilder(max_rows=most), []
+    for rank, packed, key_frame in drains:
+        builder.append(rank, packed, key_frame=key_frame)
+        sizes.append(builder.snapshot().rank(0).rows.base.nbytes)
+    assert max(sizes) < 1.3 * most * ROW_DTYPE.itemsize
 
 
 def test_packed_rows_may_come_in_any_buffer():

@@ -14,6 +14,8 @@ from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 
 MAX_ROWS = 2_000_000
 _MIN_CAPACITY = 1024
+_SPARE = 4
+"""A new buffer has room for one part in so many more: rows are copied as often, and what is dropped is soon freed."""
 
 
 class TraceBuilder:
@@ -87,7 +89,7 @@ class TraceBuilder:
 
 
 class _RankRows:
-    """The rows of one rank in a buffer that doubles. A row once written is never moved: snapshots look at it."""
+    """The rows of one rank in a buffer that grows. A row once written is never moved: snapshots look at it."""
 
     def __init__(self, start: KeyFrame | None = None, lost: int = 0) -> None:
         self.start = start or KeyFrame()
@@ -110,7 +112,8 @@ class _RankRows:
         """Append ``rows``; a full buffer is left to the snapshots and replaced by a larger one."""
         if self._end + len(rows) > len(self._buffer):
             kept = self.rows
-            self._buffer = np.empty(max(_MIN_CAPACITY, 2 * (len(kept) + len(rows))), ROW_DTYPE)
+            needed = len(kept) + len(rows)
+            self._buffer = np.empty(max(_MIN_CAPACITY, needed + needed // _SPARE), ROW_DTYPE)
             self._begin, self._end = 0, len(kept)
             self._buffer[: self._end] = kept
         self._buffer[self._end : self._end + len(rows)] = rows
