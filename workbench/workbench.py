@@ -303,8 +303,8 @@ class Workbench:
         """Return the models that the ranks' cells have made, by rank; nothing when none run."""
         return {} if self._session is None else self._session.models()
 
-    def plan(self, command: Shard) -> tuple[Unit, ...]:
-        """Return the units that ``command`` would make, the root last; nothing is changed.
+    def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
+        """Return the units that ``command`` would make; nothing is changed.
 
         Raises:
             UsageError: no ranks run, or it cannot be done.

@@ -38,7 +38,7 @@ export interface FindModels {
   readonly number: number;
 }
 
-/** Asks what a command `shard` would come to, before it is done. */
+/** Asks what a command `shard` or `reshard` would come to, before it is done. */
 export interface Try {
   readonly word: "try";
   /** comes back with the answer. */

@@ -16,15 +16,17 @@ from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import Edge, Kind
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue, Evaluate, Next, Shard, Step, Stepped, to_dict
+from workbench.protocol.commands import Continue, Evaluate, Next, Reshard, Shard, Step, Stepped, to_dict
 from workbench.protocol.messages import (
     Drain,
     Forget,
     Job,
     Known,
     Line,
+    ListModels,
     ListNames,
     Locate,
+    Plan,
     Position,
     RunTo,
     SetBreakpoints,
@@ -46,6 +48,7 @@ class Fake(FakeCluster):
 
     def prepare(self):
         self.sharded()
+        self.modules = {rank: ["model", "plain"] for rank in range(3)}
         self.script["step"] = inside
 
     def hold(self):
@@ -79,7 +82,7 @@ class Ranks(Cluster):
         super().__init__(3, "cpu")
 
     def prepare(self):
-        self.run_cell(CELL).results(PATIENCE_S)
+        self.run_cell(f"{CELL}\nplain = Net()\n").results(PATIENCE_S)
         self.apply(EXECUTE, to_dict(Shard("model", wrap="Block"))).results(PATIENCE_S)
 
 
@@ -217,6 +220,7 @@ def ended(cluster, pending):
 @pytest.mark.parametrize(
     "request_",
     [
+        *(ListModels(), Plan(command=Shard("plain", wrap="Block"))),
         *(Locate(), Stacks(), Line(), ListNames(), Drain(known=dict.fromkeys(range(3), Known()))),
         *(SetBreakpoints(breakpoints=()), Job(ticket="1", work=Evaluate("1")), Forget(tickets=("1", "2"))),
     ],
@@ -240,6 +244,21 @@ def test_ranks_say_who_they_are_and_what_they_have(training):
         again = Known(next_seq=recorded.key_frame["seq"], header_version=recorded.header_version)
         (newer, *_) = asked(training, Drain(known=dict.fromkeys(range(3), again)))
         assert (newer.header, newer.header_version) == (None, recorded.header_version)
+
+
+def test_ranks_say_which_models_they_have_and_what_a_command_would_make_of_one(training):
+    for models in asked(training, ListModels()):
+        assert {"model", "plain"} <= {model.name for model in models}
+        assert all("Block" in {offered.name for offered in model.classes} for model in models)
+        assert all(model.num_bytes == 4 * model.num_elements for model in models)
+    for command in (Shard("plain", wrap="Block"), Reshard("model", reshard_after_forward="true")):
+        for units in asked(training, Plan(command=command)):
+            assert {"blocks.0", "blocks.1", ""} <= {unit.name for unit in units}
+            assert {(unit.shard_size, unit.replicate_size) for unit in units} == {(3, 1)}
+            assert all(sum(p.rows_per_rank) == p.shape[p.shard_dim] for unit in units for p in unit.params)
+    for reply in training.ask(Plan(command=Shard("plain", wrap="Blcok")), timeout_s=PATIENCE_S).values():
+        assert isinstance(reply, RankError)
+        assert (reply.ename, "the model holds no Blcok; its classes are: " in reply.evalue) == ("UsageError", True)
 
 
 def test_a_breakpoint_that_cannot_be_is_refused(training):

@@ -79,6 +79,7 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     expect(section(lab, "Commands")).to_contain_text("%fsdp shard model")
     expect(shard.locator("button[type=submit]")).to_have_text("Reshard")
     expect(shard.locator("button[type=submit]")).to_be_enabled()
+    expect(shard.get_by_role("row").first).to_have_text("units4")  # what a reshard that changes nothing comes to
 
 
 def test_a_running_step_is_paused_looked_at_and_continued(lab):

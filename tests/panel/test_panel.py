@@ -180,6 +180,15 @@ def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started)
     assert started.fake.log == log
 
 
+def test_a_reshard_is_tried_as_well(started):
+    assert "nothing is sharded yet" in started.ask("try", command={"word": "reshard", "model": "model"})["problem"]
+    started.fake.sharded()
+    started.look()
+    found = started.ask("try", command={"word": "reshard", "model": "model", "mesh": "2x2"})
+    assert (found["line"], found["problem"]) == ("%fsdp reshard model --mesh 2x2", "")
+    assert found["units"]
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -189,7 +198,7 @@ def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started)
         ),
         ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
         ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
-        ({"word": "step"}, "only shard can be tried, not step"),
+        ({"word": "step"}, "only shard and reshard can be tried, not step"),
     ],
 )
 def test_what_cannot_be_done_says_so_before(started, command, says):

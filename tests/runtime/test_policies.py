@@ -177,6 +177,61 @@ def test_a_live_model_gets_another_policy_and_goes_on(first, second):
         assert units == []
 
 
+RESHARDS = [
+    *({"reshard_after_forward": "false"}, {"reshard_after_forward": "auto"}, {"reshard_after_forward": 2}),
+    *({"mesh": (2, 2), "reshard_after_forward": "true"}, {"wrap": ("Linear",), "mp": "bf16,reduce=fp32"}),
+    *({"mesh": (4,), "reshard_after_forward": "auto"}, {"wrap": ("Block",)}, {"mp": "off", "offload": True}, {}),
+]
+
+
+def reshards_by_plan():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), ignore=("scale",)))
+    found = []
+    for changes in RESHARDS:
+        command = Reshard(model="model", **changes)
+        before = planning.plan(command, ns["world_size"])
+        execute(command)
+        found.append((before, [unit for unit in trace_here().header.units if not unit.retired]))
+    (model,) = planning.models()
+    return found, model
+
+
+def test_what_a_reshard_comes_to_can_be_told_before():
+    for found, model in run(4, reshards_by_plan):
+        for changes, (before, after) in zip(RESHARDS, found, strict=True):
+            assert sorted(map(planned, before), key=str) == sorted(map(planned, after), key=str), changes
+        assert (model.is_sharded, model.suggested) == (True, ("Block",))
+
+
+def reshards_that_cannot_be():
+    ns = prepare()
+    said = []
+
+    def tried(**changes):
+        try:
+            planning.plan(Reshard(model="model", **changes), ns["world_size"])
+        except Exception as error:  # noqa: BLE001 - the test asks which one
+            said.append(f"{type(error).__name__}: {error}")
+
+    tried()
+    ns["model"].blocks[1].mlp[0].weight = ns["model"].blocks[0].mlp[0].weight
+    execute(Shard(model="model", wrap=("LayerNorm",)))
+    tried(wrap=("Blok",))
+    tried(mesh=(3,))
+    tried(wrap=("Block",))
+    return said
+
+
+def test_a_reshard_that_cannot_be_says_so_before():
+    for said in run(1, reshards_that_cannot_be):
+        parts = ["'model' is not sharded; shard it first", "the model holds no Blok; its classes are: "]
+        parts += ["mesh 3 is not the number of ranks, 1", "mlp.0.weight' of 'blocks.0' is tied to one of another unit"]
+        for message, part in zip(said, parts, strict=True):
+            assert message.startswith("UsageError: ")
+            assert part in message
+
+
 def precision_back_and_forth():
     prepare()
     execute(Shard(model="model", mp="bf16"))

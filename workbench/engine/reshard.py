@@ -199,12 +199,12 @@ def _calls(module: nn.Module, states: Sequence[FSDPState], change: Change) -> li
     chosen = change.wrap
     if isinstance(chosen, Keep):
         return [_call_of(state, state.modules, some_mesh) for state in states]
-    origins = _origins(module, states[0])
+    origin_of = origins(module, states[0])
     inner = [m for m in module.modules() if m is not module and chosen(m)]
-    return [_call_of(origins[m], (m,), some_mesh) for m in (module, *inner)]
+    return [_call_of(origin_of[m], (m,), some_mesh) for m in (module, *inner)]
 
 
-def _origins(module: nn.Module, top: FSDPState) -> dict[nn.Module, FSDPState]:
+def origins(module: nn.Module, top: FSDPState) -> dict[nn.Module, FSDPState]:
     """Return for each module the call it is in: its own, or that of the nearest module above it, or ``top``."""
     by_name: dict[str, FSDPState] = {}
     found: dict[nn.Module, FSDPState] = {}

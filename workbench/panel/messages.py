@@ -96,7 +96,7 @@ class FindModels:
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """Asks what a command ``shard`` would come to, before it is done.
+    """Asks what a command ``shard`` or ``reshard`` would come to, before it is done.
 
     Attributes:
         number: comes back with the answer.

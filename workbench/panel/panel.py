@@ -43,7 +43,7 @@ from workbench.panel.messages import (
 from workbench.panel.preview import models_of, preview
 from workbench.panel.reading import line_of, read_command, read_question
 from workbench.panel.state import Observer, Settings, params_of
-from workbench.protocol.commands import Command, Continue, Dashboard, Next, Shard, Step
+from workbench.protocol.commands import Command, Continue, Dashboard, Next, Reshard, Shard, Step
 from workbench.session.pulse import Pulse
 from workbench.widgets.busy import answer_while_busy
 from workbench.widgets.waiting import Send, Waiting
@@ -114,8 +114,9 @@ class Panel:
     def _try(self, question: Try) -> Answer:
         command = read_command(question.command)
         line = line_of(command)
-        if not isinstance(command, Shard):
-            return Preview(number=question.number, line=line, problem=f"only shard can be tried, not {command.word}")
+        if not isinstance(command, (Shard, Reshard)):
+            problem = f"only shard and reshard can be tried, not {command.word}"
+            return Preview(number=question.number, line=line, problem=problem)
         try:
             units = self._notebook.shown().plan(command)
         except WorkbenchError as error:

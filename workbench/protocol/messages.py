@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from workbench.codec import decode_named
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request, Shard
+from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request, Reshard, Shard
 from workbench.protocol.inspected import Inspected
 
 
@@ -278,7 +278,7 @@ class Plan(Request[tuple[Unit, ...]]):
 
     word: ClassVar[str] = "plan"
     reply: ClassVar[Any] = tuple[Unit, ...]
-    command: Shard
+    command: Shard | Reshard
 
 
 @dataclass(frozen=True, kw_only=True)

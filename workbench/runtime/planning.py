@@ -1,8 +1,13 @@
-"""What a rank's models are, and what ``shard`` would make of one: looked at from the side door; nothing is changed."""
+"""What a rank's models are, and what ``shard`` or ``reshard`` would make of one, seen from the side door.
+
+Nothing is changed.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +16,12 @@ from torch import nn
 from workbench.engine import FSDPModule
 from workbench.engine.layout import ShardLayout
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos
-from workbench.engine.param import local_tensor
+from workbench.engine.param import FSDPParam, local_tensor
+from workbench.engine.reshard import origins
+from workbench.engine.state import states_below, units_of
 from workbench.errors import UsageError
 from workbench.events import Param, Unit
-from workbench.protocol.commands import Shard
+from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.messages import ModelInfo, WrapClass
 from workbench.protocol.policy import DTYPES, MixedPrecision
 from workbench.runtime import sharding
@@ -47,24 +54,28 @@ def _model(name: str, model: nn.Module) -> ModelInfo:
     )
 
 
-def plan(command: Shard, world_size: int) -> tuple[Unit, ...]:
-    """Return the units that ``command`` would make on ``world_size`` ranks, the root last.
+def plan(command: Shard | Reshard, world_size: int) -> tuple[Unit, ...]:
+    """Return the units that ``command`` would make on ``world_size`` ranks, without numbers of their own.
 
     Raises:
         UsageError, ValueError, NotImplementedError: it cannot be done.
     """
+    return _of_shard(command, world_size) if isinstance(command, Shard) else _of_reshard(command)
+
+
+def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
     model, inner, ignored = sharding.chosen(command, world_size)
     names = {module: name for name, module in model.named_modules()}
     copies, size = (1, *(command.mesh_shape or (world_size,)))[-2:]
     units: list[Unit] = []
-    taken: dict[int, str] = {}
+    taken: set[int] = set()
     for module in [*inner, model]:
         managed = _get_managed_modules([module], is_taken=lambda child: child in inner)
         infos = _get_param_module_infos(managed, frozenset(id(param) for param in ignored))
         tied = next((info.path for param, info in infos if id(param) in taken), None)
         if tied is not None:
-            raise UsageError(f"parameter {tied!r} of {names[module] or command.model!r} is tied to one of another unit")
-        taken |= dict.fromkeys((id(param) for param, _ in infos), names[module])
+            raise _tied(tied, names[module] or command.model)
+        taken |= {id(param) for param, _ in infos}
         params = [_param(_path(names[module], info.path), param, size) for param, info in infos]
         if params:
             placed: dict[str, Any] = {"index": len(units), "root": -1, "shard_size": size, "replicate_size": copies}
@@ -73,14 +84,86 @@ def plan(command: Shard, world_size: int) -> tuple[Unit, ...]:
     return tuple(units)
 
 
+def _of_reshard(command: Reshard) -> tuple[Unit, ...]:
+    model, inner = sharding.chosen_again(command)
+    states = states_below(model)
+    names = {module: name for name, module in model.named_modules()}
+    if not inner:
+        found = [
+            (unit, state, state.modules[0], unit.params_as_defined) for state in states for unit in units_of([state])
+        ]
+    else:
+        above, some = origins(model, states[0]), units_of(states)[:1]
+        found = [
+            (unit, above[module], module, params)
+            for module, params in _regrouped(command, model, inner, names)
+            for unit in (units_of([above[module]]) or some)[:1]
+        ]
+    return tuple(
+        _changed(
+            command,
+            replace(unit.describe(), index=index, name=names[module], params=_described(params, names)),
+            is_auto=state.auto_reshard,
+            is_root=module is model,
+        )
+        for index, (unit, state, module, params) in enumerate(found)
+    )
+
+
+def _regrouped(
+    command: Reshard, model: nn.Module, inner: list[nn.Module], names: dict[nn.Module, str]
+) -> list[tuple[nn.Module, list[FSDPParam]]]:
+    """Return which parameters each module would manage; modules that would manage none are left out."""
+    managed_now = [param for unit in units_of(states_below(model)) for param in unit.params_as_defined]
+    at = {place: param for param in managed_now for place in param.info.places}
+    taken: set[FSDPParam] = set()
+    found: list[tuple[nn.Module, list[FSDPParam]]] = []
+    for module in [*inner, model]:
+        managed = _get_managed_modules([module], is_taken=lambda child: child in inner)
+        places = ((owner, name) for _, owner in managed for name in owner._parameters)
+        params = dict.fromkeys(at[place] for place in places if place in at)
+        tied = next((_name_of(param, names) for param in params if param in taken), None)
+        if tied is not None:
+            raise _tied(tied, names[module] or command.model)
+        taken |= params.keys()
+        if params:
+            found.append((module, list(params)))
+    return found
+
+
+def _tied(path: str, unit: str) -> UsageError:
+    return UsageError(f"parameter {path!r} of {unit!r} is tied to one of another unit")
+
+
+def _described(params: Iterable[FSDPParam], names: dict[nn.Module, str]) -> tuple[Param, ...]:
+    """Describe parameters by their names from the root, which they have themselves only once that is known."""
+    return tuple(replace(param.describe(), fqn=_name_of(param, names)) for param in params)
+
+
+def _name_of(param: FSDPParam, names: dict[nn.Module, str]) -> str:
+    return _path(names[param.info.module], param.info.name)
+
+
+def _changed(command: Reshard, unit: Unit, *, is_auto: bool, is_root: bool) -> Unit:
+    """Return ``unit`` with what ``command`` gives; all else stays as it is."""
+    copies, size = (1, *command.mesh_shape)[-2:] if command.mesh_shape else (unit.replicate_size, unit.shard_size)
+    after_forward = command.reshard_after_forward or ("auto" if is_auto else unit.reshard_after_forward)
+    policy: dict[str, Any] = {"reshard_after_forward": _after_forward(after_forward, is_root=is_root)}
+    if command.mp:
+        policy |= _precision(command.mp, getattr(torch, unit.params[0].dtype))
+    if command.offload is not None:
+        policy["offload"] = command.offload
+    params = tuple(replace(param, **_rows(torch.Size(param.shape), param.shard_dim, size)) for param in unit.params)
+    placed: dict[str, Any] = {"root": -1, "comm": "", "shard_size": size, "replicate_size": copies}
+    return replace(unit, params=params, **placed, **policy)
+
+
 def _path(module: str, path: str) -> str:
     return f"{module}.{path}" if module else path
 
 
 def _param(fqn: str, param: nn.Parameter, size: int) -> Param:
     shape = local_tensor(param).shape
-    layout = ShardLayout(shape, 0, size)
-    bounds = [layout.rows_of(rank) for rank in range(size)]
     return Param(
         fqn=fqn,
         shape=tuple(shape),
@@ -88,23 +171,36 @@ def _param(fqn: str, param: nn.Parameter, size: int) -> Param:
         dtype=_name(param.dtype),
         itemsize=param.itemsize,
         shard_dim=0,
-        rows_per_rank=tuple(last - first for first, last in bounds),
-        padded_rows=layout.padded_rows,
+        **_rows(shape, 0, size),
         trainable=param.requires_grad,
     )
 
 
+def _rows(shape: torch.Size, dim: int, size: int) -> dict[str, Any]:
+    """Return how the rows of a parameter lie on ``size`` ranks, as its description has it."""
+    layout = ShardLayout(shape, dim, size)
+    bounds = [layout.rows_of(rank) for rank in range(size)]
+    return {"rows_per_rank": tuple(last - first for first, last in bounds), "padded_rows": layout.padded_rows}
+
+
 def _policy(command: Shard, own: torch.dtype, *, is_root: bool) -> dict[str, Any]:
     """Return the policy of a unit whose parameters are of dtype ``own``, as its description has it."""
-    wanted = MixedPrecision.parse(command.mp)
+    after_forward = _after_forward(command.reshard_after_forward, is_root=is_root)
+    return {"reshard_after_forward": after_forward, "offload": command.offload, **_precision(command.mp, own)}
+
+
+def _after_forward(policy: str | int, *, is_root: bool) -> bool | int:
+    words = {"auto": not is_root, "true": True, "false": False}
+    return words[policy] if isinstance(policy, str) else policy
+
+
+def _precision(mp: str, own: torch.dtype) -> dict[str, Any]:
+    wanted = MixedPrecision.parse(mp)
     compute = getattr(torch, DTYPES[wanted.param]) if wanted.param and own.is_floating_point else own
     reduce = getattr(torch, DTYPES[wanted.reduce]) if wanted.reduce else compute
-    words = {"auto": not is_root, "true": True, "false": False}
     return {
-        "reshard_after_forward": words.get(str(command.reshard_after_forward), command.reshard_after_forward),
         **{"compute_dtype": _name(compute), "compute_itemsize": compute.itemsize},
         **{"reduce_dtype": _name(reduce), "reduce_itemsize": reduce.itemsize},
-        "offload": command.offload,
     }
 
 

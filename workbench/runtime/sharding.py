@@ -90,10 +90,8 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
         UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
             fit.
     """
-    model = _sharded(command.model)
-    names = {class_name(module) for module in _modules_to_wrap(model, command.wrap)} if command.wrap else set()
-    for info in unit_infos(model):
-        _check_fits(command, info.shard_size)
+    model, inner = chosen_again(command)
+    names = {class_name(module) for module in inner}
     policy = _policy(command)
     if command.mesh:
         policy["mesh"] = rank.groups.mesh_of(command.mesh_shape)
@@ -108,6 +106,20 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
     ahead = _prefetch.get(model, 0) if command.prefetch is None else command.prefetch
     _plan(model, ahead)
     return describe(command.model, model, prefetch=ahead, optimizers=len(optimizers))
+
+
+def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module]]:
+    """Return the model of ``command``, and the modules that become units, innermost first; none: those that are.
+
+    Raises:
+        UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
+            fit.
+    """
+    model = _sharded(command.model)
+    inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
+    for info in unit_infos(model):
+        _check_fits(command, info.shard_size)
+    return model, inner
 
 
 @does(Unshard)
@@ -241,7 +253,7 @@ def repeated_class(model: nn.Module) -> set[str]:
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
     equal = [m for m in lists if len({type(child) for child in m}) == 1]
     best = max(equal, key=len, default=None)
-    return {type(best[0]).__name__} if best is not None else set()
+    return {class_name(best[0])} if best is not None else set()
 
 
 def _ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from workbench.cluster.pending import Pending, select
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, parse_event
-from workbench.protocol.commands import Command, Inspect, Shard, Step, to_dict
+from workbench.protocol.commands import Command, Inspect, Reshard, Shard, Step, to_dict
 from workbench.protocol.commands import Request as SideRequest
 from workbench.protocol.messages import (
     Done,
@@ -199,7 +199,7 @@ class Session:
         """Return the models that the ranks' cells have made; a rank that does not answer at once is left out."""
         return self.ask(ListModels())
 
-    def plan(self, command: Shard) -> tuple[Unit, ...]:
+    def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
         """Return the units that ``command`` would make; nothing is changed.
 
         Raises:

@@ -44,8 +44,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   const command = commandOf(found, policy);
   const text = JSON.stringify(command);
   React.useEffect(() => {
-    const wanted = JSON.parse(text) as Shard | Reshard;
-    void model.try(wanted.word === "shard" ? wanted : null); // what a reshard comes to cannot be told before
+    void model.try(JSON.parse(text) as Shard | Reshard);
     return () => {
       void model.try(null);
     };
@@ -102,7 +101,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
           onChange={({ target }) => { set({ offload: target.checked }); }}
         />
       </Field>
-      {found.is_sharded ? null : <Preliminary preview={model.preview} />}
+      <Preliminary preview={model.preview} />
       <div className="fsdp-inline">
         <button
           type="submit"
