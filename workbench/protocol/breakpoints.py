@@ -152,17 +152,22 @@ class Condition:
             _check_node(node, text, rank)
         read = cls(text, compile(tree, "<when>", "eval", dont_inherit=True))
         try:
-            read.holds(_SAMPLE)
+            read._value(_SAMPLE)
+        except ArithmeticError:  # of these values; others may do
+            pass
         except TypeError as error:
             raise UsageError(f"--when cannot be computed as in {text!r}: {error}") from None
         return read
 
     def holds(self, values: Mapping[str, object]) -> bool:
-        """Tell whether it is true of an event with these :data:`FIELDS`; where a sum of them fails, it is not."""
+        """Tell whether it is true of an event with these :data:`FIELDS`; where it cannot be computed, it is not."""
         try:
-            return bool(eval(self._code, {"__builtins__": {}}, values))
-        except ArithmeticError:
+            return self._value(values)
+        except (ArithmeticError, TypeError):  # a comparison that cannot be may stand behind an "and"
             return False
+
+    def _value(self, values: Mapping[str, object]) -> bool:
+        return bool(eval(self._code, {"__builtins__": {}}, values))
 
 
 def _check_node(node: ast.AST, text: str, rank: int | None) -> None:
@@ -171,5 +176,19 @@ def _check_node(node: ast.AST, text: str, rank: int | None) -> None:
     if isinstance(node, ast.Name) and node.id not in FIELDS:
         known = ", ".join(nearest(node.id, FIELDS))
         raise UsageError(f"--when knows no {node.id!r}; it knows, nearest first: {known}")
+    if isinstance(node, ast.BinOp) and (_is_no_number(node.left) or _is_no_number(node.right)):
+        raise UsageError(f"--when computes with numbers only, not with texts or lists as in {text!r}")
     if isinstance(node, ast.Name) and node.id == "rank" and rank is None:
         raise UsageError("a condition on the rank would stop ranks at different events: write --rank R instead")
+
+
+def _is_no_number(node: ast.AST) -> bool:
+    """Return whether ``node`` may be a text or a list: one times the bytes of a collective would fill the memory."""
+    match node:
+        case ast.Constant(value=value):
+            return not isinstance(value, (int, float))
+        case ast.Name(id=name):
+            return isinstance(_SAMPLE.get(name), str)
+        case ast.BoolOp(values=values):
+            return any(map(_is_no_number, values))
+    return isinstance(node, (ast.Tuple, ast.List, ast.Set))
