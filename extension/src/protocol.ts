@@ -595,7 +595,7 @@ export interface Inspect {
  */
 export interface Evaluate {
   readonly word: "eval";
-  /** a Python expression: the raw rest of the line */
+  /** a Python expression: the raw rest of the line; after -- nothing of it is a flag */
   readonly expr: string;
   /** ranks that evaluate it, such as 1,3 or 0-2 (default: all) */
   readonly ranks?: readonly number[];

@@ -106,6 +106,8 @@ def test_names_in_braces_are_variables_of_the_notebook(bare):
     unknown = bare.run("%fsdp step {m}")
     assert isinstance(unknown.error, UsageError)
     assert "{m} is replaced by a variable of this notebook, and there is no 'm'" in unknown.out
+    assert "for the text itself write {{m}}" in unknown.out
+    assert "there is no file '{m}'" in bare.run("%fsdp stop\n%fsdp open {{m}}").out
 
 
 def test_ipython_expands_nothing_by_itself(bare):

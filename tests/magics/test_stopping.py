@@ -35,6 +35,13 @@ def stoppable(notebook):
         ("eval --frame 2 x.shape -t 0", Evaluate(expr="x.shape", ranks=(0,), frame=2)),
         ("eval -t 0 --frame=1 x --frame", Evaluate(expr="x --frame", ranks=(0,), frame=1)),
         ("eval x --targets 0 --frame 1", Evaluate(expr="x", ranks=(0,), frame=1)),
+        ("eval -t 0 -- x -t 1", Evaluate(expr="x -t 1", ranks=(0,))),
+        ("eval -- --help", Evaluate(expr="--help")),
+        ("eval -- -- x", Evaluate(expr="-- x")),
+        ("eval x[0] -- x[1]", Evaluate(expr="x[0] -- x[1]")),
+        ("eval\tx['a']", Evaluate(expr="x['a']")),
+        ("inspect -- --rank", Inspect(fqn="--rank")),
+        ("break --rank 1 -- add -x", Break("add", "-x", rank=1)),
     ],
 )
 def test_lines_become_commands(line, command):
@@ -54,6 +61,8 @@ def test_lines_become_commands(line, command):
         ("next week", "invalid choice"),
         ("eval", "required: EXPR"),
         ("eval -t 1", "required: EXPR"),
+        ("eval -t 1 --", "required: EXPR"),
+        ("inspect -- -a -b", "unknown argument '-b'"),
         ("eval x -t 1,,2", "such as 1,3 or 0-2"),
         ("eval --frame 1,2 x", "argument --frame: expected a whole number, 0 for the innermost, got '1,2'"),
         ("back -1", "0 for the newest event, got '-1'"),
@@ -70,7 +79,7 @@ def test_wrong_lines_say_what_is_right(line, says):
 def test_help_of_eval_and_its_names():
     with pytest.raises(HelpAsked, match="the raw rest of the line"):
         parse_line("eval --help")
-    assert parse_line("eval {who} -t {who}", lambda text: text.replace("{who}", "0,3")) == Evaluate("{who}", (0, 3))
+    assert parse_line("eval {who} -t {who}", {"who": "0,3"}.__getitem__) == Evaluate("{who}", (0, 3))
 
 
 def names(kind):

@@ -1,5 +1,4 @@
 import inspect
-import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from workbench.magics.words import (
 from workbench.protocol import commands
 from workbench.protocol.arguments import argument
 from workbench.protocol.arguments import ranks as parse_ranks
-from workbench.protocol.commands import COMMANDS, Cell, Command, Reshard, Shard, Step, Verify, summary
+from workbench.protocol.commands import COMMANDS, Break, Cell, Command, Reshard, Shard, Step, Verify, summary
 from workbench.reports.done import SAYS
 from workbench.reports.stopped import EndReport
 from workbench.views import VIEWS
@@ -156,21 +155,17 @@ EXPANDED = {
     "history": ("history {n}", "n", 3),
     "help": ("help {w}", "topic", "unit"),
 }
-VALUES = {"{n}": "3", "{m}": "net", "{w}": "unit", "{flag}": "--stacks", "{b}": "true"}
-
-
-def expand(text):
-    return re.sub(r"\{\w+\}", lambda found: VALUES[found[0]], text)
+variable = {"n": "3", "m": "net", "w": "unit", "flag": "--stacks", "b": "true"}.__getitem__
 
 
 @pytest.mark.parametrize("name", [*EXPANDED, *VIEWS])
 def test_names_in_braces_are_replaced_in_every_word(name):
     line, field, value = EXPANDED.get(name, (name, "", None))
-    assert getattr(parse_line(line, expand), field, None) == value
+    assert getattr(parse_line(line, variable), field, None) == value
     if name in VIEWS:
         flags = [flag for flag in parser_for(name).flags if parser_for(name).format_help().count(f"{flag} true|false")]
         for flag in flags:
-            assert getattr(parse_line(f"{name} {flag} {{b}}", expand), flag[2:].replace("-", "_")) is True
+            assert getattr(parse_line(f"{name} {flag} {{b}}", variable), flag[2:].replace("-", "_")) is True
 
 
 def test_every_word_that_takes_a_text_has_its_line_above():
@@ -180,10 +175,19 @@ def test_every_word_that_takes_a_text_has_its_line_above():
 
 
 def test_code_is_left_as_it_is():
-    assert parse_line("eval {n} + 1", expand).expr == "{n} + 1"
+    assert parse_line("eval {n} + 1", variable).expr == "{n} + 1"
     for when in ("--when '{n}'", "--when='{n}'"):
-        assert parse_line(f"break add forward {when}", expand).when == "{n}"
-    assert parse(CELL, ["-t", "{n},1"], expand) == Cell(ranks=(1, 3))
+        assert parse_line(f"break add forward {when}", variable).when == "{n}"
+    assert parse_line("break --when {n} -- add --when={n}", variable) == Break("add", "--when=3", when="{n}")
+    assert parse(CELL, ["-t", "{n},1"], variable) == Cell(ranks=(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [("{{n}}", "{n}"), ("{{{n}}}", "{3}"), ("{{{{n}}}}", "{{n}}"), ("{n}{n}", "33"), ("{", "{"), ("{}-}", "{}-}")],
+)
+def test_two_braces_stand_for_one_and_one_that_is_alone_for_itself(text, path):
+    assert parse_line(f"open {text}", variable).path == path
 
 
 def test_view_options_are_those_of_the_view():

@@ -46,7 +46,7 @@ def test_its_cells_are_short_and_each_section_teaches(cells):
 def test_its_words_are_words_of_fsdp(cells):
     lines = [line for c in cells if c.cell_type == "code" for line in c.source.splitlines()]
     used = [
-        words.parse_line(line.removeprefix("%fsdp "), lambda text: text.replace("{n}", "4")).word
+        words.parse_line(line.removeprefix("%fsdp "), {"n": "4"}.__getitem__).word
         for line in lines
         if line.startswith("%fsdp ")
     ]

@@ -76,6 +76,12 @@ def test_hello_comes_first(browser):
         ),
         ({"word": "do", "number": 7, "command": {"word": "step", "count": 0}}, "at least 1, not 0"),
         ({"word": "do", "number": 7, "command": {"word": "help", "topic": "a\nb"}}, "a command is one line"),
+        ({"word": "spell", "number": 7, "command": {"word": "open", "path": "a\u2028b"}}, "a command is one line"),
+        (
+            {"word": "do", "number": 7, "command": {"word": "back", "n": -1}},
+            "expected a whole number, 0 for the newest",
+        ),
+        ({"word": "do", "number": 7, "command": {"word": "start", "num_ranks": 0}}, "at least 1, got '0'"),
         ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "a panel opens a dashboard of its own"),
         ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "a dashboard of its own"),
         ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next goes to the next one of"),
@@ -153,6 +159,7 @@ def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
     assert lines == ["%fsdp start", "%fsdp shard model --wrap Block --mesh 2x2"]
     assert {past["source"] for past in started.ask("recall")["commands"]} == {"panel"}
     assert started.ask("spell", command={"word": "break", "action": "off", "event": "1"})["line"] == "%fsdp break off 1"
+    assert started.ask("spell", command={"word": "open", "path": "-{a}"})["line"] == "%fsdp open -- '-{{a}}'"
 
 
 def test_models_are_offered_with_what_they_hold(started):

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self
 
 from workbench.errors import UsageError
 
-Expand = Callable[[str], str]
-"""Replaces ``{name}`` in one argument by the notebook's variable of that name."""
+
+class Behind(str):
+    """A word after ``--`` or ``--flag=``: no flag, whatever it is.
+
+    argparse is shown a space before it: it would take some for flags, and before Python 3.12.5 lose ``--`` itself.
+
+    Args:
+        word: as it was written.
+
+    Attributes:
+        word: likewise.
+    """
+
+    word: str
+
+    def __new__(cls, word: str) -> Self:
+        """Return what argparse is shown."""
+        made = super().__new__(cls, f" {word}")
+        made.word = word
+        return made
+
+
+def as_written(word: str) -> str:
+    """Return a word that argparse was shown as it was written."""
+    return word.word if isinstance(word, Behind) else word
 
 
 class HelpAsked(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -37,8 +36,6 @@ from workbench.session.sides import LAST
 from workbench.widgets.progress import ProgressDisplay
 from workbench.widgets.standing import StandingLine
 from workbench.workbench import Workbench
-
-_NAME = re.compile(r"\{(\w+)\}")
 
 
 @magics_class
@@ -88,7 +85,7 @@ class FsdpMagics(Magics):
         self.notebook.close()
 
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
-        command = parse_line(line, self._expand)
+        command = parse_line(line, self._variable)
         self._tell_news()
         return self.notebook.do(command, "cell", self._do, say)
 
@@ -96,7 +93,7 @@ class FsdpMagics(Magics):
         args = split(line)
         if args and args[0] in WORDS:
             raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
-        ranks = cast("Cell", parse(CELL, args, self._expand)).ranks
+        ranks = cast("Cell", parse(CELL, args, self._variable)).ranks
         self._tell_news()
         with closing(StandingLine()) as below:
             report = self.notebook.running().run_cell(
@@ -131,18 +128,16 @@ class FsdpMagics(Magics):
 
     # ---- names
 
-    def _expand(self, text: str) -> str:
-        """Replace ``{name}`` by the notebook's variable: a number, or several ranks."""
-
-        def value_of(found: re.Match[str]) -> str:
-            if found[1] not in self._shell.user_ns:
-                raise UsageError(f"{found[0]} is replaced by a variable of this notebook, and there is no {found[1]!r}")
-            value = self._shell.user_ns[found[1]]
-            return (
-                ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)
+    def _variable(self, name: str) -> str:
+        """Return the text of a variable of the notebook: a number, several ranks, or what else it is."""
+        if name not in self._shell.user_ns:
+            raise UsageError(
+                f"{{{name}}} is replaced by a variable of this notebook, and there is no {name!r}; for the text itself "
+                f"write {{{{{name}}}}}"
             )
-
-        return _NAME.sub(value_of, text)
+        value = self._shell.user_ns[name]
+        is_several = isinstance(value, Iterable) and not isinstance(value, str)
+        return ",".join(map(str, value)) if is_several else str(value)
 
     def _lookup(self, kind: Names) -> Sequence[str]:
         """Return names on the ranks; a model alone brings the paths of its units along."""

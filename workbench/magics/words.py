@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast, get_type_hints
 
 from workbench.errors import UsageError
-from workbench.magics.parser import AskHelp, Expand, HelpAsked, Parser
+from workbench.magics.parser import AskHelp, Behind, HelpAsked, Parser, as_written
 from workbench.magics.view_options import Option, options_of
-from workbench.protocol.arguments import Argument, Names, argument, argument_of, truth
+from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
 from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
 from workbench.views import VIEWS
 
@@ -150,24 +150,24 @@ def _reading(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
     def called(text: str) -> Any:  # noqa: ANN401
         try:
-            return read(text)
+            return read(as_written(text))
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return called
 
 
-def _as_is(text: str) -> str:
-    return text
+_as_it_is: Variable = "{{{}}}".format
+"""Leaves ``{name}`` in its place."""
 
 
-def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> Command:
+def parse(name: str, args: Sequence[str], variable: Variable = _as_it_is) -> Command:
     """Return the command of one word and its arguments.
 
     Args:
         name: as for :func:`parser_for`.
         args: in words.
-        expand: replaces ``{name}``, in all of them but code.
+        variable: gives the text for ``{name}``, in all of them but code.
 
     Raises:
         UsageError: they are not such arguments.
@@ -176,20 +176,25 @@ def parse(name: str, args: Sequence[str], expand: Expand = _as_is) -> Command:
     parser = parser_for(name)
     word = Cell if name == CELL else WORDS[name]
     code = [f"--{f.name}" for f in dataclasses.fields(word) if argument_of(f).is_code and not is_by_place(f)]
-    befores = ["", *args]
-    words = [
-        arg if before in code or arg.partition("=")[0] in code else expand(arg)
-        for before, arg in zip(befores, args, strict=False)
-    ]
-    return _command(parser, word, words)
+    end = args.index("--") if "--" in args else len(args)
+    words: list[str] = []
+    for before, arg in zip(["", *args], args[:end], strict=False):
+        flag, is_joined, text = arg.partition("=")
+        if is_joined and flag in parser.flags:
+            words += [flag, Behind(text if flag in code else with_variables(text, variable))]
+        else:
+            words.append(arg if before in code else with_variables(arg, variable))
+    behind = [Behind(with_variables(arg, variable)) for arg in args[end + 1 :]]
+    return _command(parser, word, [*words, *behind])
 
 
 def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str]) -> Command:
     found, rest = parser.parse_known_args(words)
     if rest:
+        first = as_written(rest[0])
         what = "flag" if rest[0].startswith("-") else "argument"
-        hint = did_you_mean(rest[0].partition("=")[0], [*parser.flags, *parser.switches]) if what == "flag" else ""
-        parser.error(f"unknown {what} {rest[0]!r}{hint}")
+        hint = did_you_mean(first.partition("=")[0], [*parser.flags, *parser.switches]) if what == "flag" else ""
+        parser.error(f"unknown {what} {first!r}{hint}")
     try:
         return word(**vars(found))
     except ValueError as error:
@@ -208,30 +213,34 @@ def split(line: str) -> list[str]:
         raise UsageError(f"cannot split {line!r} into words: {error}") from None
 
 
-def parse_line(line: str, expand: Expand = _as_is) -> Command:
+def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
     """Return the command of a ``%fsdp`` line; an empty line means ``help``.
 
     Inverse of :func:`workbench.protocol.commands.to_text`.
+
+    Args:
+        line: without ``%fsdp``.
+        variable: gives the text for ``{name}``, in all arguments but code.
 
     Raises:
         UsageError: no such word, or not its arguments.
         HelpAsked: ``-h`` is among them.
     """
-    name, _, rest = line.strip().partition(" ")
+    name, rest = [*line.split(maxsplit=1), "", ""][:2]
     if name in WORDS and any(is_by_place(f) and argument_of(f).is_code for f in dataclasses.fields(WORDS[name])):
-        return _parse_raw(name, rest.strip(), expand)  # its code has quotes of its own
+        return _parse_raw(name, rest.strip(), variable)  # its code has quotes of its own
     name, *args = split(line) or ["help"]
     if name in {"-h", "--help"}:
         name = "help"
     if name not in WORDS:
         raise UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n{usage()}")
-    return parse(name, args, expand)
+    return parse(name, args, variable)
 
 
-def _parse_raw(name: str, rest: str, expand: Expand) -> Command:
+def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
     """Read a line whose rest is code, with flags before it or after it: ``"--frame 1 x.shape -t 0,1"``.
 
-    Of the flags alone ``{name}`` is replaced.
+    After ``--`` all is code: ``"--frame 1 -- x -t 0"``. Of the flags alone ``{name}`` is replaced.
     """
     parser = parser_for(name)
     if rest in {"-h", "--help"}:
@@ -239,11 +248,17 @@ def _parse_raw(name: str, rest: str, expand: Expand) -> Command:
     names = "|".join(map(re.escape, sorted(parser.flags.keys() - {"-h", "--help"}, reverse=True)))
     flag = rf"(?P<flag>{names})[ =]\s*(?P<value>[\d,\-]+|\{{\w+\}})"
     leading, trailing = rf"{flag}(?:\s+(?P<rest>.*))?", rf"(?P<rest>.*\S)\s+{flag}"
-    given: list[str] = []
-    while found := re.fullmatch(leading, rest, re.DOTALL) or re.fullmatch(trailing, rest, re.DOTALL):
-        given = [found["flag"], expand(found["value"]), *given]
-        rest = (found["rest"] or "").strip()
-    return _command(parser, WORDS[name], [*given, *(["--", rest] if rest else [])])
+    before, after = list[str](), list[str]()
+    while found := re.fullmatch(leading, rest, re.DOTALL):
+        before += [found["flag"], with_variables(found["value"], variable)]
+        rest = found["rest"] or ""
+    if marked := re.fullmatch(r"--(?:\s+(?P<code>.*))?", rest, re.DOTALL):
+        rest = marked["code"] or ""
+    else:
+        while found := re.fullmatch(trailing, rest, re.DOTALL):
+            after = [found["flag"], with_variables(found["value"], variable), *after]
+            rest = found["rest"]
+    return _command(parser, WORDS[name], [*before, *after, *([Behind(rest)] if rest else [])])
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -262,5 +277,8 @@ def overview() -> str:
     width = max(map(len, WORDS))
     lines = [f"  {name:<{width}}  {summary(word)}" for name, word in WORDS.items()]
     cell = f"  {CELL:<{width}}  first line of a cell: {summary(Cell)}"
-    braces = "  {name} stands for a variable of this notebook, but in the code of eval, --when and cells"
-    return "\n".join([usage(), "", *lines, "", cell, braces])
+    texts = (
+        "  {name} stands for a variable of this notebook, {{name}} for the text {name}; the code of eval,",
+        "  --when and cells stays as it is. After -- a text may begin with -: %fsdp open -- -odd.trace",
+    )
+    return "\n".join([usage(), "", *lines, "", cell, *texts])

@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 
 from workbench.codec import decode_named, encode
 from workbench.errors import UsageError
-from workbench.magics.words import WORDS
+from workbench.magics.words import WORDS, parse_line
 from workbench.panel.messages import Question
 from workbench.protocol.commands import Command, to_text
 
@@ -26,18 +26,19 @@ def read_question(data: Any) -> Question:  # noqa: ANN401 - anything may come
 
 
 def read_command(data: Any) -> Command:  # noqa: ANN401 - anything may come
-    """Return the command that came as ``data``; what it lacks has its default.
+    """Return the command that came as ``data``, as its line gives it; what it lacks has its default.
 
     Raises:
-        UsageError: there is no such word, or it takes no such arguments.
+        UsageError: there is no such word, it takes no such arguments, or they do not fit on one line.
     """
     try:
         command: Command = decode_named(WORDS, _filled(WORDS, data), "command")
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    if "\n" in to_text(command) or "\r" in to_text(command):
+    line = to_text(command)
+    if len(line.splitlines()) > 1:  # what Python takes for the end of a line ends the magic's as well
         raise UsageError("a command is one line: an argument of it has a line break")
-    return command
+    return parse_line(line)
 
 
 def line_of(command: Command) -> str:

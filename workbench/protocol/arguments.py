@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, Literal
@@ -9,6 +10,25 @@ from typing import Any, Literal
 Names = Literal["", "modules", "variables", "classes", "events", "units", "fqns", "traces", "records", "files", "words"]
 """Which names an argument takes: what the ranks' namespaces hold, stop events, units, parameters, what ``compare``
 takes, trace files, all files that ``export`` writes, the words of ``%fsdp``."""
+
+
+Variable = Callable[[str], str]
+"""Returns the text of the notebook's variable of a name."""
+
+_BRACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+
+
+def with_variables(text: str, variable: Variable) -> str:
+    """Return ``text`` with variables put in: ``"{n}.trace"`` -> ``"3.trace"``; as in format strings ``{{`` is ``{``.
+
+    A brace that stands alone is left as it is.
+    """
+    return _BRACES.sub(lambda found: variable(found[1]) if found[1] else found[0][0], text)
+
+
+def without_variables(text: str) -> str:
+    """Return what :func:`with_variables` makes ``text`` of: ``"{n}"`` -> ``"{{n}}"``."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _same(text: str) -> str:
@@ -19,8 +39,8 @@ def _same(text: str) -> str:
 class Argument:
     """One argument of a word on a line; its name, type and default are those of the field that it declares.
 
-    A field that may be given by place in Python is given by place on the line, a bool as ``--name`` and ``--no-name``,
-    all others as ``--name TEXT``.
+    A field that may be given by place in Python is given by place on the line; a bool, if it names no flags, as
+    ``--name`` and ``--no-name``; all others as ``--name TEXT``. After ``--`` all that follows is given by place.
 
     Attributes:
         about: what it means, for help.

@@ -13,6 +13,7 @@ its help, its completion and its method.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,17 @@ from types import NoneType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from workbench.codec import decode_named, encode
-from workbench.protocol.arguments import Argument, argument, argument_of, count, number, rank, ranks, several
+from workbench.protocol.arguments import (
+    Argument,
+    argument,
+    argument_of,
+    count,
+    number,
+    rank,
+    ranks,
+    several,
+    without_variables,
+)
 from workbench.protocol.policy import (
     DTYPES,
     OFF,
@@ -519,7 +530,7 @@ class Evaluate(Command):
     """Evaluate an expression on stopped ranks, inside the step, with the variables of the functions under way.
 
     Raises:
-        ValueError: ``frame`` is no number of one.
+        ValueError: ``expr`` is empty, or ``frame`` is no number of one.
     """
 
     word: ClassVar[str] = "eval"
@@ -529,7 +540,10 @@ class Evaluate(Command):
     expr: str = field(
         kw_only=False,
         metadata=argument(
-            "a Python expression: the raw rest of the line", metavar="EXPR", completes="variables", is_code=True
+            "a Python expression: the raw rest of the line; after -- nothing of it is a flag",
+            metavar="EXPR",
+            completes="variables",
+            is_code=True,
         ),
     )
     ranks: Sequence[int] = field(
@@ -552,6 +566,9 @@ class Evaluate(Command):
     )
 
     def __post_init__(self) -> None:
+        _set(self, expr=self.expr.strip(), ranks=tuple(sorted(set(self.ranks))))
+        if not self.expr:
+            raise ValueError("eval needs an expression, such as x.shape")
         if type(self.frame) is not int or self.frame < 0:
             raise ValueError(f"a frame is a number, 0 for the innermost, not {self.frame!r}")
 
@@ -757,30 +774,41 @@ def is_by_place(declared: dataclasses.Field[Any]) -> bool:
     return not declared.kw_only and not argument_of(declared).flags
 
 
+_LIKE_A_FLAG = re.compile(r"(?<!\S)(--|-[^\W\d])")
+"""Where a word of code reads as a flag, or as the ``--`` that ends them."""
+
+
 def to_text(command: Command) -> str:
     """Return the line for ``command``; fields at their default are left out.
 
-    Example: ``Shard(model="model", wrap=("Block",))`` -> ``shard model --wrap Block``.
+    Where what is given by place could be taken for a flag, it stands after ``--``, behind all flags.
+
+    Example: ``Shard(model="m", wrap=("Block",))`` -> ``shard m --wrap Block``; ``Open("-x")`` -> ``open -- -x``.
     """
-    words, flags = [command.word], []
+    places, flags, is_unclear = [], [], False
     for f in dataclasses.fields(command):
         value, known = getattr(command, f.name), argument_of(f)
         if value == f.default and type(value) is type(f.default):  # False and 0 are equal
             continue
-        if is_by_place(f):
-            words.append(str(value) if known.is_code else shlex.quote(str(value)))
-        else:
-            flags += _flag(known.flags[0] if known.flags else f"--{f.name.replace('_', '-')}", value, known.joint)
-    return " ".join(words + flags)
+        if not is_by_place(f):
+            flags += _flag(f"--{f.name.replace('_', '-')}", value, known)
+            continue
+        text = str(value)
+        places.append(text if known.is_code else shlex.quote(without_variables(text)))
+        is_unclear |= bool(_LIKE_A_FLAG.search(text)) if known.is_code else text.startswith("-")
+    return " ".join([command.word, *flags, "--", *places] if is_unclear else [command.word, *places, *flags])
 
 
-def _flag(flag: str, value: object, joint: str) -> list[str]:
+def _flag(name: str, value: object, known: Argument) -> list[str]:
     """Return the words for one field: ``--mesh, (2, 4)`` -> ``--mesh 2x4``; ``--a, False`` -> ``--no-a``."""
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-")]
-    text = joint.join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, bool) and not known.flags:
+        return [name if value else name.replace("--", "--no-", 1)]
+    flag = known.flags[0] if known.flags else name
+    text = known.joint.join(map(str, value)) if isinstance(value, tuple) else str(value)
+    text = text.lower() if isinstance(value, bool) else text
+    word = shlex.quote(text if known.is_code else without_variables(text))
     # argparse takes a separate word that starts with a dash for a flag
-    return [f"{flag}={shlex.quote(text)}"] if text.startswith("-") else [flag, shlex.quote(text)]
+    return [f"{flag}={word}"] if text.startswith("-") else [flag, word]
 
 
 # ---- checks
