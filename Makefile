@@ -49,7 +49,7 @@ demo: $(VENV)/installed
 lab: $(VENV)/panel
 	@$(BIN)/workbench lab
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-dev
 	@$(BIN)/python -m tests.bench $(BENCH_FLAGS)
 
 bench-check: $(VENV)/installed

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,9 +193,11 @@ def _written(lab: Opened, number: int) -> str:
 
 def _memory(kernel: psutil.Process) -> tuple[int, int]:
     """Bytes of the kernel, and of what shows pages."""
-    children = psutil.Process().children(recursive=True)
-    pages = [child for child in children if "--type=renderer" in child.cmdline()]
-    return kernel.memory_full_info().uss, sum(page.memory_full_info().uss for page in pages)
+    of_pages = 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            of_pages += child.memory_full_info().uss if "--type=renderer" in child.cmdline() else 0
+    return kernel.memory_full_info().uss, of_pages
 
 
 if __name__ == "__main__":
