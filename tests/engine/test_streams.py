@@ -189,7 +189,8 @@ def test_a_flat_shard_goes_to_the_device_in_one_piece():
         state = collectives.copy_to_device(shard, torch.bfloat16, torch.device("meta"), unit)
         assert record.live[Category.ALL_GATHER_BUFFERS] == 12
         assert record.events == ["OFFLOAD BEGIN 3", "OFFLOAD END 3"]
-        assert (state.wait().device.type, state.output.dtype) == ("meta", torch.bfloat16)
+        (arrived,) = state.wait()
+        assert (arrived.shape, arrived.device.type, arrived.dtype) == ((1, 6), "meta", torch.bfloat16)
         state.drop()
         assert record.live[Category.ALL_GATHER_BUFFERS] == 0
 

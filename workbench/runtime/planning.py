@@ -78,9 +78,17 @@ def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
         taken |= {id(param) for param, _ in infos}
         params = [_param(_path(names[module], info.path), param, size) for param, info in infos]
         if params:
-            placed: dict[str, Any] = {"index": len(units), "root": -1, "shard_size": size, "replicate_size": copies}
             policy = _policy(command, infos[0][0].dtype, is_root=module is model)
-            units.append(Unit(name=names[module], params=tuple(params), **placed, **policy))
+            placed = Unit(
+                index=len(units),
+                name=names[module],
+                root=-1,
+                params=tuple(params),
+                shard_size=size,
+                replicate_size=copies,
+                **policy,
+            )
+            units.append(placed)
     return tuple(units)
 
 
@@ -154,8 +162,7 @@ def _changed(command: Reshard, unit: Unit, *, is_auto: bool, is_root: bool) -> U
     if command.offload is not None:
         policy["offload"] = command.offload
     params = tuple(replace(param, **_rows(torch.Size(param.shape), param.shard_dim, size)) for param in unit.params)
-    placed: dict[str, Any] = {"root": -1, "comm": "", "shard_size": size, "replicate_size": copies}
-    return replace(unit, params=params, **placed, **policy)
+    return replace(unit, params=params, root=-1, comm="", shard_size=size, replicate_size=copies, **policy)
 
 
 def _path(module: str, path: str) -> str:
