@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.protocol.test_commands import reshards, shards
+from tests.protocol.words import commands
 from workbench.codec import CodecError, decode, encode
 from workbench.events import Edge, Kind, Phase, UnitState
-from workbench.protocol.commands import NEXT, ON_RANKS, Continue, Evaluate, Next, Reshard, Shard
+from workbench.protocol.commands import ON_RANKS, Continue, Evaluate, Next, Reshard, Shard
 from workbench.protocol.messages import REQUESTS, Frame, Place, Position, read_request
 from workbench.protocol.starting import Boot, Connect
 
@@ -28,14 +28,7 @@ PLAIN = {
     },
 }
 
-CHECKED = {  # what refuses some values
-    Next: st.builds(Next, what=st.sampled_from(NEXT)),
-    Shard: shards,
-    Reshard: reshards,
-    Evaluate: st.builds(
-        Evaluate, expr=st.text(max_size=9), ranks=st.lists(PLAIN[int]).map(tuple), frame=st.integers(0, 9)
-    ),
-}
+CHECKED = {word: commands(word) for word in (Next, Shard, Reshard, Evaluate)}  # what refuses some values
 
 
 def of(kind):
