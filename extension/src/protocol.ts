@@ -230,10 +230,10 @@ export interface TrainingState {
 }
 
 /** How the last thing that the ranks were asked ended, whoever asked it. */
-export interface Ended {
+export interface Ending {
   /** how many have ended; another one than before: this is news. */
   readonly count: number;
-  /** such as `%fsdp step 40`, or `a cell`. */
+  /** what it was, such as `%fsdp step 40`, or `a cell`. */
   readonly line: string;
   /** its result or its error. */
   readonly text: string;
@@ -261,7 +261,7 @@ export interface State {
   /** how training goes. */
   readonly training: TrainingState;
   /** how the last request ended; None: none has yet. */
-  readonly ended: Ended | null;
+  readonly ended: Ending | null;
   /** what there is to see, or what to do first, a sentence; empty while ranks train. */
   readonly said: string;
 }
@@ -276,7 +276,7 @@ export interface WrapClass {
   readonly num_elements: number;
 }
 
-/** A model that the ranks' cells have made. */
+/** A model that the ranks' cells have made, as the first rank that has it describes it. */
 export interface Model {
   /** its variable. */
   readonly name: string;
@@ -284,8 +284,6 @@ export interface Model {
   readonly class_name: string;
   /** whether it is sharded. */
   readonly is_sharded: boolean;
-  /** that have it; a model that is not on all of them cannot be sharded. */
-  readonly ranks: readonly number[];
   /** parameters (tensors). */
   readonly num_params: number;
   /** of all parameters, in elements. */
@@ -294,8 +292,10 @@ export interface Model {
   readonly num_bytes: number;
   /** that `wrap` may name, by the most elements first. */
   readonly classes: readonly WrapClass[];
-  /** of those the ones that `shard` takes if none is named. */
+  /** those that `shard` takes if none is named. */
   readonly suggested: readonly string[];
+  /** that have it; a model that is not on all of them cannot be sharded. */
+  readonly ranks: readonly number[];
 }
 
 /** The models on the ranks. */

@@ -31,9 +31,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from workbench.protocol.messages import WrapClass
+from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import Past
 from workbench.reports.places import State as Health
+from workbench.session.pulse import Ending
 
 TARGET = "workbench.panel"
 """Name of the comm target."""
@@ -339,23 +340,6 @@ class RequestState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How the last thing that the ranks were asked ended, whoever asked it.
-
-    Attributes:
-        count: how many have ended; another one than before: this is news.
-        line: such as ``%fsdp step 40``, or ``a cell``.
-        text: its result or its error.
-        is_error: whether it failed or was given up.
-    """
-
-    count: int
-    line: str
-    text: str
-    is_error: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """How training goes.
 
@@ -398,35 +382,19 @@ class State:
     breakpoints: tuple[BreakpointState, ...]
     request: RequestState | None
     training: TrainingState
-    ended: Ended | None
+    ended: Ending | None
     said: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model that the ranks' cells have made.
+class Model(ModelInfo):
+    """A model that the ranks' cells have made, as the first rank that has it describes it.
 
     Attributes:
-        name: its variable.
-        class_name: of its class.
-        is_sharded: whether it is sharded.
         ranks: that have it; a model that is not on all of them cannot be sharded.
-        num_params: parameters (tensors).
-        num_elements: of all parameters, in elements.
-        num_bytes: of all parameters in full.
-        classes: that ``wrap`` may name, by the most elements first.
-        suggested: of those the ones that ``shard`` takes if none is named.
     """
 
-    name: str
-    class_name: str
-    is_sharded: bool
     ranks: tuple[int, ...]
-    num_params: int
-    num_elements: int
-    num_bytes: int
-    classes: tuple[WrapClass, ...]
-    suggested: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

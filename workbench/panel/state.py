@@ -14,7 +14,6 @@ from workbench.events import Unit, unit_words
 from workbench.panel.messages import (
     BreakpointState,
     ClusterState,
-    Ended,
     ParamInfo,
     RankState,
     RequestState,
@@ -29,7 +28,7 @@ from workbench.replay.states import States
 from workbench.replay.units import model_order
 from workbench.reports.follow import Follower
 from workbench.reports.stopped import row_of
-from workbench.session.pulse import Ending, Pulse, UnderWay
+from workbench.session.pulse import Pulse, UnderWay
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
 from workbench.widgets.feed import continues, job
@@ -85,7 +84,7 @@ class Observer:
                 breakpoints=tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints),
                 request=_request(pulse.under_way),
                 training=self._training(trace),
-                ended=_ended(pulse.ended),
+                ended=pulse.ended,
                 said=said(pulse),
             )
 
@@ -215,9 +214,3 @@ def _request(under_way: UnderWay | None) -> RequestState | None:
         steps_done=progress.done if progress is not None else 0,
         steps_total=progress.total if progress is not None else 0,
     )
-
-
-def _ended(ending: Ending | None) -> Ended | None:
-    if ending is None:
-        return None
-    return Ended(count=ending.count, line=ending.words, text=ending.text, is_error=ending.is_error)

@@ -36,17 +36,17 @@ class UnderWay:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How something that ranks were asked ended.
+    """How the last thing that the ranks were asked ended, whoever asked it.
 
     Attributes:
-        count: of how many it was the last.
-        words: what it was.
-        text: its result, or its error.
+        count: how many have ended; another one than before: this is news.
+        line: what it was, such as ``%fsdp step 40``, or ``a cell``.
+        text: its result or its error.
         is_error: whether it failed or was given up.
     """
 
     count: int
-    words: str
+    line: str
     text: str
     is_error: bool
 

@@ -580,8 +580,8 @@ class Session:
             if is_over and self.request is request:
                 self.request = None
                 count = 1 if self.ended is None else self.ended.count + 1
-                words, text = request.work.words, request.ending
-                self.ended = Ending(count=count, words=words, text=text, is_error=request.failed)
+                line, text = request.work.words, request.ending
+                self.ended = Ending(count=count, line=line, text=text, is_error=request.failed)
             came_to_until = request.stop is not None and UNTIL in request.stop.breakpoints
             if (is_over or came_to_until) and self.breakpoints.clear_until() and not self.is_closed:
                 self.push_breakpoints()

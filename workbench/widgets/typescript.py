@@ -73,7 +73,10 @@ def _reached(roots: Iterable[type]) -> list[type]:
 
 
 def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a dataclass
-    about, attributes = read_docstring(inspect.getdoc(kind) or "")
+    about, _ = read_docstring(inspect.getdoc(kind) or "")
+    attributes: dict[str, str] = {}
+    for base in reversed(kind.__mro__):  # what is inherited was described there
+        attributes |= read_docstring(inspect.getdoc(base) or "")[1] if dataclasses.is_dataclass(base) else {}
     lines = [*_comment(about, ""), f"export interface {kind.__name__} {{"]
     word = getattr(kind, "word", None)
     lines += [] if word is None else [f"  readonly word: {json.dumps(word)};"]
