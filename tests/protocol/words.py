@@ -74,7 +74,7 @@ def commands(word: type[Command]) -> st.SearchStrategy[Command]:
     """Return all commands of one word that can be made, and whose arguments can be read."""
     hints, example = get_type_hints(word), parse_line(word.example)
     values = {f.name: _values(f, hints[f.name], example) for f in dataclasses.fields(word)}
-    return st.fixed_dictionaries(values).filter(lambda fields: _goes(word, **fields)).map(lambda fields: word(**fields))
+    return st.fixed_dictionaries(values).map(lambda fields: word(**fields) if _goes(word, **fields) else example)
 
 
 def _goes(make: Callable[..., object], *given: object, **fields: object) -> bool:
@@ -87,12 +87,16 @@ def _goes(make: Callable[..., object], *given: object, **fields: object) -> bool
 
 
 def _values(declared: dataclasses.Field[Any], hint: Any, example: Command) -> st.SearchStrategy[Any]:
-    """Return what an argument may be; choices need not go together with the other arguments of the example."""
+    """Return what an argument may be; choices need not go together with the other arguments of the example.
+
+    What is refused gives way to what the example has: a filter would refuse most of what is drawn for some arguments.
+    """
     known = argument_of(declared)
     kinds = get_args(hint) if get_origin(hint) in {UnionType, Union} else (hint,)
     own = st.one_of([_of_kind(kind, known) for kind in kinds])
     if known.choices is None:
-        own = own.filter(lambda value: _goes(dataclasses.replace, example, **{declared.name: value}))
+        name, usual = declared.name, getattr(example, declared.name)
+        own = own.map(lambda value: value if _goes(dataclasses.replace, example, **{name: value}) else usual)
     return own if declared.default is dataclasses.MISSING else st.just(declared.default) | own
 
 
