@@ -8,8 +8,9 @@ import pytest
 
 import workbench.engine
 
-SOURCES = sorted(Path(workbench.engine.__file__).parent.glob("*.py"))
-TESTS = sorted(set(Path(__file__).parent.glob("test_*.py")) - {Path(__file__)})
+ENGINE, HERE = Path(workbench.engine.__file__).parent, Path(__file__)
+SOURCES = sorted([*ENGINE.glob("*.py"), *ENGINE.glob("classic/*.py")])
+TESTS = sorted({*HERE.parent.glob("test_*.py"), *HERE.parent.glob("classic/test_*.py")} - {HERE})
 
 
 def raised(path: Path) -> list[tuple[int, ast.Call]]:
@@ -24,7 +25,7 @@ def phrases(node: ast.AST) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + 3]) for words in texts for i in range(len(words) - 2)}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ENGINE)))
 def test_the_engine_asserts_nothing(path):
     tree = ast.parse(path.read_text())
     assert [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)] == []
@@ -37,7 +38,7 @@ def quoted() -> set[tuple[str, ...]]:
     return set().union(*(phrases(ast.parse(path.read_text())) for path in TESTS))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ENGINE)))
 def test_every_error_has_a_message_that_a_test_quotes(path):
     assert [line for line, call in raised(path) if not call.args] == []
     found = {

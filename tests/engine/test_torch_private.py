@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
+    BatchNorm,
     abort_process_groups,
     all_gather_single,
     allow_reading,
@@ -74,6 +75,11 @@ def test_of_a_torch_that_was_tried_nothing_is_said(version):
 def test_a_torch_that_was_not_tried_is_named_in_a_sentence(version):
     tried = "the workbench was tried with torch 2.11 to 2.14"
     assert untried(version) == f"{tried}, not with {version}: something may not work"
+
+
+def test_every_batch_norm_is_one():
+    kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+    assert [kind.__name__ for kind in [*kinds, nn.LayerNorm] if not issubclass(kind, BatchNorm)] == ["LayerNorm"]
 
 
 def test_the_engine_warns_of_an_untried_torch_and_works_on():

@@ -22,11 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 OLDEST, NEWEST = (2, 11), (2, 14)
 """Versions of torch, major and minor, between which the tests run."""
 
 Spec = DTensorSpec
+BatchNorm = _BatchNorm
+"""What every batch norm is: of 1 to 3 dimensions, over ranks, and lazy."""
 
 
 def untried(version: str = torch.__version__) -> str:

@@ -27,16 +27,8 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for what is no floating-point dtype, or no bool."""
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, torch.dtype):
-                raise TypeError(f"MixedPrecisionPolicy: {name} must be a torch.dtype or None, got {value!r}")
-            if value is not None and not value.is_floating_point:
-                raise ValueError(f"MixedPrecisionPolicy: {name} must be a floating-point dtype, got {value}")
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise TypeError(
-                f"MixedPrecisionPolicy: cast_forward_inputs must be a bool, got {self.cast_forward_inputs!r}"
-            )
+        check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+        check_bools(self, "cast_forward_inputs")
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def __post_init__(self) -> None:
         """Raise TypeError for what is no bool."""
-        if not isinstance(self.pin_memory, bool):
-            raise TypeError(f"CPUOffloadPolicy: pin_memory must be a bool, got {self.pin_memory!r}")
+        check_bools(self, "pin_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +76,21 @@ class UnitPolicy:
         """True if the shards' memory is pinned."""
         policy = self.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and can_pin()
+
+
+def check_dtypes(policy: object, *names: str) -> None:
+    """Raise TypeError or ValueError for a field of these that is neither None nor a floating-point dtype."""
+    for name in names:
+        value = getattr(policy, name)
+        if value is not None and not isinstance(value, torch.dtype):
+            raise TypeError(f"{type(policy).__name__}: {name} must be a torch.dtype or None, got {value!r}")
+        if value is not None and not value.is_floating_point:
+            raise ValueError(f"{type(policy).__name__}: {name} must be a floating-point dtype, got {value}")
+
+
+def check_bools(policy: object, *names: str) -> None:
+    """Raise TypeError for a field of these that is no bool."""
+    for name in names:
+        value = getattr(policy, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{type(policy).__name__}: {name} must be a bool, got {value!r}")
