@@ -89,6 +89,24 @@ def test_a_full_record_takes_little_more_memory_than_its_rows():
     assert max(sizes) < 1.3 * most * ROW_DTYPE.itemsize
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_while_ranks_move_to_new_buffers_the_last_snapshot_holds_few_old_ones(num_ranks):
+    most, drain = 2_000 * num_ranks, 20
+    rank = example_trace(num_ranks=1, steps=120).rank(0)
+    assert len(rank.rows) > 4 * most / num_ranks
+    drains = drains_of(rank, [slice(n, n + drain) for n in range(0, 4 * most // num_ranks, drain)])
+    builder, before, sizes = TraceBuilder(max_rows=most), Trace.empty(), []
+    for _, packed, key_frame in drains:
+        for number in range(num_ranks):
+            builder.append(number, packed, key_frame=key_frame)
+        now = builder.snapshot()
+        buffers = {id(r.rows.base): r.rows.base for r in (*before.ranks, *now.ranks)}
+        sizes.append(sum(len(buffer) for buffer in buffers.values()))
+        before = now
+    spare = most / 4 + drain * num_ranks
+    assert max(sizes) <= most + spare + (most + spare) / num_ranks
+
+
 def test_packed_rows_may_come_in_any_buffer():
     rank = example_trace(num_ranks=1, steps=1).rank(0)
     builder, after = TraceBuilder(), advance(rank.start, rank.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 
 import numpy as np
@@ -13,9 +14,8 @@ from workbench.trace.keyframe import advance
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 
 MAX_ROWS = 2_000_000
-_MIN_CAPACITY = 1024
 _SPARE = 4
-"""A new buffer has room for one part in so many more: rows are copied as often, and what is dropped is soon freed."""
+"""All buffers together have room for one part in so many more than is kept: a row is copied about as often."""
 
 
 class TraceBuilder:
@@ -70,7 +70,8 @@ class TraceBuilder:
                 return
             rows = _unpack(rank, packed)
             _check_continues(rank, entry.end_seq, rows, key_frame)
-            entry.extend(translate(rows, self._headers.get(rank, self._header), self._header))
+            rows = translate(rows, self._headers.get(rank, self._header), self._header)
+            entry.extend(rows, self._next_move(rank, entry.end_seq + len(rows)))
             self._trim()
 
     def snapshot(self) -> Trace:
@@ -78,6 +79,16 @@ class TraceBuilder:
         with self._lock:
             ranks = tuple(RankTrace(rank, entry.rows, entry.start, entry.lost) for rank, entry in self._ranks.items())
             return Trace(self._header, ranks)
+
+    def _next_move(self, rank: int, end_seq: int) -> int:
+        """Return the row, from ``end_seq`` on, at which ``rank`` is to move to a new buffer.
+
+        A snapshot keeps the buffers it looks at. Each rank moves once in ``every`` rows, at rows of its own: where
+        ranks record alike, the last snapshot holds one old buffer beside the new ones, and not one of each rank.
+        """
+        every = max(self._max_rows // (_SPARE * len(self._ranks)), 1)
+        first = list(self._ranks).index(rank) * every // len(self._ranks)
+        return end_seq + (first - end_seq) % every
 
     def _trim(self) -> None:
         # from what came in, not from what is left: else the result would depend on the order of the drains
@@ -108,12 +119,11 @@ class _RankRows:
         """``seq`` of the next row."""
         return self.start.seq + self._end - self._begin
 
-    def extend(self, rows: Rows) -> None:
-        """Append ``rows``; a full buffer is left to the snapshots and replaced by a larger one."""
+    def extend(self, rows: Rows, until_seq: int) -> None:
+        """Append ``rows``; a full buffer is left to the snapshots, a new one has room up to row ``until_seq``."""
         if self._end + len(rows) > len(self._buffer):
             kept = self.rows
-            needed = len(kept) + len(rows)
-            self._buffer = np.empty(max(_MIN_CAPACITY, needed + needed // _SPARE), ROW_DTYPE)
+            self._buffer = _room(until_seq - self.start.seq)
             self._begin, self._end = 0, len(kept)
             self._buffer[: self._end] = kept
         self._buffer[self._end : self._end + len(rows)] = rows
@@ -124,6 +134,15 @@ class _RankRows:
         """Give up the oldest ``count`` rows; what they did stays in ``start``."""
         self.start = advance(self.start, self.rows[:count])
         self._begin += count
+
+
+def _room(num_rows: int) -> Rows:
+    """Return an array of ``num_rows`` that takes memory as it is written to, and gives it back when it goes.
+
+    What :func:`numpy.empty` takes may stay with the allocator instead, which keeps it for the next array of its size.
+    """
+    pages = mmap.mmap(-1, max(num_rows * ROW_DTYPE.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, ROW_DTYPE, num_rows)
 
 
 def _unpack(rank: int, packed: bytes | memoryview) -> Rows:
