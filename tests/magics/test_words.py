@@ -123,12 +123,25 @@ def test_lines_become_commands(line, command):
         ("shard 'model", "No closing quotation"),
         ("layout --fold perhaps", "expected true or false"),
         ("status now", "unknown argument 'now'"),
+        ("open -x.trace", "required: FILE; '-x.trace' reads as a flag, write -- before it: %fsdp open -- -x.trace\n"),
+        ("open --odd.trace", "write -- before it: %fsdp open -- --odd.trace\n"),
+        ("break add -x", "unknown flag '-x'; '-x' reads as a flag, write -- before it: %fsdp break add -- -x\n"),
+        ("export --steps 3 -x", "write -- before it: %fsdp export --steps 3 -- -x\n"),
     ],
 )
 def test_wrong_lines_say_what_is_right(line, says):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["open", "step -4", "status -x", "layout --unit -x", "inspect -- -a -b", "shard m --ofload"]
+)
+def test_no_word_is_told_to_stand_behind_where_none_can_or_it_does(line):
+    with pytest.raises(UsageError) as caught:
+        parse_line(line)
+    assert "reads as a flag" not in str(caught.value)
 
 
 @pytest.mark.parametrize("line", ["", "   ", "help", "-h", "--help"])

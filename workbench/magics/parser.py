@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
@@ -67,6 +68,7 @@ class Parser(argparse.ArgumentParser):
         self.switches: set[str] = set()
         self.positionals: list[Sequence[str]] = []
         self.rest: Sequence[str] = ""
+        self._hint = ""
 
     def flag(self, *names: str, complete: Sequence[str] = "", **settings: Any) -> None:  # noqa: ANN401
         """Add an argument that is given by name."""
@@ -83,10 +85,36 @@ class Parser(argparse.ArgumentParser):
         self.positionals.append(complete)
         self.add_argument(name, **settings)
 
+    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return what the words mean, and those that have no place.
+
+        Raises:
+            UsageError: an argument is missing or wrong; if a word may have been meant for it, this is said.
+        """
+        self._hint = self.behind_hint(words)
+        found = self.parse_known_args(words)
+        self._hint = ""
+        return found
+
+    def behind_hint(self, words: Sequence[str]) -> str:
+        """Return how to give by place the first word that argparse takes for a flag; empty: there is none."""
+        flags = {*self.flags, *self.switches}
+        for place, (before, word) in enumerate(zip(["", *words], words, strict=False)):
+            is_flag = word.startswith("-") and " " not in word and not _is_number(word)
+            if self.positionals and is_flag and before not in self.flags and word.partition("=")[0] not in flags:
+                line = shlex.join([*map(as_written, words[:place]), "--", word])
+                return f"; {word!r} reads as a flag, write -- before it: {self.prog} {line}"
+        return ""
+
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError with the usage line."""
-        raise UsageError(f"{self.prog}: {message}\n{self.usage_line()}")
+        raise UsageError(f"{self.prog}: {message}{self._hint}\n{self.usage_line()}")
 
     def usage_line(self) -> str:
         """Return the usage on one line."""
         return " ".join(self.format_usage().split())
+
+
+def _is_number(word: str) -> bool:
+    """Whether argparse takes a word that begins with ``-`` for a number."""
+    return word[1:].replace(".", "", 1).isdecimal()

@@ -189,12 +189,14 @@ def parse(name: str, args: Sequence[str], variable: Variable = _as_it_is) -> Com
 
 
 def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str]) -> Command:
-    found, rest = parser.parse_known_args(words)
+    found, rest = parser.read(words)
     if rest:
         first = as_written(rest[0])
-        what = "flag" if rest[0].startswith("-") else "argument"
-        hint = did_you_mean(first.partition("=")[0], [*parser.flags, *parser.switches]) if what == "flag" else ""
-        parser.error(f"unknown {what} {first!r}{hint}")
+        if not rest[0].startswith("-"):
+            parser.error(f"unknown argument {first!r}")
+        meant = "" if first.startswith("--") else parser.behind_hint(words)
+        near = did_you_mean(first.partition("=")[0], [*parser.flags, *parser.switches])
+        parser.error(f"unknown flag {first!r}{meant or near}")
     try:
         return word(**vars(found))
     except ValueError as error:
