@@ -11,6 +11,7 @@ import pytest
 from tests.browser import open_offline
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.views.test_contract import same_with_names
+from tests.views.test_theme import contrast
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.widgets.answers import Answers
@@ -129,6 +130,41 @@ def test_only_its_two_scripts_may_run_and_none_of_them_ends_early():
     assert policy.count("sha256-") == 2
     assert not re.search(r"unsafe-eval|script-src[^;]*unsafe-inline|https?:", policy)
     assert text.count("<script") == text.count("</script") == 3
+
+
+DRESS = """() => {
+  const styles = (places) => [...document.querySelectorAll(places)].map((place) => getComputedStyle(place));
+  const colours = (name, places) => styles(places).map((style) => style[name]);
+  const probe = document.createElement("i");
+  probe.style.background = "Canvas";
+  document.body.append(probe);
+  const [page] = colours("backgroundColor", "body > i");
+  probe.remove();
+  const inks = colours("fill", ".gtitle, .gtitle-subtitle, .xtick text, .annotation text, .legendtext");
+  const cards = colours("backgroundColor", ".fw-figure, .fw-figure .main-svg");
+  return {page, inks, filled: [...cards, ...colours("fill", ".fw-figure .bg")]};
+}"""
+INKED = "(ink) => [...document.querySelectorAll('.gtitle, .legendtext')].every((e) => getComputedStyle(e).fill !== ink)"
+
+
+@pytest.mark.browser
+def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace()) as opened:
+        light = opened.page.evaluate(DRESS)
+        opened.page.emulate_media(color_scheme="dark")
+        opened.page.wait_for_function(INKED, arg=light["inks"][0])
+        dark = opened.page.evaluate(DRESS)
+        assert opened.complaints == []
+    assert light["page"] == "rgb(255, 255, 255)" != dark["page"]
+    for drawn in (light, dark):
+        assert len(drawn["inks"]) > 10
+        assert min(contrast(in_hex(ink), in_hex(drawn["page"])) for ink in drawn["inks"]) >= 7
+        assert "rgb(255, 255, 255)" not in drawn["filled"]
+
+
+def in_hex(colour):
+    """``rgb(255, 0, 16)`` as ``#ff0010``."""
+    return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", colour)[:3])
 
 
 @pytest.mark.browser
