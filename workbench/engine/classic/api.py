@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -72,16 +72,7 @@ class MixedPrecision:
         """Raise TypeError or ValueError for what is no floating-point dtype, no bool or no class of modules."""
         check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
         check_bools(self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
-        classes = self._module_classes_to_ignore
-        if isinstance(classes, type) or any(not _is_module_class(kind) for kind in classes):
-            raise TypeError(
-                "MixedPrecision: _module_classes_to_ignore must be a sequence of subclasses of nn.Module, "
-                f"got {classes!r}; for none give ()"
-            )
-
-
-def _is_module_class(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, nn.Module)
+        module_classes_of("MixedPrecision: _module_classes_to_ignore", self._module_classes_to_ignore)
 
 
 @dataclass
@@ -266,3 +257,15 @@ def check_kind(what: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         came = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(f"{what} must be a workbench.engine.classic.{kind.__name__}, got {value!r}, a {came}")
+
+
+def module_classes_of(what: str, classes: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    """Return classes of modules as ``isinstance`` takes them.
+
+    Raises:
+        TypeError: something else is among them, or they are not several.
+    """
+    given = tuple(classes) if isinstance(classes, Iterable) and not isinstance(classes, type) else None
+    if given is None or any(not (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in given):
+        raise TypeError(f"{what} must be a set or a sequence of subclasses of nn.Module, got {classes!r}")
+    return given

@@ -1,0 +1,458 @@
+"""Which modules of a tree become units, and the tree with a wrapper in place of each.
+
+A policy is asked about every module below the root before anything is wrapped: what it cannot answer changes nothing.
+Children come before their parents. A module that several parents hold is decided on where it is met first, wrapped
+once, and its wrapper stands in every place.
+
+Other than in torch's: with a ``mixed_precision`` modules that :func:`size_based_auto_wrap_policy` keeps as leaves stay
+leaves, modules whose precision stays their own cast what they take to the dtype of their parameters, not always to
+float32, and :func:`enable_wrap` can be nested.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.engine.classic.api import module_classes_of
+from workbench.engine.tensors import cast_floats, tensors_in
+
+WrapPolicy = Callable[..., bool]
+"""Called with ``module``, ``recurse`` and ``nonwrapped_numel``: go on below, or make a unit of what is left?"""
+
+
+class Policy(ABC):
+    """Decides module by module."""
+
+    def descends(self, module: nn.Module, numel: int) -> bool:
+        """Return True to be asked about what is below ``module``, which has ``numel`` elements, and about itself."""
+        return True
+
+    @abstractmethod
+    def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
+        """Return which of the root's options are others for the unit of ``module``; None: it is no unit.
+
+        Args:
+            module: the module.
+            numel: elements of its parameters that no unit below it takes.
+        """
+
+
+class ModuleWrapPolicy(Policy):
+    """Makes a unit of every module of some classes.
+
+    Args:
+        module_classes: subclasses of ``nn.Module``.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = module_classes_of("ModuleWrapPolicy: module_classes", module_classes)
+
+    def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
+        """Return no change for a module of the classes."""
+        return {} if isinstance(module, self._module_classes) else None
+
+    def __call__(self, module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
+        """Answer as a function does, to be one of several in ``_or_policy``."""
+        return recurse or isinstance(module, self._module_classes)
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(kind.__name__ for kind in self._module_classes))
+        return f"ModuleWrapPolicy({{{names}}})"
+
+
+class CustomPolicy(Policy):
+    """Asks a function.
+
+    Args:
+        lambda_fn: takes a module; returns False or an empty dict to leave it, True to make a unit of it, or a dict of
+            options that are others for this unit than for the root.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
+        """Return what the function says.
+
+        Raises:
+            TypeError: it is neither a bool nor a dict.
+        """
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise TypeError(
+                f"CustomPolicy: lambda_fn must return a bool or a dict of options, got {answer!r} "
+                f"for a {type(module).__name__}"
+            )
+        if not answer:
+            return None
+        return answer if isinstance(answer, dict) else {}
+
+
+@dataclass(frozen=True)
+class _FunctionPolicy(Policy):
+    function: WrapPolicy
+
+    def descends(self, module: nn.Module, numel: int) -> bool:
+        return bool(self.function(module=module, recurse=True, nonwrapped_numel=numel))
+
+    def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
+        return {} if self.function(module=module, recurse=False, nonwrapped_numel=numel) else None
+
+
+def always_wrap_policy(*_: object, **__: object) -> bool:
+    """Make a unit of every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Make a unit of every module for which ``lambda_fn`` returns True; give it with ``functools.partial``."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
+) -> bool:
+    """Make a unit of every module of some classes; give them with ``functools.partial``."""
+    classes = module_classes_of("transformer_auto_wrap_policy: transformer_layer_cls", transformer_layer_cls)
+    return recurse or isinstance(module, classes)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: Collection[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
+) -> bool:
+    """Make a unit wherever enough is left; give the arguments from the fourth on with ``functools.partial``.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether to go on below it, not whether to make a unit of it.
+        nonwrapped_numel: elements of parameters in it, without those of the units below if ``recurse`` is False.
+        min_num_params: so many elements are enough.
+        force_leaf_modules: below modules of these classes nothing becomes a unit, nor they themselves; None:
+            ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
+        exclude_wrap_modules: modules of these classes do not become units; None:
+            ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
+    """
+    default = size_based_auto_wrap_policy
+    if recurse:
+        excepted = default.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # type: ignore[attr-defined]
+    else:
+        excepted = default.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # type: ignore[attr-defined]
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(excepted))
+
+
+# multi-head attention computes with the parameters of its child, which it never calls
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+# nobody calls a container
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapPolicy]) -> bool:
+    """Return True if any of some policies does."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A module that is to be wrapped.
+
+    Attributes:
+        name: from the root; where it has several places, the first.
+        module: the module.
+        params: those that it takes and no unit below it does.
+        kwargs: what its wrapper is given.
+        own_precision: it computes in the dtype that its parameters have.
+    """
+
+    name: str
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
+    kwargs: Mapping[str, object]
+    own_precision: bool
+
+
+def plan_units(
+    root: nn.Module,
+    policy: Policy | WrapPolicy,
+    kwargs: Mapping[str, Any],
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> list[PlannedUnit]:
+    """Ask a policy which modules below ``root`` become units; nothing is changed. The root is the caller's.
+
+    Args:
+        root: the module whose tree it is.
+        policy: one of this file, or a function of ``module``, ``recurse`` and ``nonwrapped_numel``.
+        kwargs: the root's options, which every unit is given where the policy names no other. Below a
+            ``mixed_precision``, modules of its ``_module_classes_to_ignore`` are units of their own without one.
+        ignored_modules: neither they nor what is below them becomes a unit or is counted.
+        ignored_params: they are not counted.
+
+    Returns:
+        Units, children before parents, otherwise as they are registered.
+
+    Raises:
+        TypeError: the policy is none, or what it returns is no answer.
+        ValueError: it names an option that is not in ``kwargs``.
+    """
+    precision = kwargs.get("mixed_precision")
+    ignored = {module for top in ignored_modules for module in top.modules()}
+    walk = _Walk(
+        policy=_asked(policy),
+        own_precision=tuple(precision._module_classes_to_ignore) if precision is not None else (),
+        ignored=ignored,
+        ignored_params={*ignored_params, *(p for module in ignored for p in module.parameters())},
+        names={module: name for name, module in root.named_modules()},
+        kwargs=kwargs,
+    )
+    walk.below(root, asked=True)
+    return walk.units
+
+
+def _asked(policy: Policy | WrapPolicy) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) or not callable(policy):
+        raise TypeError(
+            "auto_wrap_policy must be a ModuleWrapPolicy, a CustomPolicy or a function of module, recurse and "
+            f"nonwrapped_numel, got {policy!r}; for all modules of a class give ModuleWrapPolicy({{Class}})"
+        )
+    return _FunctionPolicy(policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Walk:
+    """What :func:`plan_units` knows while it goes through the tree."""
+
+    policy: Policy
+    own_precision: tuple[type[nn.Module], ...]
+    ignored: set[nn.Module]
+    ignored_params: set[nn.Parameter]
+    names: Mapping[nn.Module, str]
+    kwargs: Mapping[str, Any]
+    units: list[PlannedUnit] = field(default_factory=list)
+    taken: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)  # by units at or below a module
+
+    def below(self, module: nn.Module, asked: bool) -> tuple[bool, set[nn.Parameter]]:
+        """Decide on all below a module; return whether the policy is asked about itself, and what units take."""
+        asked = asked and self.policy.descends(module, _numel(self._params(module)))
+        for child in module.children():
+            if child not in self.ignored and child not in self.taken:
+                self.taken[child] = set()  # a module that holds itself
+                self.taken[child] = self._at(child, asked)
+        taken: set[nn.Parameter] = set()
+        return asked, taken.union(*(self.taken.get(child, ()) for child in module.children()))
+
+    def _at(self, module: nn.Module, asked: bool) -> set[nn.Parameter]:
+        asked, taken = self.below(module, asked)
+        params = self._params(module)
+        left = tuple(p for p in params if p not in taken)
+        own_precision = isinstance(module, self.own_precision)
+        options = self.policy.options(module, _numel(left)) if asked else None
+        if options is None and not own_precision:
+            return taken
+        kwargs = self._kwargs(module, options or {})
+        if own_precision:
+            kwargs["mixed_precision"] = None
+        self.units.append(PlannedUnit(self.names[module], module, left, kwargs, own_precision))
+        return set(params)
+
+    def _params(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p not in self.ignored_params]
+
+    def _kwargs(self, module: nn.Module, options: Mapping[str, object]) -> dict[str, object]:
+        unknown = [name for name in options if name not in self.kwargs]
+        if unknown:
+            raise ValueError(
+                f"auto_wrap_policy: there is no option {unknown[0]!r}, which it returned for module "
+                f"{self.names[module]!r}; the options are {', '.join(self.kwargs)}"
+            )
+        return {**self.kwargs, **options}
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)
+
+
+def check_frozen(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
+    """Check that each unit's parameters are all trained or all frozen, as one flat parameter must be.
+
+    Raises:
+        ValueError: one's are not.
+    """
+    names = {param: name for name, param in root.named_parameters()}
+    for unit in units:
+        by_kind = {kind: [names[p] for p in unit.params if p.requires_grad is kind] for kind in (True, False)}
+        if all(by_kind.values()):
+            raise ValueError(
+                f"unit {unit.name!r} has parameters with requires_grad=True, such as {by_kind[True][0]!r}, and with "
+                f"requires_grad=False, such as {by_kind[False][0]!r}: pass use_orig_params=True, or have the policy "
+                "make units of their own of the frozen modules"
+            )
+
+
+def check_shared(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
+    """Check that all modules that share a parameter are in one unit.
+
+    Raises:
+        ValueError: some are in several, or in one and in what is left to the root.
+    """
+    units = list(units)
+    wrapped, managed = {unit.module for unit in units}, {param for unit in units for param in unit.params}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    first: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        if param not in managed:
+            continue  # ignored, or the root's alone
+        above = (modules[path] for path in _paths_above(name))
+        unit = next((module for module in above if module in wrapped), root)
+        other, taken_by = first.setdefault(param, (name, unit))
+        if unit is not taken_by:
+            raise ValueError(
+                f"parameters {other!r} and {name!r} are one, but would be in two units: have the policy make a unit "
+                "of a module that holds both, or of neither of the modules that hold them"
+            )
+
+
+def _paths_above(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a parameter, the nearest first, without the root's."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def wrap_units(root: nn.Module, units: Sequence[PlannedUnit], wrapper_cls: Callable[..., nn.Module]) -> None:
+    """Put ``wrapper_cls(module, **kwargs)`` of each unit, in their order, wherever below ``root`` its module is.
+
+    Raises:
+        ValueError: something in the tree has been wrapped before; nothing is changed then.
+    """
+    _check_not_wrapped(root, wrapper_cls)
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {unit.module: [] for unit in units}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if module in places:
+            parent, _, name = path.rpartition(".")
+            places[module].append((root.get_submodule(parent), name))
+    for unit in units:
+        if unit.own_precision:
+            _InOwnPrecision.around(unit.module)
+        wrapper = wrapper_cls(unit.module, **unit.kwargs)
+        for parent_module, name in places[unit.module]:
+            setattr(parent_module, name, wrapper)
+
+
+def auto_wrap(
+    root: nn.Module,
+    policy: Policy | WrapPolicy,
+    wrapper_cls: Callable[..., nn.Module],
+    kwargs: Mapping[str, Any],
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> None:
+    """Wrap what a policy says below ``root``; see :func:`plan_units` for the arguments and :func:`wrap_units`.
+
+    Raises:
+        TypeError: the policy is none, or what it returns is no answer.
+        ValueError: it names an option that is not in ``kwargs``, something in the tree has been wrapped before, a
+            parameter would be in two units, or without ``use_orig_params`` a unit is frozen in part. In all these
+            cases nothing is changed.
+    """
+    _check_not_wrapped(root, wrapper_cls)
+    units = plan_units(root, policy, kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
+    check_shared(root, units)
+    if not kwargs.get("use_orig_params", False):
+        check_frozen(root, units)
+    wrap_units(root, units, wrapper_cls)
+
+
+def _check_not_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> None:
+    if not isinstance(wrapper_cls, type):
+        return  # a function: what it makes bears no mark
+    wrapped = [name for name, module in root.named_modules() if isinstance(module, wrapper_cls)]
+    if wrapped:
+        raise ValueError(
+            f"auto_wrap_policy: module {wrapped[0]!r} is wrapped in {wrapper_cls.__name__} already; "
+            "wrap by a policy or by hand, not both"
+        )
+
+
+class _InOwnPrecision:
+    """Casts what a module takes to the dtype of its parameters, and what it returns back to what came."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._came: torch.dtype | None = None
+
+    @classmethod
+    def around(cls, module: nn.Module) -> None:
+        """Do so for a module from now on."""
+        held = (t.dtype for t in chain(module.parameters(), module.buffers()) if t.is_floating_point())
+        casts = cls(next(held, torch.float32))
+        module.register_forward_pre_hook(casts.before, with_kwargs=True)
+        module.register_forward_hook(casts.after)
+
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Cast, and keep the dtype that came."""
+        came = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
+        self._came = next(came, None)
+        return cast_floats((args, kwargs), self._dtype)  # type: ignore[no-any-return]
+
+    def after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - any structure
+        """Cast back."""
+        return cast_floats(output, self._came)
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: Mapping[str, Any]
+
+
+_wrapping: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:  # noqa: ANN401
+    """Have :func:`wrap` wrap within the ``with`` statement.
+
+    Args:
+        wrapper_cls: what wraps, such as ``FullyShardedDataParallel``.
+        **wrapper_kwargs: what it is given.
+    """
+    token = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wrapping.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:  # noqa: ANN401 - whatever the wrapper takes
+    """Return ``module`` wrapped as :func:`enable_wrap` around it says; outside of one, ``module`` itself.
+
+    Args:
+        module: what is wrapped.
+        **wrap_overrides: what its wrapper is given instead of, or beside, what ``enable_wrap`` names.
+    """
+    wrapping = _wrapping.get()
+    if wrapping is None:
+        return module
+    return wrapping.wrapper_cls(module, **{**wrapping.kwargs, **wrap_overrides})
