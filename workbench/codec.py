@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 _LIMIT = 2**63  # a file or a message may say anything, and folds count in 64 bits
+_PLAIN = {bool, int, float, str, NoneType}
 _SHOWN = 80
 """Letters shown of what is not as expected."""
 
@@ -31,8 +32,12 @@ def encode(value: Any, buffers: list[memoryview] | None = None) -> Any:  # noqa:
         value: of a type that the module names.
         buffers: takes what goes beside the data.
     """
-    if dataclasses.is_dataclass(value):
-        data = {f.name: encode(getattr(value, f.name), buffers) for f in dataclasses.fields(value)}
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    names = _names(cast("Any", kind))
+    if names is not None:
+        data = {name: encode(getattr(value, name), buffers) for name in names}
         word = getattr(value, "word", None)
         return data if word is None else {"word": word, **data}
     if isinstance(value, (tuple, list)):
@@ -128,6 +133,12 @@ def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[mem
     if word is not None and data["word"] != word:
         raise CodecError(f"{where} is a {data['word']!r:.{_SHOWN}}, expected a {word!r}")
     return kind(**{name: decode(hint, data[name], f"{where}.{name}", buffers) for name, hint in hints.items()})
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - any type
+    """Return the names of a dataclass's fields; None: it is no dataclass."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 @cache

@@ -616,6 +616,10 @@ class Workbench:
         found = Pulse(trace=self._last_trace) if session is None else session.pulse()
         return dataclasses.replace(found, cursor=self.cursor, record=self.record)
 
+    def asked(self) -> tuple[object, ...]:
+        """Return what is different once ranks were asked something, stand, go on or have ended; no rank is asked."""
+        return () if self._session is None else self._session.asked()
+
     @property
     def shown_trace(self) -> Trace:
         """What views show: the trace, up to the cursor if there is one."""

@@ -12,7 +12,7 @@ export interface Settings {
   readonly colours: Readonly<Partial<Record<string, string>>>;
 }
 
-export const DEFAULTS: Settings = { restMs: 100, numRanks: 4, device: "auto", colours: {} };
+export const DEFAULTS: Settings = { restMs: 0, numRanks: 4, device: "auto", colours: {} };
 
 export function settingsOf({ composite }: Pick<ISettingRegistry.ISettings, "composite">): Settings {
   const { pollMilliseconds: restMs, ranks, device, colours } = composite;

@@ -30,6 +30,12 @@ def test_at_the_end_it_says_what_the_training_fold_says():
     )
 
 
+def test_a_state_that_comes_late_takes_nothing_back():
+    trace = example_trace(num_ranks=2, steps=3)
+    begin, half = prefix(trace, 0), prefix(trace, 0.5)
+    assert follow(begin, trace, half, trace) == follow(begin, trace) * 3
+
+
 @given(trace=traces(whole=True), shares=st.lists(st.floats(0, 1), max_size=4).map(sorted))
 def test_the_end_does_not_depend_on_how_often_one_looked(trace, shares):
     looks = [prefix(trace, share) for share in shares]

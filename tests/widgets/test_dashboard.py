@@ -26,7 +26,7 @@ from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace
 from workbench.widgets.packing import COLUMNS
-from workbench.widgets.waiting import MAX_VIEWS, health, mark
+from workbench.widgets.waiting import MAX_VIEWS, Waiting, health, mark
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=Place(1, 0))
@@ -354,6 +354,22 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
     assert pace.rest_s(6.1) == pytest.approx(0.24)
     pace.answered(7.0, "c", 1.0)
     assert pace.rest_s(7.0) == 1.0
+
+
+def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something_a_moment_ago():
+    told, states, now = [], ["running"], Pulse(trace=Trace.empty())
+    waiting = Waiting(
+        lambda: replace(now, record=states[-1]),
+        lambda _name, pulse: lambda: told.append(pulse.record),
+        clock=lambda: 5.0,  # it stands: a view's rest is never over
+        asked=lambda: states[-1],
+    )
+    waiting.ask("a")
+    wait_until(lambda: told == ["running"])
+    waiting.ask("a")
+    states.append("stopped")
+    wait_until(lambda: told == ["running", "stopped"])
+    waiting.close()
 
 
 def test_health_folds_equal_ranks_and_says_where_they_are_held():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ class Progress:
 
 
 class Follower:
-    """Reads each row of a growing trace once, from where the trace ends when it is made.
+    """Reads each row of a growing trace once, from where the trace ends when it is made. Thread-safe.
 
     Args:
         trace: what happened before.
@@ -48,15 +49,21 @@ class Follower:
         self._next_seq = {r.rank: r.end_seq for r in trace.ranks}
         self._states = {rank: training.start() for rank in range(num_ranks)}
         self._total = total
+        self._lock = threading.Lock()
 
     def catch_up(self, trace: Trace) -> Progress:
-        """Read what is new in ``trace``, a later state of the same one, and say where the command is."""
-        for rank_trace in trace.ranks:
-            rank = rank_trace.rank
-            seen = self._next_seq.get(rank, 0) - rank_trace.start.seq
-            self._states[rank] = training.advance(self._states[rank], rank_trace.rows[max(seen, 0) :])
-            self._next_seq[rank] = rank_trace.end_seq
-        return self._progress(trace.header.strings)
+        """Read what is new in ``trace``, another state of the same one, and say where the command is.
+
+        What was read of a later state stays read.
+        """
+        with self._lock:
+            for rank_trace in trace.ranks:
+                rank, seen = rank_trace.rank, self._next_seq.get(rank_trace.rank, 0)
+                if rank_trace.end_seq > seen:
+                    new = rank_trace.rows[max(seen - rank_trace.start.seq, 0) :]
+                    self._states[rank] = training.advance(self._states[rank], new)
+                    self._next_seq[rank] = rank_trace.end_seq
+            return self._progress(trace.header.strings)
 
     def _progress(self, strings: tuple[str, ...]) -> Progress:
         states = list(self._states.values())

@@ -46,6 +46,7 @@ CAPACITY = 2**18
 NO_STEP = -1
 _NAN = math.nan
 _LOOK_BACK = 256
+_IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
 
 
 @dataclass(frozen=True)
@@ -448,7 +449,7 @@ class Recorder:
         count = _LOOK_BACK
         while True:
             rows = self.newest(count)
-            found = rows[~np.isin(rows["kind"], BESIDE)]
+            found = rows[~_IS_BESIDE[rows["kind"]]]
             if len(found) or len(rows) < count:
                 break
             count *= 8  # a device tells of a whole step at once

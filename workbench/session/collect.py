@@ -17,6 +17,12 @@ from workbench.trace.wire import from_wire
 
 R = TypeVar("R")
 
+LEISURE = 2
+"""While ranks work, they are left alone for so many times as long as it takes them to answer."""
+
+MAX_LEISURE_S = 0.25
+"""But not for longer, in seconds: a rank may be in code that lets nobody answer."""
+
 
 class SideDoor(Protocol):
     """What of a cluster is needed here."""
@@ -50,7 +56,7 @@ class Collector:
         self._versions: dict[int, int] = {}
         self._next_seq: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._drained_at = float("-inf")
+        self._drained_at, self._took_s = float("-inf"), 0.0
 
     @property
     def next_seq(self) -> dict[int, int]:
@@ -69,12 +75,14 @@ class Collector:
             door: their side doors.
             ranks: who is asked.
             timeout_s: how long each may take.
-            max_age_s: nobody is asked if that was done less than so many seconds ago, by whichever thread.
+            max_age_s: nobody is asked if that was done less than so many seconds ago, by whichever thread, nor, unless
+                it is 0, before the ranks had their leisure: many ranks on few cores pay for every question with time
+                in which they would compute.
         """
         with self._lock:
-            if time.monotonic() - self._drained_at < max_age_s:
+            begin = time.monotonic()
+            if max_age_s and begin - self._drained_at < max(max_age_s, min(LEISURE * self._took_s, MAX_LEISURE_S)):
                 return
-            self._drained_at = time.monotonic()
             # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
             # for the last request comes again
             known = {
@@ -84,6 +92,8 @@ class Collector:
             for rank, recorded in drained.items():
                 self._take(rank, recorded)
             self.heard = {rank: recorded.position for rank, recorded in drained.items()}
+            self._drained_at = time.monotonic()
+            self._took_s = self._drained_at - begin
 
     def _take(self, rank: int, recorded: Recorded) -> None:
         if recorded.header is not None:

@@ -69,12 +69,13 @@ class Work(Protocol):
     Attributes:
         words: how a person calls it.
         is_command: whether it is a command; else a cell.
-        progress: how far it is; None: it has no steps, or nothing is known of them yet.
     """
 
     words: str
     is_command: bool
-    progress: Progress | None
+
+    def progress(self, trace: Trace) -> Progress | None:
+        """Return how far it is by ``trace``; from any thread. None: it has no steps."""
 
     def on_slice(self, listener: Listener) -> None:
         """Do what is to be done about 50 times a second."""
@@ -101,8 +102,6 @@ class _Printing:
     Args:
         pending: the request.
     """
-
-    progress: Progress | None = None
 
     def __init__(self, pending: Pending) -> None:
         self._stream = Stream(pending, pending.ranks[0])
@@ -143,11 +142,15 @@ class CommandWork(_Printing):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
         self.words = f"%fsdp {to_text(command)}"
 
+    def progress(self, trace: Trace) -> Progress | None:
+        """Return how far its steps are; None: it has none."""
+        return None if self._follower is None else self._follower.catch_up(trace)
+
     def on_tick(self, listener: Listener, trace: Trace) -> None:
         """Tell how far it is."""
-        if self._follower is not None:
-            self.progress = self._follower.catch_up(trace)
-            listener.on_progress(self.progress)
+        progress = self.progress(trace)
+        if progress is not None:
+            listener.on_progress(progress)
 
     def finish(self, results: dict[int, Any], listener: Listener) -> Report:
         """Hand on the rest of the output and return its report."""
@@ -168,6 +171,9 @@ class CellWork(_Printing):
     def __init__(self, pending: Pending) -> None:
         super().__init__(pending)
         self._pending = pending
+
+    def progress(self, trace: Trace) -> Progress | None:
+        """Return nothing: a cell is not followed."""
 
     def on_tick(self, listener: Listener, trace: Trace) -> None:
         """Do nothing."""

@@ -54,7 +54,7 @@ from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import Standing, no_standing, who_works
 from workbench.session.stopping import WHERE_S
-from workbench.session.watch import ASK_S, PATIENT_S, Interruptible, Outcome, Tick, Watch
+from workbench.session.watch import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, Tick, Watch
 from workbench.trace.columns import Trace
 
 R = TypeVar("R")
@@ -65,7 +65,7 @@ RUNTIME = "workbench.runtime.rank"
 PULSE_S = 0.02
 """How old what a live view is shown may be, in seconds: several of them ask the ranks once."""
 
-SHARED_S = 0.08
+SHARED_S = TICK_S
 """How old what a view was told may be, in seconds, for those who wait for a request not to ask the ranks once more."""
 
 RECOVER_S = 30.0
@@ -182,14 +182,21 @@ class Session:
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is, at most a tenth of a second old."""
         self.drain(timeout_s=ASK_S, max_age_s=PULSE_S)
-        found = pulse(self.trace, self.cluster.alive(), self._collector.positions, self.state)
+        trace = self.trace
+        found = pulse(trace, self.cluster.alive(), self._collector.positions, self.state)
         return dataclasses.replace(
             found,
             losses=self.cluster.losses(),
-            under_way=_under_way(self.request),
+            under_way=_under_way(self.request, trace),
             ended=self.ended,
             breakpoints=tuple(self.breakpoints),
         )
+
+    def asked(self) -> tuple[object, ...]:
+        """Return what is different once a request was sent, stands, goes on or is over; no rank is asked."""
+        request = self.request
+        under_way = None if request is None else (request.work.words, request.state)
+        return under_way, self.ended, tuple(self.breakpoints)  # the same words again: another one has ended
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
@@ -652,7 +659,7 @@ class Session:
         }
 
 
-def _under_way(request: Request | None) -> UnderWay | None:
+def _under_way(request: Request | None, trace: Trace) -> UnderWay | None:
     if request is None:
         return None
     is_stopped, report = request.state == "stopped", request.report
@@ -662,7 +669,7 @@ def _under_way(request: Request | None) -> UnderWay | None:
         stop=str(request.stop) if is_stopped else "",
         reasons=report.reasons if is_stopped and report is not None else (),
         in_background=request.thread is not None,
-        progress=request.work.progress,
+        progress=request.work.progress(trace),
     )
 
 

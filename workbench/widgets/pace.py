@@ -24,10 +24,16 @@ class Pace:
     def __init__(self) -> None:
         self._due_s = self._latest_s = float("-inf")
         self._told: object = None
+        self._asked: object = None
 
-    def rest_s(self, now_s: float) -> float:
-        """Return for how long no look is needed."""
-        return max(self._due_s - now_s, 0.0)
+    def rest_s(self, now_s: float, asked: object = None) -> float:
+        """Return for how long no look is needed.
+
+        Args:
+            now_s: the time.
+            asked: what ranks are asked; another thing than at the last answer is told at once.
+        """
+        return max(self._due_s - now_s, 0.0) if asked == self._asked else 0.0
 
     def is_due(self, now_s: float, newest: object) -> bool:
         """Return whether to answer now, after the rest.
@@ -38,8 +44,8 @@ class Pace:
         """
         return newest != self._told or now_s >= self._latest_s
 
-    def answered(self, now_s: float, told: object, spent_s: float) -> None:
-        """Note that ``told`` was told, for which the kernel worked ``spent_s``."""
-        self._told = told
+    def answered(self, now_s: float, told: object, spent_s: float, asked: object = None) -> None:
+        """Note that ``told`` was told while ranks were ``asked`` something; the kernel worked ``spent_s`` for it."""
+        self._told, self._asked = told, asked
         self._due_s = now_s + min(max(EVERY_S, LEISURE * spent_s), IDLE_S)
         self._latest_s = max(now_s + IDLE_S, self._due_s)

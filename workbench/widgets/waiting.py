@@ -41,12 +41,18 @@ class Waiting:
         look: tells how the cluster is doing.
         answer: makes the answer to the view of a name, and returns what sends it.
         clock: seconds, monotonic.
+        asked: tells without asking a rank what is different once ranks were asked something, stand, go on or are done;
+            that is told at once, also to a view that was told something a moment ago.
     """
 
     def __init__(
-        self, look: Callable[[], Pulse], answer: Callable[[str, Pulse], Send], clock: Callable[[], float]
+        self,
+        look: Callable[[], Pulse],
+        answer: Callable[[str, Pulse], Send],
+        clock: Callable[[], float],
+        asked: Callable[[], object] = lambda: None,
     ) -> None:
-        self._look, self._answer, self._clock = look, answer, clock
+        self._look, self._answer, self._clock, self._asked = look, answer, clock, asked
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._paces: dict[str, Pace] = {}
@@ -79,7 +85,9 @@ class Waiting:
             thread.join()
 
     def _wait(self, name: str, pace: Pace) -> None:
-        self._is_closed.wait(pace.rest_s(self._clock()))
+        while (rest_s := pace.rest_s(self._clock(), self._asked())) and self._is_mine(name):
+            if self._is_closed.wait(min(rest_s, LOOK_S)):
+                return
         while not self._is_closed.is_set() and self._is_mine(name):
             with suppress(WorkbenchError):  # the ranks are being stopped
                 if self._answers(name, pace):
@@ -91,6 +99,7 @@ class Waiting:
 
     def _answers(self, name: str, pace: Pace) -> bool:
         """Look; answer if it is time, and return whether that is done."""
+        asked = self._asked()
         pulse = self._look()
         newest = mark(pulse)
         if not pace.is_due(self._clock(), newest):
@@ -100,7 +109,7 @@ class Waiting:
                 return True
             del self._waits[name]
         send = self._answer(name, pulse)
-        pace.answered(self._clock(), newest, time.thread_time())  # of this thread, which began with the question
+        pace.answered(self._clock(), newest, time.thread_time(), asked)  # of this thread, which began with the question
         send()
         return True
 
