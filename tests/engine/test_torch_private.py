@@ -23,6 +23,7 @@ from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
     BatchNorm,
+    GradScalerWithFlags,
     abort_process_groups,
     all_gather_single,
     allow_reading,
@@ -80,6 +81,29 @@ def test_a_torch_that_was_not_tried_is_named_in_a_sentence(version):
 def test_every_batch_norm_is_one():
     kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
     assert [kind.__name__ for kind in [*kinds, nn.LayerNorm] if not issubclass(kind, BatchNorm)] == ["LayerNorm"]
+
+
+class Scaler(GradScalerWithFlags):
+    """Raises every flag, and keeps what they were."""
+
+    def share_flags(self, flags, device):
+        self.were = [(flag.item(), flag.dtype, flag.shape) for flag in flags]
+        for flag in flags:
+            flag.fill_(1)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("grad", [None, 1.0, torch.inf])
+def test_a_scaler_tells_what_it_found_and_does_as_it_is_told(grad, fused):
+    param = nn.Parameter(torch.ones(2, dtype=torch.float32 if fused else torch.float16))
+    param.grad = None if grad is None else torch.full_like(param, grad)
+    scaler = Scaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=fused))
+    scaler.update()
+    assert scaler.were == [(float(grad == torch.inf), torch.float32, ())]
+    assert param.tolist() == [1, 1]
+    assert scaler.get_scale() == 4
 
 
 def test_the_engine_warns_of_an_untried_torch_and_works_on():

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
@@ -317,3 +318,24 @@ def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
+
+
+class GradScalerWithFlags(GradScaler):
+    """torch's, with a say in what was found among an optimizer's gradients: a flag per device, 1 for inf or NaN."""
+
+    def share_flags(self, flags: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Change flags, each a 0-dimensional float32 tensor, in place; there is always one.
+
+        Args:
+            flags: those of the devices that hold gradients.
+            device: that of the scale.
+        """
+        raise NotImplementedError
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, _allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Return the flags; torch itself refuses float16, which is what sharded gradients may be."""
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, True) or {found_inf.device: found_inf}
+        self.share_flags(list(flags.values()), found_inf.device)
+        return flags

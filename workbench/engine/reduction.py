@@ -84,10 +84,16 @@ def _get_gradient_divide_factors(
     divisor = float(num_ranks) if factor is None else factor
     if dtype != torch.float16:
         return Scaling(None, divisor, total, total)
-    pre = 1.0
-    while divisor % pre == 0 and divisor / pre > pre:
-        pre *= 2
+    pre = factor_before(divisor)
     return Scaling(pre, divisor / pre, total, total)
+
+
+def factor_before(divisor: float) -> float:
+    """Return the power of two near the square root of a divisor by which to divide before a sum; the rest after it."""
+    factor = 1.0
+    while divisor % factor == 0 and divisor / factor > factor:
+        factor *= 2
+    return factor
 
 
 @dataclass

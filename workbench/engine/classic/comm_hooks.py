@@ -1,0 +1,148 @@
+"""Communication hooks: functions that ``register_comm_hook`` puts in the place of the reduction of gradients.
+
+A hook takes a state and ``grad``, ``[S]`` of this rank, which it may write to. Where parameters are sharded over F
+ranks it takes ``output`` as well, ``[S / F]``, and leaves this rank's part of the average there; where they are not, it
+leaves the average in ``grad``. Its waits end when the step is given up, as those of the engine do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine._torch import reduce_scatter_single
+from workbench.engine.backends import backend_of
+from workbench.engine.reduction import factor_before
+from workbench.engine.waits import Work
+
+
+class DefaultState:
+    """What a hook has to know to average.
+
+    Args:
+        process_group: the ranks whose gradients are averaged.
+
+    Attributes:
+        process_group: the same.
+        world_size: number of its ranks.
+        gradient_predivide_factor: what gradients are divided by before they are summed: about the square root of the
+            number of ranks, so that neither the sum overflows nor its parts underflow.
+        gradient_postdivide_factor: what the sum is divided by.
+
+    Raises:
+        ValueError: there is no process group, or this rank is not in it.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if process_group is None:
+            raise ValueError(
+                f"{type(self).__name__} takes the process group to average over, got None; "
+                "for all ranks give torch.distributed.group.WORLD"
+            )
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        if self.world_size < 1:
+            raise ValueError(f"{type(self).__name__}: rank {dist.get_rank()} is not in the process group")
+        self.gradient_predivide_factor = factor_before(self.world_size)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+
+
+class LowPrecisionState(DefaultState):
+    """What a hook has to know that sends gradients in a lower precision.
+
+    Args:
+        process_group: the ranks whose gradients are averaged.
+        parameter_type: dtype of what the hook leaves.
+
+    Raises:
+        ValueError: as of :class:`DefaultState`, or the dtype is no floating-point dtype.
+        TypeError: it is no dtype.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:
+        super().__init__(process_group)
+        if not isinstance(parameter_type, torch.dtype):
+            raise TypeError(f"LowPrecisionState: parameter_type must be a torch.dtype, got {parameter_type!r}")
+        if not parameter_type.is_floating_point:
+            raise ValueError(f"LowPrecisionState: parameter_type must be a floating-point dtype, got {parameter_type}")
+        self.parameter_type = parameter_type
+
+
+def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
+    """Average ``grad`` in place, in its own dtype."""
+    _divide(grad, state.gradient_predivide_factor)
+    all_reduce(grad, dist.ReduceOp.SUM, state.process_group, "all-reduce of a communication hook")
+    _divide(grad, state.gradient_postdivide_factor)
+
+
+def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+    """Leave this rank's part of the average of ``grad`` in ``output``, in the dtype of both.
+
+    Raises:
+        ValueError: ``grad`` is not as long as the ``output`` of all ranks together.
+    """
+    if grad.numel() != output.numel() * state.world_size:
+        raise ValueError(
+            f"reduce_scatter_hook: grad must have {state.world_size} times the {output.numel()} elements of output, "
+            f"one part for each rank, got {grad.numel()}; pad it"
+        )
+    _divide(grad, state.gradient_predivide_factor)
+    work = reduce_scatter_single(output, grad, dist.ReduceOp.SUM, state.process_group, async_op=True)
+    _wait(work, output.device, state.process_group, "reduce-scatter of a communication hook")
+    _divide(output, state.gradient_postdivide_factor)
+
+
+def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """Average in float16, and leave the result in ``state.parameter_type``: see :func:`bf16_compress_hook`."""
+    _average_in(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """Average in bfloat16, and leave the result in ``state.parameter_type``.
+
+    Args:
+        state: whom to average with, and the dtype of the result.
+        grad: ``[S]`` in any floating-point dtype; without ``output`` it becomes the average.
+        output: ``[S / F]``; becomes this rank's part of the average.
+    """
+    _average_in(torch.bfloat16, state, grad, output)
+
+
+def _average_in(dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None) -> None:
+    sent = grad.to(dtype)
+    if output is None:
+        allreduce_hook(state, sent)
+        _put(sent, grad, state.parameter_type)
+        return
+    received = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+    reduce_scatter_hook(state, sent, received)
+    _put(received, output, state.parameter_type)
+
+
+def _put(result: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) -> None:
+    """Make ``into`` the result in a dtype: in its own memory if it has that dtype, in other memory if not."""
+    if into.dtype == dtype:
+        into.copy_(result)  # nothing is copied where they are the same
+    else:
+        into.data = result.to(dtype)
+
+
+def _divide(tensor: torch.Tensor, factor: float) -> None:
+    if factor != 1:
+        tensor.div_(factor)
+
+
+def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> None:
+    """Reduce a tensor over the ranks of a group, in place.
+
+    Raises:
+        StepAborted: this rank was told to give up meanwhile.
+        CollectiveFailed: a peer died or left; ``what`` is named.
+    """
+    _wait(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor.device, group, what)
+
+
+def _wait(work: Work | None, device: torch.device, group: dist.ProcessGroup, what: str) -> None:
+    pending = backend_of(device).transport(group).pending(work, what)
+    pending.block()
+    pending.finish()
