@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine._torch import tell_pipelining
 from workbench.engine.backends import is_of_kind
+from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.managed import (
     _get_managed_modules,
     _get_managed_states,
@@ -189,7 +190,7 @@ def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequ
 def _make_groups(placed: Sequence[PlacedUnit], policy: UnitPolicy) -> list[FSDPParamGroup]:
     """Make the units; the modules keep their parameters if one of them cannot be made."""
     try:
-        return [FSDPParamGroup(params, info, policy) for info, params in placed]
+        return [FSDPParamGroup([DTensorParam(*one, info) for one in params], info, policy) for info, params in placed]
     except (TypeError, ValueError, NotImplementedError):
         for _, params in placed:
             for param, where, _ in params:

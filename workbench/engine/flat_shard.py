@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from workbench.engine import probe
-from workbench.engine._torch import local_of
 from workbench.engine.backends.addresses import lies_in
-from workbench.engine.param import FSDPParam, check_uniform, local_tensor
+from workbench.engine.param import FSDPParam, check_uniform
 from workbench.engine.policies import UnitPolicy
 from workbench.events import Category
 
@@ -62,18 +58,18 @@ class FlatShard:
         self._lease = probe.Lease(Category.SHARDED_PARAMS, self._unit, 0 if flat.is_meta else flat.nbytes)
 
     @torch.no_grad()
-    def fill(self, params: Sequence[nn.Parameter], policy: UnitPolicy) -> None:
+    def fill(self, policy: UnitPolicy) -> None:
         """Copy this rank's rows of the full parameters and make the sharded ones of them."""
-        first = local_tensor(params[0])
+        first = self._params[0].first
         device = self._params[0].mesh_info.device if not first.is_meta else first.device
         self._make(first.dtype, device, policy)
-        for param, full, slot in zip(self._params, params, self._slots(), strict=True):
-            param.shard_from(full, slot)
+        for param, slot in zip(self._params, self._slots(), strict=True):
+            param.shard_from(slot)
 
     def share_lease(self) -> None:
         """Let the shards count as alive as long as anyone holds one of the parameters."""
         for param in self._params:
-            local_of(cast("DTensor", param.sharded_param))._workbench_lease = self._lease  # type: ignore[attr-defined]
+            param.local._workbench_lease = self._lease  # type: ignore[attr-defined]
 
     def _owns(self, local: torch.Tensor) -> bool:
         return lies_in(local, self.flat)
@@ -86,7 +82,7 @@ class FlatShard:
             TypeError: a parameter was replaced by a plain tensor.
             ValueError: parameters of the unit now differ in dtype or device.
         """
-        locals_ = [local_of(p.registered()) for p in self._params]
+        locals_ = [p.registered_local() for p in self._params]
         if len({local.is_meta for local in locals_}) > 1:
             return False  # being filled piece by piece; the first forward lists what was left out
         check_uniform([(p.fqn, local) for p, local in zip(self._params, locals_, strict=True)])

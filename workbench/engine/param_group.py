@@ -8,8 +8,6 @@ from enum import Enum, auto
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
-from torch.distributed.tensor import Shard
 
 from workbench import events
 from workbench.engine import collectives, probe
@@ -20,7 +18,7 @@ from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
 from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
-from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
+from workbench.engine.param import FSDPParam, ShardedState
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.reduction import GradientSync, Reducer, foreach_reduce
@@ -72,7 +70,7 @@ class FSDPParamGroup:
 
     def __init__(
         self,
-        params: Sequence[tuple[nn.Parameter, ParamModuleInfo, Shard]],
+        params: Sequence[FSDPParam],
         mesh_info: FSDPMeshInfo,
         policy: UnitPolicy,
     ) -> None:
@@ -97,14 +95,14 @@ class FSDPParamGroup:
         self.comm: CommPair | None = None
         self.needs_comm = True
         self._retired = False
-        self.params_as_defined = [FSDPParam(*placed, mesh_info) for placed in params]
+        self.params_as_defined = list(params)
         order = in_flat_order([p.slot_numel for p in self.params_as_defined])
         self.fsdp_params = [self.params_as_defined[i] for i in order]
         for position, fsdp_param in enumerate(self.fsdp_params):
             fsdp_param.position = position
         self.shards = FlatShard(self.index, self.fsdp_params)
         self.set_policy(policy)
-        self.shards.fill([params[i][0] for i in order], policy)
+        self.shards.fill(policy)
         self._bind()
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()

@@ -13,6 +13,7 @@ Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -302,13 +303,13 @@ class Reducer:
         grad = output.to(self.orig_dtype) if output.dtype != self.orig_dtype else output
         if self.offloads and grad.device != CPU:
             grad = self._copy_to_host(grad)
-            if any(p.sharded_param.grad is not None or has_post_accumulate_hooks(p.sharded_param) for p in params):
+            if any(p.has_sharded_grad or any(map(has_post_accumulate_hooks, p.owned)) for p in params):
                 self.wait_for_host()  # it is read below
         if grad is not output:
             lease = probe.Lease(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
         set_sharded_grads(params, grad, lease)
-        for param in params:
-            call_post_accumulate_hooks(param.sharded_param)
+        for param in itertools.chain.from_iterable(p.owned for p in params):
+            call_post_accumulate_hooks(param)
 
     def _copy_to_host(self, grad: torch.Tensor) -> torch.Tensor:
         """Start copying ``grad`` ``[S]``; the copy may be read after :meth:`wait_for_host`."""
@@ -582,7 +583,4 @@ class ReductionQueue:
 def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.Lease) -> None:
     """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
     for param, slot in zip(params, flat_grad.split([p.slot_numel for p in params]), strict=True):
-        had_grad = param.sharded_param.grad is not None
-        grad = param.add_sharded_grad(param.local_view(slot))
-        if not had_grad:
-            grad._workbench_lease = lease  # type: ignore[attr-defined]
+        param.add_sharded_grad(param.local_view(slot), lease)

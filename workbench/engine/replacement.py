@@ -28,6 +28,7 @@ from workbench.engine._torch import (
 )
 from workbench.engine.api import fully_shard
 from workbench.engine.comm import CUSTOM
+from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.managed import mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
@@ -157,7 +158,7 @@ class Replacement:
     def _fill(self, unit: FSDPParamGroup) -> None:
         """Give a new unit its shards."""
         home = CPU if unit.policy.offloads else unit.device
-        pairs = [(param, self._old_of(param)) for param in unit.fsdp_params]
+        pairs = [(cast("DTensorParam", param), self._old_of(param)) for param in unit.fsdp_params]
         for param, old in pairs:
             param.info.register(self._handed_over(param, old, home))
         unit.adopt_registered()
@@ -165,7 +166,7 @@ class Replacement:
         if moved:
             _set_grads(unit, moved, home)
 
-    def _handed_over(self, param: FSDPParam, old: FSDPParam, home: torch.device) -> nn.Parameter:
+    def _handed_over(self, param: DTensorParam, old: FSDPParam, home: torch.device) -> nn.Parameter:
         """Return the parameter that takes the place of the new unit's, which is on the meta device."""
         source = cast("DTensor", old.sharded_param)
         local = local_of(source)
@@ -250,7 +251,7 @@ def _stand_in(param: FSDPParam) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=param.trainable)
 
 
-def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[FSDPParam, DTensor]], home: torch.device) -> None:
+def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor]], home: torch.device) -> None:
     """Give parameters the gradients of those they come from, in one flat tensor."""
     sizes = [param.slot_numel for param, _ in grads]
     flat = torch.zeros(sum(sizes), dtype=unit.orig_dtype, device=home)

@@ -253,7 +253,7 @@ def _check_fits(unit: FSDPParamGroup, reshard_after_forward: bool | int) -> None
         return
     if reshard_after_forward < 1 or size % reshard_after_forward:
         _get_post_forward_mesh_info(reshard_after_forward, unit.mesh_info)  # raises; making it makes process groups
-    split = [p.fqn for p in unit.fsdp_params if p.spec.mesh.ndim > unit.mesh_info.mesh.ndim]
+    split = [p.fqn for p in unit.fsdp_params if p.is_tensor_parallel]
     if split:
         raise NotImplementedError(
             f"parameter {split[0]!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of ranks is "

@@ -578,7 +578,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN
         if unit.is_sharded and not unit.is_unsharding:
             continue
         stepped = stepped or {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p.sharded_param) in stepped for p in unit.fsdp_params):
+        if any(id(owned) in stepped for p in unit.fsdp_params for owned in p.owned):
             unit.reshard()
 
 

@@ -1,0 +1,242 @@
+"""A parameter that is split by rows: a DTensor, under its own name.
+
+This is what ``fully_shard`` makes of every parameter it manages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from workbench.engine._torch import (
+    Spec,
+    dtensor_of,
+    joined_mesh,
+    local_of,
+    make_spec,
+    parameter_of,
+    set_local,
+    shards_along,
+    spec_of,
+    splits,
+    strided_shard,
+    waited,
+    with_dtype,
+)
+from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.layout import ShardLayout
+from workbench.engine.mesh import FSDPMeshInfo, names_of
+from workbench.engine.param import FSDPParam, ParamModuleInfo, local_tensor
+
+
+def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo) -> Spec:
+    """Describe the sharded parameter: data-parallel axes first, then those of tensor parallelism."""
+    if mesh.spmd_mesh is not None:
+        return _spmd_spec(path, param, shard, mesh, mesh.spmd_mesh)
+    if not isinstance(param, DTensor):
+        return make_spec(mesh.mesh, mesh.placements(shard), param)
+    inner = spec_of(param)
+    placement = strided_shard(shard.dim, shards_along(inner, shard.dim))
+    try:
+        joined = joined_mesh(mesh.mesh, inner.mesh)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"parameter {path!r} is a DTensor on mesh {inner.mesh}, which cannot be joined with fully_shard's mesh "
+            f"{mesh.mesh}: take both from one DeviceMesh with named axes, e.g. world['dp'] and world['tp']"
+        ) from error
+    return make_spec(joined, (*mesh.placements(placement), *inner.placements), param)
+
+
+def _spmd_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo, whole: DeviceMesh) -> Spec:
+    """Describe the sharded parameter whose full form is a DTensor on the whole mesh: its axes, those split over joined.
+
+    Raises:
+        ValueError: it is no such DTensor, or is not whole on a data-parallel axis.
+    """
+    if not isinstance(param, DTensor) or param.device_mesh != whole:
+        kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else f"a plain {type(param).__name__}"
+        raise ValueError(
+            f"with dp_mesh_dims, all parameters must be DTensors on the mesh that fully_shard is given, {whole}; "
+            f"{path!r} is {kind}: make them with distribute_tensor or distribute_module first"
+        )
+    names, split, placements = names_of(whole), mesh.spmd_shard_axes, list(param.placements)
+    for axis in (*split, *mesh.spmd_replicate_axes):
+        if not placements[axis].is_replicate():
+            raise ValueError(
+                f"parameter {path!r} must be Replicate() on the data-parallel axis {names[axis]!r}, which fully_shard "
+                f"splits; it is {placements[axis]}"
+            )
+    behind = [axis for axis in range(whole.ndim) if split and axis > split[-1] and splits(placements[axis], shard.dim)]
+    placement = strided_shard(shard.dim, math.prod(whole.size(axis) for axis in behind))
+    if len(split) < 2:
+        for axis in split:
+            placements[axis] = placement
+        return make_spec(whole, placements, param)
+    parts: dict[DeviceMesh, tuple[Placement, ...]] = {}
+    for axis, name in enumerate(names):
+        if axis == split[0]:
+            parts[mesh.mesh] = mesh.placements(placement)
+        elif axis not in (*split, *mesh.spmd_replicate_axes):
+            parts[whole[name]] = (placements[axis],)
+    return make_spec(joined_mesh(*parts), list(itertools.chain(*parts.values())), param)
+
+
+class DTensorParam(FSDPParam):
+    """A managed parameter whose shard is the local tensor of a DTensor.
+
+    Attributes:
+        spec: of the sharded parameter.
+    """
+
+    def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
+        super().__init__(
+            info, ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size), mesh, param.dtype
+        )
+        self._given: nn.Parameter | None = param
+        self._global_shape = param.shape
+        self.spec = _sharded_spec(info.path, param, shard, mesh)
+        self._tp_spec = spec_of(param) if isinstance(param, DTensor) else None
+
+    @property
+    def owned(self) -> tuple[nn.Parameter, ...]:
+        """The DTensor parameter."""
+        return (self.sharded_param,)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """True if it is a DTensor of another mesh as well."""
+        return self._tp_spec is not None
+
+    def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
+        """Choose the ranks it is split over between forward and backward; None: the usual ones, or none.
+
+        Raises:
+            NotImplementedError: tensor parallelism has split it.
+        """
+        if mesh is not None and self.is_tensor_parallel:
+            raise NotImplementedError(
+                f"parameter {self.fqn!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of "
+                "ranks is for plain parameters: use True or False"
+            )
+        super().set_post_forward(mesh)
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape before tensor parallelism split it."""
+        return self._global_shape
+
+    def _as_full(self, data: torch.Tensor) -> torch.Tensor:
+        """Return what the unsharded parameter is where this rank has ``data`` of it."""
+        return data if self._tp_spec is None else dtensor_of(data, with_dtype(self._tp_spec, data.dtype))
+
+    # ---- the sharded form
+
+    @property
+    def first(self) -> torch.Tensor:
+        """What this rank has of the parameter that was given."""
+        return local_tensor(cast("nn.Parameter", self._given))
+
+    def shard_from(self, slot: torch.Tensor) -> None:
+        """Copy this rank's rows of the parameter that was given into ``slot`` and make ``sharded_param`` of it."""
+        param, self._given = cast("nn.Parameter", self._given), None
+        local = self.local_view(slot)
+        if not param.is_meta:
+            local.copy_(self.layout.shard_of(local_tensor(param).detach(), self.mesh_info.shard_mesh_rank))
+        self.sharded_param = nn.Parameter(dtensor_of(local, self.spec), requires_grad=param.requires_grad)
+        self._local = local_of(cast("DTensor", self.sharded_param))
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What the DTensor wraps."""
+        return self._local
+
+    @property
+    def is_registered(self) -> bool:
+        """True if the DTensor parameter on the module is the one known here, and wraps what it did."""
+        param = parameter_of(self.info.module, self.info.name)
+        return param is self.sharded_param and local_of(cast("DTensor", param)) is self._local
+
+    def registered(self) -> nn.Parameter:
+        """Return the DTensor parameter registered now (a loader or ``.to`` may have put a new one there).
+
+        Raises:
+            TypeError: something else than a DTensor was registered.
+            ValueError: a DTensor of another shape was.
+        """
+        param = getattr(self.info.module, self.info.name)
+        if not isinstance(param, DTensor):
+            raise TypeError(
+                f"parameter {self.fqn!r} was replaced by a plain {type(param).__name__} after fully_shard; "
+                "replace it before fully_shard, or copy values in with param.copy_(dtensor)"
+            )
+        if param.shape != self.global_shape:
+            raise ValueError(
+                f"parameter {self.fqn!r} of shape {list(self.global_shape)} was replaced by one of shape "
+                f"{list(param.shape)} after fully_shard; replace it before fully_shard"
+            )
+        return cast("nn.Parameter", param)
+
+    def registered_local(self) -> torch.Tensor:
+        """Return what this rank holds of :meth:`registered`."""
+        return local_of(cast("DTensor", self.registered()))
+
+    def register(self, form: nn.Parameter) -> None:
+        """Put ``form`` under the parameter's name, wherever it is."""
+        self.info.register(form)
+
+    def adopt(self, slot: torch.Tensor) -> None:
+        """Make ``slot`` the storage of the registered parameter, keeping the values it has now.
+
+        Needed after ``module.to(...)`` or a loader replaced the parameter or its data.
+        """
+        param = cast("DTensor", self.registered())
+        view = self.local_view(slot)
+        if not param.is_meta and not is_same_memory(local_of(param), view):
+            view.copy_(local_of(param))
+        set_local(param, view)
+        self._local = view
+        self.sharded_param = cast("nn.Parameter", param)
+        self.info.register(self.sharded_param)  # a loader exchanges one place only
+        self.orig_dtype = view.dtype
+        self.spec = with_dtype(self.spec, view.dtype)
+
+    def move(self, slot: torch.Tensor) -> None:
+        """Make ``slot`` the storage of the sharded parameter, whether it is registered now or not."""
+        view = self.local_view(slot)
+        param = cast("DTensor", self.sharded_param)
+        view.copy_(local_of(param))
+        set_local(param, view)
+        self._local = view
+
+    def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
+        """Return the DTensor over fewer ranks whose rows are in ``slot``, filled from the full parameter."""
+        layout = cast("ShardLayout", self.post_forward)
+        local = layout.local_view(slot, mesh.shard_mesh_rank)
+        local.copy_(layout.shard_of(self._view.data, mesh.shard_mesh_rank))
+        spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self._view.data)
+        return nn.Parameter(dtensor_of(local, spec), requires_grad=self.trainable)
+
+    def _plain_grad(self) -> torch.Tensor:
+        grad = cast("torch.Tensor", self.unsharded_param.grad)
+        if isinstance(grad, DTensor):
+            spec = cast("Spec", self._tp_spec)
+            ours = (*self.mesh_info.spmd_shard_axes, *self.mesh_info.spmd_replicate_axes)  # reduced with the others'
+            wanted = tuple((grad if axis in ours else spec).placements[axis] for axis in range(len(spec.placements)))
+            if grad.placements != wanted:  # e.g. a norm's: partial sums over the tensor-parallel ranks
+                grad = grad.redistribute(placements=wanted)
+            grad = local_of(grad)
+        return waited(grad)
+
+    def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
+        """Accumulate ``local_grad`` (this rank's rows) into the DTensor's gradient."""
+        if self.sharded_param.grad is None:
+            self.sharded_param.grad = dtensor_of(local_grad, self.spec)
+            self.sharded_param.grad._workbench_lease = lease  # type: ignore[attr-defined]
+        else:
+            local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)
