@@ -21,6 +21,7 @@ from workbench.engine.backends.clock import DeviceClock
 from workbench.engine.backends.host import Host
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.streams import StreamBackend, StreamTransport
+from workbench.engine.layout import ShardLayout
 
 LATENCY_NS = 3_000  # from the host's call until an idle device comes to it
 COLLECTIVE_NS = 1_000_000
@@ -113,6 +114,18 @@ class FakeTransport(StreamTransport):
 
     def pending(self, work, collective, watch=None) -> PendingWork:
         return super().pending(OnStream(work, self.device), collective, watch)
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A parameter that a backend copies gradients in for, split as ``fully_shard`` splits it."""
+
+    layout: ShardLayout
+
+    def copy_in_pairs(self, grads, slots, first_rank):
+        """Yield where its only gradient goes."""
+        (grad,) = grads
+        return self.layout.copy_in_pairs(grad, slots, first_rank)
 
 
 class FakeDevice(StreamBackend):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device import FakeDevice, computing_on
+from tests.device import ByRows, FakeDevice, computing_on
 from tests.engine.models import make_net
 from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
@@ -139,17 +139,18 @@ def test_what_is_copied_in_comes_out_again(backend, dtype):
     layouts = [ShardLayout(torch.Size(shape), dim, 3) for shape, dim in (((7, 2), 0), ((2, 6), 1), ((3,), 0))]
     grads = [torch.rand(layout.shape, device=backend.device) for layout in layouts]
     for some in ([0, 1, 2], [0, 2]):  # along dim 0 alone, a device may do all by one kernel
-        of, full = [layouts[i] for i in some], [grads[i] for i in some]
+        of, full = [layouts[i] for i in some], [[grads[i]] for i in some]
+        by_rows = [ByRows(layout) for layout in of]
         chunks = torch.empty(3, sum(la.slot_numel for la in of), dtype=dtype, device=backend.device)
-        backend.copy_in(of, full, chunks)
+        backend.copy_in(by_rows, full, chunks)
         parts = torch.full_like(chunks, torch.nan)
-        backend.copy_in(of, full, parts[:1])
-        backend.copy_in(of, full, parts[1:], 1)
+        backend.copy_in(by_rows, full, parts[:1])
+        backend.copy_in(by_rows, full, parts[1:], 1)
         assert torch.equal(parts, chunks)
         fulls = [torch.empty(3 * la.slot_numel, device=backend.device) for la in of]
         backend.copy_out(chunks, [la.by_rank(padded) for la, padded in zip(of, fulls, strict=True)])
         for la, padded, grad in zip(of, fulls, full, strict=True):
-            assert torch.equal(la.full_view(padded), grad.to(dtype).float())
+            assert torch.equal(la.full_view(padded), grad[0].to(dtype).float())
 
 
 def test_what_waits_for_an_event_comes_after_it(backend):

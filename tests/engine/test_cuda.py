@@ -20,6 +20,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from tests.device import ByRows
 from tests.engine.models import Block, Net
 from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
@@ -404,7 +405,7 @@ def test_many_parameters_are_copied_by_few_kernels():
     fulls = [torch.empty(4 * layout.slot_numel, device="cuda") for layout in layouts]
     targets = [layout.by_rank(full) for layout, full in zip(layouts, fulls, strict=True)]
     cuda = backend_of(chunks.device)
-    assert kernels_of(lambda: cuda.copy_in(layouts, grads, chunks)) < 8
+    assert kernels_of(lambda: cuda.copy_in([ByRows(la) for la in layouts], [[grad] for grad in grads], chunks)) < 8
     assert kernels_of(lambda: cuda.copy_out(chunks, targets)) < 8
     for layout, full, grad in zip(layouts, fulls, grads, strict=True):
         assert torch.equal(layout.full_view(full), grad)

@@ -26,13 +26,14 @@ from workbench.engine._torch import (
     spec_of,
     splits,
     strided_shard,
-    waited,
     with_dtype,
 )
 from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.full_param import FullParam, local_tensor
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo, names_of
-from workbench.engine.param import FSDPParam, ParamModuleInfo, local_tensor
+from workbench.engine.param import FSDPParam, ParamModuleInfo
+from workbench.events import ParamTensors
 
 
 def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo) -> Spec:
@@ -91,17 +92,18 @@ class DTensorParam(FSDPParam):
     """A managed parameter whose shard is the local tensor of a DTensor.
 
     Attributes:
+        full: the full parameter.
         spec: of the sharded parameter.
     """
 
     def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
-        super().__init__(
-            info, ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size), mesh, param.dtype
-        )
+        layout = ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size)
+        reduced_axes = (*mesh.spmd_shard_axes, *mesh.spmd_replicate_axes)
+        self.full = FullParam(info.path, spec_of(param) if isinstance(param, DTensor) else None, reduced_axes)
+        super().__init__(info, layout, mesh, param.dtype, (self.full,))
         self._given: nn.Parameter | None = param
         self._global_shape = param.shape
         self.spec = _sharded_spec(info.path, param, shard, mesh)
-        self._tp_spec = spec_of(param) if isinstance(param, DTensor) else None
 
     @property
     def owned(self) -> tuple[nn.Parameter, ...]:
@@ -111,7 +113,7 @@ class DTensorParam(FSDPParam):
     @property
     def is_tensor_parallel(self) -> bool:
         """True if it is a DTensor of another mesh as well."""
-        return self._tp_spec is not None
+        return self.full.tp_spec is not None
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
         """Choose the ranks it is split over between forward and backward; None: the usual ones, or none.
@@ -131,10 +133,6 @@ class DTensorParam(FSDPParam):
         """Shape before tensor parallelism split it."""
         return self._global_shape
 
-    def _as_full(self, data: torch.Tensor) -> torch.Tensor:
-        """Return what the unsharded parameter is where this rank has ``data`` of it."""
-        return data if self._tp_spec is None else dtensor_of(data, with_dtype(self._tp_spec, data.dtype))
-
     # ---- the sharded form
 
     @property
@@ -152,9 +150,9 @@ class DTensorParam(FSDPParam):
         self._local = local_of(cast("DTensor", self.sharded_param))
 
     @property
-    def local(self) -> torch.Tensor:
+    def holders(self) -> tuple[torch.Tensor, ...]:
         """What the DTensor wraps."""
-        return self._local
+        return (self._local,)
 
     @property
     def is_registered(self) -> bool:
@@ -190,6 +188,10 @@ class DTensorParam(FSDPParam):
         """Put ``form`` under the parameter's name, wherever it is."""
         self.info.register(form)
 
+    def register_full(self) -> None:
+        """Put the full parameter there."""
+        self.info.register(self.full.param)
+
     def adopt(self, slot: torch.Tensor) -> None:
         """Make ``slot`` the storage of the registered parameter, keeping the values it has now.
 
@@ -218,20 +220,9 @@ class DTensorParam(FSDPParam):
         """Return the DTensor over fewer ranks whose rows are in ``slot``, filled from the full parameter."""
         layout = cast("ShardLayout", self.post_forward)
         local = layout.local_view(slot, mesh.shard_mesh_rank)
-        local.copy_(layout.shard_of(self._view.data, mesh.shard_mesh_rank))
-        spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self._view.data)
+        local.copy_(layout.shard_of(self.full.data, mesh.shard_mesh_rank))
+        spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self.full.data)
         return nn.Parameter(dtensor_of(local, spec), requires_grad=self.trainable)
-
-    def _plain_grad(self) -> torch.Tensor:
-        grad = cast("torch.Tensor", self.unsharded_param.grad)
-        if isinstance(grad, DTensor):
-            spec = cast("Spec", self._tp_spec)
-            ours = (*self.mesh_info.spmd_shard_axes, *self.mesh_info.spmd_replicate_axes)  # reduced with the others'
-            wanted = tuple((grad if axis in ours else spec).placements[axis] for axis in range(len(spec.placements)))
-            if grad.placements != wanted:  # e.g. a norm's: partial sums over the tensor-parallel ranks
-                grad = grad.redistribute(placements=wanted)
-            grad = local_of(grad)
-        return waited(grad)
 
     def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
         """Accumulate ``local_grad`` (this rank's rows) into the DTensor's gradient."""
@@ -240,3 +231,15 @@ class DTensorParam(FSDPParam):
             self.sharded_param.grad._workbench_lease = lease  # type: ignore[attr-defined]
         else:
             local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)
+
+    def tensors(self) -> dict[str, ParamTensors]:
+        """Return what this rank has of it now, by its name."""
+        known = ParamTensors(
+            shard=self.sharded_param,
+            shard_rank=self.mesh_info.shard_mesh_rank,
+            full=local_tensor(self.full.param) if self.full.is_open else None,
+            full_grads=self.full.grads,
+            sharded_grad=self.sharded_param.grad,
+            places=self.info.places,
+        )
+        return {self.fqn: known}

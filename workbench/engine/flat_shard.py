@@ -69,7 +69,8 @@ class FlatShard:
     def share_lease(self) -> None:
         """Let the shards count as alive as long as anyone holds one of the parameters."""
         for param in self._params:
-            param.local._workbench_lease = self._lease  # type: ignore[attr-defined]
+            for holder in param.holders:
+                holder._workbench_lease = self._lease  # type: ignore[attr-defined]
 
     def _owns(self, local: torch.Tensor) -> bool:
         return lies_in(local, self.flat)

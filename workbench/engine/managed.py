@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import is_replicated
-from workbench.engine.param import ParamModuleInfo, local_tensor
+from workbench.engine.full_param import local_tensor
+from workbench.engine.param import ParamModuleInfo
 from workbench.engine.state import state_of
 
 _TAKEN = "_workbench_unit_param"

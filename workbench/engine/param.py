@@ -13,19 +13,20 @@ Words for tensors and bytes, used in the whole engine (see ``layout.py`` for row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from workbench.engine._torch import local_of, set_parameter, set_versions, waited
+from workbench.engine._torch import set_parameter
+from workbench.engine.backends.base import Grads
+from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.events import Param
+from workbench.events import Param, ParamTensors
 
 
 class ShardedState(Enum):
@@ -64,29 +65,6 @@ class ParamModuleInfo:
             set_parameter(module, name, param)
 
 
-_VERSIONS = 2**10
-"""How far apart the versions of one parameter in different memories are: room for writes of the user's."""
-
-
-@dataclass
-class FullView:
-    """A full parameter in one memory.
-
-    Attributes:
-        data: of the full shape.
-        version: what autograd's counter says while the parameter is this: a graph that saved it elsewhere must not
-            compute with it.
-    """
-
-    data: torch.Tensor
-    version: int
-
-
-def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter: all of it unless tensor parallelism has split it."""
-    return local_of(param) if isinstance(param, DTensor) else param
-
-
 class FSDPParam(ABC):
     """A managed parameter: its full form and its gradients. How it lies on the ranks, a subclass knows.
 
@@ -96,18 +74,20 @@ class FSDPParam(ABC):
         layout: how the full shape is split.
         post_forward: how it is split between forward and backward, if over fewer ranks.
         sharded_param: what this rank keeps of it, a parameter.
-        unsharded_param: full parameter; plain, or a DTensor over the axes of tensor parallelism.
-        accumulated_grad: full gradient in the reduce dtype, of micro-batches not reduced yet.
+        fulls: what modules compute with.
         state: which form is registered.
     """
 
     sharded_param: nn.Parameter
-    unsharded_param: nn.Parameter
-    _inner: torch.Tensor  # what the unsharded parameter holds: itself, or the local tensor of a DTensor
-    _view: FullView  # what that is while it is unsharded
-    _newest_version: int
 
-    def __init__(self, info: ParamModuleInfo, layout: ShardLayout, mesh: FSDPMeshInfo, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        info: ParamModuleInfo,
+        layout: ShardLayout,
+        mesh: FSDPMeshInfo,
+        dtype: torch.dtype,
+        fulls: Sequence[FullParam],
+    ) -> None:
         self.position = 0
         self.info = info
         self.fqn = info.path
@@ -117,8 +97,14 @@ class FSDPParam(ABC):
         self.slot_numel = layout.slot_numel
         self.full_numel = layout.slot_numel * mesh.shard_mesh_size
         self.orig_dtype = dtype
-        self.accumulated_grad: torch.Tensor | None = None
+        self.fulls = fulls
         self.state = ShardedState.SHARDED
+
+    def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
+        """Be called, from now on, what ``full_name`` makes of a module and what this one calls it."""
+        self.fqn = full_name(self.info.module, self.info.name)
+        for full in self.fulls:
+            full.fqn = self.fqn
 
     @property
     @abstractmethod
@@ -175,8 +161,8 @@ class FSDPParam(ABC):
 
     @property
     @abstractmethod
-    def local(self) -> torch.Tensor:
-        """What this rank holds: a view of its slot."""
+    def holders(self) -> Sequence[torch.Tensor]:
+        """Tensors that keep the slot alive for whoever holds one of the parameters."""
 
     @abstractmethod
     def adopt(self, slot: torch.Tensor) -> None:
@@ -191,7 +177,11 @@ class FSDPParam(ABC):
 
     @abstractmethod
     def register(self, form: nn.Parameter) -> None:
-        """Put one of its forms onto the modules."""
+        """Put the sharded parameter, or one over fewer ranks, onto the modules."""
+
+    @abstractmethod
+    def register_full(self) -> None:
+        """Put the full forms onto the modules."""
 
     @abstractmethod
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
@@ -199,118 +189,84 @@ class FSDPParam(ABC):
 
     # ---- the full form
 
-    def view_in(self, padded_full: torch.Tensor) -> FullView:
-        """Return what the unsharded parameter is in ``padded_full`` ``[>= numel]``, of the param dtype."""
-        full = self.layout.full_view(padded_full)
-        if not hasattr(self, "unsharded_param") or self.unsharded_param.dtype != full.dtype:
-            self._make_unsharded(full)
-        self._newest_version += _VERSIONS
-        return FullView(full, self._newest_version)
+    def parts_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the full forms' memory as views of ``full``, all of it, in the full shape."""
+        return (full,)
 
-    def show(self, view: FullView) -> None:
-        """Let the unsharded parameter be ``view`` from now on."""
-        if self.state is ShardedState.UNSHARDED:
-            self._view.version = self.unsharded_param._version
-            self._inner.data = view.data
-            set_versions((self.unsharded_param,), (view.version,))
-        self._view = view
+    def views_in(self, padded_full: torch.Tensor) -> list[FullView]:
+        """Return what the full forms are in ``padded_full`` ``[>= numel]``, of the param dtype."""
+        parts = zip(self.fulls, self.parts_of(self.layout.full_view(padded_full)), strict=True)
+        return [full.view_of(part, requires_grad=self.trainable) for full, part in parts]
 
-    def _make_unsharded(self, full: torch.Tensor) -> None:
-        """Make the unsharded parameter, like ``full``, and empty for now.
-
-        ``.data`` gives it a version counter of its own: copying a new unshard into the memory later must not look to
-        autograd like a change of what it saved.
-        """
-        self._nothing = _unreadable(full)
-        had = self.unsharded_param.grad if hasattr(self, "unsharded_param") else None
-        self.unsharded_param = nn.Parameter(self._as_full(full.data), requires_grad=self.trainable)
-        self.unsharded_param.grad = None if had is None else had.to(self.unsharded_param)
-        self._inner = local_tensor(self.unsharded_param)
-        self._inner.data = self._nothing
-        self._newest_version = self.unsharded_param._version
-
-    def _as_full(self, data: torch.Tensor) -> torch.Tensor:
-        """Return what the unsharded parameter is where this rank has ``data`` of it."""
-        return data
+    def show(self, views: Sequence[FullView]) -> None:
+        """Let the full forms be ``views`` from now on."""
+        for full, view in zip(self.fulls, views, strict=True):
+            full.show(view)
 
     def to_unsharded(self) -> None:
-        """Register the full parameter; its memory must be there."""
-        param = self.unsharded_param
-        self._inner.data = self._view.data
-        if param.requires_grad != self.trainable:
-            param.requires_grad_(self.trainable)
-        set_versions((param,), (self._view.version,))
-        self.register(param)
+        """Register the full forms; their memory must be there."""
+        for full in self.fulls:
+            full.open(requires_grad=self.trainable)
+        self.register_full()
         self.state = ShardedState.UNSHARDED
 
     def to_sharded(self, form: nn.Parameter | None = None) -> None:
-        """Register the sharded parameter, or ``form``, one over fewer ranks.
-
-        The full one is emptied, so that whoever still holds it fails, or finds NaN rather than another unit's values;
-        and its version is another one, so that a backward that was not preceded by an unshard fails instead of
-        computing with them.
-        """
-        if self.state is ShardedState.UNSHARDED:
-            self._inner.data = self._nothing
-            self._view.version = self.unsharded_param._version  # the user may have written to it
-            set_versions((self.unsharded_param,), (self._view.version + 1,))
+        """Register the sharded parameter, or ``form``, one over fewer ranks; see :meth:`FullParam.close`."""
+        for full in self.fulls:
+            full.close()
         self.register(self.sharded_param if form is None else form)
         self.state = ShardedState.SHARDED if form is None else ShardedState.SHARDED_POST_FORWARD
 
     def expect_grad(self) -> None:
-        """Let autograd hand a gradient to the full parameter although its values are not there."""
-        self._inner.data = self._view.data
+        """Let autograd hand gradients to the full forms although their values are not there."""
+        for full in self.fulls:
+            full.expect_grad()
 
     # ---- gradients
 
     @property
     def has_full_grad(self) -> bool:
         """True if there is a full gradient that was not reduced yet."""
-        return self.unsharded_param.grad is not None or self.accumulated_grad is not None
+        return any(full.has_grad for full in self.fulls)
 
     def grad_bytes(self) -> int:
-        """Bytes of full gradients this rank holds.
-
-        Raises:
-            NotImplementedError: the gradient is sparse.
-        """
-        grads = (self.unsharded_param.grad, self.accumulated_grad)
-        if grads[0] is not None and grads[0].layout is not torch.strided:
-            raise NotImplementedError(
-                f"parameter {self.fqn!r} got a sparse gradient, which cannot be reduced with those of its unit; make "
-                "it dense (sparse=False), or leave it out with ignored_params"
-            )
-        return sum(local_tensor(g).nbytes for g in grads if g is not None)
+        """Bytes of full gradients this rank holds; raises as :attr:`FullParam.grads`."""
+        return sum(grad.nbytes for full in self.fulls for grad in full.grads)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Move the full gradient into ``accumulated_grad``, kept in the reduce dtype."""
-        if self.unsharded_param.grad is None:
-            return
-        if self.accumulated_grad is not None:
-            self.accumulated_grad += self._plain_grad()
-        elif self.unsharded_param.grad.dtype != dtype:
-            self.accumulated_grad = self._plain_grad().to(dtype)
-        else:
-            return  # autograd adds up by itself
-        self.unsharded_param.grad = None
+        """Move full gradients to those that wait for a reduction, in its ``dtype``."""
+        for full in self.fulls:
+            full.accumulate_grad(dtype)
+
+    @property
+    def has_accumulated_grad(self) -> bool:
+        """True if gradients of earlier micro-batches wait in the dtype of the reduction."""
+        return any(full.accumulated_grad is not None for full in self.fulls)
 
     def count_as_zero(self) -> None:
-        """Take a gradient that did not come as zero."""
-        if self.trainable and not self.has_full_grad:
-            self.accumulated_grad = torch.zeros_like(self._view.data)
+        """Take gradients that did not come as zero."""
+        if self.trainable:
+            for full in self.fulls:
+                full.count_as_zero()
 
-    def take_grad(self) -> torch.Tensor:
-        """Return this rank's full gradient, full shape, which is there, and forget it."""
-        grad = self._plain_grad() if self.accumulated_grad is None else self.accumulated_grad
-        self.drop_grad()
-        return grad
+    def take_grads(self) -> Grads:
+        """Return the full gradient of each full form, None where there is none, and forget them."""
+        return [full.take_grad() for full in self.fulls]
 
     def drop_grad(self) -> None:
-        """Forget the full gradient."""
-        self.accumulated_grad = self.unsharded_param.grad = None
+        """Forget full gradients."""
+        for full in self.fulls:
+            full.drop_grad()
 
-    def _plain_grad(self) -> torch.Tensor:
-        return waited(cast("torch.Tensor", self.unsharded_param.grad))
+    def copy_in_pairs(
+        self, grads: Grads, slots: torch.Tensor, first_rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (destination, source) that lay out what :meth:`take_grads` gave in ``slots`` ``[n, slot_numel]``.
+
+        These are the slots of n ranks from ``first_rank`` on. What has no source is zeroed.
+        """
+        (grad,) = grads
+        return self.layout.copy_in_pairs(cast("torch.Tensor", grad), slots, first_rank)
 
     @property
     def has_sharded_grad(self) -> bool:
@@ -325,6 +281,10 @@ class FSDPParam(ABC):
     def global_shape(self) -> Sequence[int]:
         """Shape before tensor parallelism split it."""
         return self.layout.shape
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, ParamTensors]:
+        """Return what this rank has of it now, by names."""
 
     def describe(self) -> Param:
         """Return the probe's description."""
@@ -341,11 +301,6 @@ class FSDPParam(ABC):
             padded_rows=layout.padded_rows,
             trainable=self.trainable,
         )
-
-
-def _unreadable(like: torch.Tensor) -> torch.Tensor:
-    """Return what a full parameter holds while its memory is away: operations fail on it, or give NaN."""
-    return like.new_full((), torch.nan) if like.is_floating_point() or like.is_complex() else like.new_empty(0)
 
 
 def check_uniform(named: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -198,13 +198,13 @@ class FSDPParamGroup:
             padded_fulls = full.split([p.full_numel for p in self.fsdp_params])
             pairs = list(zip(self.fsdp_params, padded_fulls, strict=True))
             by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
-            return Home(memory, padded_fulls, by_rank, [p.view_in(padded_full) for p, padded_full in pairs])
+            return Home(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
 
     def _show(self, home: Home) -> None:
         """Let the unsharded parameters be those in ``home``."""
         self._home = home
-        for fsdp_param, view in zip(self.fsdp_params, home.views, strict=True):
-            fsdp_param.show(view)
+        for fsdp_param, views in zip(self.fsdp_params, home.views, strict=True):
+            fsdp_param.show(views)
 
     @unrecorded
     def _go_to(self, home: Home) -> None:
@@ -512,7 +512,7 @@ class FSDPParamGroup:
     def _reduce(self) -> None:
         self._reshard_after_backward()
         for param in self.fsdp_params:
-            if param.accumulated_grad is not None:  # of earlier micro-batches: the last one's comes on top
+            if param.has_accumulated_grad:  # of earlier micro-batches: the last one's comes on top
                 param.accumulate_grad(self.reduce_dtype)
             elif self.sync.reduce_unused:
                 param.count_as_zero()
@@ -520,7 +520,7 @@ class FSDPParamGroup:
         params = [p for p in self.fsdp_params if p.has_full_grad]
         if not (params or self._reducer.owes_all_reduce):
             return
-        grads = [p.take_grad() for p in params]
+        grads = [p.take_grads() for p in params]
         ctx = self.comm_ctx
         try:
             with ctx.streams.reducing(after_compute=True):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param import ParamModuleInfo, check_uniform, local_tensor
+from workbench.engine.param import ParamModuleInfo, check_uniform
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks, premultiplied_sum
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Backend, Streams
+from workbench.engine.backends.base import Backend, Grads, Streams
 from workbench.engine.backends.clock import Event
 from workbench.engine.collectives import InFlight, UnitId, alive_unless_raised, announce
 from workbench.engine.comm import ReduceScatter, give_back, input_nbytes, takes_own_in_output
@@ -415,7 +415,7 @@ class Reduction:
 def foreach_reduce(
     reducer: Reducer,
     params: list[FSDPParam],
-    grads: list[torch.Tensor],
+    grads: list[Grads],
     reduce: ReduceScatter,
     unused: Sequence[str],
 ) -> Reduction:
@@ -424,7 +424,7 @@ def foreach_reduce(
     Args:
         reducer: of the unit.
         params: what they are the gradients of; none: what was kept goes on to its all-reduce.
-        grads: one each, full shape.
+        grads: of each, of its full forms.
         reduce: the unit's reduce-scatter.
         unused: names of the trainable parameters that have none.
     """
@@ -440,9 +440,9 @@ def foreach_reduce(
     return reduction
 
 
-def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[torch.Tensor]) -> PartialSum:
+def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> PartialSum:
     """Return the full gradients of a single shard rank as the sum that they are."""
-    device = grads[0].device
+    device = reducer.mesh_info.device
     output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
     lay_out(params, grads, [output.view(1, -1)], reducer.unit)
     drop_full_grads(grads, reducer.unit)
@@ -451,11 +451,11 @@ def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[torch.Tenso
 
 
 def _reduce_scatter(
-    reduction: Reduction, grads: list[torch.Tensor], group: CommGroup, reduce: ReduceScatter
+    reduction: Reduction, grads: list[Grads], group: CommGroup, reduce: ReduceScatter
 ) -> ReduceScatterState:
     reducer, params = reduction.reducer, reduction.params
     unit, dtype, scaling = reducer.unit, reducer.dtype, reducer.scaling
-    device, slot_numel = grads[0].device, sum(p.slot_numel for p in params)
+    device, slot_numel = reducer.mesh_info.device, sum(p.slot_numel for p in params)
     num_bytes = slot_numel * group.size * dtype.itemsize
     own = torch.empty(slot_numel, dtype=dtype, device=device) if takes_own_in_output(reduce) else None
     num_staged = group.size if own is None else group.size - 1
@@ -475,22 +475,20 @@ def _reduce_scatter(
     return ReduceScatterState(chunks, output, lease, reduce, flight)
 
 
-def lay_out(
-    params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor], unit: UnitId
-) -> None:
+def lay_out(params: Sequence[FSDPParam], grads: Sequence[Grads], chunks: Sequence[torch.Tensor], unit: UnitId) -> None:
     """Copy full gradients, cast, into ``chunks``: ``[n, S]`` each, of so many ranks one after another, F in all."""
     num_bytes = sum(part.nbytes for part in chunks)
     probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, num_bytes)
-    layouts, first_rank = [p.layout for p in params], 0
+    first_rank = 0
     for part in chunks:
-        backend_of(part.device).copy_in(layouts, grads, part, first_rank)
+        backend_of(part.device).copy_in(params, grads, part, first_rank)
         first_rank += len(part)
     probe.event(Kind.COPY_IN, Edge.END, unit.index, num_bytes)
 
 
-def drop_full_grads(grads: list[torch.Tensor], unit: UnitId) -> None:
+def drop_full_grads(grads: list[Grads], unit: UnitId) -> None:
     """Let go of full gradients; empties the list."""
-    num_bytes = sum(g.nbytes for g in grads)
+    num_bytes = sum(grad.nbytes for of_param in grads for grad in of_param if grad is not None)
     grads.clear()
     probe.memory(Category.UNSHARDED_GRADS, unit.index, -num_bytes)
 

@@ -31,7 +31,6 @@ from workbench.engine.comm import CUSTOM
 from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.managed import mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import UnitPolicy
@@ -88,7 +87,7 @@ class Replacement:
         self._calls = calls
         self._mesh_info = mesh_info  # None: that of each parameter
         self._old = states_below(module)
-        self._params = [p for unit in units_of(self._old) for p in unit.params_as_defined]
+        self._params = [cast("DTensorParam", p) for unit in units_of(self._old) for p in unit.params_as_defined]
         self._by_place = {(id(m), name): p for p in self._params for m, name in p.info.places}
         self._classes = [(m, type(m), state) for state in self._old for m in state.modules]
 
@@ -152,13 +151,14 @@ class Replacement:
 
     # ---- parameters and gradients
 
-    def _old_of(self, param: FSDPParam) -> FSDPParam:
+    def _old_of(self, param: DTensorParam) -> DTensorParam:
         return self._by_place[_key((param.info.module, param.info.name))]
 
     def _fill(self, unit: FSDPParamGroup) -> None:
         """Give a new unit its shards."""
         home = CPU if unit.policy.offloads else unit.device
-        pairs = [(cast("DTensorParam", param), self._old_of(param)) for param in unit.fsdp_params]
+        params = [cast("DTensorParam", param) for param in unit.fsdp_params]
+        pairs = [(param, self._old_of(param)) for param in params]
         for param, old in pairs:
             param.info.register(self._handed_over(param, old, home))
         unit.adopt_registered()
@@ -166,7 +166,7 @@ class Replacement:
         if moved:
             _set_grads(unit, moved, home)
 
-    def _handed_over(self, param: DTensorParam, old: FSDPParam, home: torch.device) -> nn.Parameter:
+    def _handed_over(self, param: DTensorParam, old: DTensorParam, home: torch.device) -> nn.Parameter:
         """Return the parameter that takes the place of the new unit's, which is on the meta device."""
         source = cast("DTensor", old.sharded_param)
         local = local_of(source)
@@ -182,7 +182,7 @@ class Replacement:
         self.mapping[old.sharded_param] = new
         return new
 
-    def _grad_to_move(self, param: FSDPParam, old: FSDPParam) -> DTensor | None:
+    def _grad_to_move(self, param: DTensorParam, old: DTensorParam) -> DTensor | None:
         return None if param.sharded_param is old.sharded_param else cast("DTensor | None", old.sharded_param.grad)
 
     # ---- what was set by hand
@@ -242,9 +242,9 @@ def _key(place: tuple[nn.Module, str]) -> Place:
     return id(place[0]), place[1]
 
 
-def _stand_in(param: FSDPParam) -> nn.Parameter:
+def _stand_in(param: DTensorParam) -> nn.Parameter:
     """Return a parameter on the meta device like the one that was sharded once."""
-    like = param.unsharded_param
+    like = param.full.param
     data = torch.empty(param.layout.shape, dtype=param.orig_dtype, device="meta")
     if isinstance(like, DTensor):
         data = dtensor_of(data, with_dtype(spec_of(like), param.orig_dtype))

@@ -184,7 +184,7 @@ class FSDPState:
             name = ", ".join(names[m] for m in state.modules)
             for unit in state._fsdp_param_groups:
                 for param in unit.fsdp_params:
-                    param.fqn = tree.full_name(param.info.module, param.info.name, names)
+                    param.take_names(functools.partial(tree.full_name, names))
                 unit.lazy_init(name, root_index, self._comm_ctx)
 
     # ---- forward

@@ -22,7 +22,7 @@ def names_below(modules: Sequence[nn.Module]) -> Names:
     return {m: name for i, top in enumerate(modules) for name, m in top.named_modules(prefix=str(i))}
 
 
-def full_name(module: nn.Module, name: str, names: Names) -> str:
+def full_name(names: Names, module: nn.Module, name: str) -> str:
     """Return the name from the root of what ``module`` calls ``name``."""
     prefix = names[module]
     return f"{prefix}.{name}" if prefix else name
@@ -65,7 +65,7 @@ def check_not_tied(units: Iterable[FSDPParamGroup], names: Names) -> None:
     """
     seen: dict[int, str] = {}
     for param in (p for unit in units for p in unit.fsdp_params):
-        fqn = full_name(param.info.module, param.info.name, names)
+        fqn = full_name(names, param.info.module, param.info.name)
         first = seen.setdefault(id(param.registered() if param.state is ShardedState.SHARDED else param), fqn)
         if first != fqn:
             raise ValueError(

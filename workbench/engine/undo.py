@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from workbench.engine._torch import dtensor_of, local_of, share_post_accumulate_hooks, spec_of
 from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.addresses import is_same_storage
-from workbench.engine.param import FSDPParam
+from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.param_group import TrainingState
 from workbench.engine.state import FSDPState, detach, roots, states_below, units_of
 
@@ -52,8 +52,9 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
     for unit in units:
         unit.reshard()
         unit.adopt_registered()
-    infos = {param.sharded_param: param.info for unit in units for param in unit.params_as_defined}
-    plain = {param.sharded_param: _plain(param) for unit in units for param in unit.params_as_defined}
+    params = [cast("DTensorParam", param) for unit in units for param in unit.params_as_defined]
+    infos = {param.sharded_param: param.info for param in params}
+    plain = {param.sharded_param: _plain(param) for param in params}
     commits = [staged(optimizer, plain) for optimizer in held]
     for sharded, param in plain.items():
         infos[sharded].register(param)
@@ -102,9 +103,9 @@ def check_undoable(module: nn.Module, states: Sequence[FSDPState], what: str) ->
         )
 
 
-def _plain(param: FSDPParam) -> nn.Parameter:
+def _plain(param: DTensorParam) -> nn.Parameter:
     """Return the parameter as it was before fully_shard, its values, gradient and hooks those of now."""
-    sharded, like = param.sharded_param, param.unsharded_param
+    sharded, like = param.sharded_param, param.full.param
     plain = nn.Parameter(state_like(like, sharded), requires_grad=sharded.requires_grad)
     if sharded.grad is not None:
         plain.grad = state_like(like, sharded.grad)

@@ -11,7 +11,7 @@ import torch
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.pages import SparePages
-from workbench.engine.param import FullView
+from workbench.engine.full_param import FullView
 from workbench.events import Category
 
 
@@ -72,10 +72,10 @@ class Home:
     Attributes:
         padded_fulls: the padded full of each parameter.
         by_rank: the same, seen rank by rank ``[F, ...]``.
-        views: what each unsharded parameter is there.
+        views: what the full forms of each are there.
     """
 
     memory: UnshardMemory
     padded_fulls: Sequence[torch.Tensor]
     by_rank: Sequence[torch.Tensor]
-    views: Sequence[FullView]
+    views: Sequence[Sequence[FullView]]

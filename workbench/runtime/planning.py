@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from workbench.engine import FSDPModule
+from workbench.engine.full_param import local_tensor
 from workbench.engine.layout import ShardLayout
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos
-from workbench.engine.param import FSDPParam, local_tensor
+from workbench.engine.param import FSDPParam
 from workbench.engine.reshard import origins
 from workbench.engine.state import states_below, units_of
 from workbench.errors import UsageError

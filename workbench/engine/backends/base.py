@@ -106,6 +106,39 @@ class Streams:
         """Let compute see reduced gradients as well."""
 
 
+Grads = Sequence[torch.Tensor | None]
+"""Full gradients of what is one parameter when it is sharded; None: there is none, which counts as zero."""
+
+
+class CopiedIn(Protocol):
+    """A parameter whose full gradients are laid out for the ranks.
+
+    Attributes:
+        layout: how it is split.
+    """
+
+    layout: ShardLayout
+
+    def copy_in_pairs(
+        self, grads: Grads, slots: torch.Tensor, first_rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (destination, source) that lay ``grads`` out in ``slots`` ``[n, slot_numel]`` of n ranks."""
+
+
+def _whole(layouts: Sequence[ShardLayout], grads: Sequence[Grads], num_chunks: int) -> list[torch.Tensor]:
+    """Return the gradients in the shapes of ``layouts``, if cutting each into so many chunks lays them out; else none.
+
+    That is so of one gradient each, of one dtype, split by rows over all the ranks that chunks are for.
+    """
+    found = [
+        grad[0].reshape(layout.shape).contiguous()
+        for layout, grad in zip(layouts, grads, strict=True)
+        if len(grad) == 1 and grad[0] is not None and grad[0].numel()
+        if layout.dim == 0 and layout.num_shards == num_chunks
+    ]
+    return found if len(found) == len(layouts) and len({grad.dtype for grad in found}) == 1 else []
+
+
 class CommUser(Protocol):
     """A unit, as whoever chooses what it communicates with knows it.
 
@@ -243,22 +276,16 @@ class Backend:
         torch._foreach_copy_(list(targets), views)
 
     def copy_in(
-        self, layouts: Sequence[ShardLayout], grads: Sequence[torch.Tensor], chunks: torch.Tensor, first_rank: int = 0
+        self, params: Sequence[CopiedIn], grads: Sequence[Grads], chunks: torch.Tensor, first_rank: int = 0
     ) -> None:
         """Copy full gradients, cast, into ``chunks`` ``[n, S]``, of n ranks from ``first_rank`` on."""
-        if (
-            self.fuses_copies
-            and all(
-                layout.dim == 0 and layout.num_shards == len(chunks) and grad.numel()
-                for layout, grad in zip(layouts, grads, strict=True)
-            )
-            and len({grad.dtype for grad in grads}) == 1
-        ):
-            chunk_cat([grad.contiguous() for grad in grads], len(chunks), out=chunks)
+        wholes = _whole([param.layout for param in params], grads, len(chunks)) if self.fuses_copies else []
+        if wholes:
+            chunk_cat(wholes, len(chunks), out=chunks)
             return
-        slots = chunks.split([layout.slot_numel for layout in layouts], dim=1)
+        slots = chunks.split([param.layout.slot_numel for param in params], dim=1)
         pairs = [
-            pair for la, g, s in zip(layouts, grads, slots, strict=True) for pair in la.copy_in_pairs(g, s, first_rank)
+            pair for p, g, s in zip(params, grads, slots, strict=True) for pair in p.copy_in_pairs(g, s, first_rank)
         ]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
