@@ -318,6 +318,21 @@ class Category(Word):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlatPart:
+    """One of the parameters that a flat one stands for.
+
+    Attributes:
+        fqn: name relative to the root module.
+        shape: its own.
+        first: index of its first element in the flat parameter.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Param:
     """One parameter of a unit.
 
@@ -331,6 +346,7 @@ class Param:
         rows_per_rank: rows of ``shard_dim`` that each shard-rank really holds, without padding.
         padded_rows: rows of ``shard_dim`` each shard-rank's storage has room for; ``ceil(shape[shard_dim] / F)``.
         trainable: whether it takes a gradient.
+        parts: the parameters it stands for, if it is a flat one; none: it is one itself.
     """
 
     fqn: str
@@ -342,6 +358,7 @@ class Param:
     rows_per_rank: tuple[int, ...]
     padded_rows: int
     trainable: bool = True
+    parts: tuple[FlatPart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

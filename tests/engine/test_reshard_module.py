@@ -326,7 +326,7 @@ def settings_of(model: nn.Module) -> list[dict[str, object]]:
         found.append(
             {
                 "forward": [type(s.modules[0]) for s in state.forward_prefetch or ()],
-                "backward": [s.modules for s in state.backward_prefetch],
+                "backward": [s.modules for s in state.backward_prefetch or ()],
                 "sync": dict(vars(unit.sync)),
                 "comm": unit.comm.gather if unit.comm and unit.comm.name == "custom" else None,
                 "max": unit.max_reductions,

@@ -180,7 +180,7 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 
 @dataclass(frozen=True)
-class _ReplicatedMeshInfo(HSDPMeshInfo):
+class ReplicatedMeshInfo(HSDPMeshInfo):
     """Parameters are repeated and not split: every rank is the only one of its shard axis."""
 
     def __post_init__(self) -> None:
@@ -277,7 +277,7 @@ def _spmd_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInf
     shard, replicate = (_part(mesh, names) for names in (dims.shard_names, dims.replicate_names))
     whole: dict[str, Any] = {"dp_mesh_dims": dims, "spmd_mesh": mesh}
     if shard is None:
-        return _ReplicatedMeshInfo(cast("DeviceMesh", replicate), replicate_mesh_dim=0, **whole)
+        return ReplicatedMeshInfo(cast("DeviceMesh", replicate), replicate_mesh_dim=0, **whole)
     if replicate is None:
         return FSDPMeshInfo(shard, shard_mesh_dim=0, **whole)
     return HSDPMeshInfo(joined_mesh(replicate, shard), shard_mesh_dim=1, replicate_mesh_dim=0, **whole)

@@ -120,7 +120,8 @@ class FSDPModule:
         Raises:
             TypeError: one of them is no FSDP module.
         """
-        self._get_fsdp_state().backward_prefetch = _states_of(modules, "set_modules_to_backward_prefetch")
+        before = _states_of(modules, "set_modules_to_backward_prefetch")
+        self._get_fsdp_state().backward_prefetch = before or None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this module's parameters in backward, or not: an embedding's backward does not read them."""

@@ -26,7 +26,7 @@ from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.events import Param, ParamTensors
+from workbench.events import FlatPart, Param, ParamTensors
 
 
 class ShardedState(Enum):
@@ -99,6 +99,11 @@ class FSDPParam(ABC):
         self.orig_dtype = dtype
         self.fulls = fulls
         self.state = ShardedState.SHARDED
+
+    @property
+    def trains(self) -> Sequence[bool]:
+        """Which of the full forms take a gradient now."""
+        return [self.trainable] * len(self.fulls)
 
     def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
         """Be called, from now on, what ``full_name`` makes of a module and what this one calls it."""
@@ -205,8 +210,8 @@ class FSDPParam(ABC):
 
     def to_unsharded(self) -> None:
         """Register the full forms; their memory must be there."""
-        for full in self.fulls:
-            full.open(requires_grad=self.trainable)
+        for full, trains in zip(self.fulls, self.trains, strict=True):
+            full.open(requires_grad=trains)
         self.register_full()
         self.state = ShardedState.UNSHARDED
 
@@ -288,6 +293,9 @@ class FSDPParam(ABC):
 
     def describe(self) -> Param:
         """Return the probe's description."""
+        return self._described()
+
+    def _described(self, parts: tuple[FlatPart, ...] = ()) -> Param:
         layout = self.layout
         bounds = [layout.rows_of(r) for r in range(layout.num_shards)]
         return Param(
@@ -300,6 +308,7 @@ class FSDPParam(ABC):
             rows_per_rank=tuple(last - first for first, last in bounds),
             padded_rows=layout.padded_rows,
             trainable=self.trainable,
+            parts=parts,
         )
 
 

@@ -194,7 +194,8 @@ class Replacement:
             if call.origin.modules == state.modules:
                 ahead = call.origin.forward_prefetch
                 state.forward_prefetch = None if ahead is None else self._followers(ahead)
-                state.backward_prefetch = self._followers(call.origin.backward_prefetch)
+                behind = call.origin.backward_prefetch
+                state.backward_prefetch = None if behind is None else self._followers(behind)
         inner = {m for state in new for top in state.modules for m in top.modules() if m not in state.modules}
         for call, state in zip(self._calls, new, strict=True):
             if not inner.issuperset(state.modules):

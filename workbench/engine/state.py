@@ -45,7 +45,7 @@ class FSDPState:
         auto_reshard: no policy was given: reshard after forward unless this is the root.
         mp_policy: which dtypes inputs and outputs are cast to.
         forward_prefetch: calls whose units are gathered ahead, set by the user; None: the one that ran next before.
-        backward_prefetch: the same for backward; empty: the one that ran before in forward.
+        backward_prefetch: the same for backward; None: the one that ran before in forward.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FSDPState:
         self._unrecorded_before: list[FSDPState | None] = []  # what came before such forwards
         self._training_state = TrainingState.IDLE
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
-        self.backward_prefetch: tuple[FSDPState, ...] = ()
+        self.backward_prefetch: tuple[FSDPState, ...] | None = None
         self._root = RootContext()
         self._handles = self._register_hooks()
 
@@ -105,7 +105,11 @@ class FSDPState:
         for module in self.modules:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, prepend=False))
-            handles.append(module.register_load_state_dict_post_hook(self._after_load))
+        return [*handles, *self._state_dict_hooks()]
+
+    def _state_dict_hooks(self) -> list[RemovableHandle]:
+        """Let state dicts be made of shards, and loaded into them."""
+        handles = [module.register_load_state_dict_post_hook(self._after_load) for module in self.modules]
         for module in self._owners():
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             handles.append(module.register_load_state_dict_pre_hook(self._before_state_dict))
@@ -171,7 +175,11 @@ class FSDPState:
             state._is_root = state is self
             state._comm_ctx = self._comm_ctx
             state._root = self._root
+            state.has_root()
         roots.add(self)
+
+    def has_root(self) -> None:
+        """A root is known, and the first forward of the tree begins."""
 
     def _name_units(self, states: Sequence[FSDPState], names: tree.Names) -> None:
         """Give units and parameters their names from this root, and settle its own policy."""
@@ -273,7 +281,7 @@ class FSDPState:
         found = differentiable_in((args, kwargs))
         if not found:
             return args, kwargs
-        hooked = iter(RegisterPostBackwardFunction.apply(self._fsdp_param_groups, *found))  # type: ignore[no-untyped-call]
+        hooked = iter(RegisterPostBackwardFunction.apply(self, *found))  # type: ignore[no-untyped-call]
         hooked_args, hooked_kwargs = map_tensors((args, kwargs), lambda t: next(hooked) if t.requires_grad else t)
         return hooked_args, hooked_kwargs
 
@@ -359,10 +367,19 @@ class FSDPState:
                 units.append(unit)
         if units:
             before = () if forward.before is None else (forward.before,)
-            _prefetch(self.backward_prefetch or before, backward=True)
+            self._backward_begins(before if self.backward_prefetch is None else self.backward_prefetch)
         for unit in units:
             unit.begin_backward()
         return grad
+
+    def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
+        """Start gathering for the calls of ``ahead``, whose backward comes next."""
+        _prefetch(ahead, backward=True)
+
+    def post_backward(self) -> None:
+        """All gradients of the modules' inputs are there, and so are those of their parameters."""
+        for unit in reversed(self._fsdp_param_groups):
+            unit.post_backward()
 
     # ---- the end of an iteration
 
@@ -416,17 +433,16 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     """Identity on a module's inputs whose backward runs when the module's own backward has ended."""
 
     @staticmethod
-    def forward(ctx: Any, units: Sequence[FSDPParamGroup], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         """Return ``inputs`` unchanged."""
-        ctx.units = units
+        ctx.state = state
         ctx.set_materialize_grads(False)  # an input the unit did not use gets no gradient, rather than zeros
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Run the units' post-backward, then let the gradients pass."""
-        for unit in reversed(ctx.units):
-            unit.post_backward()
+        """Run the call's post-backward, then let the gradients pass."""
+        ctx.state.post_backward()
         return (None, *grads)
 
 

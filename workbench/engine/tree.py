@@ -14,12 +14,26 @@ from workbench.engine.signature import check_same_units
 Names = Mapping[nn.Module, str]
 """Of every module in the tree, from the root."""
 
+WRAPPED = "_fsdp_wrapped_module"
+"""What a wrapper of the first FSDP's API calls the module in it."""
+
+
+def clean(name: str) -> str:
+    """Return the name that a module or parameter has where there are no wrappers.
+
+    Example: ``"_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.bias"`` -> ``"blocks.0.bias"``.
+    """
+    return ".".join(part for part in name.split(".") if part != WRAPPED) if WRAPPED in name else name
+
 
 def names_below(modules: Sequence[nn.Module]) -> Names:
-    """Return the name of every module in the tree of ``modules``; a list numbers them, as a ModuleList does."""
+    """Return the name of every module in the tree of ``modules``; a list numbers them, as a ModuleList does.
+
+    Wrappers have no names of their own: each has that of the module in it.
+    """
     if len(modules) == 1:
-        return {module: name for name, module in modules[0].named_modules()}
-    return {m: name for i, top in enumerate(modules) for name, m in top.named_modules(prefix=str(i))}
+        return {module: clean(name) for name, module in modules[0].named_modules()}
+    return {m: clean(name) for i, top in enumerate(modules) for name, m in top.named_modules(prefix=str(i))}
 
 
 def full_name(names: Names, module: nn.Module, name: str) -> str:

@@ -28,6 +28,7 @@ from workbench.engine.classic.comm_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
+from workbench.engine.classic.flat_param import FlatParameter
 from workbench.engine.classic.sharded_grad_scaler import ShardedGradScaler
 from workbench.engine.classic.wrap import (
     CustomPolicy,
@@ -37,14 +38,17 @@ from workbench.engine.classic.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from workbench.engine.classic.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CustomPolicy",
     "DefaultState",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "LowPrecisionState",

@@ -1,0 +1,84 @@
+"""The wrapper trains as an unsharded copy does, and as torch's wrapper."""
+
+import pytest
+import torch
+
+from tests.engine.classic.wrapped import CPU, OURS, THEIRS, check_parity, whole, wrap_net
+from tests.engine.models import adamw, batch, loss_of, make_net
+from tests.engine.ranks import run_ranks
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_trains_as_an_unsharded_copy_does(world_size, strategy):
+    run_ranks(world_size, every_form_trains_alike, strategy)
+
+
+def every_form_trains_alike(strategy):
+    for use_orig_params in (False, True):
+        for clip in (None, 0.1):
+            check_parity(
+                make_net,
+                lambda net: wrap_net(OURS, net, strategy, use_orig_params=use_orig_params),  # noqa: B023 - called at once
+                clip=clip,
+            )
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+def test_prefetching_changes_no_number(prefetch):
+    run_ranks(2, prefetches, prefetch)
+
+
+def prefetches(prefetch):
+    backward_prefetch = OURS.BackwardPrefetch[prefetch] if prefetch else None
+    for forward_prefetch in (False, True):
+        options = {"backward_prefetch": backward_prefetch, "forward_prefetch": forward_prefetch}
+        check_parity(make_net, lambda net: wrap_net(OURS, net, **options), steps=3)  # noqa: B023 - called at once
+
+
+def test_in_low_precision_it_computes_what_torchs_does():
+    run_ranks(2, trains_in_bf16_as_theirs)
+
+
+def trains_in_bf16_as_theirs():
+    rank = torch.distributed.get_rank()
+    for use_orig_params in (False, True):
+        models = [
+            wrap_net(
+                api,
+                make_net(dim=8),
+                use_orig_params=use_orig_params,
+                mixed_precision=api.MixedPrecision(param_dtype=torch.bfloat16),
+            )
+            for api in (OURS, THEIRS)
+        ]
+        optimizers = [adamw(model.parameters()) for model in models]
+        for step in range(3):
+            losses = [loss_of(model, batch(rank, step)) for model in models]
+            torch.testing.assert_close(*losses, rtol=0, atol=0)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(*map(whole, models), rtol=0, atol=0)
+
+
+def test_an_optimizer_is_given_flat_parameters_or_pieces():
+    run_ranks(2, names_and_shapes)
+
+
+def names_and_shapes():
+    flat = wrap_net(OURS, make_net())
+    assert [name for name, _ in flat.named_parameters()] == [
+        "_flat_param",
+        *(f"_fsdp_wrapped_module.blocks.{i}._flat_param" for i in range(3)),
+    ]
+    pieces = wrap_net(OURS, make_net(), use_orig_params=True)
+    theirs = wrap_net(THEIRS, make_net(), use_orig_params=True)
+    assert [name for name, _ in pieces.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    total = torch.tensor(sum(p.numel() for p in pieces.parameters()))
+    torch.distributed.all_reduce(total)
+    assert total == sum(p.numel() for p in make_net().parameters())
+    assert all(p.device == CPU for p in (*flat.parameters(), *pieces.parameters()))

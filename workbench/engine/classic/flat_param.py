@@ -1,0 +1,387 @@
+"""Many parameters as one: flattened, laid end to end, and cut where the ranks' borders fall.
+
+Words, with F ranks and c = ceil(numel / F)::
+
+    flat          [numel]    all parameters of a unit, one after another, in the order of their definition
+    padded flat   [F * c]    zeros behind it; rank r holds [r * c, (r + 1) * c), which is its slot
+    piece         [k]        what of one parameter lies in a rank's slot: all of it, a part, or nothing
+
+Other than torch's, a flat parameter has no gaps between its parameters, and modules compute with parameters of their
+own in the unsharded memory, not with views that autograd knows: their gradients need not be put together first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workbench.engine._torch import parameter_of, set_parameter
+from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.base import Grads
+from workbench.engine.full_param import FullParam
+from workbench.engine.layout import ShardLayout
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param import FSDPParam, ParamModuleInfo
+from workbench.events import FlatPart, Param, ParamTensors
+
+FLAT_PARAM = "_flat_param"
+"""What a wrapper calls its flat parameter."""
+
+
+class FlatParameter(nn.Parameter):
+    """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One parameter of a flat one.
+
+    Attributes:
+        info: where it is registered.
+        original: the object that was there before; with ``use_orig_params`` it stays, and holds its piece.
+        first: index of its first element in the flat parameter.
+        shape: its own.
+        fqn: name from the root, or from the wrapped module until the root is known.
+    """
+
+    info: ParamModuleInfo
+    original: nn.Parameter
+    first: int
+    shape: torch.Size
+    fqn: str
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def within(self, begin: int, end: int) -> tuple[int, int]:
+        """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none."""
+        last = self.first + self.numel
+        return min(max(begin, self.first), last), max(min(end, last), self.first)
+
+
+class FlatParam(FSDPParam):
+    """A managed parameter that stands for many.
+
+    Attributes:
+        parts: the parameters, in the order of their definition.
+        use_orig_params: the originals stay on the modules and in the optimizer, each as its piece; else one
+            :class:`FlatParameter` on the wrapper takes their place.
+        grad_dtype: of sharded gradients; None: as the shard's.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[tuple[nn.Parameter, ParamModuleInfo]],
+        owner: nn.Module,
+        mesh: FSDPMeshInfo,
+        *,
+        use_orig_params: bool,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.parts: list[Part] = []
+        numel = 0
+        for param, info in given:
+            self.parts.append(Part(info, param, numel, param.shape, info.path))
+            numel += param.numel()
+        self.use_orig_params = use_orig_params
+        self.grad_dtype = grad_dtype
+        super().__init__(
+            ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
+            ShardLayout(torch.Size([numel]), 0, mesh.shard_mesh_size),
+            mesh,
+            given[0][0].dtype,
+            [FullParam(info.path) for _, info in given],
+        )
+
+    @property
+    def owned(self) -> Sequence[nn.Parameter]:
+        """The originals, or the flat parameter."""
+        return [part.original for part in self.parts] if self.use_orig_params else (self.sharded_param,)
+
+    @property
+    def trains(self) -> list[bool]:
+        """Which of the full forms take a gradient now."""
+        if self.use_orig_params:
+            return [part.original.requires_grad for part in self.parts]
+        return [self.sharded_param.requires_grad] * len(self.parts)
+
+    def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
+        """Be called, from now on, what ``full_name`` makes of a module and what this one calls it."""
+        self.fqn = full_name(self.info.module, self.info.name)
+        for part, full in zip(self.parts, self.fulls, strict=True):
+            part.fqn = full.fqn = full_name(part.info.module, part.info.name)
+
+    # ---- where parts lie
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Which elements of the padded flat parameter are this rank's."""
+        begin = self.mesh_info.shard_mesh_rank * self.slot_numel
+        return begin, begin + self.slot_numel
+
+    def pieces_of(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """Return what lies of each part in a slot ``[c]`` of this rank, as views ``[k]``."""
+        begin, end = self.bounds
+        within = (part.within(begin, end) for part in self.parts)
+        return [slot[first - begin : last - begin] if first < last else slot[:0] for first, last in within]
+
+    def piece_of_full(self, part: Part, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a whole parameter, as a view ``[k]`` if that is contiguous."""
+        first, last = part.within(*self.bounds)
+        return full.reshape(-1)[first - part.first : max(first, last) - part.first]
+
+    def parts_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts as views of ``full`` ``[numel]``, in their own shapes."""
+        flat = zip(self.parts, full.split([part.numel for part in self.parts]), strict=True)
+        return [piece.view(part.shape) for part, piece in flat]
+
+    # ---- the sharded form
+
+    def local_view(self, slot: torch.Tensor) -> torch.Tensor:
+        """Return the slot: a rank's part is as long as any other's, padding included."""
+        return slot
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first part."""
+        return self.parts[0].original
+
+    def shard_from(self, slot: torch.Tensor) -> None:
+        """Copy this rank's pieces of the originals into ``slot``, and make ``sharded_param`` of it."""
+        for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
+            if not slot.is_meta:
+                piece.copy_(self.piece_of_full(part, part.original.detach()))
+        requires_grad = any(part.original.requires_grad for part in self.parts)
+        self.sharded_param = FlatParameter(slot, requires_grad=requires_grad)
+        if not self.use_orig_params:
+            for module, name in self._places():
+                del module._parameters[name]
+        self._lie_in(slot)
+
+    def _lie_in(self, slot: torch.Tensor) -> None:
+        self._slot = slot
+        self._pieces = self.pieces_of(slot)
+        self.orig_dtype = slot.dtype
+        self.sharded_param.data = slot
+        if self.use_orig_params:
+            for part, piece in zip(self.parts, self._pieces, strict=True):
+                part.original.data = piece
+
+    def _places(self) -> Iterator[tuple[nn.Module, str]]:
+        return (place for part in self.parts for place in part.info.places)
+
+    @property
+    def holders(self) -> Sequence[torch.Tensor]:
+        """What an optimizer is given."""
+        return self.owned
+
+    @property
+    def is_registered(self) -> bool:
+        """True if the parameters on the modules are those known here, and in this rank's slot."""
+        if not self.use_orig_params:
+            param = parameter_of(self.info.module, FLAT_PARAM)
+            return param is self.sharded_param and is_same_memory(param, self._slot)
+        return all(
+            parameter_of(part.info.module, part.info.name) is part.original
+            and part.original.dtype == self.orig_dtype
+            and (part.original.shape == piece.shape and (not len(piece) or is_same_memory(part.original, piece)))
+            for part, piece in zip(self.parts, self._pieces, strict=True)
+        )
+
+    def registered(self) -> nn.Parameter:
+        """Return the flat parameter; with ``use_orig_params`` the one that is behind the originals.
+
+        Raises:
+            TypeError: something else was registered under its name.
+            ValueError: one of another size was.
+        """
+        if self.use_orig_params:
+            return self.sharded_param
+        param = parameter_of(self.info.module, FLAT_PARAM)
+        if param is None:
+            raise TypeError(f"flat parameter {self.fqn!r} was taken off its wrapper; undo the wrapping instead")
+        if param.shape != self.sharded_param.shape:
+            raise ValueError(
+                f"flat parameter {self.fqn!r} of shape {list(self.sharded_param.shape)} was replaced by one of shape "
+                f"{list(param.shape)}; copy values in with summon_full_params, or load a state dict"
+            )
+        return param
+
+    def registered_local(self) -> torch.Tensor:
+        """Return the flat parameter registered now, or the first of the originals."""
+        return self._original(self.parts[0]) if self.use_orig_params else self.registered()
+
+    def _original(self, part: Part) -> nn.Parameter:
+        param = parameter_of(part.info.module, part.info.name)
+        if param is None:
+            raise TypeError(f"parameter {part.fqn!r} was taken off its module after it was wrapped")
+        return param
+
+    def adopt(self, slot: torch.Tensor) -> None:
+        """Make ``slot`` the storage of what is registered, keeping the values it has now."""
+        if self.use_orig_params:
+            self._adopt_originals(slot)
+        else:
+            self.sharded_param = self.registered()
+            if not self.sharded_param.is_meta and not is_same_memory(self.sharded_param, slot):
+                slot.copy_(self.sharded_param.detach())
+        self._lie_in(slot)
+        self.register(self.sharded_param)
+
+    def _adopt_originals(self, slot: torch.Tensor) -> None:
+        for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
+            param = self._original(part)
+            if param.shape not in {piece.shape, part.shape}:
+                raise ValueError(
+                    f"parameter {part.fqn!r} was replaced by one of shape {list(param.shape)}; give it its whole shape "
+                    f"{list(part.shape)}, or this rank's piece, {list(piece.shape)}"
+                )
+            part.original = param
+            if not param.is_meta and len(piece) and not is_same_memory(param, piece):
+                values = param.detach()
+                piece.copy_(values if values.shape == piece.shape else self.piece_of_full(part, values))
+
+    def move(self, slot: torch.Tensor) -> None:
+        """Make ``slot`` the storage of what is owned, whether it is registered now or not."""
+        slot.copy_(self._slot)
+        self._lie_in(slot)
+
+    def register(self, form: nn.Parameter) -> None:
+        """Put the originals onto their modules; or ``form`` onto the wrapper, and what cannot be read onto these."""
+        if self.use_orig_params:
+            for part in self.parts:
+                part.info.register(part.original)
+            return
+        set_parameter(self.info.module, FLAT_PARAM, form)
+        for part, full in zip(self.parts, self.fulls, strict=True):
+            for module, name in part.info.places:
+                vars(module)[name] = full.data
+
+    def register_full(self) -> None:
+        """Let the modules have the full forms: as parameters with ``use_orig_params``, else as attributes."""
+        for part, full in zip(self.parts, self.fulls, strict=True):
+            if self.use_orig_params:
+                part.info.register(full.param)
+            else:
+                for module, name in part.info.places:
+                    vars(module)[name] = full.param
+
+    def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
+        """Raise NotImplementedError: a flat parameter is kept whole between forward and backward, or not at all."""
+        raise NotImplementedError(f"flat parameter {self.fqn!r} cannot be kept split over fewer ranks after forward")
+
+    # ---- whole, outside of a step
+
+    @property
+    def slot(self) -> torch.Tensor:
+        """This rank's part ``[c]``, padding included."""
+        return self._slot
+
+    def grad_slot(self) -> torch.Tensor:
+        """Return this rank's part ``[c]`` of the gradient; zero where there is none."""
+        slot = torch.zeros_like(self._slot, dtype=self.grad_dtype)
+        if not self.use_orig_params:
+            return slot if self.sharded_param.grad is None else self.sharded_param.grad
+        for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
+            if part.original.grad is not None:
+                piece.copy_(part.original.grad)
+        return slot
+
+    def show_wholes(self, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        """Let the modules have whole parameters of other memory, and with ``use_orig_params`` whole gradients."""
+        if self.use_orig_params:
+            self._grads = [part.original.grad for part in self.parts]
+            for part, whole in zip(self.parts, wholes, strict=True):
+                part.original.grad = None
+                part.original.data = whole
+            for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
+                part.original.grad = None if had is None and not part.original.requires_grad else grad
+            return
+        del self.info.module._parameters[FLAT_PARAM]
+        for part, whole in zip(self.parts, wholes, strict=True):
+            param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            for module, name in part.info.places:
+                vars(module).pop(name, None)
+                module._parameters[name] = param
+
+    @torch.no_grad()
+    def hide_wholes(self, *, write_back: bool) -> None:
+        """Undo :meth:`show_wholes`; ``write_back``: with the values there are now."""
+        for part, piece in zip(self.parts, self._pieces, strict=True):
+            param = self._original(part)
+            if write_back:
+                piece.copy_(self.piece_of_full(part, param.detach()))
+        if not self.use_orig_params:
+            for module, name in self._places():
+                del module._parameters[name]
+        else:
+            for part, piece, had in zip(self.parts, self._pieces, self._grads, strict=True):
+                whole, part.original.grad = part.original.grad, None
+                part.original.data = piece
+                if had is not None and whole is not None and write_back:
+                    had.copy_(self.piece_of_full(part, whole))
+                part.original.grad = had
+        self.register(self.sharded_param)
+
+    # ---- gradients
+
+    def copy_in_pairs(
+        self, grads: Grads, slots: torch.Tensor, first_rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (destination, source) that lay the parts' gradients out in ``slots`` ``[n, c]``; zeros otherwise."""
+        flat, begin = slots.view(-1), first_rank * self.slot_numel
+        for part, grad in zip(self.parts, grads, strict=True):
+            first, last = part.within(begin, begin + len(flat))
+            if first >= last:
+                continue
+            if grad is None:
+                flat[first - begin : last - begin].zero_()
+            else:
+                yield flat[first - begin : last - begin], grad.reshape(-1)[first - part.first : last - part.first]
+        flat[max(0, self.layout.numel - begin) :].zero_()
+
+    def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
+        """Accumulate ``local_grad`` ``[c]`` into the flat parameter's gradient, or its pieces into the originals'."""
+        if not self.use_orig_params:
+            self._add(self.sharded_param, local_grad, lease)
+            return
+        for part, piece in zip(self.parts, self.pieces_of(local_grad), strict=True):
+            if part.original.requires_grad and len(piece):
+                self._add(part.original, piece, lease)
+
+    def _add(self, param: nn.Parameter, grad: torch.Tensor, lease: object) -> None:
+        if param.grad is not None:
+            param.grad.add_(grad)
+            return
+        param.grad = grad
+        if self.grad_dtype is not None:
+            param.grad.data = grad.to(self.grad_dtype)
+        param.grad._workbench_lease = lease  # type: ignore[attr-defined]
+
+    # ---- what is known of it
+
+    def tensors(self) -> dict[str, ParamTensors]:
+        """Return what this rank has of it now, and of each part, by names."""
+        rank, slot_grad = self.mesh_info.shard_mesh_rank, self.sharded_param.grad
+        found = {self.fqn: ParamTensors(shard=self.sharded_param, shard_rank=rank, sharded_grad=slot_grad)}
+        grads = [None] * len(self.parts) if slot_grad is None else self.pieces_of(slot_grad)
+        for part, full, piece, grad in zip(self.parts, self.fulls, self._pieces, grads, strict=True):
+            found[part.fqn] = ParamTensors(
+                shard=part.original if self.use_orig_params else piece,
+                shard_rank=rank,
+                full=full.param if full.is_open else None,
+                full_grads=full.grads,
+                sharded_grad=part.original.grad if self.use_orig_params else grad,
+                places=part.info.places,
+            )
+        return found
+
+    def describe(self) -> Param:
+        """Return the probe's description, with the parts."""
+        parts = (FlatPart(fqn=part.fqn, shape=tuple(part.shape), first=part.first) for part in self.parts)
+        return self._described(parts=tuple(parts))

@@ -1,0 +1,119 @@
+"""Whole parameters outside of a step: gathered for a while, and written back to shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine import collectives
+from workbench.engine.backends import backend_of
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.state import WrapperState, wrapper_states_below
+from workbench.engine.collectives import UnitId
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
+from workbench.engine.state import state_of
+
+CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def gather_flat(unit: FSDPParamGroup, slot: torch.Tensor) -> torch.Tensor:
+    """Return what the ranks' ``slot`` s ``[c]`` are together, ``[F * c]``, in their dtype, on the unit's device.
+
+    Collective over the ranks that share one copy.
+    """
+    group = unit.shard_group
+    if group is None:
+        return slot.to(unit.device, copy=True)
+    gather = backend_of(unit.device).pair().gather
+    if slot.device != unit.device:
+        slot = slot.to(unit.device)
+    known = UnitId(unit.index, unit.name)
+    gathered = collectives.foreach_all_gather(slot, slot.dtype, unit.device, group, gather, known)
+    whole = torch.cat([part.reshape(-1) for part in gathered.wait()])
+    gathered.drop()
+    return whole
+
+
+def whole_parts(unit: FSDPParamGroup, flat: FlatParam, slot: torch.Tensor) -> list[torch.Tensor]:
+    """Return the parts, in their shapes, as views, of what the ranks' ``slot`` s ``[c]`` are together; collective."""
+    return flat.parts_of(flat.layout.full_view(gather_flat(unit, slot)))
+
+
+@contextmanager
+def summoned(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within the body the modules have their whole parameters; see ``FullyShardedDataParallel.summon_full_params``."""
+    if writeback and rank0_only:
+        raise ValueError(
+            "summon_full_params: writeback=True with rank0_only=True is not supported, as the other ranks have nothing "
+            "to write back; give writeback=False"
+        )
+    if with_grads and offload_to_cpu:
+        raise ValueError("summon_full_params: with_grads=True needs offload_to_cpu=False")
+    if recurse:
+        states = wrapper_states_below(module)
+    else:
+        own = state_of(module)
+        states = [own] if isinstance(own, WrapperState) else []
+    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
+    if busy is not None:
+        raise RuntimeError(
+            f"summon_full_params: the forward or backward of {type(busy.wrapped).__name__} is under way; call it "
+            "between iterations"
+        )
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(
+                _whole(
+                    state,
+                    writeback=writeback,
+                    is_kept=not rank0_only or dist.get_rank() == 0,
+                    device=CPU if offload_to_cpu else None,
+                    with_grads=with_grads,
+                )
+            )
+        yield
+
+
+@contextmanager
+def _whole(
+    state: WrapperState, *, writeback: bool, is_kept: bool, device: torch.device | None, with_grads: bool
+) -> Iterator[None]:
+    """Within the body the modules of one wrapper have whole parameters, if ``is_kept`` here."""
+    unit, flat = state.unit, state.flat
+    if unit is None or flat is None:
+        yield
+        return
+    if with_grads and not flat.use_orig_params:
+        raise NotImplementedError("summon_full_params: with_grads=True needs use_orig_params=True")
+    unit.reshard()
+    unit.adopt_registered()
+    wholes = _on(device, whole_parts(unit, flat, flat.slot))
+    grads = _on(device, whole_parts(unit, flat, flat.grad_slot())) if with_grads else None
+    if not is_kept:
+        del wholes, grads
+        yield
+        return
+    flat.show_wholes(wholes, grads)
+    state.is_summoned = True
+    try:
+        yield
+    finally:
+        flat.hide_wholes(write_back=writeback)
+        state.is_summoned = False
+
+
+def _on(device: torch.device | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors if device is None else [tensor.to(device) for tensor in tensors]

@@ -1,0 +1,80 @@
+"""Giving a module's parameters values and a place before they are flattened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine.backends import is_of_kind
+from workbench.engine.mesh import FSDPMeshInfo
+
+Managed = Sequence[tuple[str, nn.Module]]
+"""Modules with their paths, those of wrappers below left out."""
+
+
+def materialize(
+    managed: Managed, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: frozenset[int]
+) -> None:
+    """Give values to what is on the meta device.
+
+    Args:
+        managed: the modules of one unit.
+        device: where they are computed.
+        param_init_fn: called with each module that has something there; None: its ``reset_parameters`` is.
+        ignored: ids of parameters that are not managed.
+
+    Raises:
+        TypeError: ``param_init_fn`` is no function.
+        ValueError: a module has no ``reset_parameters``, or ``param_init_fn`` left something there.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn must be a function of a module, got {param_init_fn!r}")
+    waiting = [(path, module) for path, module in managed if _on_meta(module, ignored)]
+    if param_init_fn is None:
+        lacking = [pair for pair in waiting if not callable(getattr(pair[1], "reset_parameters", None))]
+        if lacking:
+            path, module = lacking[0]
+            raise ValueError(
+                f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): give "
+                "it one, or give param_init_fn"
+            )
+    for path, module in waiting:
+        if param_init_fn is not None:
+            param_init_fn(module)
+        else:
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                module.reset_parameters()  # type: ignore[operator]
+        left = _on_meta(module, ignored)
+        if left:
+            raise ValueError(
+                f"param_init_fn left {', '.join(left)} of module {path!r} on the meta device: call "
+                "module.to_empty(device=..., recurse=False) in it, and initialise them"
+            )
+
+
+def _on_meta(module: nn.Module, ignored: frozenset[int]) -> list[str]:
+    """Return the names of a module's own parameters and buffers that are on the meta device."""
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, tensor in own if tensor.is_meta and id(tensor) not in ignored]
+
+
+def move(managed: Managed, device: torch.device, ignored: frozenset[int]) -> None:
+    """Move parameters and buffers to where they are computed; those on the meta device stay there."""
+    for _, module in managed:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if not (tensor.is_meta or id(tensor) in ignored or is_of_kind(tensor, device)):
+                tensor.data = tensor.data.to(device)
+
+
+@torch.no_grad()
+def sync(managed: Managed, mesh: FSDPMeshInfo, ignored: frozenset[int]) -> None:
+    """Give every rank the parameters and buffers of the first one; collective."""
+    for _, module in managed:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if id(tensor) not in ignored:
+                for axis in reversed(range(mesh.mesh.ndim)):  # within a copy, then from copy to copy
+                    dist.broadcast(tensor.detach(), group=mesh.mesh.get_group(axis), group_src=0)

@@ -1,0 +1,151 @@
+"""What is behind one wrapper: the hooks of ``fully_shard``, with the first API's choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from workbench.engine.classic.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.policies import MixedPrecisionPolicy
+from workbench.engine.state import FSDPState, state_of
+from workbench.engine.tensors import cast_floats
+from workbench.engine.tree import WRAPPED
+
+KEEPS_AFTER_FORWARD = frozenset({ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2})
+
+
+class WrapperState(FSDPState):
+    """State behind one wrapper, and its unit.
+
+    Attributes:
+        wrapper: the module of the call.
+        strategy: what of it is split.
+        precision: of parameters, reductions, buffers and inputs.
+        is_summoned: the modules have whole parameters for a while.
+        original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        unit: FSDPParamGroup | None,
+        *,
+        device: torch.device,
+        strategy: ShardingStrategy,
+        precision: MixedPrecision,
+        backward_prefetch: BackwardPrefetch | None,
+        forward_prefetch: bool,
+    ) -> None:
+        self.wrapper = wrapper
+        self.strategy = strategy
+        self.precision = precision
+        self.is_summoned = False
+        self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._when_to_prefetch = backward_prefetch
+        self._ahead: tuple[FSDPState, ...] = ()
+        super().__init__(
+            (wrapper,),
+            [] if unit is None else [unit],
+            device=device,
+            auto_reshard=strategy not in KEEPS_AFTER_FORWARD,
+            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+        )
+        self.forward_prefetch = None if forward_prefetch else ()
+        self.backward_prefetch = () if backward_prefetch is None else None
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The module in the wrapper."""
+        return self.wrapper.get_submodule(WRAPPED)
+
+    @property
+    def unit(self) -> FSDPParamGroup | None:
+        """The wrapper's unit; None if all its parameters are in wrappers below it, or ignored."""
+        return self._fsdp_param_group
+
+    @property
+    def flat(self) -> FlatParam | None:
+        """The flat parameter."""
+        return None if self.unit is None else flat_of(self.unit)
+
+    def _state_dict_hooks(self) -> list[RemovableHandle]:
+        """A wrapper makes and loads state dicts in its own ways."""
+        return []
+
+    # ---- precision
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        precision = self.precision
+        casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
+        if self.unit is None or not casts:
+            return args, kwargs
+        return cast_floats(args, precision.param_dtype), cast_floats(kwargs, precision.param_dtype)
+
+    def has_root(self) -> None:
+        """Let buffers be of the dtype that forward computes with, from the first one on."""
+        dtype = self.precision.buffer_dtype
+        if dtype is None:
+            return
+        for module, name, buffer in own_buffers(self.wrapper):
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                self.original_buffer_dtypes.setdefault((module, name), buffer.dtype)
+                module._buffers[name] = buffer.to(dtype)
+
+    # ---- order
+
+    def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
+        if self._when_to_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._ahead = tuple(ahead)
+        else:
+            super()._backward_begins(ahead)
+
+    def post_backward(self) -> None:
+        """All gradients are there: reduce them, and with BACKWARD_POST gather for what comes next."""
+        super().post_backward()
+        ahead, self._ahead = self._ahead, ()
+        super()._backward_begins(ahead)
+
+
+def flat_of(unit: FSDPParamGroup) -> FlatParam:
+    """Return the flat parameter of a wrapper's unit.
+
+    Raises:
+        TypeError: ``fully_shard`` made the unit.
+    """
+    (param,) = unit.fsdp_params
+    if not isinstance(param, FlatParam):
+        raise TypeError(f"unit {unit.name!r} was made by fully_shard, it has no flat parameter")
+    return param
+
+
+def wrapper_states_below(module: nn.Module) -> list[WrapperState]:
+    """Return the state of every wrapper in the tree of ``module``, parents first."""
+    found = (state_of(m) for m in module.modules())
+    return [state for state in found if isinstance(state, WrapperState)]
+
+
+def own_modules(wrapper: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in ``wrapper`` that are in no wrapper below it, each once."""
+    seen: set[int] = set()
+    todo = list(wrapper.children())
+    while todo:
+        module = todo.pop(0)
+        if id(module) in seen or state_of(module) is not None:
+            continue
+        seen.add(id(module))
+        yield module
+        todo = [*module.children(), *todo]
+
+
+def own_buffers(wrapper: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield the buffers in ``wrapper`` that are in no wrapper below it, with their modules and names there."""
+    for module in own_modules(wrapper):
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                yield module, name, buffer

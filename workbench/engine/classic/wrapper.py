@@ -1,0 +1,370 @@
+"""``FullyShardedDataParallel``: a module around another one, whose parameters lie in one flat parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from workbench.engine.classic import full_params, materialize
+from workbench.engine.classic.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    check_kind,
+)
+from workbench.engine.classic.clip import clip_grad_norm
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.ignored import Ignored
+from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
+from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, wrapper_states_below
+from workbench.engine.classic.wrap import Policy, WrapPolicy, auto_wrap
+from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param import ParamModuleInfo, check_uniform
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
+from workbench.engine.state import attach, state_of, units_of
+from workbench.engine.tree import WRAPPED, clean
+
+Given = list[tuple[nn.Parameter, ParamModuleInfo]]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard the parameters of ``module``, but for those in wrappers below it, as one flat parameter.
+
+    Forward and backward, gradients and recording are those of ``fully_shard``: one all-gather before the module's
+    forward and one before its backward, one reduce-scatter after it. Make the optimizer after wrapping.
+
+    Args:
+        module: what is wrapped; changed in place.
+        process_group: the ranks to shard over; for the hybrid strategies a pair, to shard and to repeat over; None: all
+            ranks.
+        sharding_strategy: see :class:`ShardingStrategy`; None: FULL_SHARD.
+        cpu_offload: see :class:`CPUOffload`.
+        auto_wrap_policy: says which modules in ``module`` are wrapped as well, with the same arguments.
+        backward_prefetch: see :class:`BackwardPrefetch`; None: nothing is gathered ahead in backward.
+        mixed_precision: see :class:`MixedPrecision`.
+        ignored_modules: modules whose parameters and buffers are left alone, with all that is in them.
+        param_init_fn: gives a module on the meta device its values; None: its ``reset_parameters`` does.
+        device_id: where is computed, a device or its index; None: what this process computes on.
+        sync_module_states: begin with the parameters and buffers of the first rank.
+        forward_prefetch: gather for the forward that came next in the last iteration while this one computes.
+        limit_all_gathers: must be a bool; at most one unit is ever gathered ahead.
+        use_orig_params: leave the original parameters on the modules and to the optimizer, each as this rank's piece.
+        ignored_states: parameters, or modules, that are left alone.
+        device_mesh: a 1-D mesh in the place of ``process_group``; 2-D (repeat, shard) for the hybrid strategies.
+
+    Raises:
+        TypeError: an argument of another type than it takes.
+        ValueError: parameters of several dtypes in one unit, or without ``use_orig_params`` trained and frozen ones; a
+            scalar or non-contiguous parameter; one that is sharded or tied to one of another unit; arguments that do
+            not go together.
+        RuntimeError: ``torch.distributed`` is not initialised.
+
+    What was not wrapped before the call raised is as it was.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the arguments are torch's, by place as well
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | WrapPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"FullyShardedDataParallel wraps a module, got {type(module).__name__}")
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        offload, precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
+        check_kind("sharding_strategy", strategy, ShardingStrategy)
+        check_kind("cpu_offload", offload, CPUOffload)
+        check_kind("mixed_precision", precision, MixedPrecision)
+        if backward_prefetch is not None:
+            check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
+        _check_flags(
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
+        if state_of(module) is not None:
+            raise ValueError(f"this {type(module).__name__} is sharded already; wrap what is in it, or undo it first")
+        ignored = Ignored.of(module, ignored_modules, ignored_states)
+        if strategy in HYBRID and process_group is None and device_mesh is None and auto_wrap_policy is None:
+            raise ValueError(
+                f"{strategy.name} by hand needs process_group=(group to shard over, group to repeat over), or "
+                "device_mesh=: every wrapper must have the same groups"
+            )
+        mesh = mesh_for(strategy, process_group, device_mesh, _device(device_id))
+        options: dict[str, Any] = {
+            "process_group": None,
+            "sharding_strategy": strategy,
+            "cpu_offload": offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": ignored.params,
+            "device_mesh": mesh.mesh,
+        }
+        if auto_wrap_policy is not None:
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                type(self),
+                options,
+                ignored_modules=ignored.modules,
+                ignored_params=ignored.params,
+            )
+        managed = [
+            (path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules
+        ]  # in a module that is ignored all is
+        materialize.materialize(managed, mesh.device, param_init_fn, ignored.ids)
+        materialize.move(managed, mesh.device, ignored.ids)
+        given = _get_param_module_infos(managed, ignored.ids)
+        check_params(given, use_orig_params=use_orig_params)
+        if sync_module_states:
+            materialize.sync(managed, mesh, ignored.ids)
+        setattr(self, WRAPPED, module)
+        self._options = options
+        unit = self._unit(given, mesh, strategy, offload, precision) if given else None
+        mark_taken([pair for pair in given if use_orig_params], type(module).__name__)
+        state = WrapperState(
+            self,
+            unit,
+            device=mesh.device,
+            strategy=strategy,
+            precision=precision,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+        )
+        attach(self, state)
+
+    def _unit(
+        self,
+        given: Given,
+        mesh: FSDPMeshInfo,
+        strategy: ShardingStrategy,
+        offload: CPUOffload,
+        precision: MixedPrecision,
+    ) -> FSDPParamGroup:
+        flat = FlatParam(
+            given,
+            self,
+            mesh,
+            use_orig_params=self._options["use_orig_params"],
+            grad_dtype=(precision.reduce_dtype or precision.param_dtype)
+            if precision.keep_low_precision_grads
+            else None,
+        )
+        policy = UnitPolicy(
+            reshard_after_forward=strategy not in KEEPS_AFTER_FORWARD,
+            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+            offload_policy=CPUOffloadPolicy() if offload.offload_params else OffloadPolicy(),
+        )
+        return FSDPParamGroup([flat], mesh, policy)
+
+    # ---- a module like the one in it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what the module takes and returns
+        """Run the module."""
+        return self.module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """What was wrapped."""
+        return cast("nn.Module", self._modules[WRAPPED])
+
+    @property
+    def state(self) -> WrapperState:
+        """What is behind it."""
+        return cast("WrapperState", state_of(self))
+
+    @property
+    def _is_summoned(self) -> bool:
+        state = state_of(self)  # None while it is being made
+        return isinstance(state, WrapperState) and state.is_summoned
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of whatever the module has
+        """Return what the wrapper, or else the module in it, has under ``name``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if WRAPPED not in self.__dict__.get("_modules", ()):
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: int) -> Any:  # noqa: ANN401 - of whatever the module holds
+        """Return what the module has at ``key``."""
+        return cast("Any", self.module)[key]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
+        """Yield parameters; within ``summon_full_params`` by the names they have without wrappers."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean(name) if self._is_summoned else name, param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
+        """Yield buffers; within ``summon_full_params`` by the names they have without wrappers."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean(name) if self._is_summoned else name, buffer
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` with every module, while its parameters are whole; what it does to them is kept."""
+        with nullcontext() if self._is_summoned else self.summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def check_is_root(self) -> bool:
+        """Return whether this is the outermost wrapper; without a forward so far it will be."""
+        self._as_root()
+        return bool(self.state._is_root)
+
+    def _as_root(self) -> None:
+        if self.state._is_root is None:
+            self.state._lazy_init()
+
+    def _check_root(self, what: str) -> None:
+        self._as_root()
+        if not self.state._is_root:
+            raise RuntimeError(f"{what} was called on a wrapper inside of another; call it on the outermost one")
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Return the wrappers in the tree of ``module``, parents first; ``root_only``: those in no other one."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inner = {id(m) for wrapper in found for m in wrapper.module.modules()}
+        return [wrapper for wrapper in found if id(wrapper) not in inner]
+
+    # ---- parameters and gradients
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Give the modules their whole parameters within a ``with``; collective, between iterations.
+
+        Args:
+            module: whose wrappers, itself included, do so.
+            recurse: also those below it.
+            writeback: keep what is changed meanwhile; each rank keeps its own piece.
+            rank0_only: only rank 0 has them.
+            offload_to_cpu: they are on the CPU.
+            with_grads: the same for gradients; needs ``use_orig_params``.
+
+        Raises:
+            ValueError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu``.
+            NotImplementedError: ``with_grads`` without ``use_orig_params``.
+            RuntimeError: an iteration is under way.
+        """
+        return full_params.summoned(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward within the body add up full gradients, which the first one after it reduces; for the root.
+
+        Raises:
+            RuntimeError: this is not the outermost wrapper.
+        """
+        self._check_root("no_sync")
+        states = wrapper_states_below(self)
+        for state in states:
+            _sync(state, on=False)
+        try:
+            yield
+        finally:
+            for state in states:
+                _sync(state, on=True)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, over the whole model, is at most ``max_norm``; collective.
+
+        Args:
+            max_norm: highest norm that is left as it is.
+            norm_type: p of the p-norm; ``inf``: the largest element.
+
+        Returns:
+            the norm before, a scalar; of the largest dtype of the gradients.
+
+        Raises:
+            RuntimeError: this is not the outermost wrapper.
+        """
+        self._check_root("clip_grad_norm_")
+        units = units_of(self.state._states)
+        meshes = {param: unit.mesh_info for unit in units for flat in unit.fsdp_params for param in flat.owned}
+        device = self.state._comm_ctx.device
+        return clip_grad_norm(list(self.parameters()), meshes, float(max_norm), float(norm_type), device)
+
+
+def _sync(state: WrapperState, *, on: bool) -> None:
+    """Let a unit reduce its gradients from now on, or not; one that keeps full parameters then keeps them."""
+    for unit in state._fsdp_param_groups:
+        unit.sync.reduce_grads = on
+        unit.reshard_after_backward = on or state.strategy not in KEEPS_AFTER_FORWARD
+
+
+def check_params(given: Given, *, use_orig_params: bool) -> None:
+    """Check that parameters can be one flat parameter.
+
+    Raises:
+        ValueError: they differ in dtype or device; without ``use_orig_params``, in whether they are trained.
+    """
+    check_uniform([(info.path, param) for param, info in given])
+    trained = [info.path for param, info in given if param.requires_grad]
+    frozen = [info.path for param, info in given if not param.requires_grad]
+    if trained and frozen and not use_orig_params:
+        raise ValueError(
+            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, which one flat parameter cannot be: give "
+            "use_orig_params=True, or wrap the frozen modules by themselves"
+        )
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"FullyShardedDataParallel: {name} must be a bool, got {value!r}")
+
+
+def _device(device_id: object) -> torch.device | None:
+    if device_id is None or isinstance(device_id, torch.device):
+        return device_id
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ValueError(f"device_id={device_id}: there is no accelerator here; give torch.device('cpu')")
+        return torch.device(accelerator.type, device_id)
+    raise TypeError(f"device_id must be a torch.device or an index, got {device_id!r}")
