@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
-from workbench.engine.backends import usual_kind
+from workbench.engine.backends import backend_of, usual_kind
 from workbench.engine.classic.api import ShardingStrategy
 from workbench.engine.mesh import FSDPMeshInfo, HSDPMeshInfo, ReplicatedMeshInfo, mesh_info
 
@@ -41,7 +41,7 @@ def mesh_for(
     if process_group is not None and device_mesh is not None:
         raise ValueError("FullyShardedDataParallel takes process_group or device_mesh, not both: leave one out")
     if device_mesh is None:
-        kind = usual_kind() if device is None else device.type
+        kind = usual_kind() if device is None else backend_of(device).kind
         device_mesh = _mesh_of(strategy, process_group, kind)
     elif not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh, got {device_mesh!r:.80}")
