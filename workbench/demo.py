@@ -113,7 +113,8 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         on_cell_start=note,
     )
     # kernels installed for the user may belong to another Python: look at none of them
-    client.km = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
+    kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
+    client.km = kernel
     try:
         executed: NotebookNode = client.execute()
     except CellExecutionError as error:
@@ -124,6 +125,9 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
     except RuntimeError as error:  # also before it could answer
         raise DemoError(f"the tour failed {doing}\nthe notebook's kernel cannot go on: {error}") from error
+    finally:
+        # of a kernel that does not start nbclient forgets the manager, for which it asks when this process exits
+        client.km = kernel
     return executed
 
 

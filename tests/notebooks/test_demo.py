@@ -1,13 +1,14 @@
 """How the demo runs a notebook and reads what came out; no ranks needed."""
 
 import dataclasses
-import socket
+import subprocess
+import sys
 
 import nbformat.v4
 import pytest
 
 from tests.trace.simulation import Setup, simulate
-from workbench import demo, ports
+from workbench import demo
 from workbench.demo import DemoError, communication, heldout_losses, summary
 from workbench.events import Edge, Kind
 from workbench.trace import save
@@ -56,12 +57,28 @@ def test_a_kernel_that_dies_is_named(tmp_path):
         demo.execute(notebook("import os; os._exit(1)"), tmp_path)
 
 
-def test_a_kernel_that_does_not_start_is_told(tmp_path, monkeypatch):
-    with socket.create_server((ports.LOOPBACK, 0)) as taken:
-        settings = ports.of_a_kernel() | {"shell_port": taken.getsockname()[1]}
-        monkeypatch.setattr(ports, "of_a_kernel", lambda: settings)
-        with pytest.raises(DemoError, match="before the first cell\nthe notebook's kernel cannot go on: Kernel died"):
-            demo.execute(notebook("1"), tmp_path)
+UNSTARTED = """
+import socket
+from pathlib import Path
+import nbformat.v4
+from workbench import demo, ports
+
+with socket.create_server((ports.LOOPBACK, 0)) as taken:
+    settings = ports.of_a_kernel() | {"shell_port": taken.getsockname()[1]}
+    ports.of_a_kernel = lambda: settings
+    try:
+        demo.execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]), Path("."))
+    except demo.DemoError as error:
+        print(error)
+"""
+
+
+def test_a_kernel_that_does_not_start_is_told_and_leaves_nothing_to_say_at_the_exit(tmp_path):
+    """What the kernel itself says goes to the same place; it never comes to the words that must not be there."""
+    done = subprocess.run([sys.executable, "-c", UNSTARTED], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "before the first cell\nthe notebook's kernel cannot go on: Kernel died" in done.stdout
+    assert "atexit" not in done.stderr
+    assert "nbclient" not in done.stderr
 
 
 def test_a_cell_that_takes_too_long_is_named(tmp_path, monkeypatch):
