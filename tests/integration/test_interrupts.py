@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,8 +21,8 @@ from workbench.session import standing
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture
-def bench():
+@contextmanager
+def trained():
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)
         wb.shard("model", wrap=["Block"])
@@ -29,21 +30,43 @@ def bench():
         yield wb
 
 
-def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(bench, every_rank_comes):
-    assert "2 ranks stopped " in str(bench.step(100_000, on_progress=Pressing()))  # before an event, or in a wait
-    assert "ready again" in str(bench.abort())
-    assert bench.step(2).steps_done == 2
-    assert bench.verify().ok
+@pytest.fixture(scope="module")
+def lasting():
+    """Ranks of several tests, each of which leaves all of them alive."""
+    with trained() as wb:
+        yield wb
 
 
-def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(bench):
+@pytest.fixture
+def living(lasting):
+    """The same, ready for the next request whatever the test before did."""
+    if lasting._session.request is not None:
+        lasting.abort()
+    return lasting
+
+
+@pytest.fixture
+def bench():
+    """Ranks of one test alone, which may kill them."""
+    with trained() as wb:
+        yield wb
+
+
+def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(living, every_rank_comes):
+    assert "2 ranks stopped " in str(living.step(100_000, on_progress=Pressing()))  # before an event, or in a wait
+    assert "ready again" in str(living.abort())
+    assert living.step(2).steps_done == 2
+    assert living.verify().ok
+
+
+def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
     for code in ("while True: pass", "import time; time.sleep(1000)"):
         with pytest.raises(Interrupted):
-            bench.run_cell(TOGETHER + code, on_output=Pressing())
-    assert bench.run_cell("print('well')").texts[1].strip() == "well"
+            living.run_cell(TOGETHER + code, on_output=Pressing())
+    assert living.run_cell("print('well')").texts[1].strip() == "well"
 
 
-def test_a_cell_that_hangs_says_who_waits_and_where(bench, monkeypatch):
+def test_a_cell_that_hangs_says_who_waits_and_where(living, monkeypatch):
     monkeypatch.setattr(standing, "QUIET_S", 0.1)
     monkeypatch.setattr(standing, "AGAIN_S", 0.1)
     expected = r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended"
@@ -52,13 +75,13 @@ def test_a_cell_that_hangs_says_who_waits_and_where(bench, monkeypatch):
     def give_up_once_it_is_said(sentence):
         told.append(sentence)
         if re.fullmatch(expected, sentence):
-            bench.abort()
+            living.abort()
 
     code = "import torch.distributed as dist\nif rank == 1:\n    dist.barrier()"
     with pytest.raises(Interrupted, match="ready again"):
-        bench.run_cell(code, on_standing=give_up_once_it_is_said)
+        living.run_cell(code, on_standing=give_up_once_it_is_said)
     assert any(re.fullmatch(expected, sentence) for sentence in told)
-    assert bench.step(1).steps_done == 1
+    assert living.step(1).steps_done == 1
 
 
 def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):
