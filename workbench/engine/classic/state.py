@@ -9,7 +9,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from workbench.engine.classic.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from workbench.engine.classic.api import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy
@@ -28,6 +34,7 @@ class WrapperState(FSDPState):
         strategy: what of it is split.
         precision: of parameters, reductions, buffers and inputs.
         is_summoned: the modules have whole parameters for a while.
+        settings: what its state dicts are; see :func:`workbench.engine.classic.settings.settings_of`.
         original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
     """
 
@@ -46,6 +53,7 @@ class WrapperState(FSDPState):
         self.strategy = strategy
         self.precision = precision
         self.is_summoned = False
+        self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._when_to_prefetch = backward_prefetch
         self._ahead: tuple[FSDPState, ...] = ()
