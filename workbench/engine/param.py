@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -77,6 +77,9 @@ class FSDPParam(ABC):
         fulls: what modules compute with.
         state: which form is registered.
     """
+
+    computes_in_shard: ClassVar[bool] = False
+    """Where one rank has all of it, modules compute with what the optimizer steps, and not with a copy."""
 
     sharded_param: nn.Parameter
 

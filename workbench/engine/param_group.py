@@ -12,6 +12,7 @@ import torch
 from workbench import events
 from workbench.engine import collectives, probe
 from workbench.engine.backends import backend_of
+from workbench.engine.backends.base import FullMemory
 from workbench.engine.collectives import AllGatherState, DeviceCopyState, UnitId
 from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, CommPair, ReduceScatter, group_pair
 from workbench.engine.comm_context import FSDPCommContext
@@ -23,7 +24,7 @@ from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.reduction import GradientSync, Reducer, foreach_reduce
 from workbench.engine.tensors import unrecorded
-from workbench.engine.unshard_memory import Home, UnshardMemory
+from workbench.engine.unshard_memory import Home, MemoryOfShards, UnshardMemory
 from workbench.events import Category, Edge, Kind, Phase, unit_words
 
 _indices = itertools.count()
@@ -192,13 +193,19 @@ class FSDPParamGroup:
         )
 
     def _make_home(self) -> Home:
-        numel = self.shards.numel * self.mesh_info.shard_mesh_size
-        memory = UnshardMemory(self.index, numel, self.param_dtype, self.device)
+        memory = UnshardMemory(self.index, self._make_memory())
         with memory.present() as full:
             padded_fulls = full.split([p.full_numel for p in self.fsdp_params])
             pairs = list(zip(self.fsdp_params, padded_fulls, strict=True))
             by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
             return Home(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
+
+    def _make_memory(self) -> FullMemory:
+        flat, size = self.shards.flat, self.mesh_info.shard_mesh_size
+        is_full = size == 1 and flat.dtype == self.param_dtype and (flat.is_meta or not self.policy.offloads)
+        if is_full and all(param.computes_in_shard for param in self.fsdp_params):
+            return MemoryOfShards(flat)
+        return backend_of(self.device).full_memory(flat.numel() * size, self.param_dtype)
 
     def _show(self, home: Home) -> None:
         """Let the unsharded parameters be those in ``home``."""
@@ -380,7 +387,8 @@ class FSDPParamGroup:
         shard, _ = self._source()
         gathered = [shard.view(1, -1)] if self._all_gather is None else self._all_gather.wait()
         self._take_memory()
-        collectives.foreach_all_gather_copy_out(gathered, self._targets(), self._unit)
+        if not self._home.memory.is_shards:
+            collectives.foreach_all_gather_copy_out(gathered, self._targets(), self._unit)
         self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from workbench.engine import probe
-from workbench.engine.backends import backend_of
+from workbench.engine.backends.base import FullMemory
 from workbench.engine.backends.pages import SparePages
 from workbench.engine.full_param import FullView
 from workbench.events import Category
+
+
+class MemoryOfShards:
+    """The shards of a rank that has all of them.
+
+    Attributes:
+        tensor: ``[S]``.
+    """
+
+    def __init__(self, shards: torch.Tensor) -> None:
+        self.tensor = shards
+
+    def present(self) -> AbstractContextManager[None]:
+        """Within the body views of :attr:`tensor` can be made, as always."""
+        return nullcontext()
+
+    def fill(self, _spare: SparePages) -> None:
+        """It is there."""
+
+    def empty(self, _spare: SparePages) -> None:
+        """It stays."""
 
 
 class UnshardMemory:
@@ -25,11 +46,16 @@ class UnshardMemory:
         full: ``[F * S]`` in the param dtype; the padded fulls one after another.
     """
 
-    def __init__(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, unit: int, memory: FullMemory) -> None:
         self._unit = unit
         self._held = False
-        self._memory = backend_of(device).full_memory(numel, dtype)
-        self.full = self._memory.tensor
+        self._memory = memory
+        self.full = memory.tensor
+
+    @property
+    def is_shards(self) -> bool:
+        """True if it is that of the shards, so that nothing has to be copied into it, and it is never empty."""
+        return isinstance(self._memory, MemoryOfShards)
 
     @contextmanager
     def present(self) -> Iterator[torch.Tensor]:
@@ -39,8 +65,8 @@ class UnshardMemory:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of :attr:`full`."""
-        return self.full.numel() * self.full.itemsize
+        """Bytes that exist for :attr:`full` alone."""
+        return 0 if self.is_shards else self.full.numel() * self.full.itemsize
 
     @property
     def is_held(self) -> bool:

@@ -82,3 +82,19 @@ def names_and_shapes():
     torch.distributed.all_reduce(total)
     assert total == sum(p.numel() for p in make_net().parameters())
     assert all(p.device == CPU for p in (*flat.parameters(), *pieces.parameters()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_where_nothing_is_split_modules_compute_with_what_the_optimizer_steps(world_size):
+    run_ranks(world_size, computes_in_place)
+
+
+def computes_in_place():
+    for use_orig_params in (False, True):
+        wrapped = wrap_net(OURS, make_net(), "NO_SHARD", use_orig_params=use_orig_params)
+        flat = wrapped.blocks[0].state.flat
+        seen = []
+        wrapped.blocks[0].norm.register_forward_hook(lambda norm, *_: seen.append(norm.weight.data_ptr()))  # noqa: B023
+        loss_of(wrapped, batch(0, 0)).backward()
+        assert seen == [flat.slot.data_ptr()]
+        assert flat.slot.data_ptr() == next(iter(flat.owned)).data_ptr()

@@ -74,6 +74,8 @@ class FlatParam(FSDPParam):
         grad_dtype: of sharded gradients; None: as the shard's.
     """
 
+    computes_in_shard = True
+
     def __init__(
         self,
         given: Sequence[tuple[nn.Parameter, ParamModuleInfo]],
