@@ -35,7 +35,7 @@ help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
-	@echo "make test         lint, types and all tests (the browser tests need Chromium)"
+	@echo "make test         lint, types and all tests (the browser tests need Chromium and Firefox)"
 	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab, with the panel"
@@ -76,7 +76,7 @@ coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --cov --cov-report=term
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist extension/node_modules extension/lib workbench/labextension .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-torch-* build dist extension/node_modules tests/firefox/node_modules extension/lib workbench/labextension .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/made:

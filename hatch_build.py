@@ -96,10 +96,22 @@ def run_script(root: Path, name: str, env: Mapping[str, str] = os.environ) -> No
     Raises:
         PanelNotBuilt: there is no npm, or it failed.
     """
-    extension = root / "extension"
-    if not _holds(extension / "node_modules" / ".package-lock.json", extension / "package-lock.json"):
-        _npm(extension, env, "ci", "--ignore-scripts")
-    _npm(extension, env, "run", name)
+    install_packages(root / "extension", env)
+    _npm(root / "extension", env, "run", name)
+
+
+def install_packages(folder: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Install the packages that a folder's lock file names, unless they are there.
+
+    Args:
+        folder: holds ``package.json`` and ``package-lock.json``.
+        env: environment of npm, which is looked for on its ``PATH``.
+
+    Raises:
+        PanelNotBuilt: there is no npm, or it failed.
+    """
+    if not _holds(folder / "node_modules" / ".package-lock.json", folder / "package-lock.json"):
+        _npm(folder, env, "ci", "--ignore-scripts")
 
 
 def _mode() -> str:

@@ -42,11 +42,25 @@ def no_leaks_in_test(request):
 @pytest.fixture(scope="session")
 def chromium():
     """Path of the browser; without one the test fails, unless browser tests are left out on purpose."""
-    from tests.browser import NO_BROWSER, find_chromium
+    from tests.browser import find_chromium
+
+    return _browser("neither Chromium nor Chrome", find_chromium)
+
+
+@pytest.fixture(scope="session")
+def firefox():
+    """As above, of the other browser."""
+    from tests.firefox.driver import find_firefox
+
+    return _browser("no Firefox", find_firefox)
+
+
+def _browser(none, find):
+    from tests.browser import NO_BROWSER
 
     if os.environ.get(NO_BROWSER):
         pytest.skip(f"{NO_BROWSER} is set")
-    path = find_chromium()
+    path = find()
     if path is None:
-        pytest.fail(f"neither Chromium nor Chrome was found: install one, or set {NO_BROWSER}=1", pytrace=False)
+        pytest.fail(f"{none} was found: install one, or set {NO_BROWSER}=1", pytrace=False)
     return path

@@ -126,8 +126,9 @@ function addDashboards(
       widget.title.icon = shardsIcon;
       widget.title.closable = true;
       await open.add(widget);
-      // Notebook shows one thing alone in its middle: there it goes below, where nothing else gives it a height
-      if (lab === null) widget.addClass("fsdp-mod-below");
+      // Notebook shows one thing alone in its middle: there it goes below, where nothing else gives it a height; the
+      // content has none of its own either, and that of the widget around it is overwritten by its layout
+      if (lab === null) widget.content.addClass("fsdp-mod-below");
       app.shell.add(widget, lab === null ? "down" : "main", { mode: "split-right", activate: true });
       app.shell.activateById(widget.id);
     },

@@ -7,13 +7,13 @@ from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
+from tests.extension.page import SHOW, headline, panel, run, section, shot, status_bar, tool
 from tests.integration.model import CELL
-from tests.notebooks.lab import SHOTS, jupyterlab, opened, write_notebook
+from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CELLS = [f"%%fsdp{CELL}"]
-PANEL = "window.jupyterapp.shell.activateById('fsdp-workbench-panel')"
 
 
 @pytest.fixture(scope="module")
@@ -24,34 +24,8 @@ def lab(tmp_path_factory, chromium):
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", ["1 + 1"])
         with opened(url, chromium) as lab:
-            lab.page.evaluate(f"() => {PANEL}")
+            lab.page.evaluate(f"() => {SHOW}")
             yield lab
-
-
-def panel(lab):
-    return lab.page.locator(".fsdp-Panel")
-
-
-def section(lab, name):
-    return panel(lab).get_by_role("region", name=name)
-
-
-def tool(lab, name):
-    return panel(lab).get_by_role("button", name=name, exact=True)
-
-
-def status(lab):
-    return lab.page.locator(".fsdp-Headline")
-
-
-def shot(lab, name):
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    lab.page.screenshot(path=SHOTS / f"panel_{name}.png")
-
-
-def run(lab, command, **args):
-    """Do a command of JupyterLab, and return when it has ended."""
-    lab.page.evaluate("([command, args]) => window.jupyterapp.commands.execute(command, args)", [command, args])
 
 
 def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
@@ -85,11 +59,11 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
 def test_a_running_step_is_paused_looked_at_and_continued(lab):
     panel(lab).get_by_label("Training steps").fill("100000")
     tool(lab, "Step 100000\u00d7").click()
-    expect(status(lab)).to_contain_text("of 100000 steps")
-    expect(lab.page.locator(".fsdp-Status")).to_contain_text("steps/s")
+    expect(headline(lab)).to_contain_text("of 100000 steps")
+    expect(status_bar(lab)).to_contain_text("steps/s")
     tool(lab, "Pause inside the step").click()
     expect(section(lab, "Ranks").locator(".fsdp-mod-held").first).to_be_visible()
-    expect(lab.page.locator(".fsdp-Status button")).to_have_class("fsdp-mod-held")
+    expect(status_bar(lab)).to_have_class("fsdp-mod-held")
     shot(lab, "paused")
     tool(lab, "Go on to the next event").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp next")
@@ -98,7 +72,7 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
     shot(lab, "inspected")
     tool(lab, "Continue").click()
-    expect(status(lab)).to_contain_text("of 100000 steps")
+    expect(headline(lab)).to_contain_text("of 100000 steps")
 
 
 def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
@@ -107,13 +81,27 @@ def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
     shot(lab, "menu")
     lab.page.get_by_text("Break before Its Backward").click()
     breakpoints = section(lab, "Breakpoints")
-    expect(status(lab)).to_contain_text("backward of blocks.2")
+    expect(headline(lab)).to_contain_text("backward of blocks.2")
     breakpoints.get_by_role("checkbox").click()
     expect(breakpoints).to_contain_text("1 off")
     breakpoints.get_by_role("button", name=re.compile("^Clear")).click()
     expect(breakpoints.get_by_role("checkbox")).to_have_count(0)
     tool(lab, "Continue").click()
-    expect(status(lab)).to_contain_text("of 100000 steps")
+    expect(headline(lab)).to_contain_text("of 100000 steps")
+
+
+def test_a_unit_is_shown_in_the_layout_in_a_tab_of_its_own(lab):
+    section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click(button="right")
+    lab.page.get_by_text("Show in Layout").click()
+    expect(lab.page.get_by_role("tab", name="FSDP: layout")).to_be_visible()
+    figure = lab.page.locator(".jp-MainAreaWidget .js-plotly-plot")
+    expect(figure.locator(".gtitle")).to_contain_text("blocks.1")
+    expect(figure).to_contain_text("norm.weight")
+    assert figure.bounding_box()["width"] > 300
+    expect(section(lab, "Commands")).to_contain_text("%fsdp layout --unit blocks.1")
+    shot(lab, "layout")
+    lab.page.get_by_role("tab", name="FSDP: layout").locator(".lm-TabBar-tabCloseIcon").click()
+    expect(headline(lab)).to_contain_text("of 100000 steps")  # training went on
 
 
 def test_what_a_button_does_can_be_copied_as_a_line(lab):
@@ -135,7 +123,7 @@ def test_a_reloaded_page_shows_the_truth_again_in_the_middle_of_training(lab):
     lab.page.evaluate("() => window.jupyterapp.serviceManager.workspaces.fetch('default')")
     lab.page.reload()
     expect(panel(lab)).to_be_visible()
-    expect(status(lab)).to_contain_text("of 100000 steps")
+    expect(headline(lab)).to_contain_text("of 100000 steps")
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
     expect(lab.page.locator(".fsdp-Dashboard .fw-badge")).to_contain_text("training")
     shot(lab, "reloaded")
@@ -153,7 +141,7 @@ def test_it_is_dark_with_a_dark_theme_and_fits_into_a_narrow_window(lab):
     lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
     shot(lab, "dark")
     lab.page.set_viewport_size({"width": 700, "height": 900})
-    lab.page.evaluate(f"() => {PANEL}")
+    lab.page.evaluate(f"() => {SHOW}")
     expect(tool(lab, "Abort")).to_be_visible()
     box = panel(lab).bounding_box()
     for button in panel(lab).get_by_role("toolbar").get_by_role("button").all():

@@ -1,10 +1,11 @@
-"""A JupyterLab of its own on a notebook, and a page of it in a real browser."""
+"""A JupyterLab or a Notebook 7 of its own on a notebook, and a page of it in a real browser."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from workbench.installed import PANEL
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 TOKEN = "test"
+SERVER = ("--no-browser", "--allow-root", "--ServerApp.port=0", f"--IdentityProvider.token={TOKEN}")
 KERNEL = "window.jupyterapp?.shell.currentWidget?.context?.sessionContext?.session?.kernel?.status"
 HERE = ("http://127.0.0.1", "http://localhost", "data:", "blob:")
 
@@ -32,6 +34,28 @@ def jupyterlab(
 ) -> Iterator[str]:
     """Address of a JupyterLab on a notebook with ``cells``; it has the panel that is built in the folder ``panel``."""
     notebook = write_notebook(folder / "run.ipynb", cells)
+    fixed = ports.of_a_kernel() if has_one_kernel else {}
+    extra = ["--LabApp.expose_app_in_browser=True", *(f"--KernelManager.{name}={port}" for name, port in fixed.items())]
+    with _server(folder, lab_command(notebook, [*SERVER, *extra]), panel) as address:
+        yield f"{address}lab/tree/run.ipynb?token={TOKEN}&reset"
+
+
+@contextmanager
+def notebook7(folder: Path, cells: Sequence[str], *, panel: Path) -> Iterator[str]:
+    """Address of a Notebook 7 on a notebook with ``cells``, with the panel that is built in the folder ``panel``."""
+    write_notebook(folder / "run.ipynb", cells)
+    extra = [
+        "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.root_dir={folder}",
+        "--JupyterNotebookApp.expose_app_in_browser=True",
+    ]
+    with _server(folder, [sys.executable, "-m", "notebook", *SERVER, *extra], panel) as url:
+        yield f"{url}notebooks/run.ipynb?token={TOKEN}"
+
+
+@contextmanager
+def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterator[str]:
+    """Address of what ``command`` serves, its configuration and what it writes down below ``folder``."""
     runtime = folder / "runtime"
     pages = folder / "config" / "labconfig" / "page_config.json"
     pages.parent.mkdir(parents=True)
@@ -42,21 +66,12 @@ def jupyterlab(
         extensions.mkdir(parents=True)
         (extensions / PANEL).symlink_to(panel)
         env["JUPYTER_PATH"] = str(extensions.parent)
-    fixed = ports.of_a_kernel() if has_one_kernel else {}
-    extra = [
-        "--no-browser",
-        "--allow-root",
-        "--ServerApp.port=0",
-        f"--IdentityProvider.token={TOKEN}",
-        "--LabApp.expose_app_in_browser=True",
-        *(f"--KernelManager.{name}={value}" for name, value in fixed.items()),
-    ]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(lab_command(notebook, extra), env=env, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
         address = wait_until(lambda: process.poll() is not None or _address(runtime), timeout_s=90)
-        assert address is not True, (folder / "log").read_text()[-2000:]  # it has ended
-        yield f"{address}lab/tree/run.ipynb?token={TOKEN}&reset"
+        assert isinstance(address, str), (folder / "log").read_text()[-2000:]  # it has ended
+        yield address
     finally:
         process.terminate()
         process.wait(90)

@@ -1,0 +1,47 @@
+"""Where the parts of the panel are in a page, for all tests that look at it."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Locator
+
+from tests.notebooks.lab import SHOTS, Opened
+
+SHOW = "window.jupyterapp.shell.activateById('fsdp-workbench-panel')"
+"""Shows the panel."""
+
+
+def panel(lab: Opened) -> Locator:
+    return lab.page.locator(".fsdp-Panel")
+
+
+def section(lab: Opened, name: str) -> Locator:
+    return panel(lab).get_by_role("region", name=name)
+
+
+def tool(lab: Opened, name: str) -> Locator:
+    return panel(lab).get_by_role("button", name=name, exact=True)
+
+
+def headline(lab: Opened) -> Locator:
+    """How the ranks are, in one line of the panel."""
+    return lab.page.locator(".fsdp-Headline")
+
+
+def status_bar(lab: Opened) -> Locator:
+    return lab.page.locator(".fsdp-Status button")
+
+
+def dashboard(lab: Opened) -> Locator:
+    """The dashboard in its tab."""
+    return lab.page.locator(".fsdp-Dashboard")
+
+
+def shot(lab: Opened, name: str) -> None:
+    """Keep a picture of the page."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    lab.page.screenshot(path=SHOTS / f"panel_{name}.png")
+
+
+def run(lab: Opened, command: str, **args: object) -> None:
+    """Do a command of JupyterLab, and return when it has ended."""
+    lab.page.evaluate("([command, args]) => window.jupyterapp.commands.execute(command, args)", [command, args])

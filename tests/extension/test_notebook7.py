@@ -1,0 +1,97 @@
+"""The panel and the dashboard in Notebook 7, in a real browser, on real ranks."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.extension.built import built_panel
+from tests.extension.page import dashboard, headline, panel, section, shot, tool
+from tests.integration.model import CELL
+from tests.notebooks.lab import notebook7, opened
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CELLS = [f"%%fsdp{CELL}", "%fsdp dashboard"]
+MODEL, WIDGET = 0, 1
+OF_NOTEBOOK = "Cannot read properties of undefined (reading 'schema')"
+"""What Notebook 7.6 complains of when it loads its settings, with the panel and without."""
+
+COLOURS = """((place) => {
+  const canvas = document.querySelector(`${place} .fw-timeline canvas`);
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+})"""
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory, chromium):
+    """A Notebook 7 with the panel, on a notebook whose kernel has loaded nothing."""
+    expect.set_options(timeout=PATIENCE_MS)
+    folder = tmp_path_factory.mktemp("notebook")
+    with notebook7(folder, CELLS, panel=built_panel()) as url, opened(url, chromium) as book:
+        yield book
+
+
+def test_the_panel_is_found_in_the_menu_and_starts_ranks(book):
+    book.page.get_by_role("menuitem", name="View", exact=True).click()
+    book.page.get_by_text("Left Sidebar", exact=True).click()
+    book.page.get_by_text("Show FSDP", exact=True).click()
+    expect(panel(book)).to_contain_text("Nothing is loaded in this notebook yet.")
+    panel(book).get_by_label("Ranks", exact=True).fill("2")
+    panel(book).get_by_label("Device").select_option("cpu")
+    tool(book, "Start 2 ranks").click()
+    expect(section(book, "Ranks").get_by_role("listitem")).to_have_count(2)
+    shot(book, "notebook7_started")
+
+
+def test_a_model_is_sharded_and_trains_and_the_ranks_are_shown_live(book):
+    book.do(MODEL)
+    expect(section(book, "Shard")).to_contain_text("model (Net)")
+    section(book, "Shard").locator("button[type=submit]").click()
+    expect(section(book, "Commands")).to_contain_text("%fsdp shard model")
+    panel(book).get_by_label("Training steps").fill("100000")
+    tool(book, "Step 100000\u00d7").click()
+    expect(headline(book)).to_contain_text("of 100000 steps")
+    first = headline(book).inner_text()
+    expect(headline(book)).not_to_have_text(first)
+    expect(
+        section(book, "Ranks").get_by_role("img", name=re.compile("memory of rank 1: .* at the peak"))
+    ).to_be_visible()
+
+
+def test_the_dashboard_is_opened_from_the_command_palette_below_the_notebook(book):
+    book.page.keyboard.press("Control+Shift+C")
+    book.page.get_by_placeholder("SEARCH").fill("FSDP Dashboard")
+    book.page.keyboard.press("Enter")
+    expect(dashboard(book).locator(".fw-badge")).to_contain_text("training")
+    draws(book, ".fsdp-Dashboard")
+    shot(book, "notebook7_dashboard")
+
+
+def test_the_dashboard_is_a_widget_of_a_cell_as_well(book):
+    book.do(WIDGET)
+    widget = book.cell(WIDGET).locator(".fw-dashboard")
+    widget.scroll_into_view_if_needed()
+    expect(widget.locator(".fw-badge")).to_contain_text("training")
+    draws(book, ".jp-OutputArea-output")
+    shot(book, "notebook7_widget")
+
+
+def draws(book, place):
+    """Wait until the dashboard in ``place`` has drawn something, and then later times than it had."""
+    view = f"document.querySelector('{place} .fw-dashboard').dashboard"
+    book.page.wait_for_function(f"() => {view}.hasBegun && {COLOURS}('{place}') > 3")
+    end = book.page.evaluate(f"{view}.end")
+    book.page.wait_for_function(f"(end) => {view}.end > end", arg=end)
+
+
+def test_abort_ends_the_step_and_the_ranks_are_ready(book):
+    tool(book, "Abort").click()
+    expect(section(book, "Ranks").locator(".fsdp-mod-idle")).to_have_count(2)
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(book):
+    assert book.outside == []
+    assert [error for error in book.errors if error != OF_NOTEBOOK] == []
