@@ -276,6 +276,25 @@ export interface WrapClass {
   readonly num_elements: number;
 }
 
+/** How a model is sharded, in the words that `reshard` takes. */
+export interface ModelPolicy {
+  /** classes whose modules are units, the model itself left out. */
+  readonly wrap: readonly string[];
+  /** such as `4`, or `2x2` for two copies; empty: its units differ. */
+  readonly mesh: string;
+  /** `auto`, `true`, `false` or a number; empty: its units differ. */
+  readonly reshard_after_forward: string | number;
+  /**
+   * such as `bf16,reduce=fp32`, or `off`; empty: its units differ, or there are no words for
+   * it.
+   */
+  readonly mp: string;
+  /** whether shards stay in host memory; None: only those of some units. */
+  readonly offload: boolean | null;
+  /** units gathered ahead, as a command asked; 0: the engine's own order. */
+  readonly prefetch: number;
+}
+
 /** A model that the ranks' cells have made, as the first rank that has it describes it. */
 export interface Model {
   /** its variable. */
@@ -294,6 +313,8 @@ export interface Model {
   readonly classes: readonly WrapClass[];
   /** those that `shard` takes if none is named. */
   readonly suggested: readonly string[];
+  /** how it is sharded; None: it is not. */
+  readonly policy: ModelPolicy | null;
   /** that have it; a model that is not on all of them cannot be sharded. */
   readonly ranks: readonly number[];
 }

@@ -47,6 +47,8 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     shard.get_by_label(re.compile("^Block")).check()
     expect(shard.get_by_role("row").first).to_have_text("units4")  # three blocks and the root
     expect(shard.get_by_role("status")).to_contain_text("a step sends")
+    shard.get_by_label("Precision").select_option("bf16")
+    shard.get_by_label("Prefetch").fill("2")
     shot(lab, "shard")
     shard.locator("button[type=submit]").click()
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
@@ -54,6 +56,23 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     expect(shard.locator("button[type=submit]")).to_have_text("Reshard")
     expect(shard.locator("button[type=submit]")).to_be_enabled()
     expect(shard.get_by_role("row").first).to_have_text("units4")  # what a reshard that changes nothing comes to
+
+
+def test_a_sharded_model_is_shown_as_it_is_and_what_is_changed_alone_is_sent(lab):
+    shard = section(lab, "Shard")
+    precision, prefetch = shard.get_by_label("Precision"), shard.get_by_label("Prefetch")
+    expect(shard.get_by_label(re.compile("^Block"))).to_be_checked()
+    expect(shard.get_by_label("Mesh")).to_have_value("2")
+    expect(precision).to_have_value("bf16")
+    expect(prefetch).to_have_value("2")
+    shot(lab, "sharded")
+    precision.select_option("off")
+    prefetch.fill("0")
+    shard.locator("button[type=submit]").click()
+    expect(section(lab, "Commands")).to_contain_text("%fsdp reshard model --mp off --prefetch 0")
+    expect(section(lab, "Commands")).to_contain_text("resharded")
+    expect(precision).to_have_value("off")
+    expect(prefetch).to_have_value("0")
 
 
 def test_a_running_step_is_paused_looked_at_and_continued(lab):

@@ -55,6 +55,11 @@ class MixedPrecision:
             found[name] = dtype.strip()
         return cls(**found)
 
+    def __str__(self) -> str:
+        """What :meth:`parse` reads as this."""
+        named = (f"{name}={dtype}" for name, dtype in (("reduce", self.reduce), ("output", self.output)) if dtype)
+        return ",".join(filter(None, (self.param, *named))) or OFF
+
 
 def as_mesh(value: object) -> tuple[int, ...]:
     """Return a mesh from what people write for it; whether it is one says :func:`check_mesh`.
@@ -71,6 +76,11 @@ def as_mesh(value: object) -> tuple[int, ...]:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value)
     raise ValueError(_wrong_mesh(value))
+
+
+def mesh_words(copies: int, shard_size: int) -> str:
+    """Return what people write for a mesh: ``(1, 4)`` -> ``"4"``, ``(2, 2)`` -> ``"2x2"``."""
+    return str(shard_size) if copies == 1 else f"{copies}x{shard_size}"
 
 
 def as_reshard_after_forward(text: str) -> str | int:
@@ -105,7 +115,7 @@ def check_mesh_fits(mesh: Sequence[int], world_size: int) -> None:
 def meshes_that_fit(world_size: int) -> list[str]:
     """Return the meshes over all ranks as people write them: ``4`` -> ``["4", "2x2", "4x1"]``."""
     copies = [n for n in range(2, world_size + 1) if world_size % n == 0]
-    return [str(world_size), *(f"{n}x{world_size // n}" for n in copies)]
+    return [mesh_words(n, world_size // n) for n in (1, *copies)]
 
 
 def check_reshard_after_forward(value: object) -> None:

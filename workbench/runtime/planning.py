@@ -52,6 +52,7 @@ def _model(name: str, model: nn.Module) -> ModelInfo:
         num_bytes=sum(p.numel() * p.itemsize for p in params),
         classes=tuple(WrapClass(name=own, count=counts[own], num_elements=elements[own]) for own in ordered),
         suggested=tuple(sorted(sharding.repeated_class(model))),
+        policy=sharding.policy_of(model),
     )
 
 

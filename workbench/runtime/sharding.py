@@ -6,7 +6,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,15 +25,18 @@ from workbench.engine import (
 )
 from workbench.engine.mesh import mesh_info
 from workbench.engine.signature import check_same_lines
-from workbench.engine.state import state_of
+from workbench.engine.state import FSDPState, state_of, states_below, units_of
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
-from workbench.protocol.policy import DTYPES, MixedPrecision
+from workbench.protocol.messages import ModelPolicy
+from workbench.protocol.policy import DTYPES, MixedPrecision, mesh_words
 from workbench.runtime.describe import describe, unit_infos
 from workbench.runtime.doing import Rank, does
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 from workbench.runtime.prefetch import set_prefetch
+
+T = TypeVar("T")
 
 _RESHARD = {"auto": None, "true": True, "false": False}
 
@@ -163,6 +166,55 @@ def _policy(command: Shard | Reshard) -> dict[str, Any]:
     if command.offload is not type(command).offload:
         found["offload_policy"] = CPUOffloadPolicy() if command.offload else OffloadPolicy()
     return found
+
+
+def policy_of(model: nn.Module) -> ModelPolicy | None:
+    """Return how ``model`` is sharded; None: it is not."""
+    root = state_of(model)
+    if root is None:
+        return None
+    states = states_below(model)
+    units = [unit.describe() for unit in units_of(states)]
+    after_forward = {
+        _after_forward(state, unit.reshard_after_forward) for state in states for unit in units_of([state])
+    }
+    offload: set[bool | None] = {unit.offload for unit in units}
+    return ModelPolicy(
+        wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if m is not model})),
+        mesh=_shared({mesh_words(unit.replicate_size, unit.shard_size) for unit in units}, ""),
+        reshard_after_forward=_shared(after_forward, ""),
+        mp=_shared({_precision_words(_cast_at_root(root, state)) for state in states}, ""),
+        offload=_shared(offload, None),
+        prefetch=_prefetch.get(model, 0),
+    )
+
+
+def _after_forward(state: FSDPState, of_unit: bool | int) -> str | int:
+    """Return the word or number that a command would say for a unit."""
+    if state.auto_reshard:
+        return "auto"
+    return str(of_unit).lower() if isinstance(of_unit, bool) else of_unit
+
+
+def _shared(values: set[T], otherwise: T) -> T:
+    """Return the only one of ``values``."""
+    return next(iter(values)) if len(values) == 1 else otherwise
+
+
+def _cast_at_root(root: FSDPState, state: FSDPState) -> MixedPrecisionPolicy:
+    """Return the policy that a command gave ``state``: what :func:`_cast_only_at` took from it is the root's."""
+    policy, output = state.mp_policy, root.mp_policy.output_dtype
+    return policy if policy.output_dtype is not None else replace(policy, output_dtype=output)
+
+
+def _precision_words(policy: MixedPrecisionPolicy) -> str:
+    """Return what a command would say for ``policy``; empty: there are no words for one of its dtypes."""
+    words = {None: "", **{getattr(torch, name): word for word, name in DTYPES.items()}}
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
+    if not all(dtype in words for dtype in dtypes):
+        return ""
+    param, reduce, output = (words[dtype] for dtype in dtypes)
+    return str(MixedPrecision(param=param, reduce=reduce, output=output))
 
 
 def _cast_only_at(model: nn.Module, policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
