@@ -454,6 +454,7 @@ class DashboardView {
   takeClock([timeline, others]) {
     const how = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
     write(this.tracks.note, [timeline, how].filter(Boolean).join(" \u00b7 "));
+    this.tracks.note.title = this.tracks.note.textContent;
     this.clock = others;
   }
 
@@ -737,12 +738,13 @@ class DashboardView {
     const isOver = status !== null && (!this.health.length || states.has("gone"));
     const isThere = status !== null && !isOver;
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
-    write(this.live, isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live");
+    write(this.live, isOver ? "\u25cb newest" : this.isLive ? "\u25cf live" : "\u25cb live");
     const works = this.works(), isHeld = states.has("held"), isIdle = isThere && !works && !isHeld;
-    const can = new Map([["step", isIdle], ["pause", works], ["next", isHeld], ["continue", isHeld],
+    const isWhole = !states.has("gone"), goesOn = isHeld && isWhole;
+    const can = new Map([["step", isIdle], ["pause", works], ["next", goesOn], ["continue", goesOn],
       ["abort", works || isHeld], ["break", isThere]]);
     for (const [word, button] of this.buttons) button.disabled = !can.get(word);
-    this.size.disabled = !isHeld;
+    this.size.disabled = !goesOn;
     this.place.disabled = !isThere;
     this.oneStep.disabled = !this.steps.length;
     this.badge.className = `fw-badge fw-is-${status?.word ?? "untold"}`;
@@ -759,7 +761,9 @@ class DashboardView {
 
   /** @param {Moment | null} at */
   drawRanks(at) {
-    const rows = this.health.map(({ state, label, where }) => ({ state, label, text: where ? `held ${where}` : state }));
+    const isGone = (/** @type {HealthOfRanks} */ { state }) => Number(state === "gone");
+    const health = [...this.health].sort((a, b) => isGone(b) - isGone(a)); // the list may be longer than its card
+    const rows = health.map(({ state, label, where }) => ({ state, label, text: where ? `held ${where}` : state }));
     const doing = (at?.ranks ?? []).map(({ label, doing: text }) => ({ state: "", label, text }));
     const [first] = this.health, isOne = this.isLive && rows.length === 1 && !first.where && first.state !== "idle";
     const live = isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
