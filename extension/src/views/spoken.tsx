@@ -35,9 +35,9 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
   );
 }
 
-/** What came of a command: sentences are wrapped, a table keeps its columns and can be scrolled, by keys as well. */
+/** What came of a command: lines are wrapped, those of a table with several columns keep them and can be scrolled, by keys as well. */
 function Said({ line, text }: { readonly line: string; readonly text: string }): React.JSX.Element {
-  const isTable = /\S {2,}\S/.test(text);
+  const isTable = /\S {2,}\S.* {2,}\S/.test(text);
   return (
     <pre className={isTable ? "fsdp-mod-table" : ""} tabIndex={0} aria-label={`What came of ${line}`} role="region">
       {text}
