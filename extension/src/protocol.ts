@@ -487,7 +487,7 @@ export interface Dashboard {
   readonly word: "dashboard";
 }
 
-/** Shard a model with fully_shard, one unit per module of a class. */
+/** Shard a model with fully_shard or the classic wrapper, one unit per module of a class. */
 export interface Shard {
   readonly word: "shard";
   /** module classes of which each instance becomes a unit (default: chosen from the model) */
@@ -499,8 +499,23 @@ export interface Shard {
    * (default: auto)
    */
   readonly reshard_after_forward?: string | number;
+  /**
+   * which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit (default:
+   * fully_shard)
+   */
+  readonly api?: "fully_shard" | "classic";
+  /**
+   * with classic: what is split; grad keeps full parameters until backward, as hybrid2 does
+   * within a copy (default: full)
+   */
+  readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
   /** its variable on the ranks, such as model */
   readonly model: string;
+  /**
+   * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:
+   * no)
+   */
+  readonly orig_params?: boolean;
   /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: off) */
   readonly mp?: string;
   /** keep what is sharded in host memory (default: no) */
@@ -526,8 +541,23 @@ export interface Reshard {
    * (default: as it is)
    */
   readonly reshard_after_forward?: string | number;
+  /**
+   * which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit (default:
+   * as it is)
+   */
+  readonly api?: "fully_shard" | "classic";
+  /**
+   * with classic: what is split; grad keeps full parameters until backward, as hybrid2 does
+   * within a copy (default: as it is)
+   */
+  readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
   /** its variable on the ranks, such as model */
   readonly model: string;
+  /**
+   * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:
+   * as it is)
+   */
+  readonly orig_params?: boolean | null;
   /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: as it is) */
   readonly mp?: string;
   /** keep what is sharded in host memory (default: as it is) */

@@ -60,8 +60,11 @@ class Part:
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
         """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none."""
-        last = self.first + self.numel
-        return min(max(begin, self.first), last), max(min(end, last), self.first)
+        return self.describe().within(begin, end)
+
+    def describe(self) -> FlatPart:
+        """Return the probe's description."""
+        return FlatPart(fqn=self.fqn, shape=tuple(self.shape), first=self.first)
 
 
 class FlatParam(FSDPParam):
@@ -119,6 +122,11 @@ class FlatParam(FSDPParam):
             part.fqn = full.fqn = full_name(part.info.module, part.info.name)
 
     # ---- where parts lie
+
+    @property
+    def infos(self) -> Sequence[ParamModuleInfo]:
+        """Where the parts are registered while they are whole."""
+        return [part.info for part in self.parts]
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -370,7 +378,11 @@ class FlatParam(FSDPParam):
     def tensors(self) -> dict[str, ParamTensors]:
         """Return what this rank has of it now, and of each part, by names."""
         rank, slot_grad = self.mesh_info.shard_mesh_rank, self.sharded_param.grad
-        found = {self.fqn: ParamTensors(shard=self.sharded_param, shard_rank=rank, sharded_grad=slot_grad)}
+        found = {
+            self.fqn: ParamTensors(
+                shard=self.sharded_param, shard_rank=rank, sharded_grad=slot_grad, places=self.info.places
+            )
+        }
         grads = [None] * len(self.parts) if slot_grad is None else self.pieces_of(slot_grad)
         for part, full, piece, grad in zip(self.parts, self.fulls, self._pieces, grads, strict=True):
             found[part.fqn] = ParamTensors(
@@ -385,5 +397,4 @@ class FlatParam(FSDPParam):
 
     def describe(self) -> Param:
         """Return the probe's description, with the parts."""
-        parts = (FlatPart(fqn=part.fqn, shape=tuple(part.shape), first=part.first) for part in self.parts)
-        return self._described(parts=tuple(parts))
+        return self._described(parts=tuple(part.describe() for part in self.parts))
