@@ -14,8 +14,6 @@ export interface Can {
 export interface Headline {
   readonly tone: "plain" | "busy" | "held" | "bad";
   readonly text: string;
-  /** What can be done about it, if there is something. */
-  readonly todo?: string;
 }
 
 export function can(state: State | null): Can {
@@ -25,7 +23,7 @@ export function can(state: State | null): Can {
   return {
     step: isRunning && isWhole && request === null,
     pause: isRunning && request !== null && !request.is_stopped,
-    goOn: isWhole && request?.is_stopped === true,
+    goOn: request?.is_stopped === true,
     abort: request !== null,
   };
 }
@@ -40,9 +38,8 @@ export function headline(state: State): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
   if (gone.length > 0) {
     const [first] = gone;
-    const which = gone.length === 1 ? `rank ${first?.rank}` : `${gone.length} ranks`;
-    const todo = state.request === null ? "Stop the ranks, then start them again." : "Abort, then stop the ranks and start them again.";
-    return { tone: "bad", text: `${which} ${first?.where ?? "died"}`, todo };
+    const which = gone.length === 1 ? `rank ${first?.rank} is gone` : `${gone.length} ranks are gone`;
+    return { tone: "bad", text: first?.where ? `${which}: ${first.where}` : which };
   }
   const request = state.request;
   if (request?.is_stopped === true) {
