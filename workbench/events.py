@@ -13,6 +13,7 @@ bytes on the wire. All byte counts are logical bytes (elements x itemsize).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
@@ -330,6 +331,19 @@ class FlatPart:
     fqn: str
     shape: tuple[int, ...]
     first: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def within(self, begin: int, end: int) -> tuple[int, int]:
+        """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none.
+
+        Example: one of 6 elements from 4 on, within ``[8, 16)`` -> ``(8, 10)``.
+        """
+        last = self.first + self.numel
+        return min(max(begin, self.first), last), max(min(end, last), self.first)
 
 
 @dataclass(frozen=True, kw_only=True)

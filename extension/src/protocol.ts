@@ -276,6 +276,25 @@ export interface WrapClass {
   readonly num_elements: number;
 }
 
+/** How a model is sharded, in the words that `reshard` takes. */
+export interface ModelPolicy {
+  /** classes whose modules are units, the model itself left out. */
+  readonly wrap: readonly string[];
+  /** such as `4`, or `2x2` for two copies; empty: its units differ. */
+  readonly mesh: string;
+  /** `auto`, `true`, `false` or a number; empty: its units differ. */
+  readonly reshard_after_forward: string | number;
+  /**
+   * such as `bf16,reduce=fp32`, or `off`; empty: its units differ, or there are no words for
+   * it.
+   */
+  readonly mp: string;
+  /** whether shards stay in host memory; None: only those of some units. */
+  readonly offload: boolean | null;
+  /** units gathered ahead, as a command asked; 0: the engine's own order. */
+  readonly prefetch: number;
+}
+
 /** A model that the ranks' cells have made, as the first rank that has it describes it. */
 export interface Model {
   /** its variable. */
@@ -294,6 +313,8 @@ export interface Model {
   readonly classes: readonly WrapClass[];
   /** those that `shard` takes if none is named. */
   readonly suggested: readonly string[];
+  /** how it is sharded; None: it is not. */
+  readonly policy: ModelPolicy | null;
   /** that have it; a model that is not on all of them cannot be sharded. */
   readonly ranks: readonly number[];
 }
@@ -466,7 +487,7 @@ export interface Dashboard {
   readonly word: "dashboard";
 }
 
-/** Shard a model with fully_shard, one unit per module of a class. */
+/** Shard a model with fully_shard or the classic wrapper, one unit per module of a class. */
 export interface Shard {
   readonly word: "shard";
   /** module classes of which each instance becomes a unit (default: chosen from the model) */
@@ -478,8 +499,23 @@ export interface Shard {
    * (default: auto)
    */
   readonly reshard_after_forward?: string | number;
+  /**
+   * which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit (default:
+   * fully_shard)
+   */
+  readonly api?: "fully_shard" | "classic";
+  /**
+   * with classic: what is split; grad keeps full parameters until backward, as hybrid2 does
+   * within a copy (default: full)
+   */
+  readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
   /** its variable on the ranks, such as model */
   readonly model: string;
+  /**
+   * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:
+   * no)
+   */
+  readonly orig_params?: boolean;
   /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: off) */
   readonly mp?: string;
   /** keep what is sharded in host memory (default: no) */
@@ -505,8 +541,23 @@ export interface Reshard {
    * (default: as it is)
    */
   readonly reshard_after_forward?: string | number;
+  /**
+   * which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit (default:
+   * as it is)
+   */
+  readonly api?: "fully_shard" | "classic";
+  /**
+   * with classic: what is split; grad keeps full parameters until backward, as hybrid2 does
+   * within a copy (default: as it is)
+   */
+  readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
   /** its variable on the ranks, such as model */
   readonly model: string;
+  /**
+   * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:
+   * as it is)
+   */
+  readonly orig_params?: boolean | null;
   /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: as it is) */
   readonly mp?: string;
   /** keep what is sharded in host memory (default: as it is) */

@@ -14,6 +14,8 @@ export interface Can {
 export interface Headline {
   readonly tone: "plain" | "busy" | "held" | "bad";
   readonly text: string;
+  /** What can be done about it, if there is something. */
+  readonly todo?: string;
 }
 
 export function can(state: State | null): Can {
@@ -23,7 +25,7 @@ export function can(state: State | null): Can {
   return {
     step: isRunning && isWhole && request === null,
     pause: isRunning && request !== null && !request.is_stopped,
-    goOn: request?.is_stopped === true,
+    goOn: isWhole && request?.is_stopped === true,
     abort: request !== null,
   };
 }
@@ -38,8 +40,9 @@ export function headline(state: State): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
   if (gone.length > 0) {
     const [first] = gone;
-    const which = gone.length === 1 ? `rank ${first?.rank} is gone` : `${gone.length} ranks are gone`;
-    return { tone: "bad", text: first?.where ? `${which}: ${first.where}` : which };
+    const which = gone.length === 1 ? `rank ${first?.rank}` : `${gone.length} ranks`;
+    const todo = state.request === null ? "Stop the ranks, then start them again." : "Abort, then stop the ranks and start them again.";
+    return { tone: "bad", text: `${which} ${first?.where ?? "died"}`, todo };
   }
   const request = state.request;
   if (request?.is_stopped === true) {

@@ -13,7 +13,19 @@ const MODEL: Model = {
   num_bytes: 400,
   classes: [{ name: "Block", count: 4, num_elements: 80 }],
   suggested: ["Block"],
+  policy: null,
 };
+
+const NOW = {
+  wrap: ["Block"],
+  mesh: "2x2",
+  reshard_after_forward: 2,
+  mp: "bf16,reduce=fp32",
+  offload: true,
+  prefetch: 2,
+};
+
+const SHARDED: Model = { ...MODEL, is_sharded: true, policy: NOW };
 
 it("an untouched form is the command with the suggested classes alone", () => {
   expect(commandOf(MODEL, standard(MODEL))).toEqual({ word: "shard", model: "model", wrap: ["Block"] });
@@ -41,15 +53,46 @@ it("every field that was touched is in the command", () => {
   });
 });
 
-it("a sharded model is resharded, and what was not touched stays as it is", () => {
-  const sharded = { ...MODEL, is_sharded: true };
-  expect(commandOf(sharded, { ...standard(sharded), ignore: "*.bias", reshard: "false" })).toEqual({
+it("of a sharded model the form shows how it is, and untouched asks for nothing", () => {
+  expect(standard(SHARDED)).toEqual({
+    wrap: ["Block"],
+    mesh: "2x2",
+    reshard: "2",
+    mp: "bf16,reduce=fp32",
+    offload: true,
+    prefetch: "2",
+    ignore: "",
+  });
+  expect(commandOf(SHARDED, standard(SHARDED))).toEqual({ word: "reshard", model: "model" });
+});
+
+it("of a sharded model everything can be switched off again", () => {
+  const off = { wrap: ["Linear"], mesh: "4", reshard: "auto", mp: "off", offload: false, prefetch: "0", ignore: "*.bias" };
+  expect(commandOf(SHARDED, off)).toEqual({
     word: "reshard",
     model: "model",
-    reshard_after_forward: "false",
+    wrap: ["Linear"],
+    mesh: "4",
+    reshard_after_forward: "auto",
+    mp: "off",
+    offload: false,
+    prefetch: 0,
   });
+});
+
+it("what the units do not have in common is left to them, until it is chosen", () => {
+  const policy = { ...NOW, mesh: "", reshard_after_forward: "", mp: "", offload: null };
+  const mixed = { ...SHARDED, policy };
+  expect(commandOf(mixed, standard(mixed))).toEqual({ word: "reshard", model: "model" });
+  expect(commandOf(mixed, { ...standard(mixed), offload: false, mp: "off" })).toMatchObject({ offload: false, mp: "off" });
+});
+
+it("classes in another order are the same classes", () => {
+  const both = { ...SHARDED, policy: { ...NOW, wrap: ["A", "B"] } };
+  expect(commandOf(both, { ...standard(both), wrap: ["B", "A"] })).not.toHaveProperty("wrap");
 });
 
 it.each(["", "-1", "many"])("what is no number of units to prefetch, such as %j, asks for none", (prefetch) => {
   expect(commandOf(MODEL, { ...standard(MODEL), prefetch })).not.toHaveProperty("prefetch");
+  expect(commandOf(SHARDED, { ...standard(SHARDED), prefetch })).not.toHaveProperty("prefetch");
 });

@@ -64,13 +64,16 @@ describe("states of units", () => {
   });
 });
 
+const GONE = rank(1, { health: "gone", where: "died: ended by signal 9" });
+
 describe("what can be done", () => {
   it.each([
     ["without ranks nothing", null, [false, false, false, false]],
     ["idle ranks can step", state(), [true, false, false, false]],
     ["running ranks can be paused and given up", state({ request: STEP }), [false, true, false, true]],
     ["stopped ranks can go on or be given up", state({ request: STOPPED }), [false, false, true, true]],
-    ["with a rank gone there is no step", state({ ranks: [rank(0), rank(1, { health: "gone" })] }), [false, false, false, false]],
+    ["with a rank gone there is no step", state({ ranks: [rank(0), GONE] }), [false, false, false, false]],
+    ["with a rank gone no step goes on", state({ ranks: [rank(0), GONE], request: STOPPED }), [false, false, false, true]],
   ])("%s", (_name, told, wanted) => {
     const { step, pause, goOn, abort } = can(told);
     expect([step, pause, goOn, abort]).toEqual(wanted);
@@ -79,11 +82,12 @@ describe("what can be done", () => {
 
 describe("the headline", () => {
   it("says first which rank is gone, even while others are stopped", () => {
-    const gone = rank(1, { health: "gone", where: "ended by signal 9" });
-    expect(headline(state({ ranks: [rank(0), gone], request: STOPPED }))).toEqual({
+    expect(headline(state({ ranks: [rank(0), GONE], request: STOPPED }))).toEqual({
       tone: "bad",
-      text: "rank 1 is gone: ended by signal 9",
+      text: "rank 1 died: ended by signal 9",
+      todo: "Abort, then stop the ranks and start them again.",
     });
+    expect(headline(state({ ranks: [rank(0), GONE] })).todo).toBe("Stop the ranks, then start them again.");
   });
 
   it("says where and why ranks are stopped", () => {

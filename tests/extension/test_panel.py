@@ -31,6 +31,8 @@ def lab(tmp_path_factory, chromium):
 def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
     expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
     shot(lab, "not_loaded")
+    fields = panel(lab).locator(".fsdp-Form :is(input, select)")
+    assert len({(box["x"], box["width"]) for box in (field.bounding_box() for field in fields.all())}) == 1
     panel(lab).get_by_label("Ranks", exact=True).fill("2")
     panel(lab).get_by_label("Device").select_option("cpu")
     tool(lab, "Start 2 ranks").click()
@@ -47,6 +49,8 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     shard.get_by_label(re.compile("^Block")).check()
     expect(shard.get_by_role("row").first).to_have_text("units4")  # three blocks and the root
     expect(shard.get_by_role("status")).to_contain_text("a step sends")
+    shard.get_by_label("Precision").select_option("bf16")
+    shard.get_by_label("Prefetch").fill("2")
     shot(lab, "shard")
     shard.locator("button[type=submit]").click()
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
@@ -56,8 +60,26 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     expect(shard.get_by_role("row").first).to_have_text("units4")  # what a reshard that changes nothing comes to
 
 
+def test_a_sharded_model_is_shown_as_it_is_and_what_is_changed_alone_is_sent(lab):
+    shard = section(lab, "Shard")
+    precision, prefetch = shard.get_by_label("Precision"), shard.get_by_label("Prefetch")
+    expect(shard.get_by_label(re.compile("^Block"))).to_be_checked()
+    expect(shard.get_by_label("Mesh")).to_have_value("2")
+    expect(precision).to_have_value("bf16")
+    expect(prefetch).to_have_value("2")
+    shot(lab, "sharded")
+    precision.select_option("off")
+    prefetch.fill("0")
+    shard.locator("button[type=submit]").click()
+    expect(section(lab, "Commands")).to_contain_text("%fsdp reshard model --mp off --prefetch 0")
+    expect(section(lab, "Commands")).to_contain_text("resharded")
+    expect(precision).to_have_value("off")
+    expect(prefetch).to_have_value("0")
+
+
 def test_a_running_step_is_paused_looked_at_and_continued(lab):
     panel(lab).get_by_label("Training steps").fill("100000")
+    assert panel(lab).get_by_label("Training steps").evaluate("(field) => field.scrollWidth <= field.clientWidth")
     tool(lab, "Step 100000\u00d7").click()
     expect(headline(lab)).to_contain_text("of 100000 steps")
     expect(status_bar(lab)).to_contain_text("steps/s")
@@ -70,6 +92,10 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click()
     section(lab, "Units").get_by_role("button", name="blocks.1.norm.weight").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
+    said = section(lab, "Commands").get_by_role("region", name="What came of %fsdp inspect blocks.1.norm.weight")
+    expect(said).to_have_css("white-space", "pre")  # a table: its columns stay one below the other
+    said.focus()  # and keys scroll it
+    expect(said).to_be_focused()
     shot(lab, "inspected")
     tool(lab, "Continue").click()
     expect(headline(lab)).to_contain_text("of 100000 steps")

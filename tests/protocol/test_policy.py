@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.protocol.policy import (
+    DTYPES,
     MixedPrecision,
     as_mesh,
     as_reshard_after_forward,
@@ -27,6 +28,12 @@ from workbench.protocol.policy import (
 )
 def test_mixed_precision_is_read(text, expected):
     assert MixedPrecision.parse(text) == expected
+
+
+@given(*[st.sampled_from(["", *DTYPES])] * 3)
+def test_what_is_written_for_a_precision_is_read_as_it(param, reduce, output):
+    precision = MixedPrecision(param=param, reduce=reduce, output=output)
+    assert MixedPrecision.parse(str(precision)) == precision
 
 
 @pytest.mark.parametrize(

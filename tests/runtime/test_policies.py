@@ -12,6 +12,8 @@ from tests.runtime.job import drain, execute, namespace, prepare, run
 from workbench.engine import FSDPModule
 from workbench.events import Category, Kind
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
+from workbench.protocol.messages import ModelPolicy
+from workbench.protocol.policy import mesh_words
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
 from workbench.runtime import planning, prefetch
@@ -195,6 +197,30 @@ def reshards_by_plan():
         found.append((before, [unit for unit in trace_here().header.units if not unit.retired]))
     (model,) = planning.models()
     return found, model
+
+
+def policies_told():
+    """After each of RESHARDS, what the model says of its policy, and what it comes to to give it that again."""
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), prefetch=2))
+    found = []
+    for changes in [{}, *RESHARDS, {"prefetch": 0}]:
+        execute(Reshard(model="model", **changes))
+        (model,) = planning.models()
+        again, kept = Reshard(model="model", **vars(model.policy)), Reshard(model="model")
+        found.append((model.policy, [planning.plan(command, ns["world_size"]) for command in (again, kept)]))
+    return found
+
+
+def test_a_sharded_model_says_how_in_the_words_of_reshard():
+    for found in run(4, policies_told):
+        assert found[0][0] == ModelPolicy(
+            wrap=("Block",), mesh="4", reshard_after_forward="auto", mp="off", offload=False, prefetch=2
+        )
+        for changes, (policy, (again, kept)) in zip([{}, *RESHARDS, {"prefetch": 0}], found, strict=True):
+            for name, value in changes.items():
+                assert getattr(policy, name) == (mesh_words(*(1, *value)[-2:]) if name == "mesh" else value), changes
+            assert sorted(map(planned, again), key=str) == sorted(map(planned, kept), key=str), changes
 
 
 def test_what_a_reshard_comes_to_can_be_told_before():

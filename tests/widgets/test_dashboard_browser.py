@@ -13,7 +13,7 @@ from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
 from workbench.protocol.commands import NEXT
 from workbench.widgets.dashboard import Dashboard
-from workbench.widgets.modules import joined
+from workbench.widgets.modules import STATIC, joined
 
 pytestmark = pytest.mark.browser
 
@@ -126,6 +126,15 @@ def look(page, widget):
     return page.evaluate(LOOKS)
 
 
+@pytest.mark.parametrize(("width", "columns"), [(700, 2), (800, 2), (880, 4), (1280, 4)])
+def test_its_cards_are_four_in_a_row_or_two(shown, width, columns):
+    page, _ = shown
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    tops = page.evaluate("[...document.querySelectorAll('.fw-card')].map((card) => card.getBoundingClientRect().top)")
+    assert [tops.count(top) for top in sorted(set(tops))] == [columns] * (4 // columns)
+
+
 def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):
     page, widget = shown
     workbench = widget._views._workbench
@@ -135,16 +144,18 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
 
     workbench.alive[1], workbench.losses = False, {1: "died: the process was killed by SIGKILL"}
     over = look(page, widget)
-    assert (over["live"], over["isPressed"]) == ("\u25cb over", "false")
+    assert (over["live"], over["isPressed"]) == ("\u25cb newest", "false")
     assert over["said"].startswith(
         "rank 1 died: the process was killed by SIGKILL. No step is possible any more: %fsdp"
     )
-    assert "gone" in over["ranks"]
+    assert over["ranks"].startswith("rank 1gone"), "first, as there may be no room for all"
+    enabled = set(page.evaluate("[...view.buttons].filter(([, { disabled }]) => !disabled).map(([word]) => word)"))
+    assert enabled <= {"pause", "abort"}
     assert over["loss"] == working["loss"]
 
     workbench.running, workbench.losses = False, {}
     stopped = look(page, widget)
-    assert stopped["live"] == "\u25cb over"
+    assert stopped["live"] == "\u25cb newest"
     assert " · " in stopped["ranks"] or "ends" in stopped["ranks"]  # what they did last
     assert stopped["said"].startswith("No ranks are running")
 

@@ -115,6 +115,11 @@ class FSDPParam(ABC):
             full.fqn = self.fqn
 
     @property
+    def infos(self) -> Sequence[ParamModuleInfo]:
+        """Where each of the full forms is registered."""
+        return [self.info]
+
+    @property
     @abstractmethod
     def owned(self) -> Sequence[nn.Parameter]:
         """The parameters that an optimizer is given for it."""

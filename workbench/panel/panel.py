@@ -108,7 +108,7 @@ class Panel:
 
     def _find_models(self, question: FindModels) -> Answer:
         found = models_of(self._notebook.shown().models())
-        text = "" if found else "the ranks have no model: build one in a %%fsdp cell"
+        text = "" if found else "The ranks have no model: build one in a %%fsdp cell."
         return Models(number=question.number, models=found, text=text)
 
     def _try(self, question: Try) -> Answer:

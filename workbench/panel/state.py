@@ -150,7 +150,7 @@ def _where(pulse: Pulse, rank: int) -> str:
     """Where a rank stands: of one that is gone how it was lost."""
     health = pulse.states[rank]
     if health == "gone":
-        return pulse.losses.get(rank, "its process is gone")
+        return pulse.losses.get(rank, "died")
     if health in {"no answer", "idle"} or rank not in pulse.positions:
         return ""
     row = row_of(rank, pulse.positions[rank], pulse.trace.header, time.monotonic_ns(), state=health)

@@ -33,17 +33,24 @@ from workbench.protocol.arguments import (
     without_variables,
 )
 from workbench.protocol.policy import (
+    APIS,
+    CLASSIC,
     DTYPES,
     OFF,
     RESHARD_AFTER_FORWARD,
+    STRATEGIES,
     MixedPrecision,
     as_mesh,
     as_reshard_after_forward,
+    check_api,
+    check_classic,
     check_mesh,
     check_mesh_fits,
+    check_not_classic,
     check_prefetch,
     check_reshard_after_forward,
     check_reshard_fits,
+    check_strategy_fits,
 )
 
 R_co = TypeVar("R_co", covariant=True)
@@ -151,6 +158,14 @@ class Dashboard(Command):
 
 _MODEL = argument("its variable on the ranks, such as model", metavar="MODEL", completes="modules")
 _POLICY = {
+    "api": Argument(
+        about="which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit", choices=APIS
+    ),
+    "strategy": Argument(
+        about="with classic: what is split; grad keeps full parameters until backward, as hybrid2 does within a copy",
+        choices=tuple(STRATEGIES),
+    ),
+    "orig_params": Argument(about="with classic: the optimizer has a piece of each parameter, not one flat parameter"),
     "wrap": Argument(
         about="module classes of which each instance becomes a unit",
         metavar="CLASS,...",
@@ -193,6 +208,8 @@ class _Sharding(Command):
     wrap: Sequence[str] = ()
     mesh: int | str | Sequence[int] = ()
     reshard_after_forward: str | int = ""
+    api: str = ""
+    strategy: str = ""
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -229,10 +246,19 @@ class _Sharding(Command):
             check_reshard_after_forward(given["reshard_after_forward"])
         if given["mp"] != default["mp"]:
             MixedPrecision.parse(given["mp"])
-        if not isinstance(given["offload"], bool) and given["offload"] is not default["offload"]:
-            raise ValueError(f"offload is true or false, not {given['offload']!r}")
+        for name in ("offload", "orig_params"):
+            if not isinstance(given[name], bool) and given[name] is not default[name]:
+                raise ValueError(f"{name} is true or false, not {given[name]!r}")
         if given["prefetch"] is not default["prefetch"]:
             check_prefetch(given["prefetch"])
+        self._check_api(given["mp"], given["prefetch"], given["orig_params"])
+
+    def _check_api(self, mp: str, prefetch: int | None, orig_params: bool | None) -> None:
+        check_api(CLASSIC if self.api == type(self).api else self.api, self.strategy)
+        if self.api == CLASSIC:
+            check_classic(self.reshard_after_forward, mp, prefetch)
+        elif self.api:
+            check_not_classic(self.strategy, orig_params=orig_params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +288,7 @@ class Sharded:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(_Sharding):
-    """Shard a model with fully_shard, one unit per module of a class.
+    """Shard a model with fully_shard or the classic wrapper, one unit per module of a class.
 
     Raises:
         ValueError: a field holds something else than it may.
@@ -273,6 +299,9 @@ class Shard(_Sharding):
     on_ranks: ClassVar[bool] = True
     reply: ClassVar[Any] = Sharded
     model: str = field(kw_only=False, metadata=_MODEL)
+    api: str = field(default="fully_shard", metadata=_policy("api", "fully_shard"))
+    strategy: str = field(default="", metadata=_policy("strategy", "full"))
+    orig_params: bool = field(default=False, metadata=_policy("orig_params", "no"))
     wrap: Sequence[str] = field(default=(), metadata=_policy("wrap", "chosen from the model"))
     mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh", "all ranks share one"))
     reshard_after_forward: str | int = field(default="auto", metadata=_policy("reshard_after_forward", "auto"))
@@ -290,6 +319,8 @@ class Shard(_Sharding):
             raise ValueError(
                 f"ignore takes patterns of names without commas or outer spaces, such as *.bias, not {self.ignore}"
             )
+        if self.api == CLASSIC:
+            check_strategy_fits(self.strategy or "full", self.mesh_shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +338,9 @@ class Reshard(_Sharding):
     on_ranks: ClassVar[bool] = True
     reply: ClassVar[Any] = Sharded
     model: str = field(kw_only=False, metadata=_MODEL)
+    api: str = field(default="", metadata=_policy("api"))
+    strategy: str = field(default="", metadata=_policy("strategy"))
+    orig_params: bool | None = field(default=None, metadata=_policy("orig_params"))
     wrap: Sequence[str] = field(default=(), metadata=_policy("wrap"))
     mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh"))
     reshard_after_forward: str | int = field(default="", metadata=_policy("reshard_after_forward"))

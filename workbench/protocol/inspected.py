@@ -37,14 +37,14 @@ class ShardFacts:
     """The rows of a parameter that are this rank's.
 
     Attributes:
-        dim: tensor dimension that is split.
+        dim: tensor dimension that is split; None: it lies in a flat parameter, and elements stand for rows.
         first_row: number of the first row along it.
         num_rows: how many there are; 0: none.
         of_rows: rows of all ranks together.
         values: what is in them.
     """
 
-    dim: int
+    dim: int | None
     first_row: int
     num_rows: int
     of_rows: int

@@ -236,6 +236,27 @@ class WrapClass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelPolicy:
+    """How a model is sharded, in the words that ``reshard`` takes.
+
+    Attributes:
+        wrap: classes whose modules are units, the model itself left out.
+        mesh: such as ``4``, or ``2x2`` for two copies; empty: its units differ.
+        reshard_after_forward: ``auto``, ``true``, ``false`` or a number; empty: its units differ.
+        mp: such as ``bf16,reduce=fp32``, or ``off``; empty: its units differ, or there are no words for it.
+        offload: whether shards stay in host memory; None: only those of some units.
+        prefetch: units gathered ahead, as a command asked; 0: the engine's own order.
+    """
+
+    wrap: tuple[str, ...]
+    mesh: str
+    reshard_after_forward: str | int
+    mp: str
+    offload: bool | None
+    prefetch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """A model that a rank's cells have made.
 
@@ -248,6 +269,7 @@ class ModelInfo:
         num_bytes: of all parameters in full.
         classes: that ``wrap`` may name, by the most elements first.
         suggested: those that ``shard`` takes if none is named.
+        policy: how it is sharded; None: it is not.
     """
 
     name: str
@@ -258,6 +280,7 @@ class ModelInfo:
     num_bytes: int
     classes: tuple[WrapClass, ...]
     suggested: tuple[str, ...]
+    policy: ModelPolicy | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

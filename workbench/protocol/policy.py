@@ -17,6 +17,22 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 OFF = "off"
 
+CLASSIC = "classic"
+
+APIS = ("fully_shard", CLASSIC)
+"""Which of the two a model is sharded with: one DTensor a parameter, or a wrapper with one flat parameter."""
+
+STRATEGIES = {
+    "full": "FULL_SHARD",
+    "grad": "SHARD_GRAD_OP",
+    "none": "NO_SHARD",
+    "hybrid": "HYBRID_SHARD",
+    "hybrid2": "_HYBRID_SHARD_ZERO2",
+}
+"""What people write for a sharding strategy of the classic wrapper, and its name."""
+
+HYBRID = ("hybrid", "hybrid2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
@@ -55,6 +71,11 @@ class MixedPrecision:
             found[name] = dtype.strip()
         return cls(**found)
 
+    def __str__(self) -> str:
+        """What :meth:`parse` reads as this."""
+        named = (f"{name}={dtype}" for name, dtype in (("reduce", self.reduce), ("output", self.output)) if dtype)
+        return ",".join(filter(None, (self.param, *named))) or OFF
+
 
 def as_mesh(value: object) -> tuple[int, ...]:
     """Return a mesh from what people write for it; whether it is one says :func:`check_mesh`.
@@ -71,6 +92,11 @@ def as_mesh(value: object) -> tuple[int, ...]:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value)
     raise ValueError(_wrong_mesh(value))
+
+
+def mesh_words(copies: int, shard_size: int) -> str:
+    """Return what people write for a mesh: ``(1, 4)`` -> ``"4"``, ``(2, 2)`` -> ``"2x2"``."""
+    return str(shard_size) if copies == 1 else f"{copies}x{shard_size}"
 
 
 def as_reshard_after_forward(text: str) -> str | int:
@@ -105,7 +131,7 @@ def check_mesh_fits(mesh: Sequence[int], world_size: int) -> None:
 def meshes_that_fit(world_size: int) -> list[str]:
     """Return the meshes over all ranks as people write them: ``4`` -> ``["4", "2x2", "4x1"]``."""
     copies = [n for n in range(2, world_size + 1) if world_size % n == 0]
-    return [str(world_size), *(f"{n}x{world_size // n}" for n in copies)]
+    return [mesh_words(n, world_size // n) for n in (1, *copies)]
 
 
 def check_reshard_after_forward(value: object) -> None:
@@ -147,6 +173,79 @@ def check_prefetch(value: object) -> None:
     if type(value) is not int or value < 0:
         raise ValueError(
             f"prefetch is how many units are gathered ahead: 1, 2, ..., or 0 for the engine's own order, not {value!r}"
+        )
+
+
+def check_api(api: object, strategy: object) -> None:
+    """Raise unless ``api`` is one of :data:`APIS`, and ``strategy`` empty or one of :data:`STRATEGIES`.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if api not in APIS:
+        raise ValueError(f"api is one of {', '.join(APIS)}, not {api!r}")
+    if strategy not in {"", *STRATEGIES}:
+        raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {strategy!r}")
+
+
+def check_not_classic(strategy: str, *, orig_params: bool | None) -> None:
+    """Raise if something is given that ``fully_shard`` does not take.
+
+    Raises:
+        ValueError: it is; the message says what there is instead.
+    """
+    if strategy:
+        raise ValueError(
+            "strategy is for --api classic; with fully_shard give --reshard-after-forward true for full and false for "
+            "grad, --mesh 4x1 for none, --mesh 2x2 for hybrid"
+        )
+    if orig_params:
+        raise ValueError("orig_params is for --api classic; with fully_shard optimizers always have the parameters")
+
+
+def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) -> None:
+    """Raise if something is given that the classic wrapper does not take.
+
+    Args:
+        reshard_after_forward: empty or ``auto``: not given.
+        mp: empty: not given.
+        prefetch: None: not given.
+
+    Raises:
+        ValueError: it is; the message says what there is instead.
+    """
+    if reshard_after_forward not in {"", "auto"}:
+        raise ValueError(
+            "reshard_after_forward is for --api fully_shard; with classic give --strategy full, which frees full "
+            "parameters after forward, or grad, which keeps them"
+        )
+    if mp and MixedPrecision.parse(mp).output:
+        raise ValueError(
+            f"mp {mp!r}: with --api classic outputs stay as they come; leave output= out, or cast in the model"
+        )
+    if prefetch is not None and prefetch > 1:
+        raise ValueError(
+            f"prefetch {prefetch}: with --api classic one unit is gathered ahead at most; give 1, for forward as well "
+            "as backward, or 0, for backward alone"
+        )
+
+
+def check_strategy_fits(strategy: str, mesh: Sequence[int]) -> None:
+    """Raise unless a mesh has as many axes as a strategy needs.
+
+    Args:
+        strategy: one of :data:`STRATEGIES`.
+        mesh: ``()`` or ``(F,)``, or ``(R, F)``.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if strategy in HYBRID and len(mesh) < 2:
+        raise ValueError(f"strategy {strategy} needs copies x ranks that share one: --mesh 2x2")
+    if strategy not in HYBRID and len(mesh) > 1:
+        raise ValueError(
+            f"strategy {strategy} takes no mesh of copies, such as {'x'.join(map(str, mesh))}: give --strategy hybrid, "
+            "or hybrid2, which keeps full parameters from forward to backward"
         )
 
 

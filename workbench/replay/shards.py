@@ -124,7 +124,9 @@ class AtRest:
     Attributes:
         params: its shards, padding included.
         grads: gradients of the trainable ones, as padded as their shards.
-        adam: two moments of each trainable element that is its own, and 4 bytes per such parameter for the step.
+        adam: two moments of each trainable element that is its own, and 4 bytes per such parameter for the step; of a
+            flat parameter of its padding as well, and the step once for all that are in it. An optimizer that has their
+            pieces instead keeps no padding, and a step for each.
     """
 
     params: int
@@ -149,12 +151,17 @@ def at_rest(header: Header, shard_rank: int) -> AtRest:
     """
     split = shards(header)
     trainable = [part for part in split if part.param.trainable]
-    own = sum(part.row_bytes * part.param.rows_per_rank[shard_rank % part.num_shards] for part in trainable)
+    own = sum(part.row_bytes * _trained_rows(part.param, shard_rank % part.num_shards) for part in trainable)
     return AtRest(
         params=sum(part.bytes_at_rest for part in split),
         grads=sum(part.bytes_at_rest for part in trainable),
         adam=2 * own + 4 * len(trainable),
     )
+
+
+def _trained_rows(param: Param, shard_rank: int) -> int:
+    """Return the rows that an optimizer is given; of a flat parameter that is all there is room for."""
+    return param.padded_rows if param.parts else param.rows_per_rank[shard_rank]
 
 
 def alike(split: Iterable[ParamShards]) -> list[tuple[ParamShards, ...]]:

@@ -73,8 +73,9 @@ def _facts(of: str, facts: Mapping[str, str]) -> Cells:
 
 def _rows(shard: ShardFacts) -> str:
     along = f" along dim {shard.dim}" if shard.dim else ""
+    what = " elements" if shard.dim is None else ""
     rows = f"{shard.first_row}-{shard.first_row + shard.num_rows - 1}" if shard.num_rows else "none"
-    return f"{rows} of {shard.of_rows}{along}"
+    return f"{rows} of {shard.of_rows}{what}{along}"
 
 
 def _full(full: FullFacts) -> dict[str, str]:

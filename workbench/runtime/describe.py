@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from workbench.engine.state import state_of, states_below, units_of
+from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import Sharded
 
@@ -21,18 +23,64 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         prefetch: units asked for ahead by explicit lists, 0 without.
         optimizers: how many go on with its parameters.
     """
-    infos = unit_infos(model)
-    params = list(model.parameters())
+    infos, sizes = unit_infos(model), sizes_of(model)
     return Sharded(
         model=name,
         units=tuple(_unit_names(model)),
-        num_params=len(params),
-        num_elements=sum(math.prod(p.shape) for p in params),
-        bytes_unsharded=sum(math.prod(p.shape) * p.itemsize for p in params),
+        num_params=len(sizes),
+        num_elements=sum(size.numel for size in sizes),
+        bytes_unsharded=sum(size.numel * size.itemsize for size in sizes),
         bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params),
         policy=tuple(policy_words(infos, prefetch)),
         optimizers=optimizers,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A parameter of a model, sharded or not, in numbers.
+
+    Attributes:
+        names: of every place where it is, as they are where there are no wrappers.
+        shape: of the whole.
+        itemsize: bytes of an element.
+    """
+
+    names: tuple[str, ...]
+    shape: Sequence[int]
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def above(self) -> set[str]:
+        """Paths of the modules that hold it, but for the root."""
+        return {name[:end] for name in self.names for end, letter in enumerate(name) if letter == "."}
+
+
+def sizes_of(model: nn.Module) -> list[Size]:
+    """Return the sizes of the parameters, each once; what a flat parameter stands for, not the flat one."""
+    managed = [param for unit in units_of(states_below(model)) for param in unit.fsdp_params]
+    names = names_below((model,))
+    found: list[Size] = []
+    for param in managed:
+        known = param.describe()
+        shapes = [part.shape for part in known.parts] or [known.global_shape]
+        for info, shape in zip(param.infos, shapes, strict=True):
+            places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
+            found.append(Size(names=places, shape=shape, itemsize=known.itemsize))
+    owned = {param for each in managed for param in each.owned}
+    others: dict[nn.Parameter, list[str]] = {}
+    for name, left in model.named_parameters(remove_duplicate=False):
+        if left not in owned:
+            others.setdefault(left, []).append(clean(name))
+    return [
+        *found,
+        *(Size(names=tuple(names), shape=p.shape, itemsize=p.itemsize) for p, names in others.items()),
+    ]
 
 
 def unit_infos(model: nn.Module) -> list[Unit]:
@@ -49,6 +97,7 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     own = {param.dtype for info in infos for param in info.params}
     compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
     said = [
+        "classic: one flat parameter for each unit" if any(param.parts for i in infos for param in i.params) else "",
         f"{copies} copies, each on {size} {'ranks' if size > 1 else 'rank'}" if copies > 1 else "",
         _after_forward(infos),
         f"computes in {_listed(compute)}" if compute != own else "",
@@ -73,7 +122,7 @@ def _listed(words: Iterable[str]) -> str:
 
 def _unit_names(model: nn.Module) -> list[str]:
     """Return the paths of the units, ``(root)`` for the model's own; a call that found no parameters made none."""
-    states = ((name, state_of(module)) for name, module in model.named_modules())
+    states = ((clean(name), state_of(module)) for name, module in model.named_modules())
     return [unit_words(name) for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 

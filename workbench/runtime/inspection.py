@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of
+from workbench.engine.tree import clean
 from workbench.errors import UsageError
-from workbench.events import STATE_AFTER, Edge, Kind, Param, ParamTensors, Phase, Unit, UnitState
+from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState
 from workbench.protocol.inspected import FullFacts, Inspected, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
@@ -37,6 +38,8 @@ class _Found:
     Attributes:
         model: variable that holds its model, empty if none does.
         fqn: its name relative to that model.
+        part: which one it is of those that ``param`` stands for; None: it is that itself.
+        flat: what this rank has of ``param``, if it is part of it.
     """
 
     model: str = ""
@@ -44,6 +47,19 @@ class _Found:
     unit: Unit
     param: Param
     tensors: ParamTensors
+    part: FlatPart | None = None
+    flat: ParamTensors | None = None
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.param.global_shape if self.part is None else self.part.shape
+
+    @property
+    def slot(self) -> tuple[int, int]:
+        """Which elements of the padded flat parameter are this rank's."""
+        begin = self.tensors.shard_rank * self.param.padded_rows
+        return begin, begin + self.param.padded_rows
 
 
 def inspect(fqn: str, recorder: Recorder) -> Inspected:
@@ -62,7 +78,7 @@ def inspect(fqn: str, recorder: Recorder) -> Inspected:
         fqn=found.fqn,
         model=found.model,
         unit=found.unit.name,
-        global_shape=found.param.global_shape,
+        global_shape=found.global_shape,
         trainable=found.param.trainable,
         shard=_shard(found),
         full=_full(found, recorder),
@@ -84,7 +100,7 @@ def _find(fqn: str, recorder: Recorder) -> _Found:
     known = list(_known(recorder))
     matching = [f for f in known if fqn in {f.fqn, f"{f.model}.{f.fqn}"}]
     # a model that no variable holds may be one that waits for the garbage collector
-    matches = {(f.unit.index, f.param.fqn): f for f in [m for m in matching if m.model] or matching}
+    matches = {(f.unit.index, f.param.fqn, f.part): f for f in [m for m in matching if m.model] or matching}
     if len(matches) == 1:
         return next(iter(matches.values()))
     if matches:
@@ -101,6 +117,13 @@ def _known(recorder: Recorder) -> Iterator[_Found]:
         for tensors in [recorder.tensors(unit.index)]
         for param in unit.params
         if param.fqn in tensors
+    ]
+    held += [
+        replace(flat, fqn=part.fqn, tensors=tensors[part.fqn], part=part, flat=flat.tensors)
+        for flat in held
+        for part in flat.param.parts
+        for tensors in [recorder.tensors(flat.unit.index)]
+        if part.fqn in tensors
     ]
     models = {id(module): (name, module) for name, module in reversed(list(_models()))}
     for name, model in reversed(models.values()):
@@ -120,7 +143,7 @@ def _params_below(model: str, root: nn.Module, held: list[_Found]) -> Iterator[_
         for module, name in found.tensors.places:
             path = paths.get(module)
             if path is not None:
-                yield replace(found, model=model, fqn=f"{path}.{name}" if path else name)
+                yield replace(found, model=model, fqn=clean(f"{path}.{name}" if path else name))
 
 
 def _not_found(fqn: str, names: list[str]) -> str:
@@ -177,6 +200,15 @@ def _numbers(values: torch.Tensor) -> tuple[Number | None, Number | None, Number
 
 def _shard(found: _Found) -> ShardFacts:
     param, rank = found.param, found.tensors.shard_rank
+    if found.part is not None:
+        first, last = found.part.within(*found.slot)
+        return ShardFacts(
+            dim=None,
+            first_row=first - found.part.first,
+            num_rows=max(0, last - first),
+            of_rows=found.part.numel,
+            values=_facts(found.tensors.shard, param.dtype),
+        )
     return ShardFacts(
         dim=param.shard_dim,
         first_row=sum(param.rows_per_rank[:rank]),
@@ -262,9 +294,22 @@ def _full_grad(found: _Found) -> TensorFacts | None:
 def _optimizers(found: _Found) -> Iterator[OptimizerFacts]:
     """Describe the state that optimizers among the cells' variables keep for a parameter."""
     there = {id(v): (k, v) for k, v in user_namespace().items() if isinstance(v, torch.optim.Optimizer)}
-    mine = found.tensors.shard
     for name, optimizer in there.values():
-        if any(mine is p for group in optimizer.param_groups for p in group["params"]):
-            kept = optimizer.state.get(cast("nn.Parameter", mine), {}).items()
-            state = {key: _facts(value, "") for key, value in kept if isinstance(value, torch.Tensor)}
-            yield OptimizerFacts(name=name, type=type(optimizer).__name__, state=state)
+        params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if id(found.tensors.shard) in params:
+            kept = optimizer.state.get(params[id(found.tensors.shard)], {})
+        elif found.flat is not None and id(found.flat.shard) in params:
+            kept = {key: _piece(found, v) for key, v in optimizer.state.get(params[id(found.flat.shard)], {}).items()}
+        else:
+            continue
+        state = {key: _facts(value, "") for key, value in kept.items() if isinstance(value, torch.Tensor)}
+        yield OptimizerFacts(name=name, type=type(optimizer).__name__, state=state)
+
+
+def _piece(found: _Found, value: object) -> object:
+    """Return what of a flat parameter's state is a part's; one number for all is that of each."""
+    begin, end = found.slot
+    if found.part is None or not isinstance(value, torch.Tensor) or value.shape != (end - begin,):
+        return value
+    first, last = found.part.within(begin, end)
+    return value[first - begin : max(first, last) - begin]

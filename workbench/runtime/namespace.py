@@ -51,6 +51,19 @@ def find_module(name: str) -> nn.Module:
     return value
 
 
+def rebind(name: str, new: nn.Module) -> None:
+    """Let ``name``, and each variable that holds the same module, stand for ``new``.
+
+    Raises:
+        UsageError: there is no module of that name on this rank.
+    """
+    old = find_module(name)
+    parent, _, attribute = name.rpartition(".")
+    if parent:
+        setattr(lookup(parent), attribute, new)
+    user_namespace().update({key: new for key, value in variables().items() if value is old})
+
+
 def module_names() -> list[str]:
     """Return the variables that hold a module, in alphabetical order."""
     return sorted(k for k, v in variables().items() if isinstance(v, nn.Module) and not k.startswith("_"))

@@ -5,15 +5,18 @@ Nothing is changed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from workbench.engine import FSDPModule
+from workbench.engine.classic.flat_param import FLAT_PARAM
+from workbench.engine.classic.state import KEEPS_AFTER_FORWARD
 from workbench.engine.full_param import local_tensor
 from workbench.engine.layout import ShardLayout
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos
@@ -21,11 +24,12 @@ from workbench.engine.param import FSDPParam
 from workbench.engine.reshard import origins
 from workbench.engine.state import states_below, units_of
 from workbench.errors import UsageError
-from workbench.events import Param, Unit
+from workbench.events import FlatPart, Param, Unit
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.messages import ModelInfo, WrapClass
-from workbench.protocol.policy import DTYPES, MixedPrecision
+from workbench.protocol.policy import CLASSIC, DTYPES, STRATEGIES, MixedPrecision
 from workbench.runtime import sharding
+from workbench.runtime.describe import sizes_of
 from workbench.runtime.namespace import find_module, module_names
 
 
@@ -38,20 +42,20 @@ def models() -> tuple[ModelInfo, ...]:
 
 
 def _model(name: str, model: nn.Module) -> ModelInfo:
-    params = list(model.parameters())
-    offered = [(sharding.class_name(m), m) for m in list(model.modules())[1:] if sharding.may_be_unit(m)]
+    sizes, offered = sizes_of(model), sharding.possible_units(model)
     counts = Counter(own for own, _ in offered)
-    elements = {own: sum(p.numel() for other, m in offered if other == own for p in m.parameters()) for own in counts}
+    elements = {own: sum(n for other, n in offered if other == own) for own in counts}
     ordered = sorted(counts, key=lambda own: (-elements[own], own))
     return ModelInfo(
         name=name,
         class_name=sharding.class_name(model),
-        is_sharded=isinstance(model, FSDPModule),
-        num_params=len(params),
-        num_elements=sum(p.numel() for p in params),
-        num_bytes=sum(p.numel() * p.itemsize for p in params),
+        is_sharded=sharding.is_sharded(model),
+        num_params=len(sizes),
+        num_elements=sum(size.numel for size in sizes),
+        num_bytes=sum(size.numel * size.itemsize for size in sizes),
         classes=tuple(WrapClass(name=own, count=counts[own], num_elements=elements[own]) for own in ordered),
         suggested=tuple(sorted(sharding.repeated_class(model))),
+        policy=sharding.policy_of(model),
     )
 
 
@@ -67,7 +71,7 @@ def plan(command: Shard | Reshard, world_size: int) -> tuple[Unit, ...]:
 def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
     model, inner, ignored = sharding.chosen(command, world_size)
     names = {module: name for name, module in model.named_modules()}
-    copies, size = (1, *(command.mesh_shape or (world_size,)))[-2:]
+    copies, size = _ranks(command, world_size)
     units: list[Unit] = []
     taken: set[int] = set()
     for module in [*inner, model]:
@@ -77,7 +81,10 @@ def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
         if tied is not None:
             raise _tied(tied, names[module] or command.model)
         taken |= {id(param) for param, _ in infos}
-        params = [_param(_path(names[module], info.path), param, size) for param, info in infos]
+        given = [(_path(names[module], info.path), param) for param, info in infos]
+        params = [_param(fqn, param, size) for fqn, param in given]
+        if command.api == CLASSIC:
+            params = _flat(_path(names[module], FLAT_PARAM), params, size)
         if params:
             policy = _policy(command, infos[0][0].dtype, is_root=module is model)
             placed = Unit(
@@ -91,6 +98,25 @@ def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
             )
             units.append(placed)
     return tuple(units)
+
+
+def _ranks(command: Shard, world_size: int) -> tuple[int, int]:
+    """Return copies, and ranks that share one."""
+    if command.strategy == "none":
+        return world_size, 1
+    copies, size = (1, *(command.mesh_shape or (world_size,)))[-2:]
+    return copies, size
+
+
+def _flat(fqn: str, params: Sequence[Param], size: int) -> list[Param]:
+    """Return the flat parameter that stands for ``params``; none for none."""
+    if not params:
+        return []
+    firsts = accumulate((math.prod(param.shape) for param in params), initial=0)
+    parts = tuple(FlatPart(fqn=p.fqn, shape=p.shape, first=first) for p, first in zip(params, firsts, strict=False))
+    shape = torch.Size([parts[-1].first + parts[-1].numel])
+    flat = replace(params[0], fqn=fqn, shape=tuple(shape), global_shape=tuple(shape), **_rows(shape, 0, size))
+    return [replace(flat, trainable=any(param.trainable for param in params), parts=parts)]
 
 
 def _of_reshard(command: Reshard) -> tuple[Unit, ...]:
@@ -193,7 +219,8 @@ def _rows(shape: torch.Size, dim: int, size: int) -> dict[str, Any]:
 
 def _policy(command: Shard, own: torch.dtype, *, is_root: bool) -> dict[str, Any]:
     """Return the policy of a unit whose parameters are of dtype ``own``, as its description has it."""
-    after_forward = _after_forward(command.reshard_after_forward, is_root=is_root)
+    keeps = STRATEGIES.get(command.strategy, "") in {strategy.name for strategy in KEEPS_AFTER_FORWARD}
+    after_forward = _after_forward("false" if keeps else command.reshard_after_forward, is_root=is_root)
     return {"reshard_after_forward": after_forward, "offload": command.offload, **_precision(command.mp, own)}
 
 

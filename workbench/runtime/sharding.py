@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,17 +23,23 @@ from workbench.engine import (
     reshard_module,
     unshard_module,
 )
+from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.mesh import mesh_info
 from workbench.engine.signature import check_same_lines
-from workbench.engine.state import state_of
+from workbench.engine.state import FSDPState, state_of, states_below, units_of
+from workbench.engine.tree import clean
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
-from workbench.protocol.policy import DTYPES, MixedPrecision
-from workbench.runtime.describe import describe, unit_infos
+from workbench.protocol.messages import ModelPolicy
+from workbench.protocol.policy import CLASSIC, DTYPES, MixedPrecision, mesh_words
+from workbench.runtime import wrapping
+from workbench.runtime.describe import describe, sizes_of, unit_infos
 from workbench.runtime.doing import Rank, does
-from workbench.runtime.namespace import find_module, module_names, optimizers_of
+from workbench.runtime.namespace import find_module, module_names, optimizers_of, rebind
 from workbench.runtime.prefetch import set_prefetch
+
+T = TypeVar("T")
 
 _RESHARD = {"auto": None, "true": True, "false": False}
 
@@ -42,7 +48,7 @@ _prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # asked for 
 
 @does(Shard)
 def shard(command: Shard, rank: Rank) -> Sharded:
-    """Apply ``fully_shard`` to each wrapped module and to the model itself; collective.
+    """Apply ``fully_shard``, or the classic wrapper, to each module that becomes a unit and to the model; collective.
 
     Optimizers that were made before go on with the sharded parameters, their state sharded too.
 
@@ -53,6 +59,8 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     """
     model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
+    if command.api == CLASSIC:
+        return _shard_classic(command, rank, inner, ignored)
     policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
     _apply(model, inner, policy)
@@ -63,6 +71,17 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
 
 
+def _shard_classic(command: Shard, rank: Rank, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]) -> Sharded:
+    model = find_module(command.model)
+    optimizers = optimizers_of(model)
+    options = wrapping.options_of(command) | {"ignored_states": ignored}
+    wrapper = wrapping.wrap(model, inner, rank.groups.mesh_of(command.mesh_shape), optimizers, options)
+    rebind(command.model, wrapper)
+    _name_units(wrapper)
+    _prefetch[wrapper] = command.prefetch
+    return describe(command.model, wrapper, prefetch=command.prefetch, optimizers=len(optimizers))
+
+
 def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module], list[nn.Parameter]]:
     """Return the model of ``command``, the modules that become units, innermost first, and what it leaves out.
 
@@ -71,7 +90,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
             that does not hold all ranks.
     """
     model = find_module(command.model)
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         raise UsageError(
             f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
             f"%fsdp unshard {command.model}"
@@ -136,9 +155,14 @@ def unshard(command: Unshard, rank: Rank) -> Unsharded:
     return Unsharded(model=command.model, num_params=len(mapping), optimizers=len(optimizers))
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether either API sharded a model."""
+    return isinstance(model, (FSDPModule, FullyShardedDataParallel))
+
+
 def _sharded(name: str) -> nn.Module:
     model = find_module(name)
-    if not isinstance(model, FSDPModule):
+    if not is_sharded(model):
         raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
     return model
 
@@ -163,6 +187,55 @@ def _policy(command: Shard | Reshard) -> dict[str, Any]:
     if command.offload is not type(command).offload:
         found["offload_policy"] = CPUOffloadPolicy() if command.offload else OffloadPolicy()
     return found
+
+
+def policy_of(model: nn.Module) -> ModelPolicy | None:
+    """Return how ``model`` is sharded; None: it is not."""
+    root = state_of(model)
+    if root is None:
+        return None
+    states = states_below(model)
+    units = [unit.describe() for unit in units_of(states)]
+    after_forward = {
+        _after_forward(state, unit.reshard_after_forward) for state in states for unit in units_of([state])
+    }
+    offload: set[bool | None] = {unit.offload for unit in units}
+    return ModelPolicy(
+        wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if m is not model})),
+        mesh=_shared({mesh_words(unit.replicate_size, unit.shard_size) for unit in units}, ""),
+        reshard_after_forward=_shared(after_forward, ""),
+        mp=_shared({_precision_words(_cast_at_root(root, state)) for state in states}, ""),
+        offload=_shared(offload, None),
+        prefetch=_prefetch.get(model, 0),
+    )
+
+
+def _after_forward(state: FSDPState, of_unit: bool | int) -> str | int:
+    """Return the word or number that a command would say for a unit."""
+    if state.auto_reshard:
+        return "auto"
+    return str(of_unit).lower() if isinstance(of_unit, bool) else of_unit
+
+
+def _shared(values: set[T], otherwise: T) -> T:
+    """Return the only one of ``values``."""
+    return next(iter(values)) if len(values) == 1 else otherwise
+
+
+def _cast_at_root(root: FSDPState, state: FSDPState) -> MixedPrecisionPolicy:
+    """Return the policy that a command gave ``state``: what :func:`_cast_only_at` took from it is the root's."""
+    policy, output = state.mp_policy, root.mp_policy.output_dtype
+    return policy if policy.output_dtype is not None else replace(policy, output_dtype=output)
+
+
+def _precision_words(policy: MixedPrecisionPolicy) -> str:
+    """Return what a command would say for ``policy``; empty: there are no words for one of its dtypes."""
+    words = {None: "", **{getattr(torch, name): word for word, name in DTYPES.items()}}
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
+    if not all(dtype in words for dtype in dtypes):
+        return ""
+    param, reduce, output = (words[dtype] for dtype in dtypes)
+    return str(MixedPrecision(param=param, reduce=reduce, output=output))
 
 
 def _cast_only_at(model: nn.Module, policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
@@ -219,39 +292,50 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
         UsageError: a class in ``wrap`` occurs nowhere in the model.
     """
     names = set(wrap) or repeated_class(model)
-    counts = Counter(class_name(m) for m in model.modules() if m is not model)
+    inner = [module for path, module in plain_modules(model) if path]
+    counts = Counter(map(class_name, inner))
     unknown = names - counts.keys()
     if unknown:
         there = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
         raise UsageError(f"the model holds no {', '.join(sorted(unknown))}; its classes are: {there}")
-    # named_modules lists parents before children
-    found = [m for _, m in model.named_modules() if m is not model and class_name(m) in names]
-    return list(reversed(found))
+    return [module for module in reversed(inner) if class_name(module) in names]
+
+
+def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a tree and their names without wrappers, parents before children."""
+    for path, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            yield clean(path), module
 
 
 def class_names() -> list[str]:
     """Return the classes that ``wrap`` may name: of modules inside the cells' models that compute with parameters."""
     try:
-        inner = [m for name in module_names() for m in list(find_module(name).modules())[1:]]
-        return sorted({class_name(m) for m in inner if may_be_unit(m)})
+        return sorted({own for name in module_names() for own, _ in possible_units(find_module(name))})
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
         return []
 
 
-def may_be_unit(module: nn.Module) -> bool:
-    """Return whether a module computes with parameters; a ModuleList does not."""
-    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
+def possible_units(model: nn.Module) -> list[tuple[str, int]]:
+    """Return class and elements of each module inside that computes with parameters; a ModuleList does not."""
+    below: Counter[str] = Counter()
+    for size in sizes_of(model):
+        below.update(dict.fromkeys(size.above, size.numel))
+    inner = [(path, m) for path, m in plain_modules(model) if path and type(m).forward is not nn.Module.forward]
+    return [(class_name(m), below[path]) for path, m in inner if below[path]]
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's own class, also while ``fully_shard`` has given it another."""
+    """Return the name of a module's own class, also while ``fully_shard`` has given it another, or in a wrapper."""
+    if isinstance(module, FullyShardedDataParallel):
+        return class_name(module.module)
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def repeated_class(model: nn.Module) -> set[str]:
     """Return the class of the longest list of equal children, which is what a model repeats; maybe none."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
-    equal = [m for m in lists if len({type(child) for child in m}) == 1]
+    equal = [m for m in lists if len({class_name(child) for child in m}) == 1]
     best = max(equal, key=len, default=None)
     return {class_name(best[0])} if best is not None else set()
 

@@ -48,7 +48,7 @@ def _look(word: Kind | Category | UnitState, colour: str) -> dict[str, Any]:
 
 def _entries(name: str, entries: Iterable[dict[str, Any]]) -> str:
     lines = "".join(f"  {json.dumps(entry)},\n" for entry in entries)
-    return f"export const {name} = [\n{lines}];\n"
+    return f"export const {name} = /** @type {{const}} */ ([\n{lines}]);\n"
 
 
 def _numbers(name: str, words: type[IntEnum]) -> str:

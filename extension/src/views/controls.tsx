@@ -49,6 +49,7 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
       </div>
       <p className={`fsdp-Headline fsdp-mod-${head.tone}`} role="status">
         {head.text}
+        {head.todo === undefined ? null : <span className="fsdp-Todo">{head.todo}</span>}
       </p>
       <p className="fsdp-Numbers">
         <Figure name="loss" value={state.training.loss === null ? "" : state.training.loss.toPrecision(4)} />

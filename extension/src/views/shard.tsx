@@ -10,11 +10,19 @@ import { Choice, Field, stands, Text } from "./parts";
 
 /** Precisions that are offered; a line typed has more. */
 const PRECISIONS = [
-  ["off", "as it is"],
+  ["off", "that of the parameters"],
   ["bf16", "bf16"],
   ["bf16,reduce=fp32", "bf16, fp32"],
   ["fp16", "fp16"],
 ] as const;
+
+const AFTER_FORWARD = [["auto", "auto"], ["true", "reshard"], ["false", "keep"]] as const;
+
+/** What is offered, and what there is now, whether that is among it or not. */
+function offered(choices: readonly (readonly [string, string])[], now: string): readonly (readonly [string, string])[] {
+  if (now === "") return [["", "as each unit is"], ...choices];
+  return choices.some(([value]) => value === now) ? choices : [[now, now], ...choices];
+}
 
 export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.Element {
   const [name, setName] = React.useState("");
@@ -31,13 +39,14 @@ export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.
           choose={setName}
         />
       </Field>
-      <PolicyForm key={`${found.name} ${found.class_name} ${found.is_sharded}`} model={model} found={found} />
+      <PolicyForm key={JSON.stringify([found.name, found.class_name, found.policy])} model={model} found={found} />
     </>
   );
 }
 
 function PolicyForm({ model, found }: { readonly model: PanelModel; readonly found: Model }): React.JSX.Element {
-  const [policy, setPolicy] = React.useState<Policy>(standard(found));
+  const before = standard(found);
+  const [policy, setPolicy] = React.useState<Policy>(before);
   const set = (more: Partial<Policy>): void => {
     setPolicy({ ...policy, ...more });
   };
@@ -74,17 +83,17 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
         ))}
       </fieldset>
       <Field label="Mesh" hint="ranks that share a copy, or copies x ranks that share one; empty: all ranks share one">
-        <Text value={policy.mesh} placeholder={found.is_sharded ? "as it is" : "all ranks"} change={(mesh) => { set({ mesh }); }} />
+        <Text value={policy.mesh} placeholder={found.is_sharded ? "as each unit is" : "all ranks"} change={(mesh) => { set({ mesh }); }} />
       </Field>
       <Field label="After forward" hint="whether full parameters are freed after forward; auto: all but the root's">
         <Choice
           value={policy.reshard}
-          among={[["auto", found.is_sharded ? "as it is" : "auto"], ["true", "reshard"], ["false", "keep"]]}
+          among={offered(AFTER_FORWARD, before.reshard)}
           choose={(reshard) => { set({ reshard }); }}
         />
       </Field>
       <Field label="Precision" hint="in which units compute, and in which gradients are reduced">
-        <Choice value={policy.mp} among={PRECISIONS} choose={(mp) => { set({ mp }); }} />
+        <Choice value={policy.mp} among={offered(PRECISIONS, before.mp)} choose={(mp) => { set({ mp }); }} />
       </Field>
       <Field label="Prefetch" hint="units gathered ahead, in the order of the modules; 0: the engine's own order">
         <Text type="number" min={0} value={policy.prefetch} change={(prefetch) => { set({ prefetch }); }} />
@@ -97,7 +106,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
       <Field label="Offload" hint="keep what is sharded in host memory">
         <input
           type="checkbox"
-          checked={policy.offload}
+          checked={policy.offload ?? false}
           onChange={({ target }) => { set({ offload: target.checked }); }}
         />
       </Field>

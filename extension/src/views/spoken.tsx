@@ -15,7 +15,7 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
       {spoken.map(({ key, line, text, outcome }) => (
         <li key={key} className={`fsdp-mod-${outcome}`}>
           <div className="fsdp-inline">
-            <code className="fsdp-grows">{line}</code>
+            <code className="fsdp-grows" title={line}>{line}</code>
             <button
               type="button"
               className="fsdp-Tool"
@@ -28,9 +28,19 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
               <copyIcon.react tag="span" width="14px" />
             </button>
           </div>
-          {outcome === "runs" ? null : <pre>{text}</pre>}
+          {outcome === "runs" || text === "" ? null : <Said line={line} text={text} />}
         </li>
       ))}
     </ol>
+  );
+}
+
+/** What came of a command: lines are wrapped, those of a table with several columns keep them and can be scrolled, by keys as well. */
+function Said({ line, text }: { readonly line: string; readonly text: string }): React.JSX.Element {
+  const isTable = /\S {2,}\S.* {2,}\S/.test(text);
+  return (
+    <pre className={isTable ? "fsdp-mod-table" : ""} tabIndex={0} aria-label={`What came of ${line}`} role="region">
+      {text}
+    </pre>
   );
 }

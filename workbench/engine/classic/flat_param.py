@@ -60,8 +60,11 @@ class Part:
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
         """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none."""
-        last = self.first + self.numel
-        return min(max(begin, self.first), last), max(min(end, last), self.first)
+        return self.describe().within(begin, end)
+
+    def describe(self) -> FlatPart:
+        """Return the probe's description."""
+        return FlatPart(fqn=self.fqn, shape=tuple(self.shape), first=self.first)
 
 
 class FlatParam(FSDPParam):
@@ -119,6 +122,11 @@ class FlatParam(FSDPParam):
             part.fqn = full.fqn = full_name(part.info.module, part.info.name)
 
     # ---- where parts lie
+
+    @property
+    def infos(self) -> Sequence[ParamModuleInfo]:
+        """Where the parts are registered while they are whole."""
+        return [part.info for part in self.parts]
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -296,59 +304,39 @@ class FlatParam(FSDPParam):
 
     def show_wholes(self, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         """Let the modules have whole parameters of other memory, and with ``use_orig_params`` whole gradients."""
-        if not self.use_orig_params:
-            self.stand_in(wholes)
+        if self.use_orig_params:
+            self._grads = [part.original.grad for part in self.parts]
+            for part, whole in zip(self.parts, wholes, strict=True):
+                part.original.grad = None
+                part.original.data = whole
+            for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
+                part.original.grad = None if had is None and not part.original.requires_grad else grad
             return
-        self._grads = [part.original.grad for part in self.parts]
+        del self.info.module._parameters[FLAT_PARAM]
         for part, whole in zip(self.parts, wholes, strict=True):
-            part.original.grad = None
-            part.original.data = whole
-        for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
-            part.original.grad = None if had is None and not part.original.requires_grad else grad
-
-    @torch.no_grad()
-    def hide_wholes(self, *, write_back: bool) -> None:
-        """Undo :meth:`show_wholes`; ``write_back``: with the values there are now."""
-        if write_back:
-            self.take_values()
-        if not self.use_orig_params:
-            self.stand_down()
-            return
-        for part, piece, had in zip(self.parts, self._pieces, self._grads, strict=True):
-            whole, part.original.grad = part.original.grad, None
-            part.original.data = piece
-            if had is not None and whole is not None and write_back:
-                had.copy_(self.piece_of_full(part, whole))
-            part.original.grad = had
-        self.register(self.sharded_param)
-
-    def stand_in(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Let the modules have other parameters, one of each of ``tensors``; None: none."""
-        self.info.module._parameters.pop(FLAT_PARAM, None)
-        for part, tensor, trains in zip(self.parts, tensors, self.trains, strict=True):
-            param = None if tensor is None else nn.Parameter(tensor, requires_grad=trains)
+            param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
             for module, name in part.info.places:
                 vars(module).pop(name, None)
                 module._parameters[name] = param
 
-    def stand_down(self) -> None:
-        """Undo :meth:`stand_in`."""
+    @torch.no_grad()
+    def hide_wholes(self, *, write_back: bool) -> None:
+        """Undo :meth:`show_wholes`; ``write_back``: with the values there are now."""
+        for part, piece in zip(self.parts, self._pieces, strict=True):
+            param = self._original(part)
+            if write_back:
+                piece.copy_(self.piece_of_full(part, param.detach()))
         if not self.use_orig_params:
             for module, name in self._places():
                 del module._parameters[name]
+        else:
+            for part, piece, had in zip(self.parts, self._pieces, self._grads, strict=True):
+                whole, part.original.grad = part.original.grad, None
+                part.original.data = piece
+                if had is not None and whole is not None and write_back:
+                    had.copy_(self.piece_of_full(part, whole))
+                part.original.grad = had
         self.register(self.sharded_param)
-
-    @torch.no_grad()
-    def take_values(self) -> None:
-        """Copy this rank's pieces of the whole parameters that the modules have now."""
-        for part, piece in zip(self.parts, self._pieces, strict=True):
-            piece.copy_(self.piece_of_full(part, self._original(part).detach()))
-
-    @property
-    def own_numel(self) -> int:
-        """Elements of this rank's slot that are no padding."""
-        begin, end = self.bounds
-        return max(0, min(end, self.layout.numel) - begin)
 
     # ---- gradients
 
@@ -390,7 +378,11 @@ class FlatParam(FSDPParam):
     def tensors(self) -> dict[str, ParamTensors]:
         """Return what this rank has of it now, and of each part, by names."""
         rank, slot_grad = self.mesh_info.shard_mesh_rank, self.sharded_param.grad
-        found = {self.fqn: ParamTensors(shard=self.sharded_param, shard_rank=rank, sharded_grad=slot_grad)}
+        found = {
+            self.fqn: ParamTensors(
+                shard=self.sharded_param, shard_rank=rank, sharded_grad=slot_grad, places=self.info.places
+            )
+        }
         grads = [None] * len(self.parts) if slot_grad is None else self.pieces_of(slot_grad)
         for part, full, piece, grad in zip(self.parts, self.fulls, self._pieces, grads, strict=True):
             found[part.fqn] = ParamTensors(
@@ -405,5 +397,4 @@ class FlatParam(FSDPParam):
 
     def describe(self) -> Param:
         """Return the probe's description, with the parts."""
-        parts = (FlatPart(fqn=part.fqn, shape=tuple(part.shape), first=part.first) for part in self.parts)
-        return self._described(parts=tuple(parts))
+        return self._described(parts=tuple(part.describe() for part in self.parts))

@@ -9,6 +9,7 @@ import { formatBytes, formatDuration, formatShare, ranksInWords } from "./format
 import { isDark } from "./look.js";
 import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
 import { Known, Steps } from "./series.js";
+import { sure } from "./sure.js";
 import { TRACKS } from "./tables.js";
 import { createTimeline } from "./timeline.js";
 import { itemsOf, unpack } from "./unpack.js";
@@ -144,7 +145,7 @@ class DashboardView {
     this.timeline = this.makeTimeline();
     this.ender = new AbortController();
     this.seen = new IntersectionObserver((entries) => {
-      this.isSeen = entries[entries.length - 1].isIntersecting;
+      this.isSeen = sure(entries.at(-1)).isIntersecting;
       this.tick();
     });
     this.sized = new ResizeObserver(() => { this.draw(); });
@@ -367,9 +368,9 @@ class DashboardView {
   take(answer, buffers) {
     this.answeredAt = performance.now();
     switch (answer.kind) {
-      case "feed": this.takeNews(answer, buffers[0]); break;
+      case "feed": this.takeNews(answer, sure(buffers[0])); break;
       case "moment": this.takeMoment(answer); break;
-      case "window": this.takeWindow(answer, buffers[0]); break;
+      case "window": this.takeWindow(answer, sure(buffers[0])); break;
       case "said": this.takeSaid(answer); break;
     }
     this.draw();
@@ -410,7 +411,7 @@ class DashboardView {
     this.now = news.now ?? this.now;
     this.peaks = news.peaks ?? this.peaks;
     if (news.holds) {
-      this.holds = news.holds.map(([at, length]) => [at, length]);
+      this.holds = news.holds.map(([at, length]) => [sure(at), sure(length)]);
       this.timeline.setHolds(this.holds);
     }
     const tables = unpack(news.counts, data);
@@ -451,9 +452,10 @@ class DashboardView {
    * Whose times the timeline has, and whose the other panels; nothing where there is one clock.
    * @param {readonly string[]} clocks
    */
-  takeClock([timeline, others]) {
+  takeClock([timeline = "", others = ""]) {
     const how = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
     write(this.tracks.note, [timeline, how].filter(Boolean).join(" \u00b7 "));
+    this.tracks.note.title = this.tracks.note.textContent;
     this.clock = others;
   }
 
@@ -611,7 +613,7 @@ class DashboardView {
   holdStep() {
     const { length, columns: { t, ms } } = this.steps;
     if (!length) return;
-    const end = t[length - 1], span = 1000 * ms[length - 1];
+    const end = sure(t[length - 1]), span = 1000 * sure(ms[length - 1]);
     this.putCursor(end);
     this.timeline.setView(end - 1.03 * span, end + 0.03 * span);
   }
@@ -632,7 +634,7 @@ class DashboardView {
     const { length, columns: { ms } } = this.steps;
     if (!length || !this.end) return;
     const lasted = Array.from(ms.subarray(Math.max(length - 5, 0), length)).sort((a, b) => a - b);
-    const span = Math.min(STEPS_IN_VIEW * 1000 * lasted[lasted.length >> 1], 1.02 * (this.end - this.begun));
+    const span = Math.min(STEPS_IN_VIEW * 1000 * sure(lasted[lasted.length >> 1]), 1.02 * (this.end - this.begun));
     this.timeline.setView(this.end - span, this.end + 0.01 * span);
   }
 
@@ -737,12 +739,13 @@ class DashboardView {
     const isOver = status !== null && (!this.health.length || states.has("gone"));
     const isThere = status !== null && !isOver;
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
-    write(this.live, isOver ? "\u25cb over" : this.isLive ? "\u25cf live" : "\u25cb live");
+    write(this.live, isOver ? "\u25cb newest" : this.isLive ? "\u25cf live" : "\u25cb live");
     const works = this.works(), isHeld = states.has("held"), isIdle = isThere && !works && !isHeld;
-    const can = new Map([["step", isIdle], ["pause", works], ["next", isHeld], ["continue", isHeld],
+    const isWhole = !states.has("gone"), goesOn = isHeld && isWhole;
+    const can = new Map([["step", isIdle], ["pause", works], ["next", goesOn], ["continue", goesOn],
       ["abort", works || isHeld], ["break", isThere]]);
     for (const [word, button] of this.buttons) button.disabled = !can.get(word);
-    this.size.disabled = !isHeld;
+    this.size.disabled = !goesOn;
     this.place.disabled = !isThere;
     this.oneStep.disabled = !this.steps.length;
     this.badge.className = `fw-badge fw-is-${status?.word ?? "untold"}`;
@@ -759,10 +762,12 @@ class DashboardView {
 
   /** @param {Moment | null} at */
   drawRanks(at) {
-    const rows = this.health.map(({ state, label, where }) => ({ state, label, text: where ? `held ${where}` : state }));
+    const isGone = (/** @type {HealthOfRanks} */ { state }) => Number(state === "gone");
+    const health = [...this.health].sort((a, b) => isGone(b) - isGone(a)); // the list may be longer than its card
+    const rows = health.map(({ state, label, where }) => ({ state, label, text: where ? `held ${where}` : state }));
     const doing = (at?.ranks ?? []).map(({ label, doing: text }) => ({ state: "", label, text }));
-    const [first] = this.health, isOne = this.isLive && rows.length === 1 && !first.where && first.state !== "idle";
-    const live = isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
+    const [first] = this.health, isOne = rows.length === 1 && !first?.where && first?.state !== "idle";
+    const live = this.isLive && first && isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
     const shown = !this.isLive || !rows.length ? [...rows, ...doing] : live.length ? live : rows;
     refill(this.ranks, shown, () => shown.map(({ state, label, text }) => {
       const row = make("div", "fw-rank"), dot = make("span", `fw-dot fw-${state ? state.replace(" ", "-") : "then"}`);
@@ -786,7 +791,7 @@ class DashboardView {
     const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare,
       loss: (/** @type {number} */ loss) => loss.toPrecision(4) };
     for (const { value, colour, number, sheet } of this.lines) {
-      const found = here >= 0 ? steps.columns[value][here] : NaN;
+      const found = here >= 0 ? sure(steps.columns[value][here]) : NaN;
       write(number, Number.isFinite(found) ? said[value](found) : NONE);
       sheet.paint(40, (pen, width, height) => { drawLine(pen, width, height, { steps, value, colour, at: step, skin }); });
     }
@@ -813,7 +818,7 @@ class DashboardView {
   /** @param {number} us */
   stepBefore(us) {
     const place = this.steps.endedAt(us);
-    return place < 0 ? -1 : this.steps.columns.step[place];
+    return place < 0 ? -1 : sure(this.steps.columns.step[place]);
   }
 
   /**
@@ -830,7 +835,7 @@ class DashboardView {
     this.memorySheet.paint(height, (pen, wide, high) => { drawMemory(pen, wide, high, { ...scene, groups }); });
     this.drawPeakNote(groups.flatMap(({ peak }) => peak ?? []), groups.length);
     const rank = at?.ranks.at(0);
-    const held = (rank?.bytes ?? []).map((bytes, place) => ({ ...CATEGORIES[place], bytes })).filter(({ bytes }) => bytes > 0);
+    const held = (rank?.bytes ?? []).map((bytes, place) => ({ ...sure(CATEGORIES[place]), bytes })).filter(({ bytes }) => bytes > 0);
     refill(this.memoryLegend, [held, rank?.label], () => [
       ...(rank ? [swatch(`${rank.label}: in use`, "", formatBytes(rank.in_use))] : []),
       ...held.map(({ words, colour, bytes }) => swatch(words, colour, formatBytes(bytes))),
@@ -865,7 +870,7 @@ class DashboardView {
   drawStatesPanel(at, states, scene) {
     const found = states.at(0) ?? [], now = at?.ranks.at(0)?.units;
     const units = this.order.filter((unit) => found.at(unit)?.length).slice(0, MAX_UNITS)
-      .map((unit) => ({ name: this.units[unit], series: found[unit], now: now?.at(unit) }));
+      .map((unit) => ({ name: sure(this.units[unit]), series: sure(found[unit]), now: now?.at(unit) }));
     const height = units.length * unitHeight(units.length) + 2;
     this.statesSheet.paint(height, (pen, wide, high) => { drawStates(pen, wide, high, { ...scene, units }); });
     const first = this.groups.at(0);

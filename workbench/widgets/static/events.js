@@ -1,6 +1,6 @@
 // Made of workbench/events.py and workbench/views/theme.py by: python -m workbench.widgets.words
 
-export const KINDS = [
+export const KINDS = /** @type {const} */ ([
   {"words": "step", "colour": "#8a8c83", "isCollective": false},
   {"words": "forward", "colour": "#69b0ee", "isCollective": false},
   {"words": "backward", "colour": "#274b8e", "isCollective": false},
@@ -23,7 +23,7 @@ export const KINDS = [
   {"words": "reset", "colour": "#d6336c", "isCollective": false},
   {"words": "resident", "colour": "#8a8c83", "isCollective": false},
   {"words": "device", "colour": "#8a8c83", "isCollective": false},
-];
+]);
 export const KIND = /** @type {const} */ ({
   STEP: 0,
   FORWARD: 1,
@@ -49,7 +49,7 @@ export const KIND = /** @type {const} */ ({
   DEVICE: 21,
 });
 
-export const CATEGORIES = [
+export const CATEGORIES = /** @type {const} */ ([
   {"words": "sharded params", "colour": "#5c70c6"},
   {"words": "unsharded params", "colour": "#5fb6f1"},
   {"words": "all-gather buffers", "colour": "#1a969d"},
@@ -60,7 +60,7 @@ export const CATEGORIES = [
   {"words": "activations", "colour": "#968b35"},
   {"words": "other", "colour": "#8a8c83"},
   {"words": "reserved", "colour": "#b8b8a4"},
-];
+]);
 export const CATEGORY = /** @type {const} */ ({
   SHARDED_PARAMS: 0,
   UNSHARDED_PARAMS: 1,
@@ -74,12 +74,12 @@ export const CATEGORY = /** @type {const} */ ({
   RESERVED: 9,
 });
 
-export const UNIT_STATES = [
+export const UNIT_STATES = /** @type {const} */ ([
   {"words": "sharded", "colour": "#5c70c6"},
   {"words": "all-gather in flight", "colour": "#1a969d"},
   {"words": "unsharded", "colour": "#5fb6f1"},
   {"words": "reducing", "colour": "#eba51c"},
-];
+]);
 export const UNIT_STATE = /** @type {const} */ ({
   SHARDED: 0,
   ALL_GATHER_IN_FLIGHT: 1,

@@ -1,6 +1,7 @@
 // What everything is drawn with: a pen, letters, colours of kinds, and whether the page is dark.
 
 import { KIND, KINDS } from "./events.js";
+import { sure } from "./sure.js";
 
 export const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
 
@@ -33,7 +34,7 @@ export class Look {
 
   /** @param {number} kind */
   colour(kind) {
-    return KINDS[kind].colour;
+    return sure(KINDS[kind]).colour;
   }
 
   /**
@@ -41,7 +42,8 @@ export class Look {
    * @param {number} kind
    */
   textOn(kind) {
-    return this.red[kind] * 0.299 + this.green[kind] * 0.587 + this.blue[kind] * 0.114 > 140 ? "#10151b" : "#ffffff";
+    const red = sure(this.red[kind]), green = sure(this.green[kind]), blue = sure(this.blue[kind]);
+    return red * 0.299 + green * 0.587 + blue * 0.114 > 140 ? "#10151b" : "#ffffff";
   }
 }
 

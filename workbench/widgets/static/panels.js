@@ -7,6 +7,7 @@ import { CATEGORIES, CATEGORY, UNIT_STATE, UNIT_STATES } from "./events.js";
 import { formatBytes, shorten } from "./format.js";
 import { FONT, penOf } from "./look.js";
 import { lastUpTo } from "./series.js";
+import { sure } from "./sure.js";
 
 /** @import { Peak } from "./messages.js" */
 /** @import { Changes, Memory, Steps } from "./series.js" */
@@ -54,9 +55,9 @@ export class Sheet {
     const width = this.parent.clientWidth;
     if (!width) return;
     const ratio = window.devicePixelRatio || 1;
-    const size = [Math.round(width * ratio), Math.round(height * ratio)];
-    if (this.canvas.width !== size[0] || this.canvas.height !== size[1]) {
-      [this.canvas.width, this.canvas.height] = size;
+    const wide = Math.round(width * ratio), high = Math.round(height * ratio);
+    if (this.canvas.width !== wide || this.canvas.height !== high) {
+      Object.assign(this.canvas, { width: wide, height: high });
       this.canvas.style.height = `${height}px`;
     }
     this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -70,7 +71,7 @@ export class Sheet {
 export class Axis {
   /**
    * @param {{ left: number, width: number }} plot
-   * @param {readonly number[]} view
+   * @param {readonly [number, number]} view
    */
   constructor(plot, [t0, t1]) {
     this.left = plot.left;
@@ -124,13 +125,13 @@ function memoryColumns(series, axis) {
   const pixels = Math.ceil(axis.width), { t, length } = series;
   const columns = new Float64Array((pixels + 1) * CATEGORIES.length), totals = new Float64Array(pixels + 1).fill(-1);
   let filled = -1;
-  for (let k = Math.max(lastUpTo(t, length, axis.t0), 0); k < length && t[k] <= axis.t1; k++) {
-    const from = Math.max(Math.floor(axis.x(t[k]) - axis.left), 0);
-    const until = k + 1 < length ? Math.floor(axis.x(t[k + 1]) - axis.left) : pixels;
+  for (let k = Math.max(lastUpTo(t, length, axis.t0), 0); k < length && sure(t[k]) <= axis.t1; k++) {
+    const from = Math.max(Math.floor(axis.x(sure(t[k])) - axis.left), 0);
+    const until = k + 1 < length ? Math.floor(axis.x(sure(t[k + 1])) - axis.left) : pixels;
     const bytes = series.bytes(k);
-    const total = bytes.reduce((sum, part) => sum + part, 0) - bytes[CATEGORY.RESERVED];
+    const total = bytes.reduce((sum, part) => sum + part, 0) - sure(bytes[CATEGORY.RESERVED]);
     for (let x = Math.min(from, pixels); x <= Math.min(until, pixels); x++) {
-      if (x <= filled && totals[x] >= total) continue;
+      if (x <= filled && sure(totals[x]) >= total) continue;
       columns.set(bytes, x * CATEGORIES.length);
       totals[x] = total;
     }
@@ -156,7 +157,7 @@ export function drawMemory(pen, width, height, scene) {
     const base = (place + 1) * each - 6, room = each - 12;
     pen.fillStyle = skin.row;
     pen.fillRect(axis.left, base - room, axis.width, room);
-    drawAreas(pen, found[place], { axis, base, scale: room / top, last, skin });
+    drawAreas(pen, sure(found[place]), { axis, base, scale: room / top, last, skin });
     drawMemoryScale(pen, { axis, base, room, top, skin });
     drawMemoryLabel(pen, group.label, { y: base - room, left: axis.left, skin });
     if (group.peak) drawPeak(pen, group.peak, { axis, base, scale: room / top, skin, width });
@@ -168,7 +169,7 @@ export function drawMemory(pen, width, height, scene) {
 function highest({ columns, totals }) {
   let most = 0;
   totals.forEach((total, x) => {
-    if (total >= 0) most = Math.max(most, total + columns[x * CATEGORIES.length + CATEGORY.RESERVED]);
+    if (total >= 0) most = Math.max(most, total + sure(columns[x * CATEGORIES.length + CATEGORY.RESERVED]));
   });
   return most;
 }
@@ -185,23 +186,23 @@ function drawAreas(pen, { columns, totals, pixels }, { axis, base, scale, last, 
     pen.fillStyle = colour;
     pen.globalAlpha = index === CATEGORY.RESERVED ? 0.3 : 1;
     for (let x = 0; x < until; x++) {
-      const bytes = totals[x] < 0 ? 0 : columns[x * CATEGORIES.length + index];
+      const bytes = sure(totals[x]) < 0 ? 0 : sure(columns[x * CATEGORIES.length + index]);
       if (bytes <= 0) continue;
-      const isLike = (/** @type {number} */ other) => totals[other] >= 0 && below[other] === below[x] &&
+      const isLike = (/** @type {number} */ other) => sure(totals[other]) >= 0 && below[other] === below[x] &&
         columns[other * CATEGORIES.length + index] === bytes;
       let run = x + 1; // equal neighbours become one rectangle
       while (run < until && isLike(run)) run++;
-      pen.fillRect(axis.left + x, base - (below[x] + bytes) * scale, run - x, bytes * scale);
-      for (; x < run; x++) below[x] += bytes;
+      pen.fillRect(axis.left + x, base - (sure(below[x]) + bytes) * scale, run - x, bytes * scale);
+      for (; x < run; x++) below[x] = sure(below[x]) + bytes;
       x -= 1;
     }
   });
   pen.globalAlpha = 1;
   pen.fillStyle = skin.ink;
   for (let x = 0; x < until; x++) {
-    if (totals[x] < 0) continue;
-    const y = base - totals[x] * scale;
-    const next = x + 1 < until && totals[x + 1] >= 0 ? base - totals[x + 1] * scale : y;
+    if (sure(totals[x]) < 0) continue;
+    const y = base - sure(totals[x]) * scale;
+    const next = x + 1 < until && sure(totals[x + 1]) >= 0 ? base - sure(totals[x + 1]) * scale : y;
     pen.fillRect(axis.left + x, Math.min(y, next), 1, Math.max(Math.abs(next - y), 1));
   }
 }
@@ -268,7 +269,7 @@ function drawPeak(pen, peak, { axis, base, scale, skin, width }) {
 // -- states of units
 
 const STATES_HEIGHT = 300; // that all rows may take together
-const UNIT_HEIGHTS = [5, 20];
+const UNIT_HEIGHTS = /** @type {const} */ ([5, 20]);
 
 /**
  * How high one unit's row is, of so many.
@@ -294,7 +295,7 @@ export function drawStates(pen, width, height, scene) {
     pen.fillRect(axis.left, y + 1, axis.width, each - 2);
     drawUnit(pen, series, { axis, y, each, last });
     if (now !== undefined) {
-      pen.fillStyle = UNIT_STATES[now].colour;
+      pen.fillStyle = sure(UNIT_STATES[now]).colour;
       pen.fillRect(axis.left - 14, y + 2, 8, each - 4);
     }
     if (place % every) return;
@@ -310,12 +311,12 @@ export function drawStates(pen, width, height, scene) {
  * @param {{ axis: Axis, y: number, each: number, last: number }} where
  */
 function drawUnit(pen, { t, state: states, length }, { axis, y, each, last }) {
-  for (let k = Math.max(lastUpTo(t, length, axis.t0), 0); k < length && t[k] <= axis.t1; k++) {
-    const begin = Math.max(axis.x(t[k]), axis.left);
-    const end = Math.min(k + 1 < length ? axis.x(t[k + 1]) : last, axis.left + axis.width, last);
+  for (let k = Math.max(lastUpTo(t, length, axis.t0), 0); k < length && sure(t[k]) <= axis.t1; k++) {
+    const begin = Math.max(axis.x(sure(t[k])), axis.left);
+    const end = Math.min(k + 1 < length ? axis.x(sure(t[k + 1])) : last, axis.left + axis.width, last);
     if (end <= begin) continue;
-    const state = states[k], thin = state === UNIT_STATE.SHARDED && each > 8 ? each * 0.36 : 1; // it holds little
-    pen.fillStyle = UNIT_STATES[state].colour;
+    const state = sure(states[k]), thin = state === UNIT_STATE.SHARDED && each > 8 ? each * 0.36 : 1; // it holds little
+    pen.fillStyle = sure(UNIT_STATES[state]).colour;
     pen.fillRect(begin, y + thin, Math.max(end - begin, 0.7), each - 2 * thin);
   }
 }
@@ -339,12 +340,12 @@ export function drawLine(pen, width, height, { steps, value, colour, at, skin })
     if (Number.isFinite(columns[value][k]) && columns.model[k] === model) known.push(k);
   }
   if (!known.length) return;
-  const values = known.map((k) => columns[value][k]), numbers = known.map((k) => columns.step[k]);
+  const values = known.map((k) => sure(columns[value][k])), numbers = known.map((k) => sure(columns.step[k]));
   const least = Math.min(...values), most = Math.max(...values), range = most - least || Math.abs(most) || 1;
-  const first = numbers[0], span = Math.max(numbers[numbers.length - 1] - first, 1);
-  const x = (/** @type {number} */ place) => 3 + ((numbers[place] - first) / span) * (width - 8);
+  const first = sure(numbers[0]), span = Math.max(sure(numbers[numbers.length - 1]) - first, 1);
+  const x = (/** @type {number} */ place) => 3 + ((sure(numbers[place]) - first) / span) * (width - 8);
   const base = most === least ? least - range / 2 : least;
-  const y = (/** @type {number} */ place) => low + room * (1 - (values[place] - base) / range);
+  const y = (/** @type {number} */ place) => low + room * (1 - (sure(values[place]) - base) / range);
   Object.assign(pen, { strokeStyle: colour, lineWidth: 1.75, lineJoin: "round" });
   pen.beginPath();
   for (let place = 0; place < known.length; place++) {

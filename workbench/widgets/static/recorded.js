@@ -3,6 +3,7 @@
 
 import { ranksInWords } from "./format.js";
 import { lastUpTo } from "./series.js";
+import { sure } from "./sure.js";
 import { aligned, pack, unpack } from "./unpack.js";
 
 /** @import { About, Answer, Moment, News, Question, RanksThen, SpansTable } from "./messages.js" */
@@ -43,7 +44,7 @@ export async function unzipped(text) {
 function summed(steps) {
   const found = new Float64Array(steps.length);
   let sum = 0;
-  for (let k = 0; k < steps.length; k++) found[k] = sum += steps[k];
+  for (let k = 0; k < steps.length; k++) found[k] = sum += sure(steps[k]);
   return found;
 }
 
@@ -56,7 +57,7 @@ class Changes {
    */
   constructor(rows, values, ends) {
     this.parts = Array.from(ends, (end, k) => {
-      const from = k ? ends[k - 1] : 0;
+      const from = k ? sure(ends[k - 1]) : 0;
       return { rows: rows.subarray(from, end), values: values.subarray(from, end) };
     });
   }
@@ -66,7 +67,7 @@ class Changes {
    * @param {number} row
    */
   after(row) {
-    return this.parts.map(({ rows, values }) => values[lastUpTo(rows, rows.length, row)]);
+    return this.parts.map(({ rows, values }) => sure(values[lastUpTo(rows, rows.length, row)]));
   }
 
   /**
@@ -77,7 +78,7 @@ class Changes {
   between(first, last) {
     const found = this.parts.flatMap(({ rows, values }, part) => {
       const from = lastUpTo(rows, rows.length, first) + 1, to = lastUpTo(rows, rows.length, last) + 1;
-      return Array.from(rows.subarray(from, to), (row, k) => ({ row, part, value: values[from + k] }));
+      return Array.from(rows.subarray(from, to), (row, k) => ({ row, part, value: sure(values[from + k]) }));
     });
     return found.sort((a, b) => a.row - b.row);
   }
@@ -95,7 +96,7 @@ class RankRecord {
     this.seq = seq;
     this.known = summed(column("known")); // when each row was known, on rank 0's clock
     const hidden = summed(column("hidden"));
-    this.shown = this.known.map((t, k) => t - hidden[k]); // where that is on the axis
+    this.shown = this.known.map((t, k) => t - sure(hidden[k])); // where that is on the axis
     this.step = summed(column("step"));
     this.back = column("back");
     this.text = column("text");
@@ -123,7 +124,7 @@ class RankRecord {
   beside(seq, by) {
     const row = Math.min(Math.max(seq - this.seq, 0), this.length - 1), count = this.events.length;
     if (!count) return row;
-    return this.events[Math.min(Math.max(lastUpTo(this.events, count, row) + by, 0), count - 1)];
+    return sure(this.events[Math.min(Math.max(lastUpTo(this.events, count, row) + by, 0), count - 1)]);
   }
 }
 
@@ -165,11 +166,12 @@ export class RecordedRun {
     const rows = this.ranks.map((rank) => rank.rowAt(rank.shown, t));
     let newest = 0;
     this.ranks.forEach((rank, k) => {
-      const best = this.ranks[newest], isUp = rank.shown[rows[k]] <= t, bestIsUp = best.shown[rows[newest]] <= t;
-      const isLater = rank.known[rows[k]] > best.known[rows[newest]];
+      const row = sure(rows[k]), best = sure(this.ranks[newest]), bestRow = sure(rows[newest]);
+      const isUp = sure(rank.shown[row]) <= t, bestIsUp = sure(best.shown[bestRow]) <= t;
+      const isLater = sure(rank.known[row]) > sure(best.known[bestRow]);
       if (isUp === bestIsUp ? isLater : isUp) newest = k;
     });
-    return this.ranks.length ? this.moment(newest, rows[newest], rows) : null;
+    return this.ranks.length ? this.moment(newest, sure(rows[newest]), rows) : null;
   }
 
   /**
@@ -182,7 +184,7 @@ export class RecordedRun {
   beside(rank, seq, by) {
     const place = this.ranks.findIndex((other) => other.rank === rank);
     if (place < 0) return null;
-    const row = this.ranks[place].beside(seq, by), known = this.ranks[place].known[row];
+    const mine = sure(this.ranks[place]), row = mine.beside(seq, by), known = sure(mine.known[row]);
     return this.moment(place, row, this.ranks.map((other) => other.rowAt(other.known, known)));
   }
 
@@ -194,14 +196,14 @@ export class RecordedRun {
    * @returns {Moment}
    */
   moment(place, row, rows) {
-    const rank = this.ranks[place], event = row - rank.back[row];
-    const entries = this.ranks.map((other, k) => this.entry(other, rows[k], k === place ? row : rows[k]));
+    const rank = sure(this.ranks[place]), event = row - sure(rank.back[row]);
+    const entries = this.ranks.map((other, k) => this.entry(other, sure(rows[k]), k === place ? row : sure(rows[k])));
     return {
-      t_us: rank.shown[row] / 1e3,
+      t_us: sure(rank.shown[row]) / 1e3,
       rank: rank.rank,
       seq: rank.seq + event,
-      step: rank.step[event],
-      event: `rank ${rank.rank}: ${this.told.texts[rank.text[row]]}`,
+      step: sure(rank.step[event]),
+      event: `rank ${rank.rank}: ${sure(this.told.texts[sure(rank.text[row])])}`,
       ranks: this.folded(entries),
     };
   }
@@ -218,10 +220,10 @@ export class RecordedRun {
     return {
       ranks: [rank.rank],
       label: ranksInWords([rank.rank]),
-      doing: this.told.doings[rank.doing[named]],
+      doing: sure(this.told.doings[sure(rank.doing[named])]),
       units: /** @type {RanksThen["units"]} */ (rank.units.after(row)),
       bytes,
-      in_use: total(bytes) - bytes[this.told.reserved],
+      in_use: total(bytes) - sure(bytes[this.told.reserved]),
     };
   }
 
@@ -238,8 +240,8 @@ export class RecordedRun {
         groups.push(entry);
         continue;
       }
-      const ranks = [...groups[place].ranks, ...entry.ranks];
-      groups[place] = { ...groups[place], ranks, label: ranksInWords(ranks) };
+      const group = sure(groups[place]), ranks = [...group.ranks, ...entry.ranks];
+      groups[place] = { ...group, ranks, label: ranksInWords(ranks) };
     }
     return groups;
   }
@@ -251,7 +253,7 @@ export class RecordedRun {
   areAlike(first, other) {
     const near = this.told.alike * Math.max(total(first.bytes), 1);
     return first.doing === other.doing && first.units.every((state, unit) => state === other.units[unit]) &&
-      first.bytes.every((bytes, k) => Math.abs(bytes - other.bytes[k]) <= near);
+      first.bytes.every((bytes, k) => Math.abs(bytes - sure(other.bytes[k])) <= near);
   }
 
   /**
@@ -322,12 +324,12 @@ function part(rank, from, to) {
   const begin = Math.round(from * 1e3);
   const first = lastUpTo(rank.shown, rank.length, begin), last = lastUpTo(rank.shown, rank.length, Math.round(to * 1e3));
   return {
-    t: Math.max(begin, rank.shown[0]) / 1e3,
+    t: Math.max(begin, sure(rank.shown[0])) / 1e3,
     before: { bytes: rank.bytes.after(first), units: rank.units.after(first) },
     bytes: rank.bytes.between(first, last),
     units: rank.units.between(first, last),
     /** @param {number} row */
-    us: (row) => rank.shown[row] / 1e3,
+    us: (row) => sure(rank.shown[row]) / 1e3,
   };
 }
 
@@ -378,9 +380,10 @@ function tell({ group, t, before, bytes, units, us }, memory, states) {
  * @returns {Record<string, number[]>}
  */
 function spansBetween(spans, from, to) {
-  const mine = [...spans.start.keys()].filter((k) => spans.start[k] <= to && spans.start[k] + spans.duration[k] >= from);
+  const ends = spans.start.map((start, k) => start + sure(spans.duration[k]));
+  const mine = [...spans.start.keys()].filter((k) => sure(spans.start[k]) <= to && sure(ends[k]) >= from);
   const columns = /** @type {[string, Column][]} */ (Object.entries(spans));
-  return Object.fromEntries(columns.map(([name, values]) => [name, mine.map((k) => values[k])]));
+  return Object.fromEntries(columns.map(([name, values]) => [name, mine.map((k) => sure(values[k]))]));
 }
 
 /**

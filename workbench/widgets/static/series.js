@@ -1,6 +1,7 @@
 // Columns that grow: what the panels draw over time. Times are microseconds from the view's origin.
 
 import { CATEGORIES } from "./events.js";
+import { sure } from "./sure.js";
 
 /** @import { MemoryTable, StatesTable, StepsTable } from "./messages.js" */
 
@@ -21,7 +22,7 @@ export function lastUpTo(values, length, value) {
   let low = 0, high = length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (values[middle] <= value) low = middle + 1;
+    if (sure(values[middle]) <= value) low = middle + 1;
     else high = middle;
   }
   return low - 1;
@@ -52,7 +53,7 @@ class Growing {
     if (this.length < this.room) return columns;
     this.room = Math.min(2 * this.room, this.most);
     const found = make(this.room);
-    for (const [name, values] of Object.entries(columns)) found[name].set(values);
+    for (const [name, values] of Object.entries(columns)) sure(found[name]).set(values);
     return found;
   }
 }
@@ -145,11 +146,11 @@ export class Steps extends Growing {
       this.columns = this.grown(this.columns, (room) => Steps.make(room));
       const { columns, length } = this;
       columns.t[length] = t;
-      columns.step[length] = table.step[k];
-      columns.loss[length] = table.loss[k];
-      columns.ms[length] = table.ms[k];
-      columns.exposed[length] = table.exposed[k];
-      columns.model[length] = table.model[k];
+      columns.step[length] = sure(table.step[k]);
+      columns.loss[length] = sure(table.loss[k]);
+      columns.ms[length] = sure(table.ms[k]);
+      columns.exposed[length] = sure(table.exposed[k]);
+      columns.model[length] = sure(table.model[k]);
       this.length += 1;
     });
   }
@@ -183,8 +184,8 @@ export class Known {
   /** @param {MemoryTable} table */
   takeMemory({ t, bytes, group }) {
     t.forEach((when, k) => {
-      while (this.memory.length <= group[k]) this.memory.push(new Memory());
-      this.memory[group[k]].push(when, bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length));
+      while (this.memory.length <= sure(group[k])) this.memory.push(new Memory());
+      sure(this.memory[sure(group[k])]).push(when, bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length));
     });
   }
 
@@ -195,10 +196,10 @@ export class Known {
   takeStates({ t, unit, group, state }, numUnits) {
     const most = Math.max(Math.floor(MAX_CHANGES / Math.max(numUnits, 1)), LEAST);
     t.forEach((when, k) => {
-      while (this.states.length <= group[k]) this.states.push([]);
-      const units = this.states[group[k]];
-      while (units.length <= unit[k]) units.push(new Changes(most));
-      units[unit[k]].push(when, state[k]);
+      while (this.states.length <= sure(group[k])) this.states.push([]);
+      const units = sure(this.states[sure(group[k])]);
+      while (units.length <= sure(unit[k])) units.push(new Changes(most));
+      sure(units[sure(unit[k])]).push(when, sure(state[k]));
     });
   }
 }

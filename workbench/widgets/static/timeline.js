@@ -9,6 +9,7 @@
 import { KIND, KINDS } from "./events.js";
 import { formatBytes, formatDuration, shorten, timeUnit } from "./format.js";
 import { FONT, Look, isDark, penOf } from "./look.js";
+import { sure } from "./sure.js";
 import { MAX_STRADDLING, Tracks, paint, share } from "./track.js";
 
 /** @import { Items, Track, TrackName } from "./track.js" */
@@ -21,7 +22,7 @@ const DRAG = 4; // pixels that tell a drag from a click
 const AXIS = 30; // height of the axis, in pixels
 const HOLD_REACH = 4; // pixels around the line of a hold
 const GAP = 9; // between two ranks
-const ROWS = [14, 22]; // height of a row
+const ROWS = /** @type {const} */ ([14, 22]); // height of a row
 const TRACKS_HEIGHT = 640; // that all rows may take together before they get lower
 const LIGHT = {
   ink: "#2f3437", soft: "#5f6b73", grid: "rgba(60,70,80,0.13)", row: "rgba(60,70,80,0.055)", accent: "#0b63ce",
@@ -127,7 +128,9 @@ class Timeline {
   stats() {
     const { t0, t1, cursor, frames, drawMs, firstPaintMs, isFollowing, hovered } = this;
     const tracks = this.shown.all;
-    return { rectangles: this.shown.count, rows: this.rows.length, frames, drawMs, firstPaintMs, view: [t0, t1], cursor,
+    /** @type {[number, number]} */
+    const view = [t0, t1];
+    return { rectangles: this.shown.count, rows: this.rows.length, frames, drawMs, firstPaintMs, view, cursor,
       isFollowing, isDark: this.isDark, hovered: hovered && this.describe(hovered), range: [this.low, this.high],
       plot: { left: this.left, top: AXIS, width: this.width - this.left }, counts: tracks.map(({ length }) => length),
       isClose: this.close !== null, holds: this.holds.map(([at, length]) => ({ at, length, x: this.x(at) })),
@@ -392,7 +395,7 @@ class Timeline {
     let best = direction * Infinity;
     for (const { track } of this.rows.filter((row) => row.track.rank === rank)) {
       for (const k of track.near(t)) {
-        for (const edge of [track.start[k], track.end[k]]) {
+        for (const edge of [sure(track.start[k]), sure(track.end[k])]) {
           if ((edge - t) * direction > 0 && (edge - best) * direction < 0) best = edge;
         }
       }
@@ -407,7 +410,7 @@ class Timeline {
 
   sayCursor() {
     const { canvas, cursor } = this;
-    const [low, high] = [this.low, this.high].map((t) => (Number.isFinite(t) ? t : 0));
+    const low = Number.isFinite(this.low) ? this.low : 0, high = Number.isFinite(this.high) ? this.high : 0;
     canvas.setAttribute("aria-valuemin", String(Math.round(low)));
     canvas.setAttribute("aria-valuemax", String(Math.round(high)));
     this.saidHigh = this.high;
@@ -445,12 +448,12 @@ class Timeline {
     let best = null;
     let distance = Infinity;
     for (let k = Math.max(first, last - 4 * MAX_STRADDLING); k < last; k++) {
-      const away = Math.max(track.start[k] - t, t - track.end[k], 0) + (track.lane[k] === 3 - half ? slack : 0);
+      const away = Math.max(sure(track.start[k]) - t, t - sure(track.end[k]), 0) + (track.lane[k] === 3 - half ? slack : 0);
       if (away <= distance && away <= slack) [best, distance] = [{ row, items: track, k }, away];
     }
     const open = this.open[row.index];
     open?.start.forEach((start, k) => {
-      if (start - slack <= t && t <= open.end[k] + slack) best = { row, items: open, k };
+      if (start - slack <= t && t <= sure(open.end[k]) + slack) best = { row, items: open, k };
     });
     return best;
   }
@@ -460,15 +463,15 @@ class Timeline {
    * @param {Found} found
    */
   describe({ row: { track }, items, k }) {
-    const kind = items.kind[k], duration = items.end[k] - items.start[k];
-    const unit = items.unit[k] >= 0 ? this.unitName(items.unit[k]) : "";
-    const cause = Number.isNaN(items.arrowFrom[k]) ? null : this.shown.issue(track, items.arrowFrom[k]);
-    const word = KINDS[kind].words;
-    const what = kind === KIND.WAIT && cause ? `wait for ${KINDS[cause.track.kind[cause.k]].words}` : word;
-    const exposed = duration * share(items.exposed[k]);
+    const kind = sure(items.kind[k]), duration = sure(items.end[k]) - sure(items.start[k]);
+    const unit = sure(items.unit[k]) >= 0 ? this.unitName(sure(items.unit[k])) : "";
+    const cause = Number.isNaN(items.arrowFrom[k]) ? null : this.shown.issue(track, sure(items.arrowFrom[k]));
+    const word = sure(KINDS[kind]).words;
+    const what = kind === KIND.WAIT && cause ? `wait for ${sure(KINDS[sure(cause.track.kind[cause.k])]).words}` : word;
+    const exposed = duration * share(sure(items.exposed[k]));
     return { kind, word, unit, duration, bytes: items.bytes[k], rank: track.rank, label: track.label,
-      start: items.start[k], end: items.end[k], exposed, isExposed: items.exposed[k] > 0, hasEnded: items === track,
-      isCommunication: KINDS[kind].isCollective, title: unit ? `${what} of ${unit}` : what };
+      start: sure(items.start[k]), end: sure(items.end[k]), exposed, isExposed: sure(items.exposed[k]) > 0, hasEnded: items === track,
+      isCommunication: sure(KINDS[kind]).isCollective, title: unit ? `${what} of ${unit}` : what };
   }
 
   /** @param {number} unit */
@@ -714,7 +717,7 @@ class Timeline {
   layOut() {
     const { kept: { all: kept }, shown: { all: tracks }, open } = this;
     const isUsed = (/** @type {Track} */ track, /** @type {number} */ index) =>
-      track.length > 0 || kept[index].length > 0 || open[index] !== null;
+      track.length > 0 || sure(kept[index]).length > 0 || open[index] !== null;
     const used = new Set(tracks.filter(isUsed).map((track) => track.name));
     const seen = tracks.map((track, index) => ({ track, index })).filter(({ track }) => used.has(track.name));
     const height = Math.round(Math.min(Math.max(TRACKS_HEIGHT / Math.max(seen.length, 1), ROWS[0]), ROWS[1]));
@@ -737,7 +740,7 @@ class Timeline {
   layOutLegend() {
     this.pen.font = `12px ${FONT}`;
     const entries = [...this.kinds].sort((a, b) => a - b).map((kind) => {
-      const word = KINDS[kind].words;
+      const word = sure(KINDS[kind]).words;
       const text = kind === KIND.WAIT ? `${word} (exposed)` : word;
       return { kind, text, width: 18 + this.pen.measureText(text).width + 14 };
     });
@@ -834,6 +837,7 @@ class Timeline {
     const digits = Math.max(0, -Math.floor(Math.log10(step / divisor) + 1e-9));
     const flag = this.flag() ?? { left: Infinity, width: 0 };
     pen.font = `11px ${FONT}`;
+    const clear = Math.max(this.left - 8, pen.measureText(this.inView()).width + 12);
     Object.assign(pen, { textAlign: "center", textBaseline: "middle" });
     for (let t = Math.ceil(this.t0 / step) * step; t <= this.t1; t += step) {
       const x = Math.round(this.x(t)) + 0.5 / this.ratio;
@@ -843,7 +847,7 @@ class Timeline {
       const text = `${(t / divisor).toFixed(Math.min(digits, 9))} ${unit}`.replace(/^-(0(\.0*)?) /, "$1 ");
       const half = pen.measureText(text).width / 2;
       const isFree = x + half + 4 < flag.left || x - half - 4 > flag.left + flag.width;
-      if (isFree && x - half >= this.left - 8 && x + half <= this.width) pen.fillText(text, x, 14);
+      if (isFree && x - half >= clear && x + half <= this.width) pen.fillText(text, x, 14);
     }
   }
 
@@ -858,7 +862,7 @@ class Timeline {
     const many = rows.filter(({ first, last }) => last - first > most);
     if (many.length) this.drawMany(many.map(({ row }) => row));
     for (const { row, first, last } of few) {
-      for (let k = first; k < last; k++) this.drawItem(row, row.track, k, row.track.lane[k]);
+      for (let k = first; k < last; k++) this.drawItem(row, row.track, k, sure(row.track.lane[k]));
     }
     for (const row of this.rows) {
       const open = this.open[row.index];
@@ -901,24 +905,24 @@ class Timeline {
   drawItem(row, items, k, lane) {
     const { pen, look, ratio } = this;
     const snap = (/** @type {number} */ x) => Math.round(x * ratio) / ratio;
-    const from = snap(Math.max(this.x(items.start[k]), this.left - 2));
-    const to = snap(Math.min(this.x(items.end[k]), this.width + 2));
+    const from = snap(Math.max(this.x(sure(items.start[k])), this.left - 2));
+    const to = snap(Math.min(this.x(sure(items.end[k])), this.width + 2));
     const gap = to - from > 5 ? 1 : 0; // neighbours stay apart
     const width = Math.max(to - from - gap, 1);
     const height = lane ? (row.height - 1) / 2 : row.height, y = lane === 2 ? row.y + height + 1 : row.y;
-    const kind = items.kind[k];
+    const kind = sure(items.kind[k]);
     pen.fillStyle = look.colour(kind);
     if (items !== row.track) pen.globalAlpha = 0.6;
     pen.fillRect(from, y, width, height);
     pen.globalAlpha = 1;
-    const whole = this.x(items.end[k]) - this.x(items.start[k]);
-    const exposed = whole * share(items.exposed[k]);
+    const whole = this.x(sure(items.end[k])) - this.x(sure(items.start[k]));
+    const exposed = whole * share(sure(items.exposed[k]));
     if (exposed > 0 && kind !== KIND.WAIT) {
-      const begin = Math.max(snap(this.x(items.end[k]) - exposed), from);
+      const begin = Math.max(snap(this.x(sure(items.end[k])) - exposed), from);
       pen.fillStyle = look.exposedCss;
       if (begin < from + width) pen.fillRect(begin, y, from + width - begin, height);
     }
-    if (width > 34 && height >= 11) this.drawName(kind, items.unit[k], { x: from, y, width, height });
+    if (width > 34 && height >= 11) this.drawName(kind, sure(items.unit[k]), { x: from, y, width, height });
   }
 
   /**
@@ -928,7 +932,7 @@ class Timeline {
    */
   drawName(kind, unit, { x, y, width, height }) {
     const { pen } = this, isUnit = unit >= 0;
-    const name = isUnit ? this.unitName(unit) : KINDS[kind].words;
+    const name = isUnit ? this.unitName(unit) : sure(KINDS[kind]).words;
     const size = Math.min(11, height - 3);
     const letters = Math.floor((width - 6) / (0.55 * size));
     if (letters < (isUnit ? Math.min(name.length, 9) : name.length)) return; // what a colour says: all or nothing
@@ -946,8 +950,8 @@ class Timeline {
     for (const { row, first, last } of few) {
       for (let k = first; k < last; k++) {
         const { start, end, arrowFrom } = row.track;
-        if (Number.isNaN(arrowFrom[k]) || this.x(end[k]) - this.x(start[k]) < 2) continue;
-        found.push({ row, k, length: end[k] - start[k] });
+        if (Number.isNaN(arrowFrom[k]) || this.x(sure(end[k])) - this.x(sure(start[k])) < 2) continue;
+        found.push({ row, k, length: sure(end[k]) - sure(start[k]) });
       }
     }
     found.sort((a, b) => b.length - a.length);
@@ -962,11 +966,11 @@ class Timeline {
    * @param {number} thickness
    */
   drawArrow(row, items, k, alpha, thickness) {
-    const cause = this.shown.issue(row.track, items.arrowFrom[k]);
+    const cause = this.shown.issue(row.track, sure(items.arrowFrom[k]));
     const origin = cause && this.rows.find(({ track }) => track === cause.track);
     if (!origin) return;
     const { pen } = this;
-    const x0 = this.x(items.arrowFrom[k]), x1 = this.x(items.start[k]);
+    const x0 = this.x(sure(items.arrowFrom[k])), x1 = this.x(sure(items.start[k]));
     const down = origin.y < row.y ? 1 : -1;
     const y0 = down > 0 ? origin.y + origin.height : origin.y, y1 = down > 0 ? row.y : row.y + row.height;
     const bend = down * Math.max(8, 0.45 * Math.abs(y1 - y0));
@@ -992,8 +996,8 @@ class Timeline {
     const { row, items, k } = this.hovered;
     const { pen } = this, lane = items === row.track ? row.track.lane[k] : 0;
     const height = lane ? (row.height - 1) / 2 : row.height, y = lane === 2 ? row.y + height + 1 : row.y;
-    const from = Math.max(this.x(items.start[k]), this.left - 4);
-    const to = Math.min(this.x(items.end[k]), this.width + 4);
+    const from = Math.max(this.x(sure(items.start[k])), this.left - 4);
+    const to = Math.min(this.x(sure(items.end[k])), this.width + 4);
     Object.assign(pen, { strokeStyle: this.skin.ink, lineWidth: 2 });
     pen.strokeRect(from, y, Math.max(to - from, 2), height);
     if (!Number.isNaN(items.arrowFrom[k])) this.drawArrow(row, items, k, 1, 1.6);
@@ -1053,7 +1057,12 @@ class Timeline {
     }
     pen.font = `11px ${FONT}`;
     Object.assign(pen, { textAlign: "left", fillStyle: this.skin.soft });
-    pen.fillText(`${formatDuration(this.t1 - this.t0)} in view`, 4, 14);
+    pen.fillText(this.inView(), 4, 14);
+  }
+
+  /** What stands at the left of the axis. */
+  inView() {
+    return `${formatDuration(this.t1 - this.t0)} in view`;
   }
 
   drawLegend() {

@@ -6,6 +6,7 @@
 // the colour (A(u) - A(t)) / (u - t), exactly, whatever the zoom. A is summed up in advance for every BLOCK-th item (the
 // coarse level), so a pixel takes one search and at most BLOCK additions.
 
+import { sure } from "./sure.js";
 /** @import { Look } from "./look.js" */
 
 const BLOCK = 8;
@@ -40,16 +41,16 @@ const MAX_TRIES = 64; // additions to a rank after which nobody expects the coll
  * @param {number} value
  */
 export function gallop(values, length, from, value) {
-  if (from >= length || values[from] >= value) return from;
+  if (from >= length || sure(values[from]) >= value) return from;
   let low = from, stride = 1;
-  while (low + stride < length && values[low + stride] < value) {
+  while (low + stride < length && sure(values[low + stride]) < value) {
     low += stride;
     stride *= 2;
   }
   let high = Math.min(low + stride, length);
   while (high - low > 1) {
     const middle = (low + high) >> 1;
-    if (values[middle] < value) low = middle;
+    if (sure(values[middle]) < value) low = middle;
     else high = middle;
   }
   return high;
@@ -72,13 +73,13 @@ function columnsOf({ start, end, bytes, arrowFrom, unit, kind, exposed }) {
 export function picked(items, places) {
   const order = Uint32Array.from(places);
   return {
-    start: Float64Array.from(order, (k) => items.start[k]),
-    end: Float64Array.from(order, (k) => items.end[k]),
-    bytes: Float64Array.from(order, (k) => items.bytes[k]),
-    arrowFrom: Float64Array.from(order, (k) => items.arrowFrom[k]),
-    unit: Int16Array.from(order, (k) => items.unit[k]),
-    kind: Uint8Array.from(order, (k) => items.kind[k]),
-    exposed: Uint8Array.from(order, (k) => items.exposed[k]),
+    start: Float64Array.from(order, (k) => sure(items.start[k])),
+    end: Float64Array.from(order, (k) => sure(items.end[k])),
+    bytes: Float64Array.from(order, (k) => sure(items.bytes[k])),
+    arrowFrom: Float64Array.from(order, (k) => sure(items.arrowFrom[k])),
+    unit: Int16Array.from(order, (k) => sure(items.unit[k])),
+    kind: Uint8Array.from(order, (k) => sure(items.kind[k])),
+    exposed: Uint8Array.from(order, (k) => sure(items.exposed[k])),
   };
 }
 
@@ -89,8 +90,9 @@ export function picked(items, places) {
 function sorted(items) {
   const { start } = items;
   let isSorted = true;
-  for (let k = 1; k < start.length && isSorted; k++) isSorted = start[k] >= start[k - 1];
-  return isSorted ? items : picked(items, Array.from(start.keys()).sort((a, b) => start[a] - start[b] || a - b));
+  for (let k = 1; k < start.length && isSorted; k++) isSorted = sure(start[k]) >= sure(start[k - 1]);
+  const order = (/** @type {number} */ a, /** @type {number} */ b) => sure(start[a]) - sure(start[b]) || a - b;
+  return isSorted ? items : picked(items, Array.from(start.keys()).sort(order));
 }
 
 /**
@@ -101,7 +103,7 @@ function sorted(items) {
 function mergeOrder(first, second) {
   const order = new Int32Array(first.length + second.length);
   for (let a = 0, b = 0, k = 0; k < order.length; k++) {
-    order[k] = b >= second.length || (a < first.length && first[a] <= second[b]) ? a++ : first.length + b++;
+    order[k] = b >= second.length || (a < first.length && sure(first[a]) <= sure(second[b])) ? a++ : first.length + b++;
   }
   return order;
 }
@@ -117,7 +119,8 @@ function mergeOrder(first, second) {
 function merge(values, length, from, added, order) {
   const old = values.slice(from, length);
   for (let k = 0; k < order.length; k++) {
-    values[from + k] = order[k] < old.length ? old[order[k]] : added[order[k] - old.length];
+    const place = sure(order[k]);
+    values[from + k] = sure(place < old.length ? old[place] : added[place - old.length]);
   }
 }
 
@@ -155,13 +158,14 @@ export class Track {
   append(items) {
     const added = sorted(items), count = added.start.length;
     if (!count) return;
-    const from = gallop(this.start, this.length, this.after(added.start[0]), added.start[0]);
+    const first = sure(added.start[0]), from = gallop(this.start, this.length, this.after(first), first);
     this.reserve(this.length + count);
     const order = mergeOrder(this.start.slice(from, this.length), added.start);
     const columns = columnsOf(added);
     columnsOf(this).forEach((values, place) => {
-      if (from === this.length) values.set(columns[place], from);
-      else merge(values, this.length, from, columns[place], order);
+      const mine = sure(columns[place]);
+      if (from === this.length) values.set(mine, from);
+      else merge(values, this.length, from, mine, order);
     });
     this.length += count;
     this.derive(from);
@@ -184,7 +188,7 @@ export class Track {
    */
   after(start) {
     let back = 1;
-    while (back < this.length && this.start[this.length - back] >= start) back *= 2;
+    while (back < this.length && sure(this.start[this.length - back]) >= start) back *= 2;
     return Math.max(this.length - back, 0);
   }
 
@@ -213,12 +217,12 @@ export class Track {
    */
   derive(from) {
     for (let k = from; k < this.length; k++) {
-      const before = k ? this.reach[k - 1] : -Infinity;
-      this.reach[k] = Math.max(before, this.end[k]);
-      if (this.start[k] >= before) this.lane[k] = 0;
+      const before = k ? sure(this.reach[k - 1]) : -Infinity;
+      this.reach[k] = Math.max(before, sure(this.end[k]));
+      if (sure(this.start[k]) >= before) this.lane[k] = 0;
       else {
         if (!this.lane[k - 1]) this.lane[k - 1] = 1;
-        this.lane[k] = 3 - this.lane[k - 1];
+        this.lane[k] = 3 - sure(this.lane[k - 1]);
       }
     }
   }
@@ -238,15 +242,16 @@ export class Track {
     const { start, end, kind, exposed, length, coarse } = this, { red, green, blue } = look;
     const [redE, greenE, blueE] = look.exposed;
     const begin = Math.max(this.summed - 1, 0);
-    let [r, g, b, sum] = this.summed ? coarse.subarray(4 * begin, 4 * begin + 4) : [0, 0, 0, 0];
+    const [r0 = 0, g0 = 0, b0 = 0, sum0 = 0] = this.summed ? coarse.subarray(4 * begin, 4 * begin + 4) : [];
+    let r = r0, g = g0, b = b0, sum = sum0;
     for (let n = begin * BLOCK; n <= length; n++) {
       if (n % BLOCK === 0) coarse.set([r, g, b, sum], (4 * n) / BLOCK);
       if (n === length) break;
-      const time = end[n] > start[n] ? end[n] - start[n] : 0, k = kind[n];
-      const bare = time * share(exposed[n]), hidden = time - bare;
-      r += hidden * red[k] + bare * redE;
-      g += hidden * green[k] + bare * greenE;
-      b += hidden * blue[k] + bare * blueE;
+      const time = Math.max(sure(end[n]) - sure(start[n]), 0), k = sure(kind[n]);
+      const bare = time * share(sure(exposed[n])), hidden = time - bare;
+      r += hidden * sure(red[k]) + bare * redE;
+      g += hidden * sure(green[k]) + bare * greenE;
+      b += hidden * sure(blue[k]) + bare * blueE;
       sum += time;
     }
     this.summed = blocks;
@@ -277,7 +282,7 @@ export class Track {
    */
   at(t) {
     const last = gallop(this.start, this.length, 0, t + 1e-9);
-    for (let k = last - 1; k >= Math.max(last - MAX_STRADDLING, 0); k--) if (this.end[k] > t) return k;
+    for (let k = last - 1; k >= Math.max(last - MAX_STRADDLING, 0); k--) if (sure(this.end[k]) > t) return k;
     return -1;
   }
 
@@ -288,9 +293,10 @@ export class Track {
    * @param {number} to of the wait
    */
   expose(k, from, to) {
-    const waited = Math.min(this.end[k], to) - Math.max(this.start[k], from);
+    const waited = Math.min(sure(this.end[k]), to) - Math.max(sure(this.start[k]), from);
     if (waited <= 0) return;
-    this.exposed[k] = Math.max(2, this.exposed[k], Math.round((255 * waited) / (this.end[k] - this.start[k])));
+    const lasted = sure(this.end[k]) - sure(this.start[k]);
+    this.exposed[k] = Math.max(2, sure(this.exposed[k]), Math.round((255 * waited) / lasted));
     this.summed = Math.min(this.summed, Math.floor(k / BLOCK));
   }
 }
@@ -321,10 +327,10 @@ export class Tracks {
    * @param {Items} items
    */
   append(index, items) {
-    const track = this.all[index], { arrowFrom, start, end } = items;
+    const track = sure(this.all[index]), { arrowFrom, start, end } = items;
     track.append(items);
     arrowFrom.forEach((from, k) => {
-      if (!Number.isNaN(from)) this.pending.push({ track, from, start: start[k], end: end[k], tries: 0 });
+      if (!Number.isNaN(from)) this.pending.push({ track, from, start: sure(start[k]), end: sure(end[k]), tries: 0 });
     });
     this.pending = this.pending.filter((wait) => {
       if (wait.track.rank !== track.rank) return true;
@@ -349,7 +355,7 @@ export class Tracks {
       if (track.rank !== wait.rank || track === wait) continue;
       const near = gallop(track.start, track.length, 0, start);
       for (const k of [near - 1, near]) {
-        const away = k >= 0 && k < track.length ? Math.abs(track.start[k] - start) : Infinity;
+        const away = k >= 0 && k < track.length ? Math.abs(sure(track.start[k]) - start) : Infinity;
         if (away < distance) [best, distance] = [{ track, k }, away];
       }
     }
@@ -361,14 +367,14 @@ export class Tracks {
     const before = (/** @type {number} */ t) => this.all.map(({ start, length }) => gallop(start, length, 0, t));
     const sum = (/** @type {number[]} */ counts) => counts.reduce((a, b) => a + b, 0);
     const half = this.count / 2, there = this.all.filter(({ length }) => length);
-    let low = Math.min(...there.map(({ start }) => start[0]));
-    let high = Math.max(...there.map(({ start, length }) => start[length - 1]));
+    let low = Math.min(...there.map(({ start }) => sure(start[0])));
+    let high = Math.max(...there.map(({ start, length }) => sure(start[length - 1])));
     for (let k = 0; k < 60 && high > low; k++) {
       const middle = (low + high) / 2;
       if (sum(before(middle)) < half) low = middle;
       else high = middle;
     }
-    before(high).forEach((count, k) => { this.all[k].forget(count); });
+    before(high).forEach((count, k) => { sure(this.all[k]).forget(count); });
   }
 }
 
@@ -394,37 +400,39 @@ export function paint(track, pixels, offset, width, t0, step, look) {
   let isFirst = true;
   for (let x = -1; x < width; x++) { // the first round finds what A is at t0
     const t = t0 + (x + 1) * step;
-    if (!isFirst && (!next || reach[next - 1] < t - step) && (next >= length || start[next] >= t)) {
+    if (!isFirst && (!next || sure(reach[next - 1]) < t - step) && (next >= length || sure(start[next]) >= t)) {
       // nothing here: on to where something is; A stays as it is
-      x = (next >= length ? width : Math.max(Math.floor((start[next] - t0) / step), x + 1)) - 1;
+      x = (next >= length ? width : Math.max(Math.floor((sure(start[next]) - t0) / step), x + 1)) - 1;
       continue;
     }
     const until = gallop(start, length, next, t);
     if (isFirst || until - next > BLOCK) {
       const block = Math.floor(until / BLOCK), at = 4 * block;
       next = block * BLOCK;
-      beforeR = coarse[at];
-      beforeG = coarse[at + 1];
-      beforeB = coarse[at + 2];
-      beforeTime = coarse[at + 3];
+      beforeR = sure(coarse[at]);
+      beforeG = sure(coarse[at + 1]);
+      beforeB = sure(coarse[at + 2]);
+      beforeTime = sure(coarse[at + 3]);
     }
     for (; next < until; next++) {
-      const time = end[next] > start[next] ? end[next] - start[next] : 0, k = kind[next], e = exposed[next];
+      const lasts = sure(end[next]) - sure(start[next]), time = lasts > 0 ? lasts : 0;
+      const k = sure(kind[next]), e = sure(exposed[next]);
       const bare = e > 1 ? (time * e) / 255 : 0, hidden = time - bare;
-      beforeR += hidden * red[k] + bare * redE;
-      beforeG += hidden * green[k] + bare * greenE;
-      beforeB += hidden * blue[k] + bare * blueE;
+      beforeR += hidden * sure(red[k]) + bare * redE;
+      beforeG += hidden * sure(green[k]) + bare * greenE;
+      beforeB += hidden * sure(blue[k]) + bare * blueE;
       beforeTime += time;
     }
     let r = beforeR, g = beforeG, b = beforeB, time = beforeTime;
-    for (let over = next - 1; over >= 0 && reach[over] > t && over >= next - MAX_STRADDLING; over--) {
-      const rest = end[over] - t;
+    for (let over = next - 1; over >= 0 && sure(reach[over]) > t && over >= next - MAX_STRADDLING; over--) {
+      const rest = sure(end[over]) - t;
       if (rest <= 0) continue;
-      const k = kind[over], e = exposed[over], tail = e > 1 ? ((end[over] - start[over]) * e) / 255 : 0;
+      const k = sure(kind[over]), e = sure(exposed[over]);
+      const tail = e > 1 ? ((sure(end[over]) - sure(start[over])) * e) / 255 : 0;
       const bare = tail < rest ? tail : rest, hidden = rest - bare; // the exposed end is the last to come
-      r -= hidden * red[k] + bare * redE;
-      g -= hidden * green[k] + bare * greenE;
-      b -= hidden * blue[k] + bare * blueE;
+      r -= hidden * sure(red[k]) + bare * redE;
+      g -= hidden * sure(green[k]) + bare * greenE;
+      b -= hidden * sure(blue[k]) + bare * blueE;
       time -= rest;
     }
     const filled = time - lastTime;

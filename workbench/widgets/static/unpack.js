@@ -1,5 +1,6 @@
 // The tables of an answer from its buffer, and items of tracks from such a table.
 
+import { sure } from "./sure.js";
 import { TABLES } from "./tables.js";
 
 /** @import { Counts, SpansTable, Tables } from "./messages.js" */
@@ -68,14 +69,14 @@ export function pack(tables) {
 export function itemsOf(spans, numTracks) {
   /** @type {number[][]} */
   const places = Array.from({ length: numTracks }, () => []);
-  spans.track.forEach((track, k) => { places[track].push(k); });
+  spans.track.forEach((track, k) => { sure(places[track]).push(k); });
   return places.map((mine) => ({
-    start: Float64Array.from(mine, (k) => spans.start[k]),
-    end: Float64Array.from(mine, (k) => spans.start[k] + spans.duration[k]),
-    bytes: Float64Array.from(mine, (k) => spans.bytes[k]),
-    arrowFrom: Float64Array.from(mine, (k) => spans.start[k] - spans.before[k]),
-    unit: Int16Array.from(mine, (k) => spans.unit[k]),
-    kind: Uint8Array.from(mine, (k) => spans.kind[k]),
-    exposed: Uint8Array.from(mine, (k) => spans.exposed[k]),
+    start: Float64Array.from(mine, (k) => sure(spans.start[k])),
+    end: Float64Array.from(mine, (k) => sure(spans.start[k]) + sure(spans.duration[k])),
+    bytes: Float64Array.from(mine, (k) => sure(spans.bytes[k])),
+    arrowFrom: Float64Array.from(mine, (k) => sure(spans.start[k]) - sure(spans.before[k])),
+    unit: Int16Array.from(mine, (k) => sure(spans.unit[k])),
+    kind: Uint8Array.from(mine, (k) => sure(spans.kind[k])),
+    exposed: Uint8Array.from(mine, (k) => sure(spans.exposed[k])),
   }));
 }

@@ -1,0 +1,94 @@
+"""What the panel, the status bar and the dashboard say when something is lost: the truth again, and in words."""
+
+import re
+
+import psutil
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.extension.built import built_panel
+from tests.extension.page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
+from tests.integration.model import CELL
+from tests.notebooks.lab import jupyterlab, opened
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CELLS = ["%load_ext workbench", f"%%fsdp{CELL}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
+LOAD, MODEL, SHARD, STEP = range(4)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium):
+    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing."""
+    expect.set_options(timeout=PATIENCE_MS)
+    folder = tmp_path_factory.mktemp("lab")
+    with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url, opened(url, chromium) as lab:
+        lab.page.evaluate(f"() => {SHOW}")
+        yield lab
+
+
+def train(lab):
+    """Start two ranks with the form, and let them train in the background."""
+    panel(lab).get_by_role("spinbutton", name="Ranks").fill("2")
+    panel(lab).get_by_role("combobox", name="Device").select_option("cpu")
+    tool(lab, "Start 2 ranks").click()
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+    for number in (MODEL, SHARD, STEP):
+        lab.do(number)
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+    expect(dashboard(lab).locator(".fw-badge")).to_contain_text("training")
+    expect(status_bar(lab)).not_to_have_class("fsdp-mod-bad")
+
+
+def row(lab, rank):
+    return section(lab, "Ranks").get_by_role("listitem").nth(rank)
+
+
+def process_of(lab, rank):
+    """The process of a rank, of which the panel tells."""
+    return psutil.Process(int(row(lab, rank).get_attribute("title").rsplit(maxsplit=1)[1]))
+
+
+def rank_1_is_said_to_be_gone(lab):
+    """Wait until all three say so."""
+    expect(headline(lab)).to_contain_text("rank 1 is gone")
+    expect(row(lab, 0)).not_to_contain_text("gone")
+    expect(row(lab, 1)).to_contain_text("gone")
+    expect(row(lab, 1)).to_contain_text("SIGKILL")
+    expect(status_bar(lab)).to_contain_text("FSDP: rank 1 is gone")
+    expect(status_bar(lab)).to_have_class("fsdp-mod-bad")
+    expect(dashboard(lab).locator(".fw-badge")).to_contain_text("ranks died")
+    expect(dashboard(lab)).to_contain_text("rank 1 died: the process was killed by SIGKILL")
+
+
+def test_a_panel_that_was_open_before_the_workbench_was_loaded_notices_it(lab):
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    run(lab, "fsdp:open-dashboard")
+    expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")
+    run(lab, "docmanager:open", path="run.ipynb")  # to the front again, where cells are run
+    lab.do(LOAD)
+    expect(panel(lab)).not_to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(tool(lab, re.compile("^Start"))).to_be_enabled()
+    expect(dashboard(lab).locator(".fw-badge")).to_be_visible()
+
+
+def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab):
+    train(lab)
+    process_of(lab, 1).kill()
+    rank_1_is_said_to_be_gone(lab)
+    red, green, blue = status_bar(lab).evaluate(
+        "(button) => getComputedStyle(button).backgroundColor.match(/\\d+/g).map(Number)"
+    )
+    assert red > 2 * max(green, blue)
+    shot(lab, "killed")
+    expect(tool(lab, "Abort")).to_be_disabled()  # the step has failed on rank 0 too; else it is asked whether to stop
+    tool(lab, "Stop the ranks").click()
+    expect(section(lab, "Commands")).to_contain_text("stopped; what was recorded")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    expect(status_bar(lab)).to_have_count(0)
+
+
+def test_nothing_complains(lab):
+    assert lab.outside == []
+    assert lab.errors == []

@@ -1,0 +1,65 @@
+"""Sharding with the classic wrapper: what ``shard --api classic`` does beside what all sharding does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from workbench.engine import classic
+from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
+from workbench.engine.classic.carry import carry
+from workbench.engine.classic.state import flat_of
+from workbench.engine.state import states_below, units_of
+from workbench.protocol.commands import Reshard, Shard
+from workbench.protocol.policy import DTYPES, STRATEGIES, MixedPrecision
+
+
+def wrap(
+    model: nn.Module,
+    inner: Collection[nn.Module],
+    mesh: DeviceMesh,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> FullyShardedDataParallel:
+    """Return ``model`` in a wrapper, each of ``inner`` in one of its own; optimizers go on with them. Collective.
+
+    Args:
+        model: what is wrapped; changed in place.
+        inner: modules in it that become units of their own.
+        mesh: over which it is sharded.
+        optimizers: hold its parameters.
+        options: of the wrapper.
+
+    Raises:
+        TypeError, ValueError: the wrapper refuses, or an optimizer cannot go on; nothing is changed then.
+    """
+    chosen = frozenset(inner)
+    policy = classic.CustomPolicy(lambda module: module in chosen)
+    wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
+    carry(optimizers, [flat_of(unit) for unit in units_of(states_below(wrapper))])
+    return wrapper
+
+
+def options_of(command: Shard | Reshard) -> dict[str, Any]:
+    """Return the wrapper's arguments for what a command asks for; what stands at its default is left out."""
+    found: dict[str, Any] = {}
+    if command.strategy:
+        found["sharding_strategy"] = ShardingStrategy[STRATEGIES[command.strategy]]
+    if command.mp != type(command).mp:
+        dtypes = MixedPrecision.parse(command.mp)
+        found["mixed_precision"] = classic.MixedPrecision(_dtype(dtypes.param), _dtype(dtypes.reduce))
+    if command.offload is not type(command).offload:
+        found["cpu_offload"] = classic.CPUOffload(offload_params=bool(command.offload))
+    if command.prefetch is not type(command).prefetch:
+        found["forward_prefetch"] = bool(command.prefetch)
+    if command.orig_params is not type(command).orig_params:
+        found["use_orig_params"] = bool(command.orig_params)
+    return found
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return getattr(torch, DTYPES[name]) if name else None
