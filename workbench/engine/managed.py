@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -81,6 +81,12 @@ def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str
         said = f"{info.path!r} of {owner}"
         setattr(param, _TAKEN, said)
         setattr(getattr(info.module, info.name), _TAKEN, said)
+
+
+def forget_taken(params: Iterable[nn.Parameter]) -> None:
+    """Forget what :func:`mark_taken` has marked."""
+    for param in params:
+        vars(param).pop(_TAKEN, None)
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -47,6 +47,13 @@ class FSDPState:
         forward_prefetch: calls whose units are gathered ahead, set by the user; None: the one that ran next before.
         backward_prefetch: the same for backward; None: the one that ran before in forward.
     """
+
+    made_by: ClassVar = "fully_shard"
+    undone_by: ClassVar = "unshard_module"
+    reduced_by: ClassVar = (
+        "run a backward after set_requires_gradient_sync(True) and set_requires_all_reduce(True), or drop them with "
+        "reset_iter_state()"
+    )
 
     def __init__(
         self,

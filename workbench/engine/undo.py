@@ -42,7 +42,8 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
 
     Raises:
         TypeError: ``optimizers`` holds something else.
-        ValueError: nothing in the tree is sharded, or ``module`` is only a part of what one root shards.
+        ValueError: nothing in the tree is sharded by ``fully_shard``, something by another API, or ``module`` is only a
+            part of what one root shards.
         RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
     """
     held = optimizers_in(optimizers, "unshard_module")
@@ -79,11 +80,19 @@ def optimizers_in(optimizers: object, what: str) -> list[torch.optim.Optimizer]:
     return found
 
 
-def check_undoable(module: nn.Module, states: Sequence[FSDPState], what: str) -> None:
-    """Raise as :func:`unshard_module` does, before anything is changed; ``what`` was called."""
+def check_undoable(
+    module: nn.Module, states: Sequence[FSDPState], what: str, kind: type[FSDPState] = FSDPState
+) -> None:
+    """Raise as :func:`unshard_module` does, before anything is changed; ``what``, which is for ``kind``, was called."""
     name = type(module).__name__
     if not states:
-        raise ValueError(f"{name} holds no module that fully_shard was called on")
+        raise ValueError(f"{name} holds no module that {kind.made_by} was called on")
+    others = {state.made_by: state.undone_by for state in states if type(state) is not kind}
+    if others:
+        made_by, undone_by = others.popitem()
+        mixed = any(type(state) is kind for state in states)
+        advice = f"one tree of both cannot be undone; use {kind.made_by} alone" if mixed else f"call {undone_by}"
+        raise ValueError(f"{what} is for {kind.made_by}, and {name} holds what {made_by} has sharded: {advice}")
     part_of = [type(root.modules[0]).__name__ for root in roots if root not in states and root.overlaps(states)]
     if part_of:
         raise ValueError(f"{name} is only a part of the FSDP root {part_of[0]}; call {what} on the root")
@@ -98,8 +107,7 @@ def check_undoable(module: nn.Module, states: Sequence[FSDPState], what: str) ->
     if held:
         raise RuntimeError(
             f"{name} holds gradients that were accumulated without sync and not reduced yet, of {', '.join(held)}; "
-            "run a backward after set_requires_gradient_sync(True) and set_requires_all_reduce(True), or drop them "
-            "with reset_iter_state()"
+            f"{kind.reduced_by}"
         )
 
 

@@ -30,6 +30,7 @@ from workbench.engine.classic.comm_hooks import (
 )
 from workbench.engine.classic.flat_param import FlatParameter
 from workbench.engine.classic.sharded_grad_scaler import ShardedGradScaler
+from workbench.engine.classic.undo import rewrap_optimizers, unwrap
 from workbench.engine.classic.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -69,6 +70,8 @@ __all__ = [
     "fp16_compress_hook",
     "lambda_auto_wrap_policy",
     "reduce_scatter_hook",
+    "rewrap_optimizers",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "unwrap",
 ]

@@ -338,6 +338,28 @@ class FlatParam(FSDPParam):
                 part.original.grad = had
         self.register(self.sharded_param)
 
+    # ---- undone
+
+    def give_back(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Let the originals, with whole values, be on their modules as before; for good."""
+        if not self.use_orig_params:
+            del self.info.module._parameters[FLAT_PARAM]
+        for part, whole in zip(self.parts, wholes, strict=True):
+            part.original.data = whole
+            vars(part.original).pop("_workbench_lease", None)
+        self.register_plain([part.original for part in self.parts], lambda module: module)
+
+    def register_plain(self, params: Sequence[nn.Parameter], module_of: Callable[[nn.Module], nn.Module]) -> None:
+        """Put a parameter for each part on what ``module_of`` says of its modules, in the place of what is there."""
+        for part, param in zip(self.parts, params, strict=True):
+            for module, name in part.info.places:
+                vars(module_of(module)).pop(name, None)
+                module_of(module)._parameters[name] = param
+
+    def unreadable(self) -> Sequence[torch.Tensor]:
+        """Return what modules have as attributes while the parameters are sharded: it cannot be read."""
+        return () if self.use_orig_params else [full.data for full in self.fulls]
+
     # ---- gradients
 
     def copy_in_pairs(

@@ -38,6 +38,10 @@ class WrapperState(FSDPState):
         original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
     """
 
+    made_by = "FullyShardedDataParallel"
+    undone_by = "workbench.engine.classic.unwrap"
+    reduced_by = "run a backward outside of no_sync()"
+
     def __init__(
         self,
         wrapper: nn.Module,
@@ -104,6 +108,12 @@ class WrapperState(FSDPState):
             if buffer.is_floating_point() and buffer.dtype != dtype:
                 self.original_buffer_dtypes.setdefault((module, name), buffer.dtype)
                 module._buffers[name] = buffer.to(dtype)
+
+    def restore_buffers(self) -> None:
+        """Give buffers the dtype back that they had before the first forward."""
+        for (module, name), dtype in self.original_buffer_dtypes.items():
+            module._buffers[name] = module.get_buffer(name).to(dtype)
+        self.original_buffer_dtypes.clear()
 
     # ---- order
 

@@ -1,0 +1,262 @@
+"""What an optimizer has for a flat parameter: whole, for each parameter in it, and back.
+
+Whatever lies as the flat parameter does is carried so, its gradient as well: *state* is a tensor or number by a key,
+and *pieces* of it are as those of parameters in ``flat_param.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine.backends import is_of_kind
+from workbench.engine.classic.flat_param import FlatParam, Part
+from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.param_group import FSDPParamGroup
+
+State = Mapping[str, Any]
+"""Of one parameter, by the optimizer's keys."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Stands for state that is split as its parameter is."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Same:
+    """State that is the same for all of a parameter; a tensor is on the host here, and ``computes`` on the device."""
+
+    value: Any
+    computes: bool = False
+
+    def on(self, device: torch.device) -> Any:  # noqa: ANN401 - optimizer state holds anything
+        """Return a copy of the value, where it was."""
+        value = copy.deepcopy(self.value)
+        return value.to(device) if self.computes else value
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """State that is neither: of ``shape``, where a rank has ``numel`` elements of the parameter."""
+
+    shape: tuple[int, ...]
+    numel: int
+
+
+Known = Mapping[str, Split | Same | Unknown]
+
+
+@torch.no_grad()
+def whole_states(
+    unit: FSDPParamGroup,
+    flat: FlatParam,
+    states: Mapping[Any, State],
+    keep: Callable[[torch.Tensor], Any] = torch.clone,
+) -> list[dict[str, Any] | None]:
+    """Return the state of each part, gathered, None where no rank has any; collective, one key at a time.
+
+    Ranks agree on keys: a part that is another rank's alone has that rank's numbers.
+
+    Args:
+        unit: sharded now.
+        flat: its flat parameter.
+        states: of what ``flat`` owns; a parameter without state may be missing.
+        keep: makes what is kept of a whole tensor, a view of the shape of its part.
+
+    Raises:
+        ValueError: a tensor is neither split as its parameter is nor a number.
+    """
+    pieces = _states_of_pieces(flat, states)
+    known = _agreed(unit, flat, [_known(flat, part, had, unit) for part, had in zip(flat.parts, pieces, strict=True)])
+    found = [None if keys is None else {key: _same(v, unit) for key, v in keys.items()} for keys in known]
+    splits = {(key, v.dtype) for keys in known if keys for key, v in keys.items() if isinstance(v, Split)}
+    for key, dtype in sorted(splits, key=str):
+        slot = torch.zeros_like(flat.slot, dtype=dtype)
+        for piece, had in zip(flat.pieces_of(slot), pieces, strict=True):
+            if had is not None and len(piece) and isinstance(had.get(key), torch.Tensor):
+                piece.copy_(had[key].reshape(-1))
+        for whole, keys, state in zip(whole_parts(unit, flat, slot), known, found, strict=True):
+            if state is not None and keys is not None and keys.get(key) == Split(dtype):
+                state[key] = keep(whole)
+    return found
+
+
+def _states_of_pieces(flat: FlatParam, states: Mapping[Any, State]) -> list[State | None]:
+    """Return what this rank has for its piece of each part."""
+    if flat.use_orig_params:
+        return [states.get(part.original) for part in flat.parts]
+    state = states.get(flat.sharded_param)
+    if state is None:
+        return [None] * len(flat.parts)
+    by_key = {key: _cut(flat, value) for key, value in state.items()}
+    return [{key: values[i] for key, values in by_key.items()} for i in range(len(flat.parts))]
+
+
+def _cut(flat: FlatParam, value: object) -> Sequence[object]:
+    if isinstance(value, torch.Tensor) and value.shape == flat.slot.shape:
+        return flat.pieces_of(value)
+    return [value] * len(flat.parts)
+
+
+def _known(flat: FlatParam, part: Part, state: State | None, unit: FSDPParamGroup) -> Known | None:
+    """Return what the other ranks must know of this one's state of a part."""
+    if state is None:
+        return None
+    first, last = part.within(*flat.bounds)
+    return {key: _described(value, max(0, last - first), unit.device) for key, value in state.items()}
+
+
+def _described(value: Any, numel: int, device: torch.device) -> Split | Same | Unknown:  # noqa: ANN401 - any
+    if not isinstance(value, torch.Tensor):
+        return Same(value)
+    if value.ndim and value.numel() == numel:
+        return Split(value.dtype)
+    if value.numel() == 1:
+        return Same(value.detach().cpu(), is_of_kind(value, device))
+    return Unknown(tuple(value.shape), numel)
+
+
+def _agreed(unit: FSDPParamGroup, flat: FlatParam, own: Sequence[Known | None]) -> list[Known | None]:
+    """Return what there is of each part on all ranks; collective."""
+    mesh = flat.mesh_info
+    of_ranks: list[Any] = [own]
+    if unit.shard_group is not None:
+        of_ranks = [None] * mesh.shard_mesh_size
+        dist.all_gather_object(of_ranks, own, group=mesh.mesh.get_group(cast("int", mesh.shard_mesh_dim)))
+    return [_joined(part, flat, [known[i] for known in of_ranks]) for i, part in enumerate(flat.parts)]
+
+
+def _joined(part: Part, flat: FlatParam, of_ranks: Sequence[Known | None]) -> Known | None:
+    """Return what ranks have of one part; those that hold some of it are heard first."""
+    holders = [known for rank, known in enumerate(of_ranks) if known is not None and _holds(part, flat, rank)]
+    told = holders or [known for known in of_ranks if known is not None]
+    if not told:
+        return None
+    joined = {key: value for known in reversed(told) for key, value in known.items()}
+    for known in told:  # one element is a number where another rank has several of the same parameter
+        joined |= {key: value for key, value in known.items() if isinstance(value, Same)}
+    unknown = [(key, value) for key, value in joined.items() if isinstance(value, Unknown)]
+    if unknown:
+        key, value = unknown[0]
+        raise ValueError(
+            f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)} where a rank has {value.numel} "
+            "elements of the parameter: only state that has one for each of these, or is one number, can be gathered"
+        )
+    return joined
+
+
+def _holds(part: Part, flat: FlatParam, rank: int) -> bool:
+    first, last = part.within(rank * flat.slot_numel, (rank + 1) * flat.slot_numel)
+    return first < last
+
+
+def _same(value: Split | Same | Unknown, unit: FSDPParamGroup) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    return value.on(unit.device) if isinstance(value, Same) else None
+
+
+@torch.no_grad()
+def split_states(
+    flat: FlatParam,
+    wholes: Sequence[State | None],
+    fetch: Callable[[Any], Any] = lambda value: value,
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the state of what ``flat`` owns, from that of each part: :func:`whole_states` the other way round.
+
+    Args:
+        flat: whose slots are to be filled.
+        wholes: for each part its state, None: it has none.
+        fetch: gives the value behind what ``wholes`` holds; called in the same order on all ranks.
+
+    Raises:
+        ValueError: a tensor has another shape than its parameter; the parameters of a flat one that the optimizer has
+            as one differ in keys, numbers or dtypes.
+    """
+    return dict(_split_pieces(flat, wholes, fetch) if flat.use_orig_params else _split_flat(flat, wholes, fetch))
+
+
+def _split_pieces(
+    flat: FlatParam, wholes: Sequence[State | None], fetch: Callable[[Any], Any]
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    for part, piece, state in zip(flat.parts, flat.pieces_of(flat.slot), wholes, strict=True):
+        found: dict[str, Any] = {}
+        for key in sorted(state or ()):
+            value = fetch((state or {})[key])
+            is_split = _is_split(part, key, value)
+            own = flat.piece_of_full(part, value).to(piece.device) if is_split else value
+            found[key] = copy.deepcopy(own)
+        if state is not None and len(piece):
+            yield part.original, found
+
+
+def _split_flat(
+    flat: FlatParam, wholes: Sequence[State | None], fetch: Callable[[Any], Any]
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    first = next((state for state in wholes if state is not None), None)
+    if first is None:
+        return
+    for part, state in zip(flat.parts, wholes, strict=True):
+        if state is None or state.keys() != first.keys():
+            came = "no state" if state is None else f"state {', '.join(sorted(state)) or 'of no key'}"
+            raise ValueError(
+                f"{part.fqn!r} has {came}, and another parameter of the same flat one has {', '.join(sorted(first))}: "
+                "an optimizer has one state for all of them; wrap with use_orig_params=True to keep theirs apart"
+            )
+    yield flat.sharded_param, {key: _filled(flat, key, [s[key] for s in wholes if s], fetch) for key in sorted(first)}
+
+
+def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - any
+    """Return one value for all parts: a slot that is filled with pieces, or the number that all have."""
+    slot: torch.Tensor | None = None
+    had: list[Any] = []
+    for i, (part, given) in enumerate(zip(flat.parts, values, strict=True)):
+        value = fetch(given)
+        if not _is_split(part, key, value):
+            had.append(value)
+            continue
+        if slot is None:
+            slot = torch.zeros_like(flat.slot, dtype=value.dtype)
+        if slot.dtype != value.dtype:
+            break
+        flat.pieces_of(slot)[i].copy_(flat.piece_of_full(part, value))
+    else:
+        if slot is not None and not had:
+            return slot
+        if slot is None and all(_is_equal(value, had[0]) for value in had):
+            return copy.deepcopy(had[0])
+    raise ValueError(
+        f"the parameters of flat parameter {flat.fqn!r} differ in optimizer state {key!r}, of which there can be one "
+        "alone; wrap with use_orig_params=True to keep theirs apart"
+    )
+
+
+def _is_split(part: Part, key: str, value: object) -> bool:
+    """Tell whether state has one element for each of the parameter.
+
+    Raises:
+        ValueError: it has neither that nor one number.
+    """
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return False
+    if value.shape == part.shape:
+        return True
+    if value.numel() == 1:
+        return False
+    raise ValueError(
+        f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)}, the parameter {list(part.shape)}: "
+        "only state of the parameter's shape, or one number, can be split"
+    )
+
+
+def _is_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 - optimizer state holds anything
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+    return type(one) is type(other) and bool(one == other)
