@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from workbench.engine.comm import ReduceScatter, give_back, input_nbytes, takes_
 from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
+from workbench.engine.waits import Work
 from workbench.events import Category, Comm, Edge, Kind
 
 CPU = torch.device("cpu")
@@ -109,6 +111,8 @@ class GradientSync:
         reduce_unused: count a parameter that got no gradient as zero.
         all_reduce_hook: called with the reduced shard ``[S]``, before it is divided.
         hook_stream: CUDA stream the hook runs in; None: the engine's.
+        comm_hook: averages by itself in the place of the all-reduce of gradients ``[S]``, in place, and nothing else
+            is divided; where shards are, the unit's reduce-scatter is a custom one that does so too.
     """
 
     reduce_grads: bool = True
@@ -118,6 +122,7 @@ class GradientSync:
     reduce_unused: bool = False
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: torch.cuda.Stream | None = None
+    comm_hook: Callable[[torch.Tensor], object] | None = None
 
 
 def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
@@ -192,16 +197,22 @@ class AllReduceState:
         return self.output
 
 
-def all_reduce(
-    output: torch.Tensor, group: CommGroup, scaling: Scaling, unit: UnitId, unused: Sequence[str]
-) -> AllReduceState:
+def all_reduce(reducer: Reducer, output: torch.Tensor, group: CommGroup, unused: Sequence[str]) -> AllReduceState:
     """Start summing ``output`` ``[S]`` over the ranks that hold the same shard.
 
     ``unused`` names the trainable parameters left out.
     """
-    comm, collective = announce(unit, Kind.ALL_REDUCE, group, output.nbytes, _without(unused))
-    pending = group.start(lambda pg: dist.all_reduce(output, scaling.reduce_op, group=pg, async_op=True), collective)
-    return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, output.nbytes))
+    unit, hook, op, num_bytes = reducer.unit, reducer.sync.comm_hook, reducer.scaling.reduce_op, output.nbytes
+
+    def issue(process_group: dist.ProcessGroup) -> Work | None:
+        if hook is None:
+            return cast("Work", dist.all_reduce(output, op, group=process_group, async_op=True))
+        hook(output)
+        return None
+
+    comm, collective = announce(unit, Kind.ALL_REDUCE, group, num_bytes, _without(unused))
+    pending = group.start(issue, collective)
+    return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, num_bytes))
 
 
 @dataclass
@@ -253,6 +264,8 @@ class Reducer:
     @property
     def scaling(self) -> Scaling:
         """How to average."""
+        if self.sync.comm_hook is not None:
+            return Scaling(None, None, dist.ReduceOp.SUM, dist.ReduceOp.SUM)
         # NCCL multiplies by the user's factor in the reduce-scatter, which a single shard rank has none of
         can_divide = self.sync.divide_factor is None or self.mesh_info.shard_group is not None
         return _get_gradient_divide_factors(
@@ -383,6 +396,8 @@ class Reduction:
     def _reduced(self, part: PartialSum) -> None:
         reducer, group = self.reducer, self.reducer.mesh_info.replicate_group
         if group is None:
+            if reducer.sync.comm_hook is not None and reducer.mesh_info.shard_group is None:
+                reducer.sync.comm_hook(part.output)
             reducer.finish(part)
         elif self.keeps:
             reducer.keep(part)
@@ -391,7 +406,7 @@ class Reduction:
             self.total = part if kept is None else reducer.added(part, kept)
             has_grad = {p.fqn for p in self.total.params}
             unused = [fqn for fqn in self.unused if fqn not in has_grad]
-            self.all_reduce = all_reduce(self.total.output, group, reducer.scaling, reducer.unit, unused)
+            self.all_reduce = all_reduce(reducer, self.total.output, group, unused)
 
     def end_all_reduce(self) -> None:
         """Wait for the all-reduce, if there is one, and set the gradients."""

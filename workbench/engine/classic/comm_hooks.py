@@ -7,13 +7,47 @@ leaves the average in ``grad``. Its waits end when the step is given up, as thos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from workbench.engine._torch import reduce_scatter_single
 from workbench.engine.backends import backend_of
+from workbench.engine.comm import Allocator
+from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.reduction import factor_before
 from workbench.engine.waits import Work
+
+CommHook = Callable[..., object]
+
+
+class HookReduceScatter(Allocator):
+    """A reduce-scatter that is what a hook does; it has ended when the hook has."""
+
+    def __init__(self, state: object, hook: CommHook) -> None:
+        self._state = state
+        self._hook = hook
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> None:
+        """Let the hook leave the average of ``input_tensor`` ``[F * S]`` in ``output_tensor`` ``[S]``."""
+        del group, op, async_op  # the hook's state says over whom, and the hook how
+        self._hook(self._state, input_tensor, output_tensor)
+
+
+def install(unit: FSDPParamGroup, state: object, hook: CommHook) -> None:
+    """Let ``hook`` reduce the gradients of a unit from now on."""
+    unit.sync.comm_hook = partial(hook, state)
+    if unit.shard_group is not None:
+        unit.set_custom(reduce=HookReduceScatter(state, hook))
 
 
 class DefaultState:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.engine.classic import full_params, materialize
+from workbench.engine.classic import comm_hooks, full_params, materialize
 from workbench.engine.classic.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -328,6 +328,36 @@ class FullyShardedDataParallel(nn.Module):
         meshes = {param: unit.mesh_info for unit in units for flat in unit.fsdp_params for param in flat.owned}
         device = self.state._comm_ctx.device
         return clip_grad_norm(list(self.parameters()), meshes, float(max_norm), float(norm_type), device)
+
+    def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
+        """Let ``hook`` reduce gradients, in all wrappers, instead of the engine; it divides by itself.
+
+        Args:
+            state: handed to the hook, first.
+            hook: ``hook(state, grad, output)``: leaves this rank's part ``[c]`` of the average of ``grad``
+                ``[F * c]``, padding included, in ``output``; where nothing is split ``hook(state, grad)``: leaves the
+                average in ``grad``. Both are of the dtype of the reduction.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            RuntimeError: this is not the outermost wrapper, or there is a hook already.
+            ValueError: a wrapper has a hybrid strategy.
+        """
+        self._check_root("register_comm_hook")
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook takes a function hook(state, grad, ...), got {hook!r:.80}")
+        states = wrapper_states_below(self)
+        hybrid = next((each for each in states if each.strategy in HYBRID), None)
+        if hybrid is not None:
+            raise ValueError(
+                f"register_comm_hook does not go with {hybrid.strategy.name}, whose gradients are reduced twice; use "
+                "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
+            )
+        units = units_of(states)
+        if any(unit.sync.comm_hook is not None for unit in units):
+            raise RuntimeError("register_comm_hook: a communication hook is registered already; only one can be")
+        for unit in units:
+            comm_hooks.install(unit, state, hook)
 
 
 def _sync(state: WrapperState, *, on: bool) -> None:
