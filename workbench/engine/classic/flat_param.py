@@ -304,39 +304,57 @@ class FlatParam(FSDPParam):
 
     def show_wholes(self, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         """Let the modules have whole parameters of other memory, and with ``use_orig_params`` whole gradients."""
-        if self.use_orig_params:
-            self._grads = [part.original.grad for part in self.parts]
-            for part, whole in zip(self.parts, wholes, strict=True):
-                part.original.grad = None
-                part.original.data = whole
-            for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
-                part.original.grad = None if had is None and not part.original.requires_grad else grad
+        if not self.use_orig_params:
+            self.stand_in(wholes)
             return
-        del self.info.module._parameters[FLAT_PARAM]
+        self._grads = [part.original.grad for part in self.parts]
         for part, whole in zip(self.parts, wholes, strict=True):
-            param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
-            for module, name in part.info.places:
-                vars(module).pop(name, None)
-                module._parameters[name] = param
+            part.original.grad = None
+            part.original.data = whole
+        for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
+            part.original.grad = None if had is None and not part.original.requires_grad else grad
 
     @torch.no_grad()
     def hide_wholes(self, *, write_back: bool) -> None:
         """Undo :meth:`show_wholes`; ``write_back``: with the values there are now."""
-        for part, piece in zip(self.parts, self._pieces, strict=True):
-            param = self._original(part)
-            if write_back:
-                piece.copy_(self.piece_of_full(part, param.detach()))
+        if write_back:
+            self.take_values()
+        if not self.use_orig_params:
+            self.stand_down()
+            return
+        for part, piece, had in zip(self.parts, self._pieces, self._grads, strict=True):
+            whole, part.original.grad = part.original.grad, None
+            part.original.data = piece
+            if had is not None and whole is not None and write_back:
+                had.copy_(self.piece_of_full(part, whole))
+            part.original.grad = had
+        self.register(self.sharded_param)
+
+    def stand_in(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Let the modules have other parameters, one of each of ``tensors``; None: none."""
+        self.info.module._parameters.pop(FLAT_PARAM, None)
+        each = zip(tensors, self.trains, strict=True)
+        params = [None if tensor is None else nn.Parameter(tensor, requires_grad=trains) for tensor, trains in each]
+        self.register_plain(params, lambda module: module)
+
+    def stand_down(self) -> None:
+        """Undo :meth:`stand_in`."""
         if not self.use_orig_params:
             for module, name in self._places():
                 del module._parameters[name]
-        else:
-            for part, piece, had in zip(self.parts, self._pieces, self._grads, strict=True):
-                whole, part.original.grad = part.original.grad, None
-                part.original.data = piece
-                if had is not None and whole is not None and write_back:
-                    had.copy_(self.piece_of_full(part, whole))
-                part.original.grad = had
         self.register(self.sharded_param)
+
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Copy this rank's pieces of the whole parameters that the modules have now."""
+        for part, piece in zip(self.parts, self._pieces, strict=True):
+            piece.copy_(self.piece_of_full(part, self._original(part).detach()))
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of this rank's slot that are no padding."""
+        begin, end = self.bounds
+        return max(0, min(end, self.layout.numel) - begin)
 
     # ---- undone
 
@@ -349,7 +367,9 @@ class FlatParam(FSDPParam):
             vars(part.original).pop("_workbench_lease", None)
         self.register_plain([part.original for part in self.parts], lambda module: module)
 
-    def register_plain(self, params: Sequence[nn.Parameter], module_of: Callable[[nn.Module], nn.Module]) -> None:
+    def register_plain(
+        self, params: Sequence[nn.Parameter | None], module_of: Callable[[nn.Module], nn.Module]
+    ) -> None:
         """Put a parameter for each part on what ``module_of`` says of its modules, in the place of what is there."""
         for part, param in zip(self.parts, params, strict=True):
             for module, name in part.info.places:

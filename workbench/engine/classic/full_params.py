@@ -12,9 +12,9 @@ from torch import nn
 from workbench.engine import collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.state import WrapperState, wrapper_states_below
+from workbench.engine.classic.state import WrapperState, check_idle, wrapper_states_below
 from workbench.engine.collectives import UnitId
-from workbench.engine.param_group import FSDPParamGroup, TrainingState
+from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import state_of
 
 CPU = torch.device("cpu")
@@ -67,12 +67,7 @@ def summoned(
     else:
         own = state_of(module)
         states = [own] if isinstance(own, WrapperState) else []
-    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
-    if busy is not None:
-        raise RuntimeError(
-            f"summon_full_params: the forward or backward of {type(busy.wrapped).__name__} is under way; call it "
-            "between iterations"
-        )
+    check_idle(states, "summon_full_params")
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(

@@ -17,7 +17,8 @@ from workbench.engine.classic.api import (
     StateDictType,
 )
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
 from workbench.engine.state import FSDPState, state_of
 from workbench.engine.tensors import cast_floats
@@ -33,7 +34,9 @@ class WrapperState(FSDPState):
         wrapper: the module of the call.
         strategy: what of it is split.
         precision: of parameters, reductions, buffers and inputs.
+        mesh: the ranks of the wrapper.
         is_summoned: the modules have whole parameters for a while.
+        is_loading: they have others, into which a state dict is loaded.
         settings: what its state dicts are; see :func:`workbench.engine.classic.settings.settings_of`.
         original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
     """
@@ -47,7 +50,7 @@ class WrapperState(FSDPState):
         wrapper: nn.Module,
         unit: FSDPParamGroup | None,
         *,
-        device: torch.device,
+        mesh: FSDPMeshInfo,
         strategy: ShardingStrategy,
         precision: MixedPrecision,
         backward_prefetch: BackwardPrefetch | None,
@@ -56,7 +59,9 @@ class WrapperState(FSDPState):
         self.wrapper = wrapper
         self.strategy = strategy
         self.precision = precision
+        self.mesh = mesh.mesh
         self.is_summoned = False
+        self.is_loading = False
         self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._when_to_prefetch = backward_prefetch
@@ -64,7 +69,7 @@ class WrapperState(FSDPState):
         super().__init__(
             (wrapper,),
             [] if unit is None else [unit],
-            device=device,
+            device=mesh.device,
             auto_reshard=strategy not in KEEPS_AFTER_FORWARD,
             mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
         )
@@ -146,6 +151,19 @@ def wrapper_states_below(module: nn.Module) -> list[WrapperState]:
     """Return the state of every wrapper in the tree of ``module``, parents first."""
     found = (state_of(m) for m in module.modules())
     return [state for state in found if isinstance(state, WrapperState)]
+
+
+def check_idle(states: Iterable[WrapperState], what: str) -> None:
+    """Check that none of ``states`` is within an iteration.
+
+    Raises:
+        RuntimeError: one is; ``what`` was called there.
+    """
+    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
+    if busy is not None:
+        raise RuntimeError(
+            f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way; call it between iterations"
+        )
 
 
 def own_modules(wrapper: nn.Module) -> Iterator[nn.Module]:

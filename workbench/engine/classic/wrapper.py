@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, cast
 
@@ -15,14 +16,29 @@ from workbench.engine.classic.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
+    OptimStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
     check_kind,
 )
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
+from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, wrapper_states_below
+from workbench.engine.classic.state_dict import (
+    begin_load,
+    end_load,
+    finish,
+    is_kept,
+    key_of,
+    own_values,
+    shown,
+    with_versions,
+)
 from workbench.engine.classic.wrap import Policy, WrapPolicy, auto_wrap
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
@@ -154,13 +170,14 @@ class FullyShardedDataParallel(nn.Module):
         state = WrapperState(
             self,
             unit,
-            device=mesh.device,
+            mesh=mesh,
             strategy=strategy,
             precision=precision,
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
         attach(self, state)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
 
     def _unit(
         self,
@@ -257,6 +274,112 @@ class FullyShardedDataParallel(nn.Module):
             return found
         inner = {id(m) for wrapper in found for m in wrapper.module.modules()}
         return [wrapper for wrapper in found if id(wrapper) not in inner]
+
+    # ---- state dicts
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Let all wrappers in the tree of ``module`` make and load state dicts of a type; FULL_STATE_DICT at first.
+
+        Args:
+            module: a wrapper, or what holds some.
+            state_dict_type: see :class:`StateDictType`.
+            state_dict_config: of the class that goes with it; None: with its defaults.
+            optim_state_dict_config: the same for state dicts of optimizers.
+
+        Returns:
+            what was set before.
+
+        Raises:
+            TypeError: something else than a type, or a config.
+            ValueError: a config of another type; there is no wrapper, or they were set to different types.
+        """
+        before = settings_of(module)
+        settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
+        for state in wrapper_states_below(module):
+            state.settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return what the wrappers in the tree of ``module`` are set to; ValueError as :meth:`set_state_dict_type`."""
+        return settings_of(module)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Do what :meth:`set_state_dict_type` does for the time of a ``with``; it raises the same."""
+        api = FullyShardedDataParallel
+        before = api.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for state in wrapper_states_below(module):
+                state.settings = before
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
+        """Return the state dict, of the type that was set; collective, but for LOCAL_STATE_DICT.
+
+        Names and dtypes are those of the model that is not wrapped. With FULL_STATE_DICT values are whole, and in
+        memory of their own. With SHARDED_STATE_DICT they are DTensors, split along dim 0, also where no device mesh was
+        given (torch's wrapper gives a ShardedTensor there, which is deprecated). With LOCAL_STATE_DICT each wrapper has
+        one ``_flat_param``, a DTensor ``[numel]`` of all its parameters, and it is the wrapper's own memory. With the
+        strategy NO_SHARD values are whole in any case. Within ``summon_full_params`` the parameters that the modules
+        have there are taken.
+
+        Args:
+            destination: filled and returned; None: a new dict.
+            prefix: of all names.
+            keep_vars: leave values as they are, rather than detach them.
+
+        Raises:
+            RuntimeError: an iteration is under way.
+        """
+        state = self.state
+        kept = is_kept(state)
+        with nullcontext() if state.is_summoned else shown(state):
+            made = super().state_dict(
+                destination=destination if kept else OrderedDict(), prefix=prefix, keep_vars=keep_vars
+            )
+        finish(state, made, prefix)
+        if kept:
+            return made
+        return OrderedDict() if destination is None else destination
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update(own_values(self.state, prefix))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
+        """Load what a state dict of the type that was set holds; see ``nn.Module.load_state_dict``.
+
+        Other than LOCAL_STATE_DICT may hold DTensors of any sharding (collective then) and plain tensors, whichever
+        type was set. Every rank needs it. Parameters keep their dtype, and the place where they are, with ``assign`` as
+        well.
+
+        Raises:
+            RuntimeError: a value has not the shape of its parameter, or with LOCAL_STATE_DICT is of another sharding:
+                then nothing was loaded; within an iteration; with ``strict`` names are missing or unexpected.
+        """
+        try:
+            return super().load_state_dict(with_versions(self, state_dict), strict, assign)
+        finally:
+            for state in wrapper_states_below(self):
+                end_load(state, keep=False)  # of those that were not reached
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401 - as nn.Module
+        begin_load(self.state, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---- parameters and gradients
 
@@ -358,6 +481,13 @@ class FullyShardedDataParallel(nn.Module):
             raise RuntimeError("register_comm_hook: a communication hook is registered already; only one can be")
         for unit in units:
             comm_hooks.install(unit, state, hook)
+
+
+def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn.Module's lists of names
+    """A wrapper and all below it have loaded."""
+    end_load(cast("FullyShardedDataParallel", wrapper).state, keep=True)
+    for keys in incompatible:
+        keys[:] = map(key_of, keys)
 
 
 def _sync(state: WrapperState, *, on: bool) -> None:

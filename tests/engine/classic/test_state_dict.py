@@ -1,0 +1,287 @@
+"""State dicts of wrapped models: whole, split and flat ones, made, loaded, and beside those of torch's wrapper."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.engine.classic.wrapped import OURS, THEIRS, assert_same_values, wrap_net
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.ranks import run_ranks
+
+FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
+
+
+def set_type(model: nn.Module, kind: str, api: SimpleNamespace = OURS, **config: bool) -> None:
+    made = {FULL: api.FullStateDictConfig, SHARDED: api.ShardedStateDictConfig, LOCAL: api.LocalStateDictConfig}[kind]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and", FutureWarning)  # torch's says so
+        api.FullyShardedDataParallel.set_state_dict_type(model, api.StateDictType[kind], made(**config))
+
+
+def mesh_for(strategy: str):
+    ranks = dist.get_world_size()
+    if "HYBRID" in strategy:
+        return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (ranks,))
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def values_of(plain: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach() for name, param in plain.named_parameters()}
+
+
+CASES = [(n, s) for n in (1, 2, 4) for s in ("FULL_SHARD", "NO_SHARD")] + [(2, "HYBRID_SHARD"), (4, "HYBRID_SHARD")]
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), CASES)
+def test_every_type_comes_back(world_size, strategy):
+    run_ranks(world_size, every_type_comes_back, strategy)
+
+
+def every_type_comes_back(strategy):
+    mesh = mesh_for(strategy)
+    plain = make_net(seed=1, num_blocks=2)
+    for use_orig_params in (False, True):
+        options = {"use_orig_params": use_orig_params, "device_mesh": mesh}
+        for kind in (FULL, SHARDED, LOCAL):
+            source = wrap_net(OURS, copy.deepcopy(plain), strategy, **options)
+            target = wrap_net(OURS, make_net(seed=2, num_blocks=2), strategy, **options)
+            names = [name for name, _ in source.named_parameters()]
+            for model in (source, target):
+                set_type(model, kind)
+            state = source.state_dict()
+            if kind != LOCAL or strategy == "NO_SHARD":
+                assert list(state) == list(plain.state_dict())
+                torch.testing.assert_close({n: full(v) for n, v in state.items()}, dict(plain.state_dict()))
+            else:
+                assert list(state) == ["_flat_param", "blocks.0._flat_param", "blocks.1._flat_param"]
+            assert all(isinstance(v, DTensor) for v in state.values()) == (kind != FULL and strategy != "NO_SHARD")
+            assert target.load_state_dict(state) == ([], [])
+            assert_same_values(target, plain, rtol=0, atol=0)
+            assert_same_values(source, plain, rtol=0, atol=0)
+            for model in (source, target):
+                assert [name for name, _ in model.named_parameters()] == names
+                loss_of(model, batch(0, 0)).backward()
+            assert loss_of(target, batch(0, 1)) == loss_of(plain, batch(0, 1))
+
+
+class Odd(nn.Module):
+    """Tied weights, a buffer that is saved and one that is not, a frozen and an ignored parameter."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 5, bias=False)
+        self.norm = nn.BatchNorm1d(5)
+        self.inner = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+        self.last = nn.Linear(3, 5, bias=False)
+        self.last.weight = self.first.weight
+        self.own = nn.Parameter(torch.randn(1))
+        self.ignored = nn.Linear(2, 2)
+        self.register_buffer("table", torch.randn(4))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.norm(self.first(x)))) * self.own + self.table.sum()
+
+
+def wrap_odd(api: SimpleNamespace, seed: int = 0, **options: object) -> nn.Module:
+    model = Odd(seed)
+    given = {"device_id": torch.device("cpu"), **options}
+    model.inner = api.FullyShardedDataParallel(model.inner, **given)
+    return api.FullyShardedDataParallel(model, ignored_modules=[model.ignored], **given)
+
+
+def test_torchs_wrapper_gives_and_takes_the_same():
+    run_ranks(2, is_as_theirs)
+
+
+def is_as_theirs():
+    mesh = mesh_for("FULL_SHARD")
+    bf16 = torch.bfloat16
+    for use_orig_params in (False, True):
+        for low in (False, True):
+            for kind in (FULL, SHARDED):
+                models = [
+                    wrap_odd(
+                        api,
+                        use_orig_params=use_orig_params,
+                        device_mesh=mesh,
+                        mixed_precision=api.MixedPrecision(param_dtype=bf16, buffer_dtype=bf16) if low else None,
+                    )
+                    for api in (OURS, THEIRS)
+                ]
+                for model, api in zip(models, (OURS, THEIRS), strict=True):
+                    model.eval()(torch.ones(2, 3))  # buffers are of the low precision from now on
+                    set_type(model, kind, api)
+                ours, theirs = (model.state_dict() for model in models)
+                assert list(ours) == list(theirs) == list(Odd().state_dict())
+                for name, value in ours.items():
+                    check_same(name, value, theirs[name])
+                assert ours["first.weight"].data_ptr() == ours["last.weight"].data_ptr() or kind == SHARDED
+                for model, state in zip(models, (theirs, ours), strict=True):  # each from the other
+                    with torch.no_grad():
+                        changed = {name: torch.ones_like(value) for name, value in state.items()}
+                    assert model.load_state_dict(changed) == ([], [])
+                    assert all((full(v) == 1).all() for v in model.state_dict().values())
+
+
+def check_same(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert isinstance(ours, DTensor) == isinstance(theirs, DTensor), name
+    if isinstance(ours, DTensor):
+        assert (ours.device_mesh, ours.placements) == (theirs.device_mesh, theirs.placements), name
+        torch.testing.assert_close(ours.to_local(), theirs.to_local(), rtol=0, atol=0, msg=name)
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=name)
+
+
+def test_in_a_module_of_another_kind_names_are_those_of_the_plain_model():
+    run_ranks(2, is_in_another)
+
+
+def is_in_another():
+    plain = nn.Sequential(Odd(1), nn.Linear(2, 2), nn.Sequential(Odd(2)))
+    model = nn.Sequential(wrap_odd(OURS, 1), copy.deepcopy(plain[1]), nn.Sequential(wrap_odd(OURS, 2)))
+    expected = plain.state_dict(prefix="model.")
+    found = model.state_dict(prefix="model.")
+    torch.testing.assert_close(dict(found), dict(expected))
+    assert found._metadata == expected._metadata
+    other = nn.Sequential(wrap_odd(OURS, 3), nn.Linear(2, 2), nn.Sequential(wrap_odd(OURS, 4)))
+    part = dict(plain.state_dict())
+    del part["0.inner.0.bias"], part["0.norm.running_mean"], part["2.0.own"]
+    part |= {"0.inner.0.new": torch.ones(1), "0.newer": torch.ones(1), "2.0._flat_param": torch.ones(1)}
+    before = other.state_dict()
+    assert other.load_state_dict(part, strict=False) == nn.Sequential(
+        Odd(3), nn.Linear(2, 2), nn.Sequential(Odd(4))
+    ).load_state_dict(part, strict=False)
+    after = other.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(after[name], value if name in part else before[name], rtol=0, atol=0, msg=name)
+    with pytest.raises(RuntimeError) as strictly:
+        other.load_state_dict(part)
+    assert "_fsdp_wrapped_module" not in str(strictly.value)
+    assert '"0.inner.0.bias"' in str(strictly.value)
+
+
+def test_rank_0_alone_gets_a_whole_one_if_it_is_so_set():
+    run_ranks(4, on_rank_0)
+
+
+def on_rank_0():
+    is_first = dist.get_rank() == 0
+    for strategy in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"):
+        model = nn.Sequential(wrap_net(OURS, make_net(num_blocks=1), strategy, device_mesh=mesh_for(strategy)))
+        set_type(model, FULL, rank0_only=True, offload_to_cpu=True)
+        mine = {"mine": torch.ones(1)}
+        assert list(model[0].state_dict(destination=mine)) == [
+            "mine",
+            *(make_net(num_blocks=1).state_dict() if is_first else ()),
+        ]
+        assert len(model.state_dict()) == (len(make_net(num_blocks=1).state_dict()) if is_first else 0)
+
+
+def test_the_type_is_set_for_all_wrappers_for_a_time_or_for_good():
+    run_ranks(1, sets_types)
+
+
+def sets_types():
+    fsdp = OURS.FullyShardedDataParallel
+    model = nn.Sequential(wrap_net(OURS, make_net(num_blocks=1)))
+    first = fsdp.get_state_dict_type(model)
+    assert first == OURS.StateDictSettings.of(OURS.StateDictType.FULL_STATE_DICT)
+    config = OURS.ShardedStateDictConfig(offload_to_cpu=True)
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(KeyError))
+        stack.enter_context(fsdp.state_dict_type(model, OURS.StateDictType.SHARDED_STATE_DICT, config))
+        inside = fsdp.get_state_dict_type(model)
+        assert inside.state_dict_config == config
+        assert all(module.state.settings is inside for module in fsdp.fsdp_modules(model))
+        raise KeyError
+    assert fsdp.get_state_dict_type(model) == first
+    assert fsdp.set_state_dict_type(model, OURS.StateDictType.LOCAL_STATE_DICT) == first
+    assert "0._flat_param" in model.state_dict()
+    with pytest.raises(ValueError, match="with FULL_STATE_DICT give FullStateDictConfig"):
+        fsdp.set_state_dict_type(model, OURS.StateDictType.FULL_STATE_DICT, config)
+    with pytest.raises(ValueError, match="holds no FullyShardedDataParallel"):
+        fsdp.set_state_dict_type(nn.Linear(1, 1), OURS.StateDictType.FULL_STATE_DICT)
+    assert "0._flat_param" in model.state_dict()
+
+
+@contextmanager
+def nothing_changes(model: nn.Module) -> Iterator[None]:
+    slots = [state.flat.slot.clone() for state in model.state._states]
+    names = [(name, param.shape) for name, param in model.named_parameters()]
+    yield
+    assert [(name, param.shape) for name, param in model.named_parameters()] == names
+    for slot, state in zip(slots, model.state._states, strict=True):
+        assert torch.equal(state.flat.slot, slot)
+    loss_of(model, batch(0, 0)).backward()
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes():
+    run_ranks(2, refuses)
+
+
+def refuses():
+    for use_orig_params in (False, True):
+        model = wrap_net(OURS, make_net(), use_orig_params=use_orig_params)
+        assert model.check_is_root()
+        state = dict(make_net(seed=2).state_dict())
+        state["blocks.1.norm.bias"] = torch.ones(4)
+        state["head.weight"] = torch.ones(5, 7)
+        with nothing_changes(model), pytest.raises(RuntimeError, match="nothing was loaded") as wrong:
+            model.load_state_dict(state, strict=False)
+        assert "in the state dict 'head.weight' has shape [5, 7] and its parameter [7, 5]; " in str(wrong.value)
+        assert "'blocks.1.norm.bias' has shape [4] and its parameter [5]" in str(wrong.value)
+        set_type(model, LOCAL)
+        with nothing_changes(model), pytest.raises(RuntimeError, match="the state dict has no flat parameter '_flat"):
+            model.load_state_dict(state)
+        local = model.state_dict()
+        for block in (0, 1):  # two ranks that do not know of each other: another sharding
+            group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+            alone = wrap_net(OURS, make_net(), process_group=group, use_orig_params=use_orig_params)
+            set_type(alone, LOCAL)
+            local[f"blocks.{block}._flat_param"] = alone.state_dict()[f"blocks.{block}._flat_param"]
+            expected = f"flat parameter 'blocks.{block}._flat_param' has 191 elements, .* it has 191 over 1 ranks, 191"
+            with nothing_changes(model), pytest.raises(RuntimeError, match=expected):
+                model.load_state_dict(local)
+            local = model.state_dict()
+
+
+def test_within_an_iteration_there_is_none():
+    run_ranks(1, within_forward)
+
+
+def within_forward():
+    model = wrap_net(OURS, make_net())
+    model.head.register_forward_hook(lambda *_: model.state_dict())
+    with pytest.raises(RuntimeError, match="state_dict: the forward or backward of Net is under way"):
+        model(batch(0, 0))
+
+
+def test_where_parameters_are_summoned_those_are_taken():
+    run_ranks(2, is_summoned)
+
+
+def is_summoned():
+    plain = make_net(seed=1)
+    for use_orig_params in (False, True):
+        model = wrap_net(OURS, make_net(), use_orig_params=use_orig_params)
+        set_type(model, SHARDED)
+        with type(model).summon_full_params(model):
+            assert model.load_state_dict(plain.state_dict()) == ([], [])
+            torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+            assert model.module.head.weight.data_ptr() == model.state_dict()["head.weight"].data_ptr()
+        assert_same_values(model, plain, rtol=0, atol=0)

@@ -1,0 +1,249 @@
+"""State dicts of wrappers: whole, split or flat; made and loaded one unit at a time.
+
+``nn.Module`` asks every child for its state dict and hands every child what is to be loaded, in the same order. Each
+wrapper answers for its own unit: while its modules are asked, they have other parameters in the place of their shards,
+so hooks and overrides of the modules see what they would see in a model that is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from workbench.engine._torch import dtensor_of, local_of, make_spec
+from workbench.engine.classic.api import (
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam
+from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.classic.state import WrapperState, check_idle, wrapper_states_below
+from workbench.engine.flat_shard import in_own_storage
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.tensors import unrecorded
+from workbench.engine.tree import WRAPPED, Names, full_name, names_below
+from workbench.engine.undo import full_tensor, laid_out
+
+LOCAL, SHARDED = StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+_CHECKPOINTED = (
+    "_checkpoint_wrapped_module"  # torch's wrapper for activation checkpointing takes it out of names itself
+)
+
+
+def key_of(name: str) -> str:
+    """Return what a state dict calls a parameter: its name without wrappers of any kind."""
+    return ".".join(part for part in name.split(".") if part not in {WRAPPED, _CHECKPOINTED})
+
+
+def settings_for(state: WrapperState) -> StateDictSettings:
+    """Return what one wrapper's state dict is: with NO_SHARD, where nothing is split, it is whole in any case."""
+    said = state.settings
+    if state.strategy is not ShardingStrategy.NO_SHARD or said.state_dict_type not in {LOCAL, SHARDED}:
+        return said
+    config = FullStateDictConfig(offload_to_cpu=said.state_dict_config.offload_to_cpu)
+    return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
+
+
+def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size]]:
+    """Yield key and whole shape of every parameter of a flat one, for each place where it is registered."""
+    for part in flat.parts:
+        for module, name in part.info.places:
+            yield key_of(full_name(names, module, name)), part.shape
+
+
+# ---- made
+
+
+@contextmanager
+def shown(state: WrapperState) -> Iterator[None]:
+    """Within the body the modules of one wrapper have what its state dict is to hold; collective, but for LOCAL."""
+    check_idle([state], "state_dict")
+    unit, flat = state.unit, state.flat
+    buffers = [(module, name, module._buffers[name]) for module, name in state.original_buffer_dtypes]
+    for module, name, buffer in buffers:
+        if buffer is not None:
+            module._buffers[name] = buffer.to(state.original_buffer_dtypes[module, name])
+    try:
+        if unit is None or flat is None:
+            yield
+            return
+        unit.reshard()
+        unit.adopt_registered()
+        flat.stand_in(_values(unit, flat, settings_for(state).state_dict_type))
+        try:
+            yield
+        finally:
+            flat.stand_down()
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+@unrecorded
+def _values(unit: FSDPParamGroup, flat: FlatParam, kind: StateDictType) -> list[torch.Tensor | None]:
+    if kind is LOCAL:
+        return [None] * len(flat.parts)
+    wholes = whole_parts(unit, flat, flat.slot)
+    if kind is not SHARDED:
+        return [in_own_storage(whole) for whole in wholes]
+    info = unit.mesh_info
+    return [laid_out(whole, info.mesh, info.placements(Shard(0)), flat.slot.device) for whole in wholes]
+
+
+def own_values(state: WrapperState, prefix: str) -> dict[str, DTensor]:
+    """Return what a wrapper itself has in its state dict: with LOCAL its part of the flat parameter, padding left out.
+
+    It is the wrapper's own memory, as a DTensor ``[numel]`` of all parts.
+    """
+    flat = state.flat
+    if flat is None or state.is_summoned or settings_for(state).state_dict_type is not LOCAL:
+        return {}
+    info, local = flat.mesh_info, flat.slot[: flat.own_numel].detach()
+    like = torch.empty(flat.layout.numel, dtype=local.dtype, device="meta")
+    return {f"{prefix}{FLAT_PARAM}": dtensor_of(local, make_spec(info.mesh, info.placements(Shard(0)), like))}
+
+
+def is_kept(state: WrapperState) -> bool:
+    """Return whether this rank is to get the state dict of a wrapper, or only helps to make it."""
+    config = settings_for(state).state_dict_config
+    if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
+        return True
+    return dist.get_rank() == int(state.mesh.mesh.flatten()[0])
+
+
+def finish(state: WrapperState, made: MutableMapping[str, Any], prefix: str) -> None:
+    """Let what a wrapper has put into ``made``, under names with ``prefix``, be where and called as it should be."""
+    offload = settings_for(state).state_dict_config.offload_to_cpu
+    for key in [key for key in made if key.startswith(prefix)]:
+        value = made.pop(key)
+        made[_without_wrapper(key, prefix)] = value.cpu() if offload and isinstance(value, torch.Tensor) else value
+    versions = getattr(made, "_metadata", {})
+    inner = f"{prefix}{WRAPPED}"
+    for name in [name for name in versions if name == inner or name.startswith(f"{inner}.")]:
+        versions[_without_wrapper(f"{name}.", prefix)[:-1]] = versions.pop(name)
+
+
+def _without_wrapper(key: str, prefix: str) -> str:
+    return prefix + key.removeprefix(prefix).removeprefix(f"{WRAPPED}.")
+
+
+# ---- loaded
+
+
+def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``state_dict`` so that modules inside of wrappers find the versions that were saved with them."""
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is None:
+        return state_dict
+    known = {name: versions[key_of(name)] for name, _ in module.named_modules() if key_of(name) in versions}
+    copy = OrderedDict(state_dict)
+    copy._metadata = {**versions, **known}  # type: ignore[attr-defined]
+    return copy
+
+
+def begin_load(state: WrapperState, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    """Let the modules of one wrapper take ``state_dict``, which is changed; collective if it holds DTensors.
+
+    Raises:
+        RuntimeError: within an iteration; a value has not the shape of its parameter, here or in a wrapper below.
+            Nothing has changed then.
+    """
+    if not state.is_summoned:
+        check_idle([state], "load_state_dict")
+        check_fits(state.wrapper, state_dict, prefix)
+        _stand_in_for_load(state, state_dict, prefix)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}{WRAPPED}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+
+@unrecorded
+def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    unit, flat = state.unit, state.flat
+    if unit is None or flat is None:
+        return
+    unit.reshard()
+    unit.adopt_registered()
+    if settings_for(state).state_dict_type is LOCAL:
+        value = state_dict.pop(f"{prefix}{FLAT_PARAM}")
+        flat.slot[: flat.own_numel].copy_(_local(value))
+        flat.stand_in([None] * len(flat.parts))
+    else:
+        for key, _ in keys_of(names_below([state.wrapper]), flat):
+            value = state_dict.get(prefix + key)
+            if isinstance(value, DTensor):
+                state_dict[prefix + key] = full_tensor(value)
+        flat.stand_in(_own_pieces(flat))
+    state.is_loading = True
+
+
+def _own_pieces(flat: FlatParam) -> list[torch.Tensor]:
+    """Return whole parameters that have this rank's values where its pieces are: no other ones are read again."""
+    whole = flat.slot.new_zeros(flat.full_numel)
+    begin, end = flat.bounds
+    whole[begin:end] = flat.slot
+    return flat.parts_of(flat.layout.full_view(whole))
+
+
+def end_load(state: WrapperState, *, keep: bool) -> None:
+    """Let the modules of one wrapper have their shards again, with the values that were loaded if these are kept."""
+    if state.is_loading:
+        state.is_loading = False
+        flat = state.flat
+        if flat is None:
+            return
+        if keep and settings_for(state).state_dict_type is not LOCAL:
+            flat.take_values()
+        flat.stand_down()
+    if state._is_root is not None:
+        state.has_root()  # buffers may be other ones
+
+
+def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Check that the wrappers in the tree of ``module`` can take ``state_dict``.
+
+    Raises:
+        RuntimeError: a value has not the shape of its parameter; a LOCAL_STATE_DICT is of another sharding, or lacks a
+            wrapper.
+    """
+    names = names_below([module])
+    wrong: list[str] = []
+    for state in wrapper_states_below(module):
+        flat = state.flat
+        if flat is None:
+            continue
+        if settings_for(state).state_dict_type is LOCAL:
+            _check_flat(flat, prefix + key_of(full_name(names, state.wrapper, FLAT_PARAM)), state_dict)
+            continue
+        for key, shape in keys_of(names, flat):
+            value = state_dict.get(prefix + key)
+            if isinstance(value, torch.Tensor) and value.shape != shape:
+                wrong.append(f"{prefix + key!r} has shape {list(value.shape)} and its parameter {list(shape)}")
+    if wrong:
+        raise RuntimeError(f"size mismatch: in the state dict {'; '.join(wrong)}; nothing was loaded")
+
+
+def _check_flat(flat: FlatParam, key: str, state_dict: Mapping[str, Any]) -> None:
+    advice = "LOCAL_STATE_DICT is for the same sharding alone; save and load SHARDED_STATE_DICT or FULL_STATE_DICT"
+    if key not in state_dict:
+        raise RuntimeError(f"the state dict has no flat parameter {key!r}: {advice}, or set the type that was saved")
+    value = state_dict[key]
+    came, expected = len(_local(value)), flat.own_numel
+    if came != expected or (isinstance(value, DTensor) and value.numel() != flat.layout.numel):
+        ranks = f" over {value.device_mesh.size()} ranks" if isinstance(value, DTensor) else ""
+        raise RuntimeError(
+            f"flat parameter {key!r} has {flat.layout.numel} elements, {expected} of them on this rank; in the state "
+            f"dict it has {value.numel()}{ranks}, {came} of them here: {advice}"
+        )
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return local_of(value) if isinstance(value, DTensor) else value
