@@ -12,7 +12,7 @@ from workbench.cluster.pending import Answer, Output, Pending, select, settle
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
-from workbench.protocol.commands import Continue, Next, Pause, Request, from_dict
+from workbench.protocol.commands import Continue, Next, Pause, Request, Step, from_dict
 from workbench.protocol.messages import (
     CellLine,
     Done,
@@ -126,6 +126,7 @@ class FakeGate:
         if self.answer is not None:
             settle(self.answer.future, outcome)
         self.answer = self.held = None
+        self.breakpoints = tuple(b for b in self.breakpoints if not b.once)
 
     def advance(self) -> None:
         """Come to the next event: hold there, or pass it."""
@@ -178,7 +179,7 @@ class FakeGate:
                 for ticket in request.tickets:
                     self.tickets.pop(ticket, None)
             case SetBreakpoints():
-                self.breakpoints = checked(request.breakpoints)
+                self.breakpoints = (*(b for b in self.breakpoints if b.once), *checked(request.breakpoints))
             case Pause():
                 if not self.held:
                     self.mode = request
@@ -349,6 +350,9 @@ class FakeCluster:
         function = name.partition(":")[2]
         if function == "execute":
             args = (from_dict(*args),)
+            if isinstance(args[0], Step) and args[0].stop is not None:
+                for gate in self.gates:
+                    gate.breakpoints = (args[0].stop, *gate.breakpoints)
         self.log.append((function, *args))
         if function == "recover":
             self.unfinished.clear()

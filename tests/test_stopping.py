@@ -63,6 +63,7 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
     assert ordinals(report) == dict.fromkeys(range(4), PROGRAM.index(("forward", "begin", 1)))
     assert report.headline == f"4 ranks stopped before forward of {unit(wb, 1)}, step 0"
     assert "under way   %fsdp step --until forward" in str(report)
+    assert not wb.asked("breakpoints")  # it comes with the step, and so to all ranks or none
     assert tuple(wb.break_list().breakpoints) == ()
     for refused in (wb.step, lambda: wb.unshard("model"), wb.verify):
         with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):
@@ -91,6 +92,18 @@ def test_until_outlives_a_stop_at_something_else(wb):
     assert wb.resume().missed == ""
     wb.step(1, until="forward")
     assert wb.resume().missed == ""
+
+
+def test_until_is_listed_while_it_is_due_and_is_no_breakpoint_to_turn_off_or_clear(wb):
+    wb.break_add("forward", rank=None)
+    wb.step(1, until="optimizer")
+    assert [str(b) for b in wb.break_list().breakpoints] == ["forward", "optimizer"]
+    wb.break_off()
+    assert [b.is_on for b in wb.break_list().breakpoints] == [False, True]
+    assert "1 of 1 breakpoints taken away" in str(wb.break_clear())
+    assert [str(b) for b in wb.break_list().breakpoints] == ["optimizer"]
+    assert "because of  --until optimizer" in str(wb.resume())
+    assert wb.break_list().breakpoints == ()
 
 
 def test_a_breakpoint_stops_at_every_such_event(wb):
@@ -461,7 +474,7 @@ def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
     wb.where(stacks=True)
     assert wb.fake.patience[-2:] == [("locate", WHERE_S), ("stacks", WHERE_S)]
     wb.step(1, until="backward")
-    assert wb.fake.patience[-2:] == [("drain", PATIENT_S), ("breakpoints", PATIENT_S)]
+    assert wb.fake.patience[-1] == ("drain", PATIENT_S)
     wb.where(stacks=True)
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
 
@@ -531,6 +544,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         (lambda wb: wb.break_add("forward", when="f()"), "no Call"),
         (lambda wb: wb.break_clear(3), "there is no breakpoint 3; there are: none"),
         (lambda wb: wb.step(1, until="gather"), "nearest first"),
+        (lambda wb: wb.step(1, until="forward:nothing"), "the units, nearest first"),
         (lambda wb: wb.next("week"), "nothing is stopped"),
         (lambda wb: wb.back(-1), "0 for the newest"),
         (lambda wb: wb.do(Inspect(fqn="x")), "nothing is stopped and nothing runs"),
@@ -541,6 +555,7 @@ def test_bad_requests_say_what_there_is(wb, call, says):
         call(wb)
     assert says in str(caught.value)
     assert wb._session.request is None
+    assert not wb.asked("execute")
 
 
 def test_commands_do_the_same_as_methods(wb):

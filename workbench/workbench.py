@@ -538,11 +538,11 @@ class Workbench:
             Condition.parse(when, rank)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
         session.push_breakpoints()
-        return BreakReport(breakpoints=tuple(session.breakpoints), said=f"breakpoint {added.id}: {added}")
+        return BreakReport(breakpoints=session.stops(), said=f"breakpoint {added.id}: {added}")
 
     def break_list(self) -> BreakReport:
         """Return the breakpoints there are."""
-        return BreakReport(breakpoints=tuple(self._started().breakpoints))
+        return BreakReport(breakpoints=self._started().stops())
 
     def break_clear(self, id: int | None = None) -> BreakReport:
         """Take the breakpoint ``id`` away, or all.
@@ -554,7 +554,7 @@ class Workbench:
         count = session.breakpoints.clear(id)
         session.push_breakpoints()
         said = f"{count} of {count + len(tuple(session.breakpoints))} breakpoints taken away" if count else ""
-        return BreakReport(breakpoints=tuple(session.breakpoints), said=said)
+        return BreakReport(breakpoints=session.stops(), said=said)
 
     def break_on(self, id: int | None = None) -> BreakReport:
         """Have the breakpoint ``id`` stop ranks again, or all.
@@ -577,7 +577,7 @@ class Workbench:
         count = session.breakpoints.switch(id, is_on=is_on)
         session.push_breakpoints()
         said = f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
-        return BreakReport(breakpoints=tuple(session.breakpoints), said=said)
+        return BreakReport(breakpoints=session.stops(), said=said)
 
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""

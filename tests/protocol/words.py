@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from workbench.magics.words import parse_line
 from workbench.protocol.arguments import Argument, argument_of
+from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Command
 from workbench.protocol.policy import DTYPES
 
@@ -120,5 +121,10 @@ def _texts(known: Argument) -> st.SearchStrategy[str]:
         return st.sampled_from(known.choices)
     if known.is_code:
         return st.sampled_from(CODE) | _any_text
+    if known.completes == "events":
+        return (
+            st.builds(":".join, st.lists(st.sampled_from((*EVENTS, "all-gather.end", "blocks.*", "")), max_size=3))
+            | _any_text
+        )
     offered = st.nothing() if isinstance(known.completes, str) else st.sampled_from(known.completes)
     return offered | _identifiers | _paths | _precisions | _any_text

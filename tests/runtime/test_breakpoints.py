@@ -116,6 +116,13 @@ def test_a_breakpoint_for_once_is_gone_after_it_was_met():
     assert not Wanted(after=Place(1, 1)).is_anything
 
 
+def test_a_breakpoint_for_once_goes_with_its_steps_and_not_before():
+    once, often, other = armed("wait", once=True), armed("wait"), armed("forward")
+    wanted = Wanted(pause=True, breakpoints=(once, often))
+    assert wanted.with_breakpoints((other,)) == Wanted(pause=True, breakpoints=(once, other))
+    assert wanted.lasting() == Wanted(breakpoints=(often,))
+
+
 PLACES = st.builds(Place, st.integers(0, 3), st.integers(0, 9))
 
 

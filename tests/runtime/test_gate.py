@@ -16,6 +16,7 @@ from tests.runtime.test_commands import trace_of
 from tests.waiting import PATIENCE_S
 from workbench.engine import StepAborted
 from workbench.events import Edge, Kind
+from workbench.protocol.breakpoints import UNTIL
 from workbench.protocol.commands import Continue, Evaluate, Next, Pause, Shard, Step, Verify
 from workbench.protocol.messages import GiveUp, Job, Place, RunTo
 from workbench.runtime import rank as rank_module
@@ -324,6 +325,25 @@ def nothing_holds_outside_of_steps():
 
 def test_nothing_holds_a_rank_outside_of_steps():
     assert run(2, nothing_holds_outside_of_steps) == [(True, 1, False)] * 2
+
+
+def until():
+    """Two steps that stop once, though breakpoints are exchanged meanwhile; then one that comes to the event again."""
+    sharded()
+
+    def script(door):
+        first = door.until_held()
+        door.break_at({"event": "optimizer"})
+        door(Continue())
+        door.until(lambda where: where.held is not None and where.held.kind is Kind.OPTIMIZER)
+        return first
+
+    done, held = beside(script, Step(count=2, until="backward:blocks.1"))
+    return held.breakpoint, place(held)[:3], done["steps_done"], execute(Step())["steps_done"]
+
+
+def test_until_comes_with_its_steps_stops_once_and_goes_with_them():
+    assert run(2, until) == [(UNTIL, ("backward", "begin", "backward"), 2, 1)] * 2
 
 
 def own_loop():

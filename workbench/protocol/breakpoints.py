@@ -38,7 +38,7 @@ class Breakpoint:
         unit: name or glob of units; ``(root)`` for the root; None: any unit or none.
         rank: the only rank that stops; None: all.
         when: condition over :data:`FIELDS`; None: always.
-        once: whether it is gone after it stopped a rank.
+        once: whether it is gone after it stopped a rank; it comes with the steps that it is for, and goes with them.
         is_on: whether it stops ranks at all.
     """
 
@@ -67,13 +67,22 @@ def parse_event(text: str, units: Sequence[str]) -> tuple[str, str | None]:
     Raises:
         UsageError: no such event or unit; the message lists those there are, the nearest first.
     """
+    event, unit = read_event(text)
+    if unit is not None:
+        chosen_units(unit, units)
+    return event, unit
+
+
+def read_event(text: str) -> tuple[str, str | None]:
+    """Return ``"all-gather.end:blocks.2"`` as event and unit, whether or not there is such a unit.
+
+    Raises:
+        UsageError: no such event; the message lists those there are, the nearest first.
+    """
     name, colon, unit = text.strip().partition(":")
     event = name.strip().replace("-", "_")
     split_event(event)
-    if not colon:
-        return event, None
-    chosen_units(unit.strip(), units)
-    return event, unit.strip()
+    return event, unit.strip() if colon else None
 
 
 def split_event(event: str) -> tuple[Kind, Edge]:

@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from workbench.codec import decode_named, encode
+from workbench.errors import UsageError
 from workbench.protocol.arguments import (
     Argument,
     argument,
@@ -32,6 +33,7 @@ from workbench.protocol.arguments import (
     several,
     without_variables,
 )
+from workbench.protocol.breakpoints import UNTIL, Breakpoint, read_event
 from workbench.protocol.policy import (
     APIS,
     CLASSIC,
@@ -412,7 +414,7 @@ class Step(Command):
     """Train: call train_step() on every rank, so many times; a number that it returns is the loss.
 
     Raises:
-        ValueError: ``count`` < 1, or ``fn`` is not a name.
+        ValueError: ``count`` < 1, ``fn`` is not a name, or ``until`` not an event.
     """
 
     word: ClassVar[str] = "step"
@@ -432,6 +434,18 @@ class Step(Command):
         if type(self.count) is not int or self.count < 1:
             raise ValueError(f"the number of steps is a whole number of at least 1, not {self.count!r}")
         _check_function(self.fn)
+        try:
+            _ = self.stop
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def stop(self) -> Breakpoint | None:
+        """Where all ranks stop once, if ``until`` says so."""
+        if not self.until:
+            return None
+        event, unit = read_event(self.until)
+        return Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
 
 
 @dataclass(frozen=True, kw_only=True)

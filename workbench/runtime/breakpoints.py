@@ -167,6 +167,14 @@ class Wanted:
         """Return the same breakpoints, and nothing else but what is given."""
         return Wanted(breakpoints=self.breakpoints, pause=pause, target=target, is_next=is_next)
 
+    def with_breakpoints(self, breakpoints: Iterable[Armed]) -> Wanted:
+        """Return the same with other breakpoints; those for once, which came with what is under way, stay in front."""
+        return replace(self, breakpoints=(*(b for b in self.breakpoints if b.breakpoint.once), *breakpoints))
+
+    def lasting(self) -> Wanted:
+        """Return the breakpoints that are not for once, and nothing else."""
+        return Wanted(breakpoints=tuple(b for b in self.breakpoints if not b.breakpoint.once))
+
     def without(self, met: Armed | None) -> Wanted:
         """Return the same without ``met``, if that was for once."""
         left = tuple(b for b in self.breakpoints if b is not met or not b.breakpoint.once)

@@ -26,6 +26,7 @@ from workbench.engine.source import SOURCE
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
+from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Next, Pause
 from workbench.protocol.messages import Done, Forget, Hold, Job, Place, RunTo, SetBreakpoints
 from workbench.runtime import breakpoints, jobs
@@ -101,8 +102,12 @@ class Gate:
             self._passes = False
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """The body runs steps; what was wanted of them only is forgotten with them."""
+    def stepping(self, stop: Breakpoint | None = None) -> Iterator[None]:
+        """The body runs steps, and is held once at ``stop``; what was wanted of them only is forgotten with them."""
+        if stop is not None:
+            with self._lock:
+                armed = breakpoints.arm((stop,), self._rank)
+                self._want(replace(self._wanted, breakpoints=(*armed, *self._wanted.breakpoints)))
         try:
             with self.interrupts.guarded():
                 yield
@@ -110,9 +115,9 @@ class Gate:
             self.forget_requests()
 
     def forget_requests(self) -> None:
-        """Forget pause, next and positions to run to; breakpoints stay."""
+        """Forget pause, next, positions to run to and what was for once; all other breakpoints stay."""
         with self._lock:
-            self._want(self._wanted.but())
+            self._want(self._wanted.lasting())
 
     # ---- asked before an event, in the thread that runs the step
 
@@ -316,7 +321,7 @@ class Gate:
                     for ticket in request.tickets:
                         self._tickets.pop(ticket, None)
                 case SetBreakpoints():
-                    self._want(replace(self._wanted, breakpoints=breakpoints.arm(request.breakpoints, self._rank)))
+                    self._want(self._wanted.with_breakpoints(breakpoints.arm(request.breakpoints, self._rank)))
                 case Pause():
                     if self.held is None:
                         self._want(self._wanted.but(pause=True))

@@ -85,7 +85,7 @@ class RankRuntime:
         self.commands += 1
         try:
             if isinstance(command, Step):
-                with self.gate.stepping():
+                with self.gate.stepping(command.stop):
                     return self.trainer.run(command)
             with self.gate.passing():
                 result = DOES[type(command)](command, self)

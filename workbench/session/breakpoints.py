@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from workbench.errors import UsageError
-from workbench.protocol.breakpoints import UNTIL, Breakpoint
+from workbench.protocol.breakpoints import Breakpoint
 
 
 class Breakpoints:
-    """The breakpoints there are, in the order they were added."""
+    """The breakpoints there are, in the order they were added; that of ``step --until`` is its request's own."""
 
     def __init__(self) -> None:
         self._all: dict[int, Breakpoint] = {}
@@ -22,8 +22,6 @@ class Breakpoints:
     def named(self, number: int) -> str:
         """Return breakpoint ``number`` in words."""
         found = self._all.get(number)
-        if number == UNTIL:
-            return f"--until {found or ''}".rstrip()
         return f"breakpoint {number}" + (f": {found}" if found is not None else "")
 
     def add(self, event: str, unit: str | None, *, rank: int | None, when: str | None) -> Breakpoint:
@@ -32,19 +30,6 @@ class Breakpoints:
         self._next += 1
         self._all[added.id] = added
         return added
-
-    def set_until(self, event: str, unit: str | None) -> None:
-        """Add the one of ``step --until``, which stops ranks once."""
-        self._all[UNTIL] = Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
-
-    @property
-    def until(self) -> Breakpoint | None:
-        """The one of ``step --until``, as long as it has not stopped ranks and the steps are not over."""
-        return self._all.get(UNTIL)
-
-    def clear_until(self) -> bool:
-        """Take the one of ``step --until`` away; tell whether it was there."""
-        return self._all.pop(UNTIL, None) is not None
 
     def clear(self, number: int | None) -> int:
         """Take one away, or all; return how many.
@@ -58,12 +43,12 @@ class Breakpoints:
         return len(chosen)
 
     def switch(self, number: int | None, *, is_on: bool) -> int:
-        """Have one stop ranks or not, or all but that of ``step --until``; return how many these are.
+        """Have one stop ranks or not, or all; return how many these are.
 
         Raises:
             UsageError: there is no such breakpoint.
         """
-        chosen = [found for found in self._chosen(number) if found != UNTIL]
+        chosen = self._chosen(number)
         for found in chosen:
             self._all[found] = replace(self._all[found], is_on=is_on)
         return len(chosen)

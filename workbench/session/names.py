@@ -7,10 +7,11 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 from workbench.errors import UsageError
-from workbench.protocol.breakpoints import nearest
+from workbench.protocol.breakpoints import chosen_units, nearest
 from workbench.protocol.commands import Command, Reshard, Shard, Step, Verify
 from workbench.protocol.messages import Names
 from workbench.replay.alike import label
+from workbench.reports.places import live_units
 from workbench.trace.schema import Header
 
 
@@ -95,9 +96,11 @@ def check(
             command.check_fits(num_ranks, num_ranks if isinstance(command, Shard) else 0)
         except ValueError as error:
             raise UsageError(f"%fsdp {command.word}: {error}") from error
-    is_sharded = any(not unit.retired for unit in header.units)
-    if isinstance(command, (Reshard, Step, Verify)) and not is_sharded:
+    units = [unit.name for unit in live_units(header)]
+    if isinstance(command, (Reshard, Step, Verify)) and not units:
         raise shard_first(names, command.word)
+    if isinstance(command, Step) and command.stop is not None and command.stop.unit is not None:
+        chosen_units(command.stop.unit, units)
     given = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
     if given.get("fn"):
         check_function(names, given["fn"], in_notebook)

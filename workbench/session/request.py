@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from workbench.cluster.pending import Output, Pending
 from workbench.codec import decode
 from workbench.errors import RankDied
+from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Command, Step, to_text
 from workbench.reports.done import SAYS, CellReport, Report
 from workbench.reports.follow import Follower, Progress
@@ -69,10 +70,12 @@ class Work(Protocol):
     Attributes:
         words: how a person calls it.
         is_command: whether it is a command; else a cell.
+        until: where it is to stop once, and has not stopped yet; None: nowhere.
     """
 
     words: str
     is_command: bool
+    until: Breakpoint | None
 
     def progress(self, trace: Trace) -> Progress | None:
         """Return how far it is by ``trace``; from any thread. None: it has no steps."""
@@ -102,6 +105,8 @@ class _Printing:
     Args:
         pending: the request.
     """
+
+    until: Breakpoint | None = None
 
     def __init__(self, pending: Pending) -> None:
         self._stream = Stream(pending, pending.ranks[0])
@@ -140,6 +145,7 @@ class CommandWork(_Printing):
         self._follower: Follower | None = None
         if isinstance(command, Step):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
+            self.until = command.stop
         self.words = f"%fsdp {to_text(command)}"
 
     def progress(self, trace: Trace) -> Progress | None:

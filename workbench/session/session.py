@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from workbench.cluster.pending import Pending, select
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
-from workbench.protocol.breakpoints import UNTIL, parse_event
+from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.commands import Command, Inspect, Reshard, Shard, Step, to_dict
 from workbench.protocol.commands import Request as SideRequest
 from workbench.protocol.messages import (
@@ -189,14 +189,19 @@ class Session:
             losses=self.cluster.losses(),
             under_way=_under_way(self.request, trace),
             ended=self.ended,
-            breakpoints=tuple(self.breakpoints),
+            breakpoints=self.stops(),
         )
 
     def asked(self) -> tuple[object, ...]:
         """Return what is different once a request was sent, stands, goes on or is over; no rank is asked."""
         request = self.request
         under_way = None if request is None else (request.work.words, request.state)
-        return under_way, self.ended, tuple(self.breakpoints)  # the same words again: another one has ended
+        return under_way, self.ended, self.stops()  # the same words again: another one has ended
+
+    def stops(self) -> tuple[Breakpoint, ...]:
+        """Return all breakpoints, that of ``step --until`` last."""
+        until = None if self.request is None else self.request.work.until
+        return (*self.breakpoints, *(() if until is None else (until,)))
 
     def names(self) -> dict[int, Names]:
         """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
@@ -282,9 +287,6 @@ class Session:
         with self._changed:
             mark = self._ready(range(num_ranks))
             check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
-            if isinstance(command, Step) and command.until:
-                self.breakpoints.set_until(*parse_event(command.until, self.units()))
-                self.push_breakpoints()
             before = self.trace
             pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
             request = self._open(CommandWork(command, pending, before), pending, mark)
@@ -558,7 +560,9 @@ class Session:
     def _stopped(self, request: Request, stop: Stop) -> StopReport:
         request.work.stand(request.listener)
         request.stop = dataclasses.replace(stop, units=unit_names(self.trace.header))
-        reasons = tuple(self.breakpoints.named(number) for number in stop.breakpoints)
+        reasons = tuple(self._reason(number, request.work.until) for number in stop.breakpoints)
+        if UNTIL in stop.breakpoints:
+            request.work.until = None
         request.report = StopReport(stop=request.stop, words=request.work.words, reasons=reasons)
         return request.report
 
@@ -567,17 +571,23 @@ class Session:
             raise ClusterError("the ranks were stopped")
         request.watch.stopper.disarm(set(self.living()))
         if not outcome.failures and not outcome.given_up:
-            return self._with_missed(request.work.finish(outcome.results, request.listener), request.mark)
+            return self._with_missed(request, request.work.finish(outcome.results, request.listener))
         error = self._settle(outcome, request.mark, request.work.is_command)
         request.work.fail(request.listener)
         raise error
 
-    def _with_missed(self, report: Report, mark: Mark) -> Report:
+    def _reason(self, number: int, until: Breakpoint | None) -> str:
+        """Return in words what held a rank: a breakpoint, or the ``until`` of its steps."""
+        if number == UNTIL:
+            return f"--until {until or ''}".rstrip()
+        return self.breakpoints.named(number)
+
+    def _with_missed(self, request: Request, report: Report) -> Report:
         """Say in the report of steps that were to stop before an event that the event did not come."""
-        until = self.breakpoints.until
+        until = request.work.until
         if until is None or not isinstance(report, StepReport):
             return report
-        events = came(self.trace, mark.num_rows, str(until))
+        events = came(self.trace, request.mark.num_rows, str(until))
         return dataclasses.replace(report, missed=str(until), came=tuple(events))
 
     def _note(self, request: Request, *, is_over: bool) -> None:
@@ -589,9 +599,6 @@ class Session:
                 count = 1 if self.ended is None else self.ended.count + 1
                 line, text = request.work.words, request.ending
                 self.ended = Ending(count=count, line=line, text=text, is_error=request.failed)
-            came_to_until = request.stop is not None and UNTIL in request.stop.breakpoints
-            if (is_over or came_to_until) and self.breakpoints.clear_until() and not self.is_closed:
-                self.push_breakpoints()
             self._changed.notify_all()
 
     def push_breakpoints(self) -> None:
