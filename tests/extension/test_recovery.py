@@ -52,11 +52,11 @@ def process_of(lab, rank):
 
 def rank_1_is_said_to_be_gone(lab):
     """Wait until all three say so."""
-    expect(headline(lab)).to_contain_text("rank 1 is gone")
+    expect(headline(lab)).to_contain_text("rank 1 died: the process was killed by SIGKILL")
     expect(row(lab, 0)).not_to_contain_text("gone")
     expect(row(lab, 1)).to_contain_text("gone")
     expect(row(lab, 1)).to_contain_text("SIGKILL")
-    expect(status_bar(lab)).to_contain_text("FSDP: rank 1 is gone")
+    expect(status_bar(lab)).to_contain_text("FSDP: rank 1 died: the process was killed by SIGKILL")
     expect(status_bar(lab)).to_have_class("fsdp-mod-bad")
     expect(dashboard(lab).locator(".fw-badge")).to_contain_text("ranks died")
     expect(dashboard(lab)).to_contain_text("rank 1 died: the process was killed by SIGKILL")
