@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.replay.test_shards import make_flat
 from tests.trace.simulation import ITEMSIZE, padded_bytes, padded_elements
 from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from workbench.events import COLLECTIVES, Edge, Kind, Param, Unit
@@ -302,3 +303,11 @@ def test_bytes_on_a_ring():
 
 def test_collectives_are_the_schemas():
     assert {e.kind for e in closed_form(example_trace().header)} <= set(collectives.COLLECTIVES)
+
+
+@pytest.mark.parametrize(("numels", "padded"), [((10, 3), 16), ((7, 1), 8), ((1,), 4)])
+def test_a_flat_parameter_is_padded_once_for_all_that_are_in_it(numels: tuple[int, ...], padded: int):
+    flat = make_flat(numels, 4)
+    gather, reduce = closed_form(Header(units=(make_unit(flat, reshard_after_forward=True),)))
+    assert (gather.calls, gather.num_bytes) == (2, 2 * padded * 2)
+    assert (reduce.calls, reduce.num_bytes) == (1, padded * 4)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, setups, simulate
-from workbench.events import Category, Param, Unit
+from workbench.events import Category, FlatPart, Param, Unit
 from workbench.replay import shards as replay_shards
-from workbench.replay.shards import AtRest, alike, at_rest, shards, totals, unit_shards
+from workbench.replay.shards import AtRest, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.trace.keyframe import advance
 from workbench.trace.schema import Header
 
@@ -28,6 +28,12 @@ def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
         rows_per_rank=rows,
         padded_rows=room,
     )
+
+
+def make_flat(numels, num_ranks, **options):
+    """A flat parameter of vectors ``p0``, ``p1``, ... of so many elements."""
+    parts = tuple(FlatPart(fqn=f"p{i}", shape=(n,), first=sum(numels[:i])) for i, n in enumerate(numels))
+    return replace(make_param((sum(numels),), num_ranks, fqn="_flat_param", **options), parts=parts)
 
 
 def make_unit(*params, index=0, name="", **fields):
@@ -117,7 +123,7 @@ def test_retired_units_hold_nothing():
     assert shards(retired) == ()
     assert shards(Header()) == ()
     assert totals(()) == replay_shards.Totals(
-        num_params=0, num_elements=0, bytes_unsharded=0, bytes_at_rest=0, bytes_wasted=0, num_empty=0
+        num_params=0, num_flat=0, num_elements=0, bytes_unsharded=0, bytes_at_rest=0, bytes_wasted=0, num_empty=0
     )
 
 
@@ -181,3 +187,25 @@ def test_units_of_another_policy_stand_apart():
     assert len(alike(shards(Header(units=(one, two))))) == 1
     for other in ({"compute_dtype": "bfloat16"}, {"offload": True}, {"reshard_after_forward": False}):
         assert len(alike(shards(Header(units=(one, replace(two, **other)))))) == 2
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 6))
+def test_pieces_are_all_elements_in_order_each_on_the_rank_that_has_it(numels, num_ranks):
+    flat = make_flat(numels, num_ranks)
+    found = pieces(flat)
+    assert [e for piece in found for e in range(piece.begin, piece.end)] == list(range(sum(numels)))
+    for piece in found:
+        assert piece.begin < piece.end
+        assert piece.begin // flat.padded_rows == (piece.end - 1) // flat.padded_rows == piece.shard_rank
+        first, last = piece.own
+        assert 0 <= first <= last < piece.part.numel
+        assert (first > 0, last < piece.part.numel - 1) == (piece.is_begun_before, piece.goes_on)
+    for part in flat.parts:
+        assert sum(piece.end - piece.begin for piece in found if piece.part == part) == part.numel
+
+
+def test_a_flat_parameter_counts_as_those_in_it_and_adam_keeps_its_padding():
+    header = Header(world_size=2, units=(make_unit(make_flat((3, 6), 2)),))
+    found = totals(shards(header))
+    assert (found.num_params, found.num_flat, found.num_elements, found.bytes_wasted) == (2, 1, 9, 4)
+    assert at_rest(header, 0) == at_rest(header, 1) == AtRest(params=20, grads=20, adam=44)

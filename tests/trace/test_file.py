@@ -324,7 +324,7 @@ def npy_with_header(text: bytes) -> bytes:
         (edited_meta(lambda meta: meta["header"].pop("strings") and None), r"header lacks \['strings'\]"),
         (
             edited_meta(lambda meta: meta["header"].update(schema_version=SCHEMA_VERSION + 1)),
-            "schema version 4, this workbench reads up to 3: update fsdp-workbench to read it",
+            f"schema version {SCHEMA_VERSION + 1}, this workbench reads up to {SCHEMA_VERSION}: update fsdp-workbench",
         ),
     ],
 )

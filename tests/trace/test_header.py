@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.replay.test_shards import make_flat, make_unit
 from tests.trace.strategies import any_headers, any_key_frames, example_trace
 from workbench.errors import TraceError
 from workbench.events import UnitState
@@ -29,9 +30,20 @@ def test_a_key_frame_survives_json(key_frame):
     assert all(type(state) is UnitState for state in back.unit_states.values())
 
 
+def test_what_is_in_a_flat_parameter_is_kept_and_a_file_without_it_loads():
+    header = Header(units=(make_unit(make_flat((3, 6), 2)),))
+    data = json.loads(json.dumps(header_to_dict(header)))
+    assert header_from_dict(data).units[0].params[0].parts == header.units[0].params[0].parts
+    del data["units"][0]["params"][0]["parts"]
+    data["schema_version"] = 3  # which had no flat parameters
+    assert header_from_dict(data).units[0].params[0].parts == ()
+
+
 def test_a_newer_schema_is_refused_whatever_else_it_holds():
     data = {"schema_version": SCHEMA_VERSION + 1, "surprise": []}
-    with pytest.raises(TraceError, match="schema version 4, this workbench reads up to 3: update fsdp-workbench"):
+    with pytest.raises(
+        TraceError, match=f"schema version {SCHEMA_VERSION + 1}, this workbench reads up to {SCHEMA_VERSION}: upd"
+    ):
         header_from_dict(data)
 
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.replay.test_shards import make_param, make_unit
+from tests.replay.test_shards import make_flat, make_param, make_unit
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import num_marks, subtitle, title, words
 from workbench.errors import UsageError
@@ -104,6 +106,61 @@ def test_a_unit_says_what_is_special_about_its_policy():
 def test_what_training_adds_is_told():
     fig = layout(trace_of(make_unit(make_param((5, 3), 4)), world_size=4))
     assert "in training gradients take 24 B more, Adam&#x27;s state up to 52 B" in subtitle(fig)
+
+
+def flat_unit(numels, num_ranks, **unit):
+    return make_unit(make_flat(numels, num_ranks), **unit)
+
+
+def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_and_padded_at_the_end():
+    fig = layout(trace_of(flat_unit((3, 6), 2), world_size=2))
+    held, padding = bars(fig, "held"), bars(fig, "padding")
+    assert [text for *_, text, _ in held] == ["p0", "p1 …", "… p1"]
+    assert [round(width / 0.992, 2) for _, _, width, _, _ in held] == [0.6, 0.4, 0.8]
+    assert [round(width / 0.992, 2) for _, _, width, _, _ in padding] == [0.2]
+    assert "p1 [6]: elements 2-5 of 6, 16 B" in held[-1][-1]
+    assert "p0 [3]: all of it, 12 B" in held[0][-1]
+    assert fig.layout.yaxis.ticktext == ("2 parameters [9]",)
+    assert "2 parameters in 1 unit, end to end in 1 flat parameter" in subtitle(fig)
+    assert "padding wastes 4 B" in subtitle(fig)
+
+
+def test_a_rank_behind_the_end_of_a_flat_parameter_is_empty():
+    fig = layout(trace_of(flat_unit((2,), 4), world_size=4))
+    assert [(int(base), text) for _, base, _, text, _ in bars(fig, "empty shard")] == [(2, "empty"), (3, "empty")]
+
+
+def test_narrow_parameters_side_by_side_are_one_segment_that_says_which():
+    fig = layout(trace_of(flat_unit((10**6, *[1] * 20, 10**6), 1), world_size=1))
+    held = bars(fig, "held")
+    assert [text for *_, text, _ in held] == ["p0", "", "p21"]
+    assert "p1 [1]: all of it" in held[1][-1]
+    assert "and 12 more" in held[1][-1]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 6))
+def test_a_flat_parameter_fills_the_columns_from_the_left(numels, num_ranks):
+    fig = layout(trace_of(flat_unit(numels, num_ranks), world_size=num_ranks))
+    room = -(-sum(numels) // num_ranks)
+    widths = {name: sum(width for _, _, width, _, _ in bars(fig, name)) for name in ("held", "padding", "empty shard")}
+    column = 1 - min(0.1, 0.004 * num_ranks)
+    assert widths["held"] == pytest.approx(sum(numels) / room * column)
+    assert sum(widths.values()) == pytest.approx(num_ranks * column)
+    begins = [base for _, base, *_ in bars(fig, "held")]
+    assert begins == sorted(begins)
+
+
+def test_alike_units_of_flat_parameters_share_a_bar():
+    units = [flat_unit((3, 6), 2, index=i, name=f"blocks.{i}") for i in range(3)]
+    units = [replace(u, params=(named(u.params[0], f"blocks.{u.index}."),)) for u in units]
+    fig = layout(trace_of(*units, world_size=2), fold=True)
+    assert len(bars(fig, "held")) == 3
+    assert "blocks.0-2, 3 units alike" in headings(fig)
+
+
+def named(param, prefix):
+    parts = tuple(replace(part, fqn=prefix + part.fqn) for part in param.parts)
+    return replace(param, fqn=prefix + param.fqn, parts=parts)
 
 
 def test_units_on_different_numbers_of_ranks_use_the_whole_width():

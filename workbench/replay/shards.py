@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from workbench.events import Param, Unit
+from workbench.events import FlatPart, Param, Unit
 from workbench.replay.alike import pattern
 from workbench.trace.schema import Header
 
@@ -78,7 +78,8 @@ class Totals:
     """Sums over parameters.
 
     Attributes:
-        num_params: parameters.
+        num_params: parameters; those in flat ones, not these.
+        num_flat: flat parameters.
         num_elements: elements of the parameters, unsharded in every way.
         bytes_unsharded: what a rank would hold without FSDP and tensor parallelism.
         bytes_at_rest: what each rank holds between steps, padding included.
@@ -87,6 +88,7 @@ class Totals:
     """
 
     num_params: int
+    num_flat: int
     num_elements: int
     bytes_unsharded: int
     bytes_at_rest: int
@@ -108,7 +110,8 @@ def totals(split: Iterable[ParamShards]) -> Totals:
     """Return the sums over some parameters: all of :func:`shards`, or one unit's."""
     parts = tuple(split)
     return Totals(
-        num_params=len(parts),
+        num_params=sum(len(s.param.parts) or 1 for s in parts),
+        num_flat=sum(bool(s.param.parts) for s in parts),
         num_elements=sum(prod(s.param.global_shape) for s in parts),
         bytes_unsharded=sum(s.bytes_global for s in parts),
         bytes_at_rest=sum(s.bytes_at_rest for s in parts),
@@ -164,6 +167,51 @@ def _trained_rows(param: Param, shard_rank: int) -> int:
     return param.padded_rows if param.parts else param.rows_per_rank[shard_rank]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What of one parameter lies in one shard-rank's part of a flat one; at least one element.
+
+    Attributes:
+        part: the parameter.
+        shard_rank: whose part it is.
+        begin, end: elements of the flat parameter, the last one excluded.
+    """
+
+    part: FlatPart
+    shard_rank: int
+    begin: int
+    end: int
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First and last of the parameter's own elements that are in it."""
+        return self.begin - self.part.first, self.end - self.part.first - 1
+
+    @property
+    def is_begun_before(self) -> bool:
+        """Whether a border between two ranks cuts the parameter at the left of the piece."""
+        return self.begin > self.part.first
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether one cuts it at the right."""
+        return self.end < self.part.first + self.part.numel
+
+
+def pieces(param: Param) -> tuple[Piece, ...]:
+    """Return what a flat parameter holds, from its first element to its last, cut where the ranks' borders are.
+
+    Example: two parameters of 3 and 4 elements over F = 2 -> the first and one element on shard-rank 0, 3 on 1.
+    """
+    room = param.padded_rows
+    found = (
+        (part, rank, *part.within(rank * room, (rank + 1) * room))
+        for rank in range(len(param.rows_per_rank))
+        for part in param.parts
+    )
+    return tuple(Piece(part=p, shard_rank=r, begin=begin, end=end) for p, r, begin, end in found if begin < end)
+
+
 def alike(split: Iterable[ParamShards]) -> list[tuple[ParamShards, ...]]:
     """Return parameters with those put together that differ in nothing but the numbers in their names.
 
@@ -187,7 +235,8 @@ def _unit_key(unit: Unit) -> Hashable:
 
 
 def _param_key(param: Param) -> Hashable:
-    return replace(param, fqn=pattern(param.fqn))
+    parts = tuple(replace(part, fqn=pattern(part.fqn)) for part in param.parts)
+    return replace(param, fqn=pattern(param.fqn), parts=parts)
 
 
 def _param_shards(unit: Unit, param: Param) -> ParamShards:

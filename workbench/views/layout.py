@@ -1,14 +1,15 @@
 """Which rows of which parameter lie on which rank: one bar per parameter, one column per rank.
 
 A column is the room a rank's storage has for the parameter (``padded_rows``), so padding and empty shards are seen
-where they are. Copies of a replicated model lie in the same columns. Read off the header alone: it can be drawn before
-the first step.
+where they are. A flat parameter's bar is higher, and holds those that it stands for, end to end: each is cut where a
+column ends, and the padding is at the end. Copies of a replicated model lie in the same columns. Read off the header
+alone: it can be drawn before the first step.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -18,7 +19,7 @@ import plotly.graph_objects as go
 from workbench.events import Unit, unit_words
 from workbench.protocol.breakpoints import chosen_units
 from workbench.replay.alike import join_names, label, ranges
-from workbench.replay.shards import ParamShards, Totals, alike, at_rest, shards, totals, unit_shards
+from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -37,12 +38,17 @@ _HEADING_LETTERS = 40  # of a line over the bars
 _LABEL_LETTERS = 34
 
 _MAX_TICKS = 8
+_MAX_LINES = 8  # of what hangs at one segment
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
+
+_BAR = 0.76  # rows
+_FLAT_BAR = 1.6
+_BEFORE, _AFTER = "… ", " …"  # of a name that a border cuts
 
 Role = Literal["held", "padding", "empty shard"]
 _HATCHES: dict[Role, str] = {"held": "", "padding": "/", "empty shard": "x"}
 Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one stands for all
-Place = Group | str  # what stands in a row of the picture: a bar, or a line of the heading of a unit
+Place = Group | str  # what stands in a row of the picture: a bar, a line of the heading of a unit, or nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +57,23 @@ class Segment:
 
     Attributes:
         role: what it shows.
-        y: the bar's row, counted from the top.
+        y: the bar's middle, in rows from the top.
         begin: its left end, in columns of the most finely split parameter.
         width: likewise.
         colours: fill and text colour.
         text: written on it, escaped.
         hover: shown for it, escaped.
+        height: of the bar, in rows.
     """
 
     role: Role
-    y: int
+    y: float
     begin: float
     width: float
     colours: tuple[str, str]
     text: str
     hover: str
+    height: float = _BAR
 
 
 def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -> go.Figure:
@@ -88,6 +96,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
     folded = len(split) > MAX_UNFOLDED if fold is None else fold
     groups, num_left_out = _largest(alike(split) if folded else [(part,) for part in split], columns)
     places = list(_places(groups))
+    finest = columns * len(groups) / MAX_SEGMENTS
     fig = theme.figure(
         _title(header, totals(split), "parameters" if unit is None else f"the parameters of {theme.shorten(unit)}"),
         _subtitle(header, totals(split), num_left_out),
@@ -96,7 +105,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
         **theme.legend_below(2),
         uniformtext={"minsize": 9, "mode": "hide"},
     )
-    _add_bars(fig, [segment for y, place in enumerate(places) for segment in _segments(y, place, columns)])
+    _add_bars(fig, [segment for y, place in enumerate(places) for segment in _segments(y, place, columns, finest)])
     _add_labels(fig, places)
     _set_axes(fig, places, header, {part.num_shards for part in split})
     return fig
@@ -130,7 +139,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     whole = max(total.bytes_unsharded, 1)
     waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({total.bytes_wasted / whole:.2%}){each}"
     sentences = [
-        f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}",
+        f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
         f"at rest a rank holds {total.bytes_at_rest / whole:.1%} of the unsharded bytes",
         waste if total.bytes_wasted else "no padding",
         f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
@@ -138,6 +147,11 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
         f"{theme.plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _flat(total: Totals) -> str:
+    """Say how many flat parameters there are."""
+    return f", end to end in {theme.plural(total.num_flat, 'flat parameter')}" if total.num_flat else ""
 
 
 def _in_training(header: Header) -> str:
@@ -152,7 +166,10 @@ def _places(groups: list[Group]) -> Iterator[Place]:
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
         yield from textwrap.wrap(_heading(members), _HEADING_LETTERS, break_on_hyphens=False)
-        yield from members
+        for member in members:
+            yield member
+            if _is_flat(member):
+                yield ""  # its bar is higher
 
 
 def _heading(members: list[Group]) -> str:
@@ -175,9 +192,12 @@ def _policy(unit: Unit) -> str:
     return "".join(f", {theme.shorten(part)}" for part in said if part)
 
 
-def _segments(y: int, place: Place, columns: int) -> Iterator[Segment]:
+def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Segment]:
     """Yield the pieces of one row, left to right; none for a heading."""
     if isinstance(place, str):
+        return
+    if _is_flat(place):
+        yield from _flat_segments(y, place, columns, finest)
         return
     part, about = place[0], _about(place)
     colours = theme.rank_colours(part.num_shards)
@@ -199,6 +219,56 @@ def _pieces(part: ParamShards, first: int, last: int, columns: int) -> Iterator[
     if padding:
         share = padding / (held + padding)
         yield ("padding" if held else "empty shard"), begin + width * (1 - share), width * share
+
+
+def _flat_segments(y: int, group: Group, columns: int, finest: float) -> Iterator[Segment]:
+    """Yield the parameters in a flat one, rank by rank, and its padding; neighbours that are narrow as one."""
+    flat = group[0]
+    room, colours = flat.param.padded_rows, theme.rank_colours(flat.num_shards)
+    gap = min(0.1, 0.004 * columns)
+    scale = (columns / flat.num_shards - gap) / max(room, 1)
+
+    def segment(role: Role, begin: int, end: int, rank: int, text: str, hover: str) -> Segment:
+        left = rank * columns / flat.num_shards + gap / 2 + (begin - rank * room) * scale
+        width = (end - begin) * scale
+        look = colours[rank] if role == "held" else (theme.CLEAR, theme.INK)
+        place = {"y": y + 0.5, "height": _FLAT_BAR, "begin": left, "width": width}
+        return Segment(role=role, colours=look, text=text, hover=_about(group) + hover, **place)
+
+    for several in _side_by_side(pieces(flat.param), finest / scale):
+        first, last = several[0], several[-1]
+        text = "" if len(several) > 1 else _cut_name(flat, first)
+        hover = "<br>".join(_piece_words(flat, piece) for piece in several[:_MAX_LINES])
+        more = f"<br>and {len(several) - _MAX_LINES} more" if len(several) > _MAX_LINES else ""
+        yield segment("held", first.begin, last.end, first.shard_rank, text, hover + more)
+    for rank, rows in enumerate(flat.padding_rows):
+        if rows:
+            role: Role = "padding" if rows < room else "empty shard"
+            text, hover = _words(role, flat, rank, rank)
+            yield segment(role, (rank + 1) * room - rows, (rank + 1) * room, rank, text, hover)
+
+
+def _side_by_side(found: Sequence[Piece], finest: float) -> Iterator[list[Piece]]:
+    """Yield pieces by themselves, and neighbours on one rank together that have less than ``finest`` elements each."""
+    for _, run in groupby(enumerate(found), key=lambda p: (p[1].shard_rank, p[0] if _numel(p[1]) >= finest else -1)):
+        yield [piece for _, piece in run]
+
+
+def _numel(piece: Piece) -> int:
+    return piece.end - piece.begin
+
+
+def _cut_name(flat: ParamShards, piece: Piece) -> str:
+    name = theme.escape(theme.shorten(piece.part.fqn.removeprefix(f"{flat.unit.name}."), _LABEL_LETTERS))
+    return f"{_BEFORE if piece.is_begun_before else ''}{name}{_AFTER if piece.goes_on else ''}"
+
+
+def _piece_words(flat: ParamShards, piece: Piece) -> str:
+    first, last = piece.own
+    elements = "all of it" if last - first + 1 == piece.part.numel else f"elements {first}-{last} of {piece.part.numel}"
+    size = theme.format_bytes(_numel(piece) * flat.param.itemsize)
+    name = theme.full(piece.part.fqn)
+    return f"{_who(piece.shard_rank, piece.shard_rank)}: {name} {list(piece.part.shape)}: {elements}, {size}"
 
 
 def _runs(part: ParamShards) -> Iterator[tuple[int, int]]:
@@ -246,7 +316,7 @@ def _add_bars(fig: go.Figure, segments: list[Segment]) -> None:
     for role, hatch in _HATCHES.items():
         some = [segment for segment in segments if segment.role == role]
         if some:
-            line = {"color": theme.GRID, "width": 1 if hatch else 0}
+            line = {"color": theme.GRID, "width": [int(bool(hatch) or s.height > _BAR) for s in some]}
             pattern = {"shape": hatch, "fgcolor": _HATCH_COLOUR, "bgcolor": theme.CLEAR, "size": 7, "solidity": 0.2}
             # plotly draws no pattern in bars that have a colour each
             marker = {"color": theme.CLEAR if hatch else [s.colours[0] for s in some], "line": line, "pattern": pattern}
@@ -259,7 +329,7 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
         "y": [s.y for s in segments],
         "base": [s.begin for s in segments],
         "x": [s.width for s in segments],
-        "width": 0.76,
+        "width": [s.height for s in segments],
         "text": [s.text for s in segments],
         "textposition": "inside",
         "insidetextanchor": "middle",
@@ -272,8 +342,12 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     """Write the headings above their bars, and at the right edge the bytes that a rank keeps of each parameter."""
-    headings = {y: f"<b>{theme.escape(place)}</b>" for y, place in enumerate(places) if isinstance(place, str)}
-    sizes = {y: theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, str)}
+    headings = {
+        y: f"<b>{theme.escape(place)}</b>" for y, place in enumerate(places) if place and isinstance(place, str)
+    }
+    sizes = {
+        _middle(y, p): theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, str)
+    }
     fig.add_scatter(
         x=[0] * len(headings),
         y=list(headings),
@@ -300,9 +374,17 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     )
 
 
+def _is_flat(place: Place) -> bool:
+    return not isinstance(place, str) and bool(place[0].param.parts)
+
+
+def _middle(y: int, group: Group) -> float:
+    return y + 0.5 if _is_flat(group) else y
+
+
 def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: set[int]) -> None:
     columns = max(num_shards)
-    bars = {y: _tick(place) for y, place in enumerate(places) if not isinstance(place, str)}
+    bars = {_middle(y, place): _tick(place) for y, place in enumerate(places) if not isinstance(place, str)}
     fig.update_layout(
         yaxis_ticklabelstandoff=4,
         yaxis_range=[len(places) - 0.4, -0.6],
@@ -313,8 +395,9 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
     )
     shown = range(0, columns, -(-columns // _MAX_TICKS)) if len(num_shards) == 1 else range(0)
     labels = _columns(header, columns, shown)
+    room = "elements" if any(_is_flat(place) for place in places) else "rows"
     fig.update_xaxes(
-        title_text="rank (a column: its room for rows)",
+        title_text=f"rank (a column: its room for {room})",
         range=[0, columns],
         tickmode="array",
         tickvals=[i + 0.5 for i in shown],
@@ -337,6 +420,8 @@ def _columns(header: Header, columns: int, shown: range) -> list[str]:
 
 
 def _tick(group: Group) -> str:
+    if _is_flat(group):
+        return f"{theme.plural(len(group[0].param.parts), 'parameter')} [{group[0].param.shape[0]}]"
     names = join_names([part.param.fqn.removeprefix(f"{part.unit.name}.") for part in group])
     param = group[0].param
     whole = f" of {list(param.global_shape)}" if param.global_shape != param.shape else ""
