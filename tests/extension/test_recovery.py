@@ -10,12 +10,33 @@ from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
 from tests.extension.page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
 from tests.integration.model import CELL
-from tests.notebooks.lab import jupyterlab, opened
+from tests.notebooks.lab import begin, jupyterlab, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CELLS = ["%load_ext workbench", f"%%fsdp{CELL}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
 LOAD, MODEL, SHARD, STEP = range(4)
+SOCKETS = "**/api/kernels/*/channels*"
+"""Between a page and its kernels."""
+LOST = 3000
+"""Code of a socket that is lost. A browser itself says 1006, which nobody else may; 1000 and 1001 mean: on purpose."""
+
+
+class Sockets:
+    """The sockets between the page and its kernels; they can be cut, as they are while a laptop is asleep."""
+
+    def __init__(self, page):
+        self._open = []
+        page.route_web_socket(SOCKETS, self._opened)
+
+    def _opened(self, socket):
+        socket.connect_to_server()
+        self._open.append(socket)
+
+    def cut(self):
+        assert self._open
+        while self._open:
+            self._open.pop().close(code=LOST)
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +45,8 @@ def lab(tmp_path_factory, chromium):
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url, opened(url, chromium) as lab:
+        lab.sockets = Sockets(lab.page)
+        begin(lab.page, url)  # with sockets that can be cut
         lab.page.evaluate(f"() => {SHOW}")
         yield lab
 
@@ -87,6 +110,29 @@ def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab
     expect(section(lab, "Commands")).to_contain_text("stopped; what was recorded")
     expect(section(lab, "Ranks")).to_have_count(0)
     expect(status_bar(lab)).to_have_count(0)
+
+
+def test_after_a_sleep_in_which_sockets_were_lost_and_a_rank_died_the_page_says_so(lab):
+    train(lab)
+    process = process_of(lab, 1)
+    devtools = lab.page.context.new_cdp_session(lab.page)
+    devtools.send("Page.setWebLifecycleState", {"state": "frozen"})
+    lab.sockets.cut()
+    process.kill()
+    process.wait(PATIENCE_MS / 1000)
+    devtools.send("Page.setWebLifecycleState", {"state": "active"})
+    rank_1_is_said_to_be_gone(lab)
+    devtools.detach()
+
+
+def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_all_of_it_works_again(lab):
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    expect(status_bar(lab)).to_have_count(0)
+    expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")
+    train(lab)
+    shot(lab, "restarted")
 
 
 def test_nothing_complains(lab):
