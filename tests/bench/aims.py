@@ -168,6 +168,7 @@ LAB = (
     Aim(what="3.7M, 8 ranks: step CPU, panel open / not", part=("live", "panel 3.7M"), values=WATCHED, limit=1.05),
     _live("panel: shown after a change, median", ("browser", "panel"), "median_ms", 200, "ms"),
     _live("panel: first paint after its click", ("browser", "panel"), "first_paint_ms", 500, "ms"),
+    _live("panel: names a rank that was killed after", ("browser", "panel"), "recovers_ms", 2000, "ms"),
     _live("panel: its bundle", ("browser", "panel"), "bundle_kb", 300, "kB"),
     _live("8 hours: growth of the kernel", ("browser", "soak"), "kernel_mb", 200, "MB"),
     _live("8 hours: growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),

@@ -5,15 +5,19 @@ it counts as shown when the frame is over in which the panel first says so many 
 than the panel asks; those in between have waited longer, and count as well). Ranks' times and the page's are brought
 together as :mod:`tests.bench.pixels` does it. The first paint is from the pointer's press on the panel's icon to the
 end of the frame that has all ranks, in a page whose panel was never shown, on a kernel that has ranks and a model.
+``recovers_ms`` is from the SIGKILL of one of two training ranks to the end of the frame in which the panel names it.
 """
 
 import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.bench.pixels import chromium, clock_of
 from tests.extension.built import built_panel, bundle_bytes
@@ -34,9 +38,10 @@ CELLS = [
     "%fsdp step 1000000 --background",
     "%fsdp abort",
     f"%fsdp export {RECORD}",
+    "%fsdp step 1000000 --background",
     "%fsdp stop",
 ]
-STEP = 3
+STEP, AGAIN, STOP = 3, 6, 7
 
 _TAB = ".jp-SideBar [data-id='fsdp-workbench-panel']"
 
@@ -72,9 +77,22 @@ _WATCH = """() => {
   }).observe(document.querySelector(".fsdp-Panel"), {subtree: true, childList: true, characterData: true});
 }"""
 
+# when the frame was over in which the panel said that rank 1 died
+_GONE = """() => {
+  const channel = new MessageChannel();
+  window.gone = new Promise((done) => {
+    channel.port1.onmessage = () => done(performance.now());
+    const look = () => {
+      if (/rank 1 died/.test(document.querySelector(".fsdp-Headline")?.textContent)) channel.port2.postMessage(0);
+      else requestAnimationFrame(look);
+    };
+    requestAnimationFrame(look);
+  });
+}"""
+
 
 def measure_panel(sample_s: float = SAMPLE_S) -> dict[str, Any]:
-    """Return ``median_ms`` and ``p95_ms`` of changes, ``first_paint_ms``, and the size of the bundle, ``bundle_kb``."""
+    """Return ``median_ms`` and ``p95_ms`` of changes, ``first_paint_ms``, ``recovers_ms`` and ``bundle_kb``."""
     panel = built_panel()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,8 +104,10 @@ def measure_panel(sample_s: float = SAMPLE_S) -> dict[str, Any]:
             lab.page.evaluate(_WATCH)
             lab.page.wait_for_timeout(sample_s * 1000)
             shown, (ahead, error) = lab.page.evaluate("shown"), clock_of(lab.page)
-            for number in range(STEP + 1, len(CELLS)):
+            for number in range(STEP + 1, AGAIN):
                 lab.do(number)
+            recovers_ms = _recovers(lab)
+            lab.do(STOP)
         ends = [end - ahead for end in step_ends_ms(load(folder / RECORD))]
     took = sorted(delays(ends, shown))
     return {
@@ -98,6 +118,7 @@ def measure_panel(sample_s: float = SAMPLE_S) -> dict[str, Any]:
         "clock_error_ms": error,
         "first_paint_ms": statistics.median(paints),
         "first_paints_ms": paints,
+        "recovers_ms": recovers_ms,
         "bundle_kb": bundle_bytes(panel) / 1e3,
     }
 
@@ -108,6 +129,19 @@ def _paint(lab: Opened, url: str) -> float:
     lab.page.click(_TAB)
     took: float = lab.page.evaluate("painted")
     return took
+
+
+def _recovers(lab: Opened) -> float:
+    """Milliseconds from the death of rank 1, in the middle of training, until the panel names it."""
+    lab.do(AGAIN)
+    lab.page.wait_for_function("() => / of \\d+ steps/.test(document.querySelector('.fsdp-Headline').textContent)")
+    title = lab.page.locator(".fsdp-Panel .fsdp-Rank").nth(1).get_attribute("title") or ""
+    lab.page.evaluate(_GONE)
+    ahead, _ = clock_of(lab.page)
+    killed_ms = time.monotonic_ns() / 1e6 - ahead
+    psutil.Process(int(title.rsplit(maxsplit=1)[1])).kill()
+    named_ms: float = lab.page.evaluate("gone")
+    return named_ms - killed_ms
 
 
 def step_ends_ms(trace: Trace) -> list[float]:
