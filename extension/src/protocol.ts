@@ -254,7 +254,7 @@ export interface State {
   readonly units: readonly UnitInfo[] | null;
   /** where these units are. */
   readonly unit_states: readonly UnitStates[];
-  /** in the order they were added. */
+  /** in the order they were added, but for that of `step --until`. */
   readonly breakpoints: readonly BreakpointState[];
   /** what is under way; None: nothing is. */
   readonly request: RequestState | null;

@@ -18,6 +18,7 @@ from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
 from workbench.magics.shell import register, unregister
+from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.messages import Hold, Place, Position
 from workbench.reports.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
@@ -429,6 +430,44 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
     assert workbench.pressed == ["pause", ("continue", True)]
     said = [content for content, _ in widget.sent]
     assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort"]
+
+
+def press(widget, word, argument):
+    """What is said of a pressed button."""
+    widget._handle_custom_msg({"view": "a", "ask": "do", "word": word, "argument": argument}, [])
+    wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
+    return widget.sent[-1][0]["text"]
+
+
+def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
+    with Workbench(2, cluster_factory=FakeCluster) as workbench:
+        widget = made(workbench)
+        assert ask(widget)[0]["breakpoints"] == []
+        assert press(widget, "break", "all_gather") == "breakpoint 1: all_gather"
+        workbench.break_add("forward.end", rank=1, when="num_bytes > 5")
+        first = {"id": 1, "text": "all_gather", "is_on": True}
+        other = {"id": 2, "text": "forward.end --rank 1 --when 'num_bytes > 5'", "is_on": True}
+        assert ask(widget)[0]["breakpoints"] == [first, other]
+        assert press(widget, "break off", "2") == "1 breakpoint turned off"
+        assert ask(widget)[0]["breakpoints"] == [first, other | {"is_on": False}]
+        assert press(widget, "break on", "2") == "1 breakpoint turned on"
+        assert press(widget, "break clear", "1") == "1 of 2 breakpoints taken away"
+        assert ask(widget)[0]["breakpoints"] == [other]
+        assert press(widget, "break off", "1") == "there is no breakpoint 1; there are: 2"
+        told = len(widget.sent)
+        for argument in ("", "two"):  # without a number all would be meant
+            press(widget, "break clear", argument)
+        assert len(widget.sent) == told
+        assert ask(widget)[0]["breakpoints"] == [other]
+        assert [b.id for b in workbench.break_list().breakpoints] == [2]
+
+
+def test_the_breakpoint_of_a_step_until_is_not_one_of_the_list(made):
+    set_by_step, other = Breakpoint(id=UNTIL, event="all_gather", once=True), Breakpoint(id=3, event="forward")
+    workbench = Pretender()
+    told = replace(workbench.pulse(), breakpoints=(set_by_step, other))
+    workbench.pulse = lambda: told
+    assert [entry["id"] for entry in ask(made(workbench))[0]["breakpoints"]] == [3]
 
 
 def test_nothing_is_left_of_a_closed_dashboard(made):

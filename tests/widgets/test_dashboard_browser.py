@@ -2,20 +2,26 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from tests.browser import open_offline
+from tests.source import REPO
 from tests.trace.on_device import on_devices
 from tests.trace.simulation import example_trace
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
+from workbench.errors import UsageError
+from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import STATIC, joined
 
 pytestmark = pytest.mark.browser
+
+SHOTS = REPO / "build" / "screenshots"
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>dashboard</title>
 <div id="place" style="width: 1200px"></div>
@@ -215,3 +221,126 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
             widget._handle_custom_msg(question, [])
         wait_until(lambda: len(workbench.pressed) == 2)
     assert set(workbench.pressed) == {("next", "unit", True), ("break", "all_gather:blocks.2")}
+
+
+class Breaks(Pretender):
+    """A workbench with breakpoints."""
+
+    def __init__(self):
+        super().__init__(positions=dict.fromkeys(range(4), HELD))
+        self.breakpoints = {1: Breakpoint(id=1, event="all_gather", unit="blocks.2")}
+
+    def pulse(self):
+        return replace(super().pulse(), breakpoints=tuple(self.breakpoints.values()))
+
+    def step(self, *, background):
+        self.pressed.append(("step", background))
+
+    next = step
+
+    def break_add(self, event):
+        number = max(self.breakpoints, default=0) + 1
+        self.breakpoints[number] = Breakpoint(id=number, event=event)
+
+    def break_on(self, number):
+        self._switch(number, is_on=True)
+
+    def break_off(self, number):
+        self._switch(number, is_on=False)
+
+    def _switch(self, number, *, is_on):
+        self.breakpoints[number] = replace(self.breakpoints[number], is_on=is_on)
+
+    def break_clear(self, number):
+        del self.breakpoints[number]
+
+
+STOPS = """() => ({
+    isSeen: view.stops.checkVisibility(),
+    rows: [...view.stops.querySelectorAll("li")].map((row) => [
+        row.querySelector("label").textContent,
+        row.querySelector("input").checked,
+        row.querySelector("button").getAttribute("aria-label"),
+    ]),
+    focus: document.activeElement.getAttribute("aria-label") ?? document.activeElement.parentNode.textContent,
+})"""
+
+
+def carry_out(page, widget):
+    """Do what was pressed, and tell the page what came of it."""
+    (question,) = page.evaluate("model.asked.filter(({ask}) => ask === 'do')")
+    page.evaluate("model.asked = model.asked.filter(({ask}) => ask !== 'do')")
+    before = len(widget.sent)
+    widget._handle_custom_msg(question, [])
+    wait_until(lambda: len(widget.sent) > before)
+    look(page, widget)
+    return question["word"], question["argument"], page.evaluate(STOPS)
+
+
+def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chromium, tmp_path, kept):
+    workbench = Breaks()
+    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+        first = ["all_gather:blocks.2", True, "Clear breakpoint all_gather:blocks.2"]
+        assert page.evaluate(STOPS)["rows"] == [first]
+        text = "forward:<img src=x onerror=alert(1)> --rank 1 --when 'num_bytes > 1e6'"
+        unit = text.split(" --rank", maxsplit=1)[0].partition(":")[2]
+        workbench.breakpoints[2] = Breakpoint(id=2, event="forward", unit=unit, rank=1, when="num_bytes > 1e6")
+        workbench.breakpoints[3] = Breakpoint(id=3, event="optimizer")
+        look(page, widget)
+        listed = page.evaluate(STOPS)
+        assert listed["isSeen"]
+        assert listed["rows"] == [first, *([t, True, f"Clear breakpoint {t}"] for t in (text, "optimizer"))]
+        assert page.evaluate("view.root.querySelector('img')") is None
+
+        page.locator(".fw-hold").focus()
+        page.locator(".fw-live").press("Tab")  # the buttons are over: next is the list
+        assert page.evaluate(STOPS)["focus"] == "all_gather:blocks.2"
+        page.keyboard.press("Tab")
+        page.keyboard.press("Tab")
+        assert page.evaluate(STOPS)["focus"] == text
+        page.keyboard.press("Space")
+        word, number, now = carry_out(page, widget)
+        assert (word, number, now["focus"]) == ("break off", "2", text)
+        assert [is_on for _, is_on, _ in now["rows"]] == [True, False, True]
+        for theme in ("light", "dark"):
+            picture(page, theme)
+        page.keyboard.press("Space")
+        assert carry_out(page, widget)[:2] == ("break on", "2")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        word, number, now = carry_out(page, widget)
+        assert (word, number, now["focus"]) == ("break clear", "2", "Clear breakpoint optimizer")
+        page.keyboard.press("Enter")
+        assert carry_out(page, widget)[2]["focus"] == "Clear breakpoint all_gather:blocks.2"
+        page.keyboard.press("Enter")
+        now = carry_out(page, widget)[2]
+        assert (now["isSeen"], now["rows"]) == (False, [])
+        assert now["focus"].startswith("Live dashboard")
+
+
+def picture(page, theme):
+    """Keep what it looks like."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.emulate_media(color_scheme=theme)
+    if theme == "light":
+        page.add_style_tag(content=":root { color-scheme: light dark }")
+        page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate(LOOKS)
+    page.locator(".fw-dashboard").screenshot(path=SHOTS / f"breakpoints_{theme}.png")
+
+
+def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
+    workbench = Breaks()
+    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+        page.get_by_role("checkbox").click()
+        workbench.break_off = lambda number: (_ for _ in ()).throw(UsageError(f"there is no breakpoint {number}"))
+        assert carry_out(page, widget)[2]["rows"][0][1]
+        page.evaluate("(answer) => model.receive([answer, []])", widget.sent[-2][0])
+        assert look(page, widget)["said"] == "there is no breakpoint 1"
+
+
+def test_a_view_without_buttons_lists_no_breakpoints(chromium, tmp_path, kept):
+    """Such as the page of a record, or the timeline alone."""
+    with showing(chromium, tmp_path, kept(Dashboard(Breaks(), panels=("timeline",)))) as (page, _):
+        listed = page.evaluate(STOPS)
+        assert (listed["isSeen"], listed["rows"]) == (False, [])

@@ -35,6 +35,7 @@ from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import Past
 from workbench.reports.places import State as Health
 from workbench.session.pulse import Ending
+from workbench.widgets.messages import BreakpointState
 
 TARGET = "workbench.panel"
 """Name of the comm target."""
@@ -302,21 +303,6 @@ class UnitStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BreakpointState:
-    """A breakpoint.
-
-    Attributes:
-        id: its number, which ``break clear``, ``break on`` and ``break off`` take.
-        text: as it was written, such as ``all_gather:blocks.2 --rank 1``.
-        is_on: whether it stops ranks.
-    """
-
-    id: int
-    text: str
-    is_on: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class RequestState:
     """What the ranks were asked and have not ended.
 
@@ -366,7 +352,7 @@ class State:
         ranks: one entry a rank, by number; none when none run.
         units: of all models that are sharded now, from the top of each; None: as they were told last.
         unit_states: where these units are.
-        breakpoints: in the order they were added.
+        breakpoints: in the order they were added, but for that of ``step --until``.
         request: what is under way; None: nothing is.
         training: how training goes.
         ended: how the last request ended; None: none has yet.

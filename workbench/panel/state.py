@@ -12,7 +12,6 @@ from typing import Any
 
 from workbench.events import Unit, unit_words
 from workbench.panel.messages import (
-    BreakpointState,
     ClusterState,
     ParamInfo,
     RankState,
@@ -33,7 +32,7 @@ from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
 from workbench.widgets.feed import continues, job
 from workbench.widgets.peaks import Peaks
-from workbench.widgets.waiting import said
+from workbench.widgets.waiting import breakpoints, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class Observer:
                 ranks=tuple(self._rank(pulse, rank) for rank in sorted(pulse.states)),
                 units=None if units == known_units else units,
                 unit_states=self._unit_states(trace, units),
-                breakpoints=tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints),
+                breakpoints=breakpoints(pulse),
                 request=_request(pulse.under_way),
                 training=self._training(trace),
                 ended=pulse.ended,

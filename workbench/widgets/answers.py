@@ -36,7 +36,7 @@ from workbench.widgets.pace import BYTES_PER_S
 from workbench.widgets.packing import pack, told_holds, told_open
 from workbench.widgets.peaks import Peaks
 from workbench.widgets.summary import Turns, slowest, status, whose
-from workbench.widgets.waiting import health, said
+from workbench.widgets.waiting import breakpoints, health, said
 from workbench.widgets.window import window
 
 FIRST_BYTES = 256 * 1024
@@ -141,6 +141,7 @@ class Answers:
             counts=counts,
             begin_us=self._us(_origin_ns(trace)),
             health=health(pulse),
+            breakpoints=breakpoints(pulse),
             status=status(pulse, begin - self._newest_at),
             whose=whose(header, os.getpid()) if pulse.running else "",
             late=slowest(new.steps[-1]) if len(new.steps) else None,

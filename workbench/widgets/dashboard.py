@@ -48,6 +48,8 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 ARGUED = ("next", "break")
 """The buttons whose method takes what was chosen or typed beside them, first."""
 
+ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}
+"""What is done with a breakpoint of the list, and the method of the workbench that takes its number for it."""
 
 Tell = Callable[[dict[str, Any], list[bytes] | None], None]
 """Sends a message to the browser, with what goes beside it."""
@@ -134,17 +136,20 @@ class Views:
 
     def _press(self, view: str, word: str, argument: str) -> None:
         """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
-        if word not in BUTTONS:
+        if word in BUTTONS:
+            name, arguments = BUTTONS[word]
+            given = (argument,) if word in ARGUED and argument else ()
+            do = partial(getattr(self._workbench, name), *given, **arguments)
+        elif word in ON_BREAKPOINTS and argument.isdecimal():  # without a number it would be all of them
+            do = partial(getattr(self._workbench, ON_BREAKPOINTS[word]), int(argument))
+        else:
             return
-        name, arguments = BUTTONS[word]
-        given = (argument,) if word in ARGUED and argument else ()
-        do = partial(getattr(self._workbench, name), *given, **arguments)
         threading.Thread(target=self._do, args=(view, word, do), name=f"dashboard: {word}", daemon=True).start()
 
     def _do(self, view: str, word: str, do: Callable[[], object]) -> None:
         try:
             report = do()
-            words = "" if BUTTONS[word][1] else str(report)  # that it goes on is seen
+            words = "" if word in BUTTONS and BUTTONS[word][1] else str(report)  # that it goes on is seen
         except WorkbenchError as error:
             words = str(error)
         self._tell(view, encode(Said(word=word, text=words.partition("\n")[0])))

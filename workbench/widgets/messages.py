@@ -105,8 +105,9 @@ class AskToDo:
 
     Attributes:
         view: who asks.
-        word: of the button, one of ``About.buttons``.
-        argument: up to the next what ``next`` goes; where ``break`` stops; else empty.
+        word: of the button, one of ``About.buttons``; or ``break on``, ``break off`` or ``break clear``.
+        argument: up to the next what ``next`` goes; where ``break`` stops; which breakpoint, by number, is switched or
+            taken away; else empty.
     """
 
     ask: Literal["do"] = "do"
@@ -147,6 +148,21 @@ class HealthOfRanks:
     ranks: tuple[int, ...]
     state: Health
     where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakpointState:
+    """A breakpoint.
+
+    Attributes:
+        id: its number, which ``break clear``, ``break on`` and ``break off`` take.
+        text: as it was written, such as ``all_gather:blocks.2 --rank 1``.
+        is_on: whether it stops ranks.
+    """
+
+    id: int
+    text: str
+    is_on: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +332,7 @@ class News:
         counts: of the tables.
         begin_us: where the record begins that the kernel has.
         health: how the ranks are, alike ones together; none without ranks.
+        breakpoints: in the order they were added, but for that of ``step --until``.
         status: what they do, in a word, and why.
         whose: whose ranks these are, in words.
         late: which rank the others wait for in the newest finished step, in words; empty: none; None: no step has
@@ -343,6 +360,7 @@ class News:
     counts: Counts
     begin_us: float
     health: tuple[HealthOfRanks, ...]
+    breakpoints: tuple[BreakpointState, ...]
     status: Status
     whose: str
     said: str

@@ -9,11 +9,12 @@ from contextlib import suppress
 from typing import Protocol
 
 from workbench.errors import WorkbenchError
+from workbench.protocol.breakpoints import UNTIL
 from workbench.replay.alike import label
 from workbench.reports.failures import RESTART, losses_in_words
 from workbench.reports.places import State, describe, unit_names
 from workbench.session.pulse import Pulse
-from workbench.widgets.messages import HealthOfRanks
+from workbench.widgets.messages import BreakpointState, HealthOfRanks
 from workbench.widgets.pace import LOOK_S, Pace
 
 Send = Callable[[], None]
@@ -133,6 +134,11 @@ def health(pulse: Pulse) -> tuple[HealthOfRanks, ...]:
         HealthOfRanks(label=label(ranks), ranks=tuple(ranks), state=state, where=where)
         for (state, where), ranks in groups.items()
     )
+
+
+def breakpoints(pulse: Pulse) -> tuple[BreakpointState, ...]:
+    """Return the breakpoints; that of ``step --until``, which cannot be switched, is told with what is under way."""
+    return tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints if b.id != UNTIL)
 
 
 def said(pulse: Pulse) -> str:

@@ -14,7 +14,7 @@ import { TRACKS } from "./tables.js";
 import { createTimeline } from "./timeline.js";
 import { itemsOf, unpack } from "./unpack.js";
 
-/** @import { About, Answer, AskAt, AskBeside, Change, Costs, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, Said, SpansTable, Status, Window } from "./messages.js" */
+/** @import { About, Answer, AskAt, AskBeside, BreakpointState, Change, Costs, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, Said, SpansTable, Status, Window } from "./messages.js" */
 /** @import { Scene, Skin, Value } from "./panels.js" */
 /** @import { Items } from "./track.js" */
 
@@ -42,6 +42,8 @@ const BADGES = {
 /** @typedef {Omit<AskAt, "view" | "number"> | Omit<AskBeside, "view" | "number">} CursorQuestion */
 
 /** @typedef {{ value: Value, colour: string, number: HTMLElement, sheet: Sheet }} Line a number of each step */
+
+/** @typedef {{ item: HTMLElement, box: HTMLInputElement, clear: HTMLButtonElement }} StopRow a breakpoint */
 
 /** @typedef {{ box: HTMLElement, note: HTMLElement, hint: HTMLElement }} PanelBox */
 
@@ -122,6 +124,10 @@ class DashboardView {
     this.oneStep = make("button", "fw-hold", "hold last step");
     this.size = make("select", "fw-size");
     this.place = make("input", "fw-place");
+    this.stops = make("div", "fw-stops");
+    this.stopsList = make("ul");
+    /** @type {Map<number, StopRow>} */
+    this.stopRows = new Map(); // by the number of the breakpoint
     this.costs = make("div", "fw-change");
     this.foot = make("div", "fw-foot");
     this.lateNote = make("div", "fw-late");
@@ -174,7 +180,10 @@ class DashboardView {
     at.append(this.when, this.event);
     head.append(state, at, this.buildButtons());
     this.sentence.setAttribute("role", "status");
-    root.append(head, this.sentence);
+    this.stops.append(make("h4", "", "Breakpoints"), this.stopsList);
+    this.stopsList.setAttribute("aria-label", "Breakpoints");
+    this.takeBreakpoints([]);
+    root.append(head, this.stops, this.sentence);
     if (about.panels.includes("ranks")) root.append(this.buildCards(), this.costs);
     root.append(this.body, this.foot);
     this.memory.box.append(this.memoryLegend);
@@ -402,6 +411,7 @@ class DashboardView {
       this.timeline.setUnits(this.units);
     }
     this.health = news.health;
+    this.takeBreakpoints(news.breakpoints);
     this.status = news.status;
     this.told = news.said;
     this.late = news.late ?? this.late;
@@ -457,6 +467,51 @@ class DashboardView {
     write(this.tracks.note, [timeline, how].filter(Boolean).join(" \u00b7 "));
     this.tracks.note.title = this.tracks.note.textContent;
     this.clock = others;
+  }
+
+  /**
+   * The breakpoints there are, where they can be set. The row of one that stays is kept, and with it the focus.
+   * @param {readonly BreakpointState[]} breakpoints
+   */
+  takeBreakpoints(breakpoints) {
+    const shown = this.buttons.has("break") ? breakpoints : [], ids = new Set(shown.map(({ id }) => id));
+    const focused = [...this.stopRows.values()].findIndex(({ item }) => item.matches(":focus-within"));
+    const isLost = focused >= 0 && !ids.has(sure([...this.stopRows.keys()][focused]));
+    for (const [id, { item }] of this.stopRows) {
+      if (ids.has(id)) continue;
+      item.remove();
+      this.stopRows.delete(id);
+    }
+    for (const breakpoint of shown) {
+      let row = this.stopRows.get(breakpoint.id);
+      if (!row) {
+        row = this.buildStop(breakpoint);
+        this.stopRows.set(breakpoint.id, row);
+        this.stopsList.append(row.item);
+      }
+      row.box.checked = breakpoint.is_on;
+      row.item.classList.toggle("fw-off", !breakpoint.is_on);
+    }
+    this.stops.hidden = !this.stopRows.size;
+    if (!isLost) return;
+    const left = [...this.stopRows.values()]; // whoever goes by keyboard goes on beside what was cleared
+    (left[Math.min(focused, left.length - 1)]?.clear ?? this.root).focus();
+  }
+
+  /**
+   * @param {BreakpointState} breakpoint
+   * @returns {StopRow}
+   */
+  buildStop({ id, text }) {
+    const item = make("li"), label = make("label"), box = make("input"), clear = make("button", "", "\u2715");
+    box.type = "checkbox";
+    box.onchange = () => { this.press(box.checked ? "break on" : "break off", String(id)); };
+    label.append(box, make("span", "", text));
+    clear.title = "Clear";
+    clear.setAttribute("aria-label", `Clear breakpoint ${text}`);
+    clear.onclick = () => { this.press("break clear", String(id)); };
+    item.append(label, clear);
+    return { item, box, clear };
   }
 
   /** @param {readonly number[]} ranks */

@@ -53,9 +53,12 @@ export interface AskToDo {
   readonly ask: "do";
   /** who asks. */
   readonly view: string;
-  /** of the button, one of `About.buttons`. */
+  /** of the button, one of `About.buttons`; or `break on`, `break off` or `break clear`. */
   readonly word: string;
-  /** up to the next what `next` goes; where `break` stops; else empty. */
+  /**
+   * up to the next what `next` goes; where `break` stops; which breakpoint, by number, is
+   * switched or taken away; else empty.
+   */
   readonly argument: string;
 }
 
@@ -102,6 +105,16 @@ export interface HealthOfRanks {
   readonly state: "held" | "waiting" | "running" | "starting" | "idle" | "no answer" | "gone";
   /** before what they are held; empty: they are not. */
   readonly where: string;
+}
+
+/** A breakpoint. */
+export interface BreakpointState {
+  /** its number, which `break clear`, `break on` and `break off` take. */
+  readonly id: number;
+  /** as it was written, such as `all_gather:blocks.2 --rank 1`. */
+  readonly text: string;
+  /** whether it stops ranks. */
+  readonly is_on: boolean;
 }
 
 /** What the ranks do, in a word, and why. */
@@ -214,6 +227,8 @@ export interface News {
   readonly begin_us: number;
   /** how the ranks are, alike ones together; none without ranks. */
   readonly health: readonly HealthOfRanks[];
+  /** in the order they were added, but for that of `step --until`. */
+  readonly breakpoints: readonly BreakpointState[];
   /** what they do, in a word, and why. */
   readonly status: Status;
   /** whose ranks these are, in words. */
