@@ -4,17 +4,22 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.engine.classic.wrapped import OURS, THEIRS, assert_same_values, wrap_net
 from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import assert_same_shards, shard_net
 from tests.engine.ranks import run_ranks
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -285,3 +290,108 @@ def is_summoned():
             torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
             assert model.module.head.weight.data_ptr() == model.state_dict()["head.weight"].data_ptr()
         assert_same_values(model, plain, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """What 4 ranks have saved: split, and flat."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run_ranks(4, saves, folder)
+    return folder
+
+
+def saves(folder):
+    for kind in (SHARDED, LOCAL):
+        model = wrap_net(OURS, make_net(seed=1, num_blocks=1), "HYBRID_SHARD", device_mesh=mesh_for("HYBRID_SHARD"))
+        set_type(model, kind, offload_to_cpu=True)
+        dcp.save(model.state_dict(), checkpoint_id=folder / kind)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_some_ranks_save_others_load(world_size, checkpoint):
+    run_ranks(world_size, loads, checkpoint)
+
+
+def loads(folder):
+    plain = make_net(seed=1, num_blocks=1)
+    for use_orig_params in (False, True):
+        for kind in (SHARDED, LOCAL):  # a flat one is split anew by what loads it, and then of this sharding
+            model = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params)
+            set_type(model, kind)
+            state = model.state_dict()
+            dcp.load(state, checkpoint_id=folder / kind)
+            model.load_state_dict(state)
+            assert_same_values(model, plain, rtol=0, atol=0)
+    second = shard_net(make_net(num_blocks=1))
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=folder / SHARDED)
+    second.load_state_dict(state)
+    assert_same_shards(second, plain, rtol=0, atol=0)
+    first = wrap_net(OURS, make_net(num_blocks=1))
+    assert first.load_state_dict(second.state_dict()) == ([], [])  # DTensors, whatever was set
+    assert_same_values(first, plain, rtol=0, atol=0)
+
+
+def test_the_functions_of_torchs_checkpoints_take_and_give_it():
+    run_ranks(2, takes_functions)
+
+
+def takes_functions():
+    everywhere = StateDictOptions(full_state_dict=True)
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    plain = make_net(seed=1, num_blocks=1)
+    for use_orig_params in (False, True):
+        for kind in (FULL, SHARDED):
+            model = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params)
+            set_type(model, kind)
+            assert set_model_state_dict(model, dict(plain.state_dict()), options=everywhere) == ([], [])
+            assert_same_values(model, plain, rtol=0, atol=0)
+            found = get_model_state_dict(model, options=everywhere)
+            torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=0)
+            state = get_model_state_dict(model)
+            assert all(isinstance(value, DTensor) == (kind == SHARDED) for value in state.values())
+            other = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params)
+            assert set_model_state_dict(other, state) == ([], [])
+            assert_same_values(other, plain, rtol=0, atol=0)
+            if use_orig_params:  # else the parameters of other ranks than 0 have no names in a plain walk of the model
+                given = dict(make_net(seed=3, num_blocks=1).state_dict()) if dist.get_rank() == 0 else {}
+                assert set_model_state_dict(model, given, options=from_rank_0) == ([], [])
+                assert_same_values(model, make_net(seed=3, num_blocks=1), rtol=0, atol=0)
+
+
+class Versioned(nn.Linear):
+    """Loads what an older version saved as twice what is meant."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "twice") / 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_modules_load_in_their_own_ways():
+    run_ranks(2, loads_own_ways)
+
+
+def loads_own_ways():
+    wrap = OURS.FullyShardedDataParallel
+    for use_orig_params in (False, True):
+        options = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+        plain = nn.Sequential(Versioned(3, 3), nn.Linear(3, 3))
+        model = wrap(nn.Sequential(wrap(Versioned(3, 3), **options), checkpoint_wrapper(nn.Linear(3, 3))), **options)
+        state = plain.state_dict()
+        for assign in (False, True):
+            assert model.load_state_dict(state, assign=assign) == ([], [])
+            torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+        assert model.state_dict()._metadata[""] == state._metadata[""]
+        assert model.state_dict()._metadata["0"] == {"version": 2}
+        old = {**{name: value for name, value in state.items() if name != "0.weight"}, "0.twice": state["0.weight"] * 4}
+        assert model.load_state_dict(old) == ([], [])
+        torch.testing.assert_close(model.state_dict()["0.weight"], state["0.weight"] * 2)
+        with pytest.raises(RuntimeError, match=r"size mismatch: in the state dict '1\.bias' has shape"):
+            model.load_state_dict({**state, "1.bias": torch.ones(2)})
+        with pytest.raises(KeyError, match="twice"):  # raised by a module, with others yet to be asked
+            model.load_state_dict(dict(state))
+        torch.testing.assert_close(model.state_dict()["0.weight"], state["0.weight"] * 2)
+        model(torch.ones(2, 3)).sum().backward()

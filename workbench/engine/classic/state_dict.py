@@ -144,7 +144,7 @@ def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[s
     versions = getattr(state_dict, "_metadata", None)
     if versions is None:
         return state_dict
-    known = {name: versions[key_of(name)] for name, _ in module.named_modules() if key_of(name) in versions}
+    known = {name: dict(versions[key_of(name)]) for name, _ in module.named_modules() if key_of(name) in versions}
     copy = OrderedDict(state_dict)
     copy._metadata = {**versions, **known}  # type: ignore[attr-defined]
     return copy
@@ -181,6 +181,8 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
             value = state_dict.get(prefix + key)
             if isinstance(value, DTensor):
                 state_dict[prefix + key] = full_tensor(value)
+        if state_dict.get(prefix + FLAT_PARAM) is flat.sharded_param:
+            del state_dict[prefix + FLAT_PARAM]  # itself: torch.distributed.checkpoint.state_dict adds what there is
         flat.stand_in(_own_pieces(flat))
     state.is_loading = True
 

@@ -360,12 +360,16 @@ class FullyShardedDataParallel(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update(own_values(self.state, prefix))
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it, which child has no name of its own."""
+        return {"": WRAPPED}
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
         """Load what a state dict of the type that was set holds; see ``nn.Module.load_state_dict``.
 
         Other than LOCAL_STATE_DICT may hold DTensors of any sharding (collective then) and plain tensors, whichever
-        type was set. Every rank needs it. Parameters keep their dtype, and the place where they are, with ``assign`` as
-        well.
+        type was set; no ShardedTensor. Every rank needs it. Parameters keep their dtype, and the place where they are,
+        with ``assign`` as well.
 
         Raises:
             RuntimeError: a value has not the shape of its parameter, or with LOCAL_STATE_DICT is of another sharding:
