@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -42,6 +42,18 @@ def gather_flat(unit: FSDPParamGroup, slot: torch.Tensor) -> torch.Tensor:
 def whole_parts(unit: FSDPParamGroup, flat: FlatParam, slot: torch.Tensor) -> list[torch.Tensor]:
     """Return the parts, in their shapes, as views, of what the ranks' ``slot`` s ``[c]`` are together; collective."""
     return flat.parts_of(flat.layout.full_view(gather_flat(unit, slot)))
+
+
+def sharded_flats(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, FlatParam]]:
+    """Return the units of wrappers, sharded now and with what is registered, beside their flat parameters."""
+    found = []
+    for state in states:
+        unit, flat = state.unit, state.flat
+        if unit is not None and flat is not None:
+            unit.reshard()
+            unit.adopt_registered()
+            found.append((unit, flat))
+    return found
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from workbench.engine.classic.flat_param import FlatParam, Part
-from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.classic.full_params import sharded_flats, whole_parts
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.state import WrapperState, wrapper_states_below
 from workbench.engine.managed import forget_taken
@@ -49,7 +49,7 @@ def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) 
     """
     held = optimizers_in(optimizers, "unwrap")
     states = _checked(module, "unwrap")
-    flats = _flats_of(states)
+    flats = sharded_flats(states)
     wholes = [whole_parts(unit, flat, flat.slot) for unit, flat in flats]
     grads = [_whole_grads(unit, flat) for unit, flat in flats]
     originals = [[part.original for part in flat.parts] for _, flat in flats]
@@ -93,7 +93,7 @@ def plain_copy(
         ValueError, RuntimeError: as :func:`unwrap` does.
     """
     states = _checked(module, "plain_copy")
-    flats = _flats_of(states)
+    flats = sharded_flats(states)
     mapping: Mapped = {}
     plains = [_plain_params(unit, flat) for unit, flat in flats]
     for (_, flat), params in zip(flats, plains, strict=True):
@@ -122,7 +122,7 @@ def rewrap_optimizers(module: nn.Module, optimizers: Iterable[torch.optim.Optimi
             differ in state; then no optimizer is changed.
     """
     held = optimizers_in(optimizers, "rewrap_optimizers")
-    flats = _flats_of(wrapper_states_below(module))
+    flats = sharded_flats(wrapper_states_below(module))
     commits = [(optimizer, *_rewrapped(flats, optimizer)) for optimizer in held]
     for optimizer, mapping, states in commits:
         _commit(optimizer, mapping, states)
@@ -161,18 +161,6 @@ def _checked(module: nn.Module, what: str) -> list[WrapperState]:
     states = states_below(module)
     check_undoable(module, states, what, WrapperState)
     return wrapper_states_below(module)
-
-
-def _flats_of(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, FlatParam]]:
-    """Return units, sharded now, with their flat parameters."""
-    found = []
-    for state in states:
-        unit, flat = state.unit, state.flat
-        if unit is not None and flat is not None:
-            unit.reshard()
-            unit.adopt_registered()
-            found.append((unit, flat))
-    return found
 
 
 def _whole_grads(unit: FSDPParamGroup, flat: FlatParam) -> list[torch.Tensor | None]:

@@ -27,6 +27,7 @@ from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
+from workbench.engine.classic.optim_state import OptimStateDicts
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, wrapper_states_below
 from workbench.engine.classic.state_dict import (
@@ -51,7 +52,7 @@ from workbench.engine.tree import WRAPPED, clean
 Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     """Shard the parameters of ``module``, but for those in wrappers below it, as one flat parameter.
 
     Forward and backward, gradients and recording are those of ``fully_shard``: one all-gather before the module's

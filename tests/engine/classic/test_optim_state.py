@@ -1,0 +1,285 @@
+"""Optimizers' state dicts: what torch's wrapper makes, into any other sharding, and into a plain model."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+
+from tests.engine.classic.test_undo import adam, train, two_groups, wrapped
+from tests.engine.classic.wrapped import OURS, THEIRS, assert_same_values, wrap_net
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.ranks import on_one_rank, run_ranks
+from workbench.engine.classic.settings import settings_of
+
+FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType
+
+
+def tell(model: nn.Module, kind: str, **options: Any) -> None:
+    """Choose a type of state dict, with options for that of the optimizer."""
+    chosen = OURS.StateDictType[kind]
+    _, config = OURS.StateDictSettings.of(chosen).configs()
+    FSDP.set_state_dict_type(model, chosen, None, config(**options))
+
+
+def trained_plain(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make_net()
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(steps), plain=True)
+    return model, optimizer
+
+
+def as_plain(state_dict: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return FSDP.rekey_optim_state_dict(state_dict, Keys.PARAM_ID, model, optim=optimizer)
+
+
+def whole_of(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def every_form_of_it() -> None:
+    """From each way of sharding, in each type, the state is the plain model's; and goes into each other way."""
+    plain, plain_optimizer = trained_plain()
+    expected = plain_optimizer.state_dict()
+    saved = [FSDP.rekey_optim_state_dict(expected, Keys.PARAM_NAME, plain, optim=plain_optimizer)]
+    size = dist.get_world_size()
+    ways = [("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)]
+    for strategy, use_orig_params in [*ways, *([("HYBRID_SHARD", True)] if size > 1 else [])]:
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            model = wrapped(make_net(), strategy, use_orig_params=use_orig_params)
+            optimizer = adam(model.parameters())
+            FSDP.optim_state_dict_to_load(model, optimizer, saved[-1], load_directly=True)
+            tell(model, kind)
+            saved.append(FSDP.optim_state_dict(model, optimizer))
+            state = saved[-1]["state"]
+            assert all(isinstance(s["exp_avg"], DTensor) == (kind != "FULL_STATE_DICT") for s in state.values())
+            whole = {name: {key: whole_of(v) for key, v in own.items()} for name, own in state.items()}
+            got = as_plain({**saved[-1], "state": whole}, plain, plain_optimizer)
+            torch.testing.assert_close(got["state"], expected["state"], rtol=0, atol=0)
+            assert got["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_way_of_sharding_has_the_plain_models_state(world_size):
+    run_ranks(world_size, every_form_of_it)
+
+
+def torchs_and_ours() -> None:
+    """The same script with both: the same keys, values and groups, and each loads the other's."""
+    for use_orig_params in (False, True):
+        saved, models, optimizers = [], [], []
+        for api in (OURS, THEIRS):
+            plain = make_net()
+            plain.blocks[1].requires_grad_(False)
+            model = wrap_net(api, plain, use_orig_params=use_orig_params, ignored_states=[plain.scale])
+            if use_orig_params:
+                optimizer = two_groups(model)
+            else:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+            loss_of(model, batch(dist.get_rank(), 0)).backward()
+            optimizer.step()
+            if api is THEIRS:  # on the CPU what it offloads is memory that its next gather overwrites
+                settings = THEIRS.FullStateDictConfig(), THEIRS.FullOptimStateDictConfig(offload_to_cpu=False)
+                model.set_state_dict_type(model, THEIRS.StateDictType.FULL_STATE_DICT, *settings)
+            models.append(model)
+            optimizers.append(optimizer)
+            saved.append(api.FullyShardedDataParallel.optim_state_dict(model, optimizer))
+        ours, theirs = saved
+        torch.testing.assert_close(ours["state"], theirs["state"])
+        assert [set(g.pop("params")) for g in ours["param_groups"]] == [
+            set(g.pop("params")) for g in theirs["param_groups"]
+        ]
+        assert ours["param_groups"] == theirs["param_groups"]
+        for model, optimizer, other in zip(models, optimizers, reversed(saved), strict=True):
+            given = {"state": copy.deepcopy(other["state"])}
+            loaded = model.optim_state_dict_to_load(model, optimizer, given)
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.state.clear()
+            optimizer.load_state_dict({**loaded, "param_groups": groups})
+            again = model.optim_state_dict(model, optimizer)
+            torch.testing.assert_close(again["state"], other["state"], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type.. and FSDP.set_state_dict_type:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_it_is_what_torchs_wrapper_makes(world_size):
+    run_ranks(world_size, torchs_and_ours)
+
+
+def save_some() -> bytes | None:
+    """Train on all ranks; rank 0 has the whole state."""
+    model = wrapped(make_net(), "FULL_SHARD", use_orig_params=True)
+    optimizer = two_groups(model)
+    train(model, optimizer, range(2))
+    saved = FSDP.full_optim_state_dict(model, optimizer)
+    assert bool(saved) == (dist.get_rank() == 0)
+    return pickle.dumps(saved) if saved else None
+
+
+def load_some(given: bytes) -> bytes | None:
+    """Rank 0 alone has it."""
+    saved = pickle.loads(given) if dist.get_rank() == 0 else None
+    model = wrapped(make_net(), "FULL_SHARD", use_orig_params=True)
+    optimizer = two_groups(model)
+    optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(saved, model, optim=optimizer))
+    tell(model, "FULL_STATE_DICT", rank0_only=True)
+    before = FSDP.optim_state_dict(model, optimizer)
+    FSDP.optim_state_dict_to_load(model, optimizer, before, load_directly=True)
+    again = FSDP.optim_state_dict(model, optimizer)
+    torch.testing.assert_close(again.get("state"), before.get("state"), rtol=0, atol=0)
+    return pickle.dumps(again) if again else None
+
+
+def test_from_four_ranks_to_two_to_one():
+    first, *_ = run_ranks(4, save_some)
+    second, *_ = run_ranks(2, load_some, first)
+    third, *_ = run_ranks(1, load_some, second)
+    ours, last = pickle.loads(first), pickle.loads(third)
+    torch.testing.assert_close(last["state"], ours["state"], rtol=0, atol=0)
+    assert last["param_groups"] == ours["param_groups"]
+    assert {int(state["step"]) for state in last["state"].values()} == {2}
+
+
+def without_state_and_with_some() -> None:
+    for use_orig_params in (False, True):
+        model = wrapped(make_net(), "FULL_SHARD", use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, batch(0, 0)).backward()
+        optimizer.step()
+        saved = FSDP.optim_state_dict(model, optimizer)
+        assert saved["state"] == {}
+        assert set(saved["param_groups"][0]["params"]) == {name for name, _ in make_net().named_parameters()}
+        FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+        plain = make_net()
+        assert as_plain(saved, plain, adam(plain.parameters()))["param_groups"][0]["params"] == list(range(21))
+        tell(model, "LOCAL_STATE_DICT")
+        momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        momentum.step()
+        local = FSDP.optim_state_dict(model, momentum)
+        torch.testing.assert_close(local["state"], momentum.state_dict()["state"])
+        assert FSDP.optim_state_dict_to_load(model, momentum, local)["state"].keys() == local["state"].keys()
+        key = next(iter(local["state"]))
+        local["state"][key] = {"momentum_buffer": torch.zeros(1000)}
+        with pytest.raises(ValueError, match="a LOCAL_STATE_DICT loads into the same sharding alone"):
+            FSDP.optim_state_dict_to_load(model, momentum, local)
+
+
+def test_without_state_and_in_the_local_type():
+    run_ranks(2, without_state_and_with_some)
+
+
+class Keyed(torch.optim.AdamW):
+    """Knows parameters by names, and has state for empty pieces as well."""
+
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        self.named = named
+        super().__init__(named.values(), lr=1e-2)
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.named.values():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        own, names = super().state_dict(), list(self.named)
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in own["param_groups"]]
+        return {"state": {names[i]: state for i, state in own["state"].items()}, "param_groups": groups}
+
+
+def keyed() -> None:
+    for use_orig_params in (False, True):
+        model = wrapped(make_net(), "FULL_SHARD", use_orig_params=use_orig_params)
+        params = dict(model.named_parameters())
+        optimizer = Keyed(params)
+        loss_of(model, batch(0, 0)).backward()
+        optimizer.step()
+        saved = FSDP.optim_state_dict(model, optimizer)
+        assert saved["state"].keys() == {name for name, _ in make_net().named_parameters()}
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)
+        torch.testing.assert_close(loaded["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+        assert {k for g in loaded["param_groups"] for k in g["params"]} == set(params)
+
+
+def test_a_keyed_optimizer():
+    run_ranks(2, keyed)
+
+
+def from_a_plain_model() -> None:
+    """A plain model's state into wrappers, which go on as it does."""
+    plain, plain_optimizer = trained_plain()
+    named = FSDP.rekey_optim_state_dict(plain_optimizer.state_dict(), Keys.PARAM_NAME, plain, optim=plain_optimizer)
+    assert FSDP.rekey_optim_state_dict(named, Keys.PARAM_NAME, plain) is named
+    for use_orig_params in (False, True):
+        model = wrapped(copy.deepcopy(plain), "FULL_SHARD", use_orig_params=use_orig_params)
+        optimizer = adam(model.parameters())
+        optimizer.load_state_dict(FSDP.shard_full_optim_state_dict(named, model, optim=optimizer))
+        saved = FSDP.sharded_optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(FSDP.flatten_sharded_optim_state_dict(saved, model, optimizer))
+        reference, _ = trained_plain(4)
+        train(model, optimizer, range(2, 4))
+        assert_same_values(model, reference, rtol=0, atol=0)
+
+
+def test_from_a_plain_model_and_back():
+    run_ranks(2, from_a_plain_model)
+
+
+@on_one_rank
+def test_what_does_not_fit_says_so():
+    model = wrap_net(OURS, make_net())
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(1))
+    saved = FSDP.optim_state_dict(model, optimizer)
+    plain = make_net()
+    places = as_plain(saved, plain, adam(plain.parameters()))
+
+    def load(given: dict[str, Any]) -> None:
+        FSDP.optim_state_dict_to_load(model, optimizer, given)
+
+    with pytest.raises(ValueError, match="an optimizer's state dict has 'state'; this one has 'a'"):
+        load({"a": 1})
+    with pytest.raises(ValueError, match="this state dict has places for keys"):
+        load(places)
+    with pytest.raises(ValueError, match="the state dict has 2 parameter groups, the optimizer 1"):
+        load({**saved, "param_groups": saved["param_groups"] * 2})
+    for names, message in ((["a"], "holds 'a', which the optimizer does not hold"), (["scale"], "hold different par")):
+        with pytest.raises(ValueError, match=message):
+            load({**saved, "param_groups": [{"params": names}]})
+    odd = {**saved["state"], "scale": {**saved["state"]["scale"], "exp_avg": torch.zeros(3)}}
+    with pytest.raises(ValueError, match=r"optimizer state 'exp_avg' of 'scale' has shape \[3\], the parameter \[1\]"):
+        load({**saved, "state": odd})
+    with pytest.raises(ValueError, match="parameters that are not in FullyShardedDataParallel, one of shape"):
+        FSDP.optim_state_dict(model, adam(plain.parameters()))
+    with pytest.raises(TypeError, match="optim_input is not taken: give the optimizer"):
+        FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()))
+    with pytest.raises(ValueError, match="rekey_optim_state_dict is for plain models"):
+        FSDP.rekey_optim_state_dict(saved, Keys.PARAM_ID, model)
+    with pytest.raises(ValueError, match="keys must all be names, or all places"):
+        FSDP.rekey_optim_state_dict({**saved, "state": {0: {}}}, Keys.PARAM_ID, plain)
+    with pytest.raises(ValueError, match="Linear and its optimizer have no parameter"):
+        FSDP.rekey_optim_state_dict(saved, Keys.PARAM_ID, nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"must be a workbench.engine.classic.OptimStateKeyType"):
+        FSDP.rekey_optim_state_dict(saved, THEIRS.FullyShardedDataParallel, plain)
+    assert settings_of(model).state_dict_type is OURS.StateDictType.FULL_STATE_DICT
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = checkpoint_wrapper(nn.Linear(2, 2))
+
+
+@on_one_rank
+def test_names_are_those_of_the_models_state_dict():
+    for use_orig_params in (False, True):
+        model = OURS.FullyShardedDataParallel(Checkpointed(), use_orig_params=use_orig_params)
+        optimizer = adam(model.parameters())
+        names = FSDP.optim_state_dict(model, optimizer)["param_groups"][0]["params"]
+        assert names == list(model.state_dict()) == ["inner.weight", "inner.bias"]

@@ -1,0 +1,461 @@
+"""An optimizer's state dict by the names that parameters have without wrappers: whole, split or flat; and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.full_params import CPU, sharded_flats
+from workbench.engine.classic.part_states import split_states, whole_states
+from workbench.engine.classic.settings import settings_of
+from workbench.engine.classic.state import wrapper_states_below
+from workbench.engine.classic.state_dict import key_of
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.tree import full_name, names_below
+from workbench.engine.undo import full_tensor, laid_out
+
+StateDict = dict[str, Any]
+"""``{"state": {parameter: {key: value}}, "param_groups": [{"params": parameters, option: value}]}``."""
+
+Key = int | str
+"""What an optimizer's own state dict calls a parameter: its place in the groups, or with keyed optimizers a name."""
+
+
+class OptimStateDicts:
+    """The functions of ``FullyShardedDataParallel`` that make and load optimizers' state dicts.
+
+    Names are those of the model without wrappers; a parameter that several modules share has the first one. With
+    ``use_orig_params`` or not, on any number of ranks, the whole state is the same, and what torch's wrapper makes.
+    """
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: StateDict | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """Return the state of an optimizer as ``set_state_dict_type`` says; collective, one tensor whole at a time.
+
+        - FULL_STATE_DICT: whole tensors by names; with ``rank0_only`` empty on the other ranks.
+        - SHARDED_STATE_DICT: DTensors over the wrapper's mesh, by names; numbers as they are.
+        - LOCAL_STATE_DICT: the optimizer's own dict, of flat parameters or pieces.
+
+        Args:
+            model: the root of a tree with wrappers.
+            optim: made of its parameters; it may hold others of the model, which are in no wrapper.
+            optim_state_dict: what ``optim.state_dict()`` says if it is not that, keyed by names or places.
+            group: whose rank 0 is meant; None: all ranks.
+
+        Raises:
+            ValueError: no wrapper is in the tree, wrappers differ in type, the optimizer holds a parameter that is not
+                in the model, or a tensor that is neither split as its parameter is nor one number.
+        """
+        settings, given = settings_of(model), optim.state_dict() if optim_state_dict is None else optim_state_dict
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            moved = {key: _on(CPU if config.offload_to_cpu else None, state) for key, state in given["state"].items()}
+            return {**given, "state": moved}
+        return _by_names(
+            model,
+            optim,
+            given,
+            is_split=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
+            device=CPU if config.offload_to_cpu else None,
+            is_kept=not getattr(config, "rank0_only", False) or dist.get_rank(group) == 0,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: StateDict,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """Return what ``optim.load_state_dict`` takes: the other way round; collective.
+
+        State of parameters that the optimizer does not hold is left out; what belongs to no parameter stays.
+
+        Args:
+            model: the root of a tree with wrappers.
+            optim: made of its parameters.
+            optim_state_dict: of :meth:`optim_state_dict`, of any sharding, or of torch's wrapper, or of a plain model
+                with names for keys; left as it is. With ``rank0_only`` that of rank 0 counts.
+            is_named_optimizer: its keys are the names of its parameters.
+            load_directly: load it as well.
+            group: whose rank 0 is meant; None: all ranks.
+
+        Raises:
+            ValueError: it has no ``state``, is keyed by places, has groups of other parameters, a tensor of another
+                shape than its parameter, or without ``use_orig_params`` different numbers within a flat parameter.
+        """
+        settings = settings_of(model)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            result = _checked_local(model, optim, optim_state_dict)
+        else:
+            first = getattr(settings.optim_state_dict_config, "rank0_only", False)
+            result = _to_load(
+                model, optim, optim_state_dict, is_named=is_named_optimizer, of_first_rank=first, group=group
+            )
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """Return whole tensors by names, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` is not taken."""
+        _check_no_input(optim_input)
+        is_kept = not rank0_only or dist.get_rank(group) == 0
+        return _by_names(model, optim, optim.state_dict(), is_split=False, device=CPU, is_kept=is_kept)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> StateDict:
+        """Return DTensors by names, on the CPU, as :meth:`optim_state_dict` does; ``group`` changes nothing."""
+        del group
+        return _by_names(model, optim, optim.state_dict(), is_split=True, device=CPU, is_kept=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: StateDict,
+        model: nn.Module,
+        optim_input: None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> StateDict:
+        """Return what an optimizer loads, of whole tensors that all ranks have; ``optim`` None: of ``parameters()``."""
+        _check_no_input(optim_input)
+        return _to_load(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
+    ) -> StateDict:
+        """Return what an optimizer loads, of DTensors; collective."""
+        return _to_load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: StateDict | None,
+        model: nn.Module,
+        optim_input: None = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """Return what an optimizer loads, of whole tensors that rank 0 has; the others give None. Collective."""
+        _check_no_input(optim_input)
+        return _to_load(model, optim, full_optim_state_dict or {}, of_first_rank=True, group=group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: StateDict,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> StateDict:
+        """Exchange names for places in an optimizer's groups, or these for names.
+
+        Args:
+            optim_state_dict: of whole tensors; left as it is.
+            optim_state_key_type: what keys are to be.
+            model: without wrappers.
+            optim_input: not taken.
+            optim: whose groups count; None: one of ``model.parameters()``.
+
+        Raises:
+            TypeError: another key type than ours, or ``optim_input``.
+            ValueError: keys of both kinds, or of what the model or the optimizer does not have; a model with wrappers.
+        """
+        _check_no_input(optim_input)
+        check_kind("optim_state_key_type", optim_state_key_type, OptimStateKeyType)
+        if wrapper_states_below(model):
+            raise ValueError(f"rekey_optim_state_dict is for plain models; {type(model).__name__} holds wrappers")
+        keys = [*optim_state_dict["state"], *(k for group in optim_state_dict["param_groups"] for k in group["params"])]
+        kinds = {type(key) for key in keys}
+        if len(kinds) > 1 or not kinds <= {int, str}:
+            raise ValueError(f"keys must all be names, or all places; got {', '.join(map(repr, keys))}")
+        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        if kinds <= {str if to_names else int}:
+            return optim_state_dict
+        names = {param: key_of(name) for name, param in model.named_parameters()}
+        by_place = {i: names[param] for i, param in enumerate(_held(model, optim)) if param in names}
+        new = by_place if to_names else {name: i for i, name in by_place.items()}
+        unknown = [key for key in keys if key not in new]
+        if unknown:
+            raise ValueError(f"{type(model).__name__} and its optimizer have no parameter {unknown[0]!r}")
+        groups = [
+            {**group, "params": sorted(new[k] for k in group["params"])} for group in _groups_of(optim_state_dict)
+        ]
+        return {"state": {new[key]: state for key, state in optim_state_dict["state"].items()}, "param_groups": groups}
+
+
+def _check_no_input(optim_input: object) -> None:
+    if optim_input is not None:
+        raise TypeError("optim_input is not taken: give the optimizer itself, as optim=")
+
+
+def _held(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    """Return the parameters in an optimizer's order."""
+    return list(model.parameters()) if optim is None else [p for group in optim.param_groups for p in group["params"]]
+
+
+def _groups_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [copy.deepcopy(group) for group in state_dict["param_groups"]]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a model with wrappers has for optimizers.
+
+    Attributes:
+        flats: units, sharded now, with their flat parameters, and the name of each part.
+        names: of each parameter that an optimizer can hold; several of a flat one.
+        registered: the name of each with its wrappers: what keyed optimizers know.
+    """
+
+    flats: list[tuple[FSDPParamGroup, FlatParam, list[str]]]
+    names: dict[nn.Parameter, list[str]]
+    registered: dict[nn.Parameter, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Named:
+        """Return what there is below ``model``; its wrappers are sharded afterwards."""
+        modules = names_below((model,))
+        flats: list[tuple[FSDPParamGroup, FlatParam, list[str]]] = []
+        names: dict[nn.Parameter, list[str]] = {}
+        for unit, flat in sharded_flats(wrapper_states_below(model)):
+            parts = [key_of(full_name(modules, part.info.module, part.info.name)) for part in flat.parts]
+            flats.append((unit, flat, parts))
+            if flat.use_orig_params:
+                names |= {param: [name] for param, name in zip(flat.owned, parts, strict=True)}
+            else:
+                names[flat.sharded_param] = parts
+        registered = {param: name for name, param in model.named_parameters()}
+        return cls(flats, {param: [key_of(name)] for param, name in registered.items()} | names, registered)
+
+    @property
+    def others(self) -> dict[str, nn.Parameter]:
+        """Parameters that are in no wrapper, by their names."""
+        managed = {param for _, flat, _ in self.flats for param in flat.owned}
+        return {names[0]: param for param, names in self.names.items() if param not in managed}
+
+    def keys(self, model: nn.Module, optim: torch.optim.Optimizer | None, *, is_named: bool) -> dict[nn.Parameter, Key]:
+        """Return what the optimizer's own state dict calls each parameter that it holds.
+
+        Raises:
+            ValueError: one is not in the model.
+        """
+        held = _held(model, optim)
+        lost = [param for param in held if param not in self.names]
+        if lost:
+            raise ValueError(
+                f"the optimizer holds {len(lost)} parameters that are not in {type(model).__name__}, one of shape "
+                f"{list(lost[0].shape)}: make it of model.parameters(), after wrapping"
+            )
+        return {param: self.registered[param] if is_named else i for i, param in enumerate(held)}
+
+
+def _by_names(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: StateDict,
+    *,
+    is_split: bool,
+    device: torch.device | None,
+    is_kept: bool,
+) -> StateDict:
+    """Return state by names, whole or split, on ``device`` or where it is computed; collective."""
+    named = Named.of(model)
+    is_named = any(isinstance(key, str) for group in given["param_groups"] for key in group["params"])
+    keys = named.keys(model, optim, is_named=is_named)
+    states = {param: given["state"][key] for param, key in keys.items() if key in given["state"]}
+    found: dict[Key, Any] = {}
+    for unit, flat, names in named.flats:
+        keep = partial(_split_over, unit, device) if is_split else partial(_copied_to, device)
+        wholes = whole_states(unit, flat, states, keep if is_kept else _dropped)
+        found |= {name: _on(device, w) for name, w in zip(names, wholes, strict=True) if w is not None}
+    if not is_kept:
+        return {}
+    found |= {name: _on(device, states[param]) for name, param in named.others.items() if param in states}
+    owned = set(keys.values())
+    found |= {key: value for key, value in given["state"].items() if key not in owned}  # of no parameter
+    params = {key: param for param, key in keys.items()}
+    groups = _groups_of(given)
+    for group in groups:
+        group["params"] = [name for key in group["params"] for name in named.names[params[key]]]
+    return {"state": found, "param_groups": groups}
+
+
+def _split_over(unit: FSDPParamGroup, device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:
+    mesh = unit.mesh_info
+    return laid_out(whole, mesh.mesh, mesh.placements(Shard(0)), device or whole.device)
+
+
+def _copied_to(device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:
+    return whole.to(device or whole.device, copy=True)
+
+
+def _dropped(_: torch.Tensor) -> None:
+    """Keep nothing."""
+
+
+def _on(device: torch.device | None, state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    """Return state with plain tensors on ``device``; None: where they are."""
+    if device is None or not isinstance(state, dict):
+        return state
+    return {
+        key: value.to(device) if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
+        for key, value in state.items()
+    }
+
+
+def _to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    given: StateDict,
+    *,
+    is_named: bool = False,
+    of_first_rank: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """Return flat or pieces' state by the optimizer's own keys; collective."""
+    named = Named.of(model)
+    fetch: Callable[[Any], Any] = _gathered
+    if of_first_rank:
+        device = named.flats[0][0].device if named.flats else CPU
+        given, fetch = _told_by_first(given, group), partial(_sent_by_first, device, group)
+    if "state" not in given:
+        raise ValueError(
+            f"an optimizer's state dict has 'state'; this one has {', '.join(map(repr, given)) or 'nothing'}"
+        )
+    if any(isinstance(key, int) for key in given["state"]):
+        raise ValueError(
+            "this state dict has places for keys: exchange them for names with rekey_optim_state_dict(state_dict, "
+            "OptimStateKeyType.PARAM_NAME, model without wrappers)"
+        )
+    state, keys = given["state"], named.keys(model, optim, is_named=is_named)
+    found: dict[Key, Any] = {}
+    for _, flat, names in named.flats:
+        split = split_states(flat, [state.get(name) for name in names], fetch)
+        found |= {keys[param]: own for param, own in split.items() if param in keys}
+    for name, param in named.others.items():
+        if name in state and param in keys:
+            found[keys[param]] = _fetched(state[name], fetch)
+    known = {name for names in named.names.values() for name in names}
+    found |= {key: _fetched(value, fetch) for key, value in state.items() if key not in known}
+    if is_named and optim is not None:  # it has state of empty pieces as well
+        had = {key: optim.state[param] for param, key in keys.items() if param in optim.state}
+        found |= {key: copy.deepcopy(own) for key, own in had.items() if key not in found}
+    if "param_groups" not in given:
+        return {"state": found}
+    return {"state": found, "param_groups": _groups_to_load(_groups_of(given), named, keys, optim)}
+
+
+def _fetched(state: Any, fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    return {key: fetch(state[key]) for key in sorted(state)} if isinstance(state, dict) else fetch(state)
+
+
+def _groups_to_load(
+    groups: list[dict[str, Any]],
+    named: Named,
+    keys: Mapping[nn.Parameter, Key],
+    optim: torch.optim.Optimizer | None,
+) -> list[dict[str, Any]]:
+    """Return groups with the optimizer's own keys, in its order."""
+    key_of = {name: keys[param] for param, names in named.names.items() if param in keys for name in names}
+    held = list(keys.values()) if optim is None else None
+    if optim is not None and len(groups) != len(optim.param_groups):
+        raise ValueError(f"the state dict has {len(groups)} parameter groups, the optimizer {len(optim.param_groups)}")
+    for i, group in enumerate(groups):
+        unknown = [name for name in group["params"] if name not in key_of]
+        if unknown:
+            raise ValueError(f"group {i} of the state dict holds {unknown[0]!r}, which the optimizer does not hold")
+        wanted = {key_of[name] for name in group["params"]}
+        order = held if optim is None else [keys[param] for param in optim.param_groups[i]["params"]]
+        if optim is not None and set(order or ()) != wanted:
+            differ = sorted(name for name, key in key_of.items() if key in wanted ^ set(order or ()))
+            raise ValueError(
+                f"group {i} of the state dict and of the optimizer hold different parameters; one of them alone holds "
+                f"{', '.join(map(repr, differ))}. Parameters of one flat parameter are in one group; with "
+                "use_orig_params=True each can be in another"
+            )
+        group["params"] = [key for key in order or () if key in wanted]
+    return groups
+
+
+def _checked_local(model: nn.Module, optim: torch.optim.Optimizer, given: StateDict) -> StateDict:
+    """Return a LOCAL_STATE_DICT if it is of this sharding."""
+    named = Named.of(model)
+    is_named = any(isinstance(key, str) for key in given["state"])
+    for param, key in named.keys(model, optim, is_named=is_named).items():
+        for what, value in given["state"].get(key, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() not in {1, param.numel()}:
+                raise ValueError(
+                    f"optimizer state {what!r} of {named.registered[param]!r} has {value.numel()} elements, this "
+                    f"rank's part of it {param.numel()}: a LOCAL_STATE_DICT loads into the same sharding alone; save "
+                    "FULL_STATE_DICT or SHARDED_STATE_DICT for another"
+                )
+    return given
+
+
+# ---- values of other ranks
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Stands for a tensor that rank 0 will send."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _gathered(value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    return full_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _told_by_first(given: StateDict, group: dist.ProcessGroup | None) -> StateDict:
+    """Return what rank 0 has; on the others with :class:`Sent` in the place of tensors."""
+    is_first = dist.get_rank(group) == 0
+    told: list[Any] = [None]
+    if is_first:
+        states = {name: _announced(state) for name, state in given.get("state", {}).items()}
+        told = [{**given, "state": states} if "state" in given else given]
+    dist.broadcast_object_list(told, group_src=0, group=group)
+    return given if is_first else told[0]
+
+
+def _announced(state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    if isinstance(state, dict):
+        return {key: _announced(value) for key, value in state.items()}
+    if not isinstance(state, torch.Tensor):
+        return state
+    return Sent(state.shape, state.dtype) if state.ndim else state.cpu()
+
+
+def _sent_by_first(device: torch.device, group: dist.ProcessGroup | None, value: Any) -> Any:  # noqa: ANN401 - any
+    if isinstance(value, Sent):
+        value = torch.empty(value.shape, dtype=value.dtype, device=device)
+    elif not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    sent: torch.Tensor = value.to(device).contiguous()
+    dist.broadcast(sent, group_src=0, group=group)
+    return sent
