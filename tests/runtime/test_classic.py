@@ -7,7 +7,7 @@ from tests.runtime.test_policies import planned, trace_here
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.errors import UsageError
 from workbench.events import Category
-from workbench.protocol.commands import Shard, Step
+from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
 from workbench.runtime import planning
@@ -131,3 +131,96 @@ def test_a_parameter_is_inspected_by_its_own_name_and_a_flat_one_as_well(orig_pa
         assert optimizer.name == "opt"
         if piece.shard.num_rows:
             assert optimizer.state["exp_avg"].shape == (piece.shard.num_rows,)
+
+
+@pytest.mark.parametrize("name", ["full", "grad, pieces", "copies", "half precision", "hybrid"])
+def test_a_step_is_that_of_an_unsharded_copy_and_training_goes_on_as_if_there_was_none(name):
+    num_ranks = 4 if "mesh" in POLICIES[name] else 2
+    for with_it, without in zip(
+        run(num_ranks, verified, POLICIES[name], True), run(num_ranks, verified, POLICIES[name], False), strict=True
+    ):
+        assert with_it["verify"]["ok"], with_it["verify"]
+        assert with_it["verify"]["params"] == 21
+        assert with_it["losses"] == without["losses"]
+
+
+def verified(policy, verify):
+    prepare()
+    execute(shard(**policy))
+    execute(Step(count=2))
+    found = execute(Verify()) if verify else None
+    return {"verify": found, "losses": execute(Step(count=2))["losses"]}
+
+
+def there_and_back(orig_params):
+    ns = prepare()
+    plain, losses = ns["model"], []
+
+    def train():
+        losses.extend(execute(Step(count=2))["losses"])
+
+    execute(shard(orig_params=orig_params))
+    train()
+    with pytest.raises(UsageError, match="is seen once it is done"):
+        planning.plan(Reshard(model="model", api="fully_shard"), ns["world_size"])
+    out = execute(Reshard(model="model", api="fully_shard"))
+    assert ns["model"] is plain
+    assert out["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    assert out["policy"] == []
+    train()
+    assert execute(Verify())["ok"]
+    out = execute(Reshard(model="model", api="classic", strategy="grad", orig_params=orig_params))
+    assert ns["model"].module is plain
+    assert out["policy"] == ["classic: one flat parameter for each unit", "unsharded from forward to backward"]
+    train()
+    execute(Reshard(model="model", strategy="full", wrap=("Linear",)))
+    train()
+    unsharded = execute(Unshard(model="model"))
+    assert ns["model"] is plain
+    assert unsharded == {"model": "model", "num_params": 21, "optimizers": 1}
+    assert {id(p) for p in plain.parameters()} == {id(p) for g in ns["opt"].param_groups for p in g["params"]}
+    steps = {float(state["step"]) for state in ns["opt"].state.values()}
+    assert steps == {8.0}
+    return losses
+
+
+def straight():
+    prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    return execute(Step(count=8))["losses"]
+
+
+@pytest.mark.parametrize("orig_params", [False, True])
+def test_a_model_goes_from_one_api_to_the_other_and_trains_as_if_it_had_not(orig_params):
+    for losses, expected in zip(run(2, there_and_back, orig_params), run(2, straight), strict=True):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def refused():
+    ns = prepare()
+    plain, opt = ns["model"], ns["opt"]
+    params = list(plain.parameters())
+    opt.param_groups[0]["params"] = params[::2]
+    opt.add_param_group({"params": params[1::2]})
+    with pytest.raises(ValueError, match="use_orig_params=True"):
+        execute(shard())
+    assert ns["model"] is plain
+    assert not any(isinstance(m, FullyShardedDataParallel) for m in plain.modules())
+    assert list(plain.parameters()) == params
+    execute(Shard(model="model", wrap=("Block",)))
+    with pytest.raises(UsageError, match="strategy is for --api classic"):
+        execute(Reshard(model="model", strategy="grad"))
+    with pytest.raises(ValueError, match="use_orig_params=True"):
+        execute(Reshard(model="model", api="classic"))
+    execute(Step(count=1))
+    execute(Reshard(model="model", prefetch=2))
+    with pytest.raises(UsageError, match="one unit is gathered ahead at most; give 1"):
+        execute(Reshard(model="model", api="classic"))
+    execute(Reshard(model="model", api="classic", orig_params=True, prefetch=1))
+    execute(Step(count=1))
+    with pytest.raises(UsageError, match="is for --api fully_shard; with classic give --strategy"):
+        execute(Reshard(model="model", reshard_after_forward="false"))
+
+
+def test_what_an_optimizer_or_the_other_api_cannot_have_is_refused_and_all_is_as_it_was():
+    run(2, refused)

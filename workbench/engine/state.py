@@ -275,11 +275,13 @@ class FSDPState:
         moved_args, moved_kwargs = map_tensors((args, kwargs), lambda t: t.to(device))
         return moved_args, moved_kwargs
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs of forward are cast to; None: they stay as they are."""
+        return self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        policy = self.mp_policy
-        if policy.param_dtype is None or not policy.cast_forward_inputs:
-            return args, kwargs
-        return cast_floats(args, policy.param_dtype), cast_floats(kwargs, policy.param_dtype)
+        return cast_floats(args, self.input_dtype), cast_floats(kwargs, self.input_dtype)
 
     def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Let the units know when the gradients of their inputs are done."""

@@ -17,9 +17,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 OFF = "off"
 
-CLASSIC = "classic"
+FULLY_SHARD, CLASSIC = "fully_shard", "classic"
 
-APIS = ("fully_shard", CLASSIC)
+APIS = (FULLY_SHARD, CLASSIC)
 """Which of the two a model is sharded with: one DTensor a parameter, or a wrapper with one flat parameter."""
 
 STRATEGIES = {

@@ -44,11 +44,13 @@ class Size:
         names: of every place where it is, as they are where there are no wrappers.
         shape: of the whole.
         itemsize: bytes of an element.
+        is_managed: whether it is of a unit.
     """
 
     names: tuple[str, ...]
     shape: Sequence[int]
     itemsize: int
+    is_managed: bool = False
 
     @property
     def numel(self) -> int:
@@ -71,7 +73,7 @@ def sizes_of(model: nn.Module) -> list[Size]:
         shapes = [part.shape for part in known.parts] or [known.global_shape]
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
-            found.append(Size(names=places, shape=shape, itemsize=known.itemsize))
+            found.append(Size(names=places, shape=shape, itemsize=known.itemsize, is_managed=True))
     owned = {param for each in managed for param in each.owned}
     others: dict[nn.Parameter, list[str]] = {}
     for name, left in model.named_parameters(remove_duplicate=False):

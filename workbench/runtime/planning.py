@@ -121,6 +121,8 @@ def _flat(fqn: str, params: Sequence[Param], size: int) -> list[Param]:
 
 def _of_reshard(command: Reshard) -> tuple[Unit, ...]:
     model, inner = sharding.chosen_again(command)
+    if CLASSIC in {sharding.api_of(model), command.api}:
+        raise UsageError("what becomes of a classic model, or of one that is to be classic, is seen once it is done")
     states = states_below(model)
     names = {module: name for name, module in model.named_modules()}
     if not inner:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.engine.param import FSDPParam
-from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.state import states_below, units_of
+from workbench.engine.state import FSDPState, states_below, units_of
 from workbench.engine.tensors import cast_floats
+from workbench.engine.tree import clean
 from workbench.events import Unit
 
 UPDATE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.05}
@@ -40,24 +40,23 @@ def compute_alike(model: nn.Module, reference: nn.Module) -> None:
         model: sharded.
         reference: its plain copy; its parameters stay the same objects, some under another name.
     """
-    paths = {module: path for path, module in model.named_modules()}
+    paths = {module: clean(path) for path, module in model.named_modules()}
     for state in states_below(model):
-        policy = state.mp_policy
         for module in state.modules:
-            _cast_inputs_and_outputs(reference.get_submodule(paths[module]), policy)
+            _cast_inputs_and_outputs(reference.get_submodule(paths[module]), state)
         for unit in units_of([state]):
             for param in unit.fsdp_params:
-                _cast_parameter(param, reference, paths, policy.param_dtype)
+                _cast_parameter(param, reference, paths, state.mp_policy.param_dtype)
 
 
-def _cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    wanted = policy.param_dtype if policy.cast_forward_inputs else None
+def _cast_inputs_and_outputs(module: nn.Module, state: FSDPState) -> None:
+    wanted, given = state.input_dtype, state.mp_policy.output_dtype
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return cast_floats(args, wanted), cast_floats(kwargs, wanted)
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - whatever forward returns
-        return cast_floats(output, policy.output_dtype)
+        return cast_floats(output, given)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
@@ -68,7 +67,7 @@ def _cast_parameter(
 ) -> None:
     if dtype is None or dtype == param.orig_dtype or not param.orig_dtype.is_floating_point:
         return
-    for owner, name in param.info.places:
+    for owner, name in (place for info in param.infos for place in info.places):
         twin = reference.get_submodule(paths[owner])
         parametrize.register_parametrization(twin, name, _Cast(dtype), unsafe=True)  # unsafe: the dtype changes
 

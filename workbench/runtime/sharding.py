@@ -24,6 +24,7 @@ from workbench.engine import (
     unshard_module,
 )
 from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.classic.undo import unwrap
 from workbench.engine.mesh import mesh_info
 from workbench.engine.signature import check_same_lines
 from workbench.engine.state import FSDPState, state_of, states_below, units_of
@@ -32,7 +33,16 @@ from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
 from workbench.protocol.messages import ModelPolicy
-from workbench.protocol.policy import CLASSIC, DTYPES, MixedPrecision, mesh_words
+from workbench.protocol.policy import (
+    CLASSIC,
+    DTYPES,
+    FULLY_SHARD,
+    HYBRID,
+    MixedPrecision,
+    as_mesh,
+    check_not_classic,
+    mesh_words,
+)
 from workbench.runtime import wrapping
 from workbench.runtime.describe import describe, sizes_of, unit_infos
 from workbench.runtime.doing import Rank, does
@@ -59,8 +69,15 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     """
     model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
+    return _shard(command, rank, model, inner, ignored)
+
+
+def _shard(
+    command: Shard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
+) -> Sharded:
+    """Shard a plain model; if that is refused it is as it was."""
     if command.api == CLASSIC:
-        return _shard_classic(command, rank, inner, ignored)
+        return _shard_classic(command, rank, model, inner, ignored)
     policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
     _apply(model, inner, policy)
@@ -71,8 +88,9 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
 
 
-def _shard_classic(command: Shard, rank: Rank, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]) -> Sharded:
-    model = find_module(command.model)
+def _shard_classic(
+    command: Shard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
+) -> Sharded:
     optimizers = optimizers_of(model)
     options = wrapping.options_of(command) | {"ignored_states": ignored}
     wrapper = wrapping.wrap(model, inner, rank.groups.mesh_of(command.mesh_shape), optimizers, options)
@@ -103,13 +121,15 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 
 @does(Reshard)
 def reshard(command: Reshard, rank: Rank) -> Sharded:
-    """Give a sharded model another policy, in place; collective. Optimizers go on, their state carried along.
+    """Give a sharded model another policy or API; collective. Optimizers go on, their state carried along.
 
     Raises:
         UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
-            fit.
+            fit; what there is has no like in the other API.
     """
     model, inner = chosen_again(command)
+    if CLASSIC in {api_of(model), command.api}:
+        return _shard_anew(command, rank, model, inner)
     names = {class_name(module) for module in inner}
     policy = _policy(command)
     if command.mesh:
@@ -134,8 +154,15 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module]]:
         UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
             fit.
     """
-    model = _sharded(command.model)
+    model = find_sharded(command.model)
     inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
+    if CLASSIC in {api_of(model), command.api}:
+        _check_fits(_anew(command, model), dist.get_world_size())
+        return model, inner
+    try:
+        check_not_classic(command.strategy, orig_params=command.orig_params)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     for info in unit_infos(model):
         _check_fits(command, info.shard_size)
     return model, inner
@@ -148,11 +175,81 @@ def unshard(command: Unshard, rank: Rank) -> Unsharded:
     Raises:
         UsageError: no such model, or not sharded.
     """
-    model = _sharded(command.model)
-    optimizers = optimizers_of(model)
-    mapping = unshard_module(model, optimizers)
+    model = find_sharded(command.model)
+    optimizers, num_params = optimizers_of(model), sum(size.is_managed for size in sizes_of(model))
+    _undo(command.model, model, optimizers)
+    return Unsharded(model=command.model, num_params=num_params, optimizers=len(optimizers))
+
+
+def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+    """Make a sharded model a plain module again, and return it."""
     _prefetch.pop(model, None)
-    return Unsharded(model=command.model, num_params=len(mapping), optimizers=len(optimizers))
+    if not isinstance(model, FullyShardedDataParallel):
+        unshard_module(model, optimizers)
+        return model
+    plain, _ = unwrap(model, optimizers)
+    rebind(name, plain)
+    return plain
+
+
+def api_of(model: nn.Module) -> str:
+    """Return what a sharded model is sharded with, as ``--api`` has it."""
+    return CLASSIC if isinstance(model, FullyShardedDataParallel) else FULLY_SHARD
+
+
+def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module]) -> Sharded:
+    """Undo how a model is sharded and shard it again, as it was if that is refused; optimizers go on."""
+    wanted, before = _anew(command, model), _anew(Reshard(model=command.model), model)
+    units = {m.module if isinstance(m, FullyShardedDataParallel) else m for s in states_below(model) for m in s.modules}
+    now = [module for path, module in reversed(list(plain_modules(model))) if path and module in units]
+    ignored = _not_managed(model)
+    plain = _undo(command.model, model, optimizers_of(model))
+    try:
+        sharded = _shard(wanted, rank, plain, list(inner) or now, ignored)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        _shard(before, rank, find_module(command.model), now, ignored)
+        raise
+    return sharded
+
+
+def _not_managed(model: nn.Module) -> list[nn.Parameter]:
+    owned = {p for unit in units_of(states_below(model)) for param in unit.fsdp_params for p in param.owned}
+    return [param for param in model.parameters() if param not in owned]
+
+
+def _anew(command: Reshard, model: nn.Module) -> Shard:
+    """Return the command that makes of the plain model what ``command`` wants; what it leaves open is as now.
+
+    Raises:
+        UsageError: the other API has nothing like what there is now, or units differ.
+    """
+    policy, api = policy_of(model), command.api or api_of(model)
+    assert policy is not None
+    found: dict[str, Any] = {
+        "api": api,
+        "mp": command.mp or policy.mp,
+        "offload": policy.offload if command.offload is None else command.offload,
+        "prefetch": policy.prefetch if command.prefetch is None else command.prefetch,
+        "mesh": command.mesh or (as_mesh(policy.mesh) if policy.mesh else ""),
+    }
+    after_forward: str | int = policy.reshard_after_forward
+    if api == CLASSIC:
+        found["strategy"] = command.strategy or wrapping.strategy_like(found["mesh"] or (), after_forward)
+        if found["mesh"] and found["strategy"] not in HYBRID and not command.mesh:
+            found["mesh"] = ()
+        found["orig_params"] = wrapping.has_originals(model) if command.orig_params is None else command.orig_params
+        after_forward = "auto"
+    found["reshard_after_forward"] = command.reshard_after_forward or after_forward
+    unclear = [name.replace("_", "-") for name, value in found.items() if value is None or value == ""]
+    if unclear:
+        raise UsageError(
+            f"units of {command.model!r} differ, or {api} has nothing like it: say which they all shall have, "
+            f"--{' and --'.join(unclear)}"
+        )
+    try:
+        return Shard(model=command.model, **found)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -160,7 +257,12 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, (FSDPModule, FullyShardedDataParallel))
 
 
-def _sharded(name: str) -> nn.Module:
+def find_sharded(name: str) -> nn.Module:
+    """Return the sharded model that ``name`` stands for.
+
+    Raises:
+        UsageError: there is none, or it is not sharded.
+    """
     model = find_module(name)
     if not is_sharded(model):
         raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")

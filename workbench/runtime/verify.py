@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.engine import FSDPModule
 from workbench.engine._torch import local_of
+from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.classic import undo as classic_undo
 from workbench.engine.state import states_below, units_of
+from workbench.engine.tree import clean
 from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.protocol.commands import Verified, Verify
-from workbench.runtime.describe import unit_infos
+from workbench.runtime import sharding
+from workbench.runtime.describe import sizes_of, unit_infos
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.training import find_step_function, loss_of
@@ -60,11 +63,8 @@ def verify(command: Verify) -> Verified:
 
 def _find_sharded(name: str) -> nn.Module:
     if name:
-        model = find_module(name)
-        if not isinstance(model, FSDPModule):
-            raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
-        return model
-    names = [n for n in module_names() if isinstance(user_namespace()[n], FSDPModule)]
+        return sharding.find_sharded(name)
+    names = [n for n in module_names() if sharding.is_sharded(user_namespace()[n])]
     if len({id(user_namespace()[n]) for n in names}) != 1:
         raise UsageError(
             f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
@@ -77,15 +77,29 @@ def _find_sharded(name: str) -> nn.Module:
 def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[nn.Module, dict[int, Any]]:
     """Return a plain copy of ``model``, and the copies of it and its optimizers by the id of the original."""
     memo: dict[int, Any] = {}
-    reference = plain_copy(model, memo)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            memo |= {id(v): full_tensor(v) for v in state.values() if isinstance(v, DTensor)}
-    copies = {id(optimizer): copy.deepcopy(optimizer, memo) for optimizer in optimizers}
-    for sharded, plain in zip(model.parameters(), reference.parameters(), strict=True):
-        if isinstance(sharded, DTensor) and plain.requires_grad:
+    if isinstance(model, FullyShardedDataParallel):
+        reference, copied = classic_undo.plain_copy(model, memo, optimizers)
+    else:
+        reference = plain_copy(model, memo)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                memo |= {id(v): full_tensor(v) for v in state.values() if isinstance(v, DTensor)}
+        copied = [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+    copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
+    managed = {name for size in sizes_of(model) if size.is_managed for name in size.names}
+    for name, plain in reference.named_parameters():
+        if name in managed and plain.requires_grad:
             plain.register_post_accumulate_grad_hook(_average)
     return reference, {id(model): reference, **copies}
+
+
+def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole parameters and their names without wrappers; collective."""
+    if not isinstance(model, FullyShardedDataParallel):
+        yield from ((name, full_tensor(param)) for name, param in model.named_parameters())
+        return
+    with model.summon_full_params(model, writeback=False):
+        yield from ((clean(name), param.detach().clone()) for name, param in model.named_parameters())
 
 
 def _average(param: torch.Tensor) -> None:
@@ -123,8 +137,8 @@ def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[
     """Compare values after the step; differences are in the parameters' own unit."""
     dtype = coarsest_dtype(unit_infos(model))
     worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
-    for name, param in model.named_parameters():
-        actual, expected = full_tensor(param), reference[name].detach()
+    for name, actual in _whole_values(model):
+        expected = reference[name].detach()
         difference = (actual - expected).abs().max().item() if actual.numel() else 0.0
         scale = expected.abs().max().item() if actual.numel() else 0.0
         ok = ok and _is_close(actual, expected, before[name], dtype)

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import classic
 from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
-from workbench.engine.classic.carry import carry
-from workbench.engine.classic.state import flat_of
-from workbench.engine.state import states_below, units_of
+from workbench.engine.classic.state import wrapper_states_below
+from workbench.engine.classic.undo import rewrap_optimizers, unwrap
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.policy import DTYPES, STRATEGIES, MixedPrecision
 
@@ -39,8 +38,14 @@ def wrap(
     """
     chosen = frozenset(inner)
     policy = classic.CustomPolicy(lambda module: module in chosen)
-    wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
-    carry(optimizers, [flat_of(unit) for unit in units_of(states_below(wrapper))])
+    top: nn.Module = model
+    try:
+        top = wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
+        rewrap_optimizers(wrapper, optimizers)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        if wrapper_states_below(top):
+            unwrap(top)
+        raise
     return wrapper
 
 
@@ -63,3 +68,20 @@ def options_of(command: Shard | Reshard) -> dict[str, Any]:
 
 def _dtype(name: str) -> torch.dtype | None:
     return getattr(torch, DTYPES[name]) if name else None
+
+
+def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> str:
+    """Return the strategy that does what ``fully_shard`` does; empty: there is none."""
+    if reshard_after_forward not in {"auto", "true", "false"}:
+        return ""
+    copies, size = (1, *mesh)[-2:]
+    if size == 1 and copies > 1:
+        return "none"
+    keeps = reshard_after_forward == "false"
+    return ("hybrid2" if keeps else "hybrid") if copies > 1 else ("grad" if keeps else "full")
+
+
+def has_originals(model: nn.Module) -> bool:
+    """Return whether an optimizer has pieces of the original parameters of a wrapped model."""
+    flats = (state.flat for state in wrapper_states_below(model))
+    return any(flat.use_orig_params for flat in flats if flat is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
 from workbench.engine.state import FSDPState, state_of
-from workbench.engine.tensors import cast_floats
 from workbench.engine.tree import WRAPPED
 
 KEEPS_AFTER_FORWARD = frozenset({ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2})
@@ -97,12 +95,12 @@ class WrapperState(FSDPState):
 
     # ---- precision
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs of forward are cast to; None: they stay as they are."""
         precision = self.precision
         casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
-        if self.unit is None or not casts:
-            return args, kwargs
-        return cast_floats(args, precision.param_dtype), cast_floats(kwargs, precision.param_dtype)
+        return precision.param_dtype if casts and self.unit is not None else None
 
     def has_root(self) -> None:
         """Let buffers be of the dtype that forward computes with, from the first one on."""
