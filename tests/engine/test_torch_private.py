@@ -5,6 +5,7 @@ import copy
 import functools
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules, stage
@@ -34,9 +36,11 @@ from workbench.engine._torch import (
     dtensor_of,
     flattened_mesh,
     forbid_reading,
+    gather_old_shards,
     group_allocator,
     has_post_accumulate_hooks,
     is_in_backward,
+    is_of_old_shards,
     is_replicated,
     is_transforming,
     joined_mesh,
@@ -646,3 +650,21 @@ def test_a_placement_splits_one_dim():
         False,
         False,
     ]
+
+
+def test_old_shards_are_gathered():
+    run_ranks(2, gathers_old_shards)
+
+
+def gathers_old_shards():
+    warnings.simplefilter("ignore")  # in this rank; whatever touches a ShardedTensor warns of it
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    for whole in (torch.tensor([[-0.0, 1.5], [2.0, -3.0], [4.0, 5.0]]), torch.tensor([[True], [False], [True]])):
+        part = whole[:2] if rank == 0 else whole[2:]
+        shard = sharded_tensor.Shard.from_tensor_and_offsets(part.clone(), [2 * rank, 0], rank)
+        made = sharded_tensor.init_from_local_shards([shard], *whole.shape)
+        assert is_of_old_shards(made)
+        assert not is_of_old_shards(whole)
+        gathered = gather_old_shards(made, cpu)
+        assert torch.equal(gathered, whole)
+        assert torch.equal(gathered.signbit(), whole.signbit())

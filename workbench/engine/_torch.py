@@ -148,6 +148,22 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def is_of_old_shards(tensor: object) -> bool:
+    """Return whether ``tensor`` is a ShardedTensor, which torch's first FSDP makes of what has no device mesh."""
+    return isinstance(tensor, torch.Tensor) and callable(getattr(tensor, "local_shards", None))
+
+
+def gather_old_shards(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return all of a ShardedTensor on every rank that has a part of it, on ``device``; collective among these."""
+    old = cast("Any", tensor)
+    whole = torch.zeros(old.size(), dtype=old.dtype, device=device)
+    for shard in old.local_shards():
+        sizes = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        whole[tuple(slice(first, first + size) for first, size in sizes)] = shard.tensor.to(device)
+    dist.all_reduce(whole.view(-1).view(torch.uint8), group=old._process_group)  # bytes: of any dtype, -0.0 as well
+    return whole
+
+
 def premultiplied_sum(factor: float) -> object:
     """Return NCCL's reduction that multiplies by ``factor`` before it sums."""
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]

@@ -152,7 +152,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """How a ``SHARDED_STATE_DICT`` is made.
 
     Attributes:
-        _use_dtensor: its values are DTensors; False: ShardedTensors. The wrapper sets it.
+        _use_dtensor: taken, as torch's is; values are DTensors in any case, as ShardedTensors are deprecated.
     """
 
     _use_dtensor: bool = False

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from workbench.engine._torch import dtensor_of, local_of, make_spec
+from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec
 from workbench.engine.classic.api import (
     FullStateDictConfig,
     ShardingStrategy,
@@ -181,6 +181,8 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
             value = state_dict.get(prefix + key)
             if isinstance(value, DTensor):
                 state_dict[prefix + key] = full_tensor(value)
+            elif value is not None and is_of_old_shards(value):
+                state_dict[prefix + key] = gather_old_shards(value, unit.device)
         if state_dict.get(prefix + FLAT_PARAM) is flat.sharded_param:
             del state_dict[prefix + FLAT_PARAM]  # itself: torch.distributed.checkpoint.state_dict adds what there is
         flat.stand_in(_own_pieces(flat))

@@ -368,8 +368,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
         """Load what a state dict of the type that was set holds; see ``nn.Module.load_state_dict``.
 
-        Other than LOCAL_STATE_DICT may hold DTensors of any sharding (collective then) and plain tensors, whichever
-        type was set; no ShardedTensor. Every rank needs it. Parameters keep their dtype, and the place where they are,
+        Other than LOCAL_STATE_DICT may hold plain tensors, and DTensors and ShardedTensors of any sharding (collective
+        then), whichever type was set. Every rank needs it. Parameters keep their dtype, and the place where they are,
         with ``assign`` as well.
 
         Raises:
