@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
+import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirModuleWrapPolicy
 
 from tests.engine.models import Block, adamw, batch, loss_of
 from tests.engine.parity import average_grads
 from workbench.engine import classic
 
 OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
-THEIRS = SimpleNamespace(**{**vars(theirs), "ModuleWrapPolicy": TheirModuleWrapPolicy})
+THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
 """Where a script takes names from: a test that is given both compares them."""
 
 CPU = torch.device("cpu")

@@ -1,0 +1,274 @@
+"""What a wrapper does beside training: values from rank 0 or from nothing, whole parameters, names, clipping, fp16."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
+
+from tests.engine.classic.wrapped import CPU, OURS, THEIRS, assert_same_values, check_parity, whole, wrap_net
+from tests.engine.models import adamw, batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import run_ranks
+
+
+def both(*args, **options):
+    """The same net wrapped by ours and by torch's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's says that NO_SHARD is deprecated
+        return [wrap_net(api, make_net(dim=8), *args, **options) for api in (OURS, THEIRS)]
+
+
+def hybrid_trains():
+    size = dist.get_world_size()
+    for shape in {(size, 1), (1, size), (2, size // 2)}:
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("repeat", "shard"))
+        for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+            check_parity(make_net, lambda net: wrap_net(OURS, net, strategy, device_mesh=mesh), steps=3)  # noqa: B023
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_copies_of_any_number_train_as_an_unsharded_copy_does(world_size):
+    run_ranks(world_size, hybrid_trains)
+
+
+def offloaded_trains():
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for use_orig_params in (False, True):
+            options = {"cpu_offload": OURS.CPUOffload(offload_params=True), "use_orig_params": use_orig_params}
+            check_parity(make_net, lambda net: wrap_net(OURS, net, strategy, **options), steps=3)  # noqa: B023
+
+
+def test_with_parameters_on_the_cpu_it_trains_as_an_unsharded_copy_does():
+    run_ranks(2, offloaded_trains)
+
+
+def trains_as_fully_shard():
+    for strategy, reshard in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False)):
+        wrapped = wrap_net(OURS, make_net(), strategy)
+        units = shard_net(make_net(), reshard_after_forward=reshard)
+        models = (wrapped, units)
+        optimizers = [adamw(model.parameters()) for model in models]
+        for step in range(10):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss_of(model, batch(dist.get_rank(), step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        values = {name: p.full_tensor().detach() for name, p in units.named_parameters()}
+        torch.testing.assert_close(whole(wrapped), values)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_it_trains_as_fully_shard_does(world_size):
+    run_ranks(world_size, trains_as_fully_shard)
+
+
+# ---- where values come from
+
+
+def begins_with_those_of_rank_0():
+    plain = make_net()
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        net = make_net(seed=dist.get_rank())
+        wrapped = wrap_net(OURS, net, strategy, sync_module_states=True)
+        assert_same_values(wrapped, plain, rtol=0, atol=0)
+
+
+def begins_with_nothing():
+    def fill(module):
+        module.to_empty(device=CPU, recurse=False)
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param.fill_(0.5)
+
+    for use_orig_params in (False, True):
+        with torch.device("meta"):
+            nets = [make_net(dim=8) for _ in range(2)]
+        models = [
+            wrap_net(api, net, param_init_fn=fill, use_orig_params=use_orig_params)
+            for api, net in zip((OURS, THEIRS), nets, strict=True)
+        ]
+        torch.testing.assert_close(*map(whole, models), rtol=0, atol=0)
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        torch.manual_seed(0)
+        wrapped = OURS.FullyShardedDataParallel(net, device_id=CPU, use_orig_params=use_orig_params)
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        assert_same_values(wrapped, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("begins", [begins_with_those_of_rank_0, begins_with_nothing])
+def test_values_are_those_of_rank_0_or_of_what_initialises_them(begins):
+    run_ranks(2, begins)
+
+
+# ---- whole parameters
+
+
+SUMMONED = [
+    {},
+    {"recurse": False},
+    {"offload_to_cpu": True},
+    {"writeback": False},
+    {"writeback": False, "rank0_only": True},
+    {"writeback": False, "rank0_only": True, "offload_to_cpu": True},
+    {"with_grads": True},
+]
+
+
+def seen_and_left(model, options):
+    """What is seen in a summoned model, and whole parameters after something was added to them there."""
+    loss_of(model, batch(dist.get_rank(), 0)).backward()
+    with type(model).summon_full_params(model, **options):
+        with_grads = options.get("with_grads", False)
+        seen = {name: (p.grad if with_grads else p).detach().clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            # where they are not whole a rank would change its pieces, and torch's are cut elsewhere
+            for param in () if options.get("rank0_only") and dist.get_rank() else model.parameters():
+                param.add_(1)
+    return seen, whole(model)
+
+
+def summons():
+    rank = dist.get_rank()
+    for use_orig, options in itertools.product((False, True), SUMMONED):
+        if options.get("with_grads") and not use_orig:
+            continue
+        if options.get("writeback") is False and dist.get_world_size() == 1:
+            continue  # torch's writes back all the same
+        mine, other = both(use_orig_params=use_orig)
+        ours = seen_and_left(mine, options)
+        # torch's fails in offload_to_cpu where parameters are on the CPU already: there it changes nothing
+        theirs = seen_and_left(other, {key: value for key, value in options.items() if key != "offload_to_cpu"})
+        torch.testing.assert_close(ours[1], theirs[1])
+        is_whole = options.get("recurse", True) and (rank == 0 or not options.get("rank0_only"))
+        if is_whole:  # what is left of the others is cut elsewhere
+            torch.testing.assert_close(ours[0], theirs[0])
+            assert list(ours[0]) == list(theirs[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_parameters_are_summoned_as_torchs_are(world_size):
+    run_ranks(world_size, summons)
+
+
+def applies():
+    def halve(module):
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param.mul_(0.5)
+
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        for use_orig in (False, True):
+            models = both(strategy, use_orig_params=use_orig)
+            for model in models:
+                assert model.apply(halve) is model
+            torch.testing.assert_close(*map(whole, models))
+
+
+def test_apply_reaches_whole_parameters_as_torchs_does():
+    run_ranks(2, applies)
+
+
+def clips():
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for norm_type in (1.0, 2.0, 3, float("inf")):
+            for use_orig in (False, True):
+                models = both(strategy, use_orig_params=use_orig)
+                for model in models:
+                    loss_of(model, batch(dist.get_rank(), 0)).backward()
+                norms = [model.clip_grad_norm_(0.05, norm_type) for model in models]
+                torch.testing.assert_close(*norms)
+                optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+                for optimizer in optimizers:
+                    optimizer.step()
+                torch.testing.assert_close(*map(whole, models))
+
+
+def test_gradients_are_clipped_as_torchs_are():
+    run_ranks(2, clips)
+
+
+# ---- a module like another one
+
+
+class Indexed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.kind = "odd"
+
+    def twice(self):
+        return 2 * len(self)
+
+
+def is_like_the_module_in_it():
+    found = []
+    for api in (OURS, THEIRS):
+        torch.manual_seed(0)
+        model = api.FullyShardedDataParallel(Indexed(), device_id=CPU, use_orig_params=True)
+        assert (model.kind, model.twice(), model[1] is model.module[1]) == ("odd", 6, True)
+        assert model.check_is_root()
+        with pytest.raises(AttributeError):
+            _ = model.nothing
+        model(torch.ones(3, 4) * dist.get_rank()).sum().backward()
+        found.append(
+            [
+                [name for name, _ in model.named_parameters()],
+                {name: b.clone() for name, b in model.named_buffers()},
+                [type(m).__name__ for m in model.modules()],
+                len(api.FullyShardedDataParallel.fsdp_modules(model)),
+            ]
+        )
+    assert found[0][0] == found[1][0]
+    assert found[0][2:] == found[1][2:]
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+def changes_dtype():
+    for use_orig in (False, True):
+        models = [model.to(torch.float64) for model in both(use_orig_params=use_orig)]
+        for model in models:
+            loss_of(model, batch(dist.get_rank(), 0)).backward()
+            assert {p.dtype for p in model.parameters()} == {torch.float64}
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(*map(whole, models))
+
+
+def buffers_are_cast():
+    found = []
+    for api in (OURS, THEIRS):
+        torch.manual_seed(0)
+        precision = api.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)
+        model = api.FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)), device_id=CPU, mixed_precision=precision)
+        model.module.register_buffer("table", torch.ones(4))
+        model(torch.ones(2, 4))
+        found.append({name: b.dtype for name, b in model.named_buffers()})
+    assert found[0] == found[1] == {"_fsdp_wrapped_module.table": torch.float16}
+
+
+def scales_in_fp16():
+    found = []
+    for api in (OURS, THEIRS):
+        model = wrap_net(api, make_net(dim=8), mixed_precision=api.MixedPrecision(param_dtype=torch.float16))
+        scaler = (OURS.ShardedGradScaler if api is OURS else TheirScaler)(device="cpu", init_scale=2.0**10)
+        optimizer = adamw(model.parameters())
+        for step in range(4):
+            loss = loss_of(model, batch(dist.get_rank(), step))
+            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((whole(model), scaler.get_scale()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-3)
+    assert found[0][1] == 2.0**9
+
+
+@pytest.mark.parametrize("what", [is_like_the_module_in_it, changes_dtype, buffers_are_cast, scales_in_fp16])
+def test_as_with_torchs(what):
+    run_ranks(2, what)

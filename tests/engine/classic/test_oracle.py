@@ -1,0 +1,336 @@
+"""Torch's wrapper as oracle: the same script, with names from ours or from theirs, gives the same numbers."""
+
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from tests.engine import huggingface as hf
+from tests.engine.classic.wrapped import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
+from tests.engine.models import Block, adamw, batch, loss_of, make_net
+from tests.engine.ranks import run_ranks
+
+BF16 = torch.bfloat16
+PRECISIONS = {
+    "bf16": {"param_dtype": BF16},
+    "bf16, fp32 reduce": {"param_dtype": BF16, "reduce_dtype": torch.float32},
+    "fp32, bf16 reduce": {"reduce_dtype": BF16},
+    "root's inputs alone": {"param_dtype": BF16, "cast_forward_inputs": False, "cast_root_forward_inputs": True},
+    "inputs cast": {"param_dtype": BF16, "cast_forward_inputs": True},
+}
+SMALL = functools.partial(make_net, dim=8, num_blocks=2)
+
+
+LOOSE = {"rtol": 5e-2, "atol": 1e-2}  # of bf16
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def run_all(cases):
+    """Run every case; an error says which one it was."""
+    for name, case in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of its deprecated choices
+            try:
+                case()
+            except Exception as error:
+                error.add_note(f"case: {name}")
+                raise
+
+
+def strategies():
+    """Options of a wrapper that say over whom it shards, by name."""
+    size = dist.get_world_size()
+    # with one rank to shard over torch's leaves copies unreduced: there it is no oracle
+    mesh = dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)), mesh_dim_names=("repeat", "shard"))
+    pair = mesh.get_group("shard"), mesh.get_group("repeat")
+    return {
+        **{name: {"strategy": name} for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")},
+        "hybrid, mesh": {"strategy": "HYBRID_SHARD", "device_mesh": mesh},
+        "hybrid, pair": {"strategy": "HYBRID_SHARD", "process_group": pair},
+        "hybrid zero2, mesh": {"strategy": "_HYBRID_SHARD_ZERO2", "device_mesh": mesh},
+        "hybrid zero2, pair": {"strategy": "_HYBRID_SHARD_ZERO2", "process_group": pair},
+    }
+
+
+def trains_alike(options, precision, **how):
+    compare_with_torchs(
+        SMALL,
+        lambda api, net: wrap_net(api, net, mixed_precision=api.MixedPrecision(**precision), **options),
+        **(LOOSE if precision else CLOSE),
+        **how,
+    )
+
+
+def choices():
+    """Every strategy in fp32, accumulated and not; every precision with one of the others, in turn."""
+    turns = itertools.cycle(itertools.product((1, 2), (False, True)))
+    for name, strategy in strategies().items():
+        for use_orig_params in (False, True):
+            options = {**strategy, "use_orig_params": use_orig_params}
+            yield f"{name}, {use_orig_params=}", functools.partial(trains_alike, options, {})
+            yield (
+                f"{name}, {use_orig_params=}, no_sync",
+                functools.partial(trains_alike, options, {}, steps=3, accumulate=2),
+            )
+        for label, precision in PRECISIONS.items():
+            accumulate, use_orig_params = next(turns)
+            options = {**strategy, "use_orig_params": use_orig_params}
+            yield (
+                f"{name}, {label}, {accumulate=}, {use_orig_params=}",
+                functools.partial(trains_alike, options, precision, steps=2, accumulate=accumulate),
+            )
+
+
+def every_choice():
+    run_all(choices())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_choice_trains_as_torchs_wrapper_does(world_size):
+    run_ranks(world_size, every_choice)
+
+
+def gradients_stay_low():
+    """The optimizer is not asked: a fused Adam takes gradients of the parameters' dtype alone."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        found = []
+        for api in (OURS, THEIRS):
+            precision = api.MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = wrap_net(api, SMALL(), strategy, mixed_precision=precision, use_orig_params=True)
+            loss_of(model, batch(dist.get_rank(), 0)).backward()
+            found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()})
+        ours, theirs = found
+        assert {grad.dtype for grad in ours.values()} == {BF16}
+        shared = ours.keys() & theirs.keys()  # pieces end elsewhere where torch's flat parameter has gaps
+        for name in shared:
+            assert theirs[name].dtype == BF16
+
+
+def test_gradients_stay_in_low_precision_where_that_was_asked():
+    run_ranks(2, gradients_stay_low)
+
+
+# ---- models of all kinds
+
+
+class Shared(nn.Module):
+    """One weight in two places, one in two units' parent; a module called twice; a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.blocks = nn.ModuleList([Block(8), Block(8)])
+        self.unused = nn.Linear(8, 3)
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((8,), 1.5))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def make_shared():
+    torch.manual_seed(0)
+    return Shared()
+
+
+def frozen():
+    net = SMALL()
+    net.embed.weight.requires_grad_(False)
+    net.blocks[0].mlp[0].weight.requires_grad_(False)
+    return net
+
+
+def frozen_block():
+    net = SMALL()
+    net.blocks[0].requires_grad_(False)
+    return net
+
+
+def one(api, module, strategy, **options):
+    """One wrapper."""
+    return api.FullyShardedDataParallel(
+        module, sharding_strategy=api.ShardingStrategy[strategy], device_id=CPU, **options
+    )
+
+
+def nested(api, net, **options):
+    wrap = functools.partial(one, api, **options)
+    for block in net.blocks:
+        block.mlp = wrap(block.mlp)
+    net.blocks[0] = wrap(net.blocks[0])
+    return wrap(net)
+
+
+def ignoring(api, net, **options):
+    return wrap_net(api, net, ignored_modules=[net.blocks[0].norm, net.head], **options)
+
+
+def ignoring_params(api, net, **options):
+    return wrap_net(api, net, ignored_states=[net.blocks[1].norm.weight, net.head.weight], **options)
+
+
+def checkpointed_inside(api, net, **options):
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = one(api, checkpoint_wrapper(block), **options)
+    return one(api, net, **options)
+
+
+def checkpointed_outside(api, net, **options):
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = checkpoint_wrapper(one(api, block, **options))
+    return one(api, net, **options)
+
+
+def checkpointed_after(api, net, **options):
+    wrapped = wrap_net(api, net, **options)
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Block))
+    return wrapped
+
+
+def looking_between(model, tokens):
+    """Forwards without a backward between those that train."""
+    with torch.no_grad():
+        model(tokens[:, :-1])
+    model.eval()
+    model(tokens[:, :-1])
+    model.train()
+    return loss_of(model, tokens)
+
+
+WRAPPINGS = [wrap_net, nested, ignoring, ignoring_params]
+CHECKPOINTED = [checkpointed_inside, checkpointed_outside, checkpointed_after]
+
+
+def kinds():
+    """Name, what makes the model, what wraps it, how it is trained."""
+    for wrap in (*WRAPPINGS, *CHECKPOINTED):
+        yield wrap.__name__, SMALL, wrap, {}
+    yield "frozen block", frozen_block, wrap_net, {}
+    yield "shared, unused, called twice", make_shared, wrap_net, {}
+    yield "looked at between", SMALL, wrap_net, {"loss": looking_between}
+
+
+def models():
+    """Each kind with each strategy, with and without ``use_orig_params``."""
+    for strategy, use_orig_params in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
+        options = {"strategy": strategy, "use_orig_params": use_orig_params}
+        partly_frozen = [("frozen", frozen, wrap_net, {})] if use_orig_params else []
+        for name, make, wrap, how in (*kinds(), *partly_frozen):
+            wrapped = functools.partial(_wrapped, wrap=wrap, options=options)
+            yield f"{name}, {options}", functools.partial(compare_with_torchs, make, wrapped, steps=3, **CLOSE, **how)
+
+
+def _wrapped(api, net, *, wrap, options):
+    return wrap(api, net, **options)
+
+
+def every_model():
+    run_all(models())
+
+
+def test_models_of_all_kinds_train_as_with_torchs_wrapper():
+    run_ranks(2, every_model)
+
+
+# ---- models and scripts of others
+
+
+def trains_huggingface(name):
+    def wrap(api, model):
+        blocks = {type(block) for block in hf.blocks(model)}
+        policy = functools.partial(api.transformer_auto_wrap_policy, transformer_layer_cls=blocks)
+        return api.FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
+
+    models = [wrap(api, hf.make(name)) for api in (OURS, THEIRS)]
+    optimizers = [adamw(model.parameters(), lr=1e-3, eps=1e-4) for model in models]
+    for step in range(3):
+        losses = [hf.loss_of(model, hf.batch(dist.get_rank(), step)) for model in models]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(*map(whole, models), **CLOSE)
+
+
+@pytest.fixture
+def imported_once():
+    hf.transformers()  # a rank is forked: it has the package already
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
+@pytest.mark.usefixtures("imported_once")
+def test_models_of_huggingface_train_as_with_torchs_wrapper(name):
+    run_ranks(2, trains_huggingface, name)
+
+
+class Digits(nn.Module):
+    """The network of PyTorch's FSDP tutorial, for images of 8 x 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3, 1)
+        self.conv2 = nn.Conv2d(8, 16, 3, 1)
+        self.fc1 = nn.Linear(64, 32)
+        self.fc2 = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = nn.functional.relu(self.conv2(nn.functional.relu(self.conv1(x))))
+        x = torch.flatten(nn.functional.max_pool2d(x, 2), 1)
+        return nn.functional.log_softmax(self.fc2(nn.functional.relu(self.fc1(x))), dim=1)
+
+
+def tutorial(api):
+    """Train, test and save on rank 0 as the tutorial does; returns what is saved here, and the losses of all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    policy = functools.partial(api.size_based_auto_wrap_policy, min_num_params=500)
+    model = api.FullyShardedDataParallel(Digits(), auto_wrap_policy=policy, device_id=CPU)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    images, labels = torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
+    losses = []
+    for _epoch in range(2):
+        model.train()
+        ddp_loss = torch.zeros(2)
+        for data, target in zip(images[rank::size].split(4), labels[rank::size].split(4), strict=True):
+            optimizer.zero_grad()
+            loss = nn.functional.nll_loss(model(data), target, reduction="sum")
+            loss.backward()
+            optimizer.step()
+            ddp_loss += torch.tensor([loss.item(), len(data)])
+        dist.all_reduce(ddp_loss)
+        model.eval()
+        with torch.no_grad():
+            correct = (model(images).argmax(dim=1) == labels).sum()
+        losses.append((ddp_loss[0] / ddp_loss[1], correct))
+        scheduler.step()
+    with api.FullyShardedDataParallel.summon_full_params(model, writeback=False, rank0_only=True):
+        saved = {name: p.detach().clone() for name, p in model.named_parameters()} if rank == 0 else {}
+    return saved, losses
+
+
+def tutorial_of_both():
+    (ours, our_losses), (theirs, their_losses) = map(tutorial, (OURS, THEIRS))
+    assert list(ours) == list(theirs)
+    assert bool(ours) == (dist.get_rank() == 0)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    torch.testing.assert_close(our_losses, their_losses, **CLOSE)
+
+
+def test_the_script_of_the_tutorial_runs_after_its_import_was_changed():
+    run_ranks(2, tutorial_of_both)
