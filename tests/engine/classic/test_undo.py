@@ -204,6 +204,27 @@ def test_a_copy_is_plain_and_the_wrapped_model_goes_on(world_size):
     run_ranks(world_size, a_copy_is_plain)
 
 
+def originals_are_empty() -> None:
+    """Each rank has its part alone, although optimizers may still hold what was there before."""
+    model = make_net()
+    originals = list(model.parameters())
+    numel = sum(p.numel() for p in originals)
+    wrap_net(OURS, model)
+    assert sum(p.untyped_storage().nbytes() for p in originals) == 0
+    tied = make_net(tied=True)
+    tied.head = OURS.FullyShardedDataParallel(tied.head)
+    with pytest.raises(ValueError, match=r"parameter 'embed.weight' is tied to 'weight' of Linear"):
+        OURS.FullyShardedDataParallel(tied)
+    pieces = wrap_net(OURS, make_net(), use_orig_params=True)
+    total = torch.tensor(sum(p.numel() for p in pieces.parameters()))
+    dist.all_reduce(total)
+    assert total == numel
+
+
+def test_what_was_there_before_holds_no_memory():
+    run_ranks(2, originals_are_empty)
+
+
 @on_one_rank
 def test_what_cannot_be_undone_says_so_and_stays():
     model = wrap_net(OURS, make_net())

@@ -41,7 +41,8 @@ class Part:
 
     Attributes:
         info: where it is registered.
-        original: the object that was there before; with ``use_orig_params`` it stays, and holds its piece.
+        original: the object that was there before; with ``use_orig_params`` it stays and holds its piece; else it is
+            empty.
         first: index of its first element in the flat parameter.
         shape: its own.
         fqn: name from the root, or from the wrapped module until the root is known.
@@ -171,6 +172,8 @@ class FlatParam(FSDPParam):
         if not self.use_orig_params:
             for module, name in self._places():
                 del module._parameters[name]
+            for part in self.parts:  # an optimizer may hold it until it goes on with the flat one
+                part.original.data = slot.new_empty(0)
         self._lie_in(slot)
 
     def _lie_in(self, slot: torch.Tensor) -> None:

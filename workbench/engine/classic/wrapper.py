@@ -167,7 +167,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         setattr(self, WRAPPED, module)
         self._options = options
         unit = self._unit(given, mesh, strategy, offload, precision) if given else None
-        mark_taken([pair for pair in given if use_orig_params], type(module).__name__)
+        mark_taken(given, type(module).__name__)
         state = WrapperState(
             self,
             unit,
