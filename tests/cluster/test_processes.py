@@ -96,8 +96,10 @@ def test_a_process_that_has_ended_does_not_run():
     with start("print('up', flush=True)") as process:
         known = psutil.Process(process.pid)
         wait_until(lambda: not processes.is_running(known))  # before anybody has waited for it
+        assert processes.has_ended(known)
         process.wait()
         assert not processes.is_running(known)
+        assert processes.has_ended(known)
         assert processes.belonging("nobody", [known]) == set()
 
 

@@ -255,9 +255,9 @@ class Launch:
         return f"{who} {_ending(watched.returncode)}"
 
     def is_running(self, rank: int) -> bool:
-        """Tell whether the process of ``rank`` runs."""
+        """Tell whether the process of ``rank`` runs; one that has ended and of which we were not told yet does not."""
         process = self._watched[rank].process
-        return self.exit_code(rank) is None and process is not None and processes.is_running(process)
+        return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of ``rank``, if it runs."""

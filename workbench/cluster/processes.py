@@ -101,10 +101,18 @@ def environment(cluster_id: str, num_ranks: int) -> dict[str, str]:
 
 def is_running(process: psutil.Process) -> bool:
     """Tell whether the process still runs; one that has ended but was not waited for does not."""
+    return bool(process.is_running() and not has_ended(process))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Tell whether a process has ended, waited for or not, which takes one look at it.
+
+    Whether its number is another one's by now is not asked: this is for those of whose end we are told at once.
+    """
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return False
+        return True
 
 
 def belonging(cluster_id: str, adopted: Iterable[psutil.Process]) -> set[psutil.Process]:

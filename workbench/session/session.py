@@ -65,6 +65,9 @@ RUNTIME = "workbench.runtime.rank"
 PULSE_S = 0.02
 """How old what a live view is shown may be, in seconds: several of them ask the ranks once."""
 
+REST_S = 0.5
+"""The same while the ranks are idle and nothing is under way, in seconds."""
+
 SHARED_S = TICK_S
 """How old what a view was told may be, in seconds, for those who wait for a request not to ask the ranks once more."""
 
@@ -157,6 +160,7 @@ class Session:
         self._news: deque[tuple[Request, str]] = deque()  # added to by the threads that wait in the background
         self.request: Request | None = None
         self.breakpoints = Breakpoints()
+        self._pulsed: tuple[object, ...] | None = None  # what was asked at the last pulse
         self.ended: Ending | None = None
         self.is_closed = False
         self._collector = Collector()
@@ -180,17 +184,33 @@ class Session:
         self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
 
     def pulse(self) -> Pulse:
-        """Return the trace so far and how each rank is, at most a tenth of a second old."""
-        self.drain(timeout_s=ASK_S, max_age_s=PULSE_S)
-        trace = self.trace
-        found = pulse(trace, self.cluster.alive(), self._collector.positions, self.state)
+        """Return the trace so far and how each rank is, about a tenth of a second old.
+
+        While nothing is under way idle ranks are asked less often, but at once when something has begun or ended.
+        """
+        alive = self.cluster.alive()
+        living = [rank for rank, is_alive in enumerate(alive) if is_alive]
+        self._collector.drain(self.cluster, living, timeout_s=ASK_S, max_age_s=self._max_age_s(living))
+        trace, losses = self.trace, self.cluster.losses()
+        alive = tuple(rank in living and rank not in losses for rank in range(len(alive)))  # one may be lost meanwhile
+        found = pulse(trace, alive, self._collector.positions, self.state)
         return dataclasses.replace(
             found,
-            losses=self.cluster.losses(),
+            losses=losses,
             under_way=_under_way(self.request, trace),
             ended=self.ended,
             breakpoints=self.stops(),
         )
+
+    def _max_age_s(self, living: Sequence[int]) -> float:
+        """How old what a live view is shown may be; 0 once after each change of what the ranks are asked."""
+        asked = self.asked()
+        before, self._pulsed = self._pulsed, asked
+        if asked != before:
+            return 0.0
+        heard = self._collector.heard
+        is_quiet = self.request is None and all(rank in heard and state_of(heard[rank]) == "idle" for rank in living)
+        return REST_S if is_quiet else PULSE_S
 
     def asked(self) -> tuple[object, ...]:
         """Return what is different once a request was sent, stands, goes on or is over; no rank is asked."""
