@@ -55,7 +55,7 @@ from workbench.reports.done import (
     VerifyReport,
 )
 from workbench.reports.failures import losses_in_words
-from workbench.reports.places import live_units
+from workbench.reports.places import live_units, param_names
 from workbench.reports.stopped import (
     BackgroundReport,
     BackReport,
@@ -273,7 +273,8 @@ class Workbench:
         return StatusReport(
             running=self.running,
             ranks=tuple(self._rank_status(self._session)) if self._session is not None else (),
-            units=tuple(unit.name for unit in trace.header.units if not unit.retired),
+            units=tuple(unit.name for unit in live_units(trace.header)),
+            classic=tuple(u.name for u in live_units(trace.header) if any(param.parts for param in u.params)),
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
             num_dropped=trace.num_dropped,
@@ -515,7 +516,7 @@ class Workbench:
 
     def parameters(self) -> list[str]:
         """Return the names of all sharded parameters."""
-        return [param.fqn for unit in live_units(self.trace.header) for param in unit.params]
+        return param_names(self.trace.header)
 
     # ---- where to stop
 

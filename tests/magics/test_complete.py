@@ -3,9 +3,10 @@ import pytest
 from workbench.magics.complete import candidates
 from workbench.magics.words import WORDS
 
-POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--mp", "--prefetch"]
-SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", "--no-offload", "--offload"]
-RESHARD_FLAGS = [*POLICY_FLAGS, "--no-offload", "--offload"]
+POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--api", "--strategy", "--mp", "--prefetch"]
+SWITCHES = ["--no-offload", "--no-orig-params", "--offload", "--orig-params"]
+SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", *SWITCHES]
+RESHARD_FLAGS = [*POLICY_FLAGS, *SWITCHES]
 NAMES = {"modules": ["model", "encoder"], "variables": ["train_step", "model"], "units": ["blocks.0", "(root)"]}
 
 
@@ -25,8 +26,9 @@ def refuse(kind):
         ("%fsdp verify ", "", ["model", "encoder", "--help", "--fn"]),
         ("%fsdp shard --wrap Block ", "", ["model", "encoder", *SHARD_FLAGS]),
         ("%fsdp shard model ", "", SHARD_FLAGS),
-        ("%fsdp shard model --o", "--o", ["--offload"]),
+        ("%fsdp shard model --o", "--o", ["--offload", "--orig-params"]),
         ("%fsdp reshard --no-offload ", "", ["model", "encoder", *RESHARD_FLAGS]),
+        ("%fsdp shard model --api ", "", ["fully_shard", "classic"]),
         ("%fsdp shard model --reshard-after-forward ", "", ["auto", "true", "false"]),
         ("%fsdp reshard model --mp=f", "f", ["fp16", "fp32", "fp64"]),
         ("%fsdp step --fn=t", "t", ["train_step"]),

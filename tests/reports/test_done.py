@@ -149,3 +149,10 @@ def test_lines_of_a_headline_stay_lines_and_are_text():
 def test_status_says_what_was_let_go():
     said = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
     assert "2,000,000 events, 12,345 before them let go: so many are kept" in said
+
+
+def test_status_says_which_units_are_classic():
+    both = StatusReport(running=True, units=("", "blocks.0"), classic=("", "blocks.0"))
+    assert ("classic", "all") in both.facts()
+    assert ("classic", "blocks.0") in StatusReport(running=True, units=("", "blocks.0"), classic=("blocks.0",)).facts()
+    assert "classic" not in str(StatusReport(running=True, units=("",)))

@@ -1,9 +1,11 @@
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 
 from tests.replay.test_differences import holding_on, slower
+from tests.replay.test_shards import make_flat
 from tests.trace import strategies
 from tests.trace.strategies import Setup, traces
 from tests.views.figures import num_marks, subtitle, title, words
@@ -110,3 +112,14 @@ def test_names_are_escaped():
     found = words(draw(same_with_names(example_trace(), EVIL), example_trace(), names=(EVIL, EVIL)))
     assert "<script" not in found
     assert "$z$" not in found
+
+
+def test_how_parameters_lie_is_said_where_it_changed():
+    a = example_trace()
+    flat = [replace(unit, params=(make_flat((3, 6), unit.shard_size),)) for unit in a.header.units]
+    b = Trace(replace(a.header, units=tuple(flat)), a.ranks)
+    said = subtitle(draw(a, b)).replace("&gt;", ">")
+    assert f"{2 * len(flat)} parameters by themselves -> in {len(flat)} flat ones" in said
+    assert "padding" in said
+    assert "flat" not in subtitle(draw(a, a))
+    assert "padding" not in subtitle(draw(a, a))

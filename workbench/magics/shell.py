@@ -29,7 +29,7 @@ from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Next, Step
 from workbench.reports.done import CellReport
-from workbench.reports.places import live_units
+from workbench.reports.places import live_units, param_names
 from workbench.reports.stopped import StopReport
 from workbench.session.names import everywhere
 from workbench.session.sides import LAST
@@ -150,11 +150,12 @@ class FsdpMagics(Magics):
         workbench = self.notebook.workbench
         if workbench is None:
             return []
-        units = live_units(workbench.pulse().trace.header)  # which waits for a busy rank a moment only
+        header = workbench.pulse().trace.header  # which waits for a busy rank a moment only
+        units = live_units(header)
         if kind == "units":
             return [unit_words(unit.name) for unit in units]
         if kind == "fqns":
-            return [param.fqn for unit in units for param in unit.params]
+            return param_names(header)
         names = everywhere(workbench.names(), kind)
         if kind == "modules" and len(names) == 1:
             names += [f"{names[0]}.{unit.name}" for unit in units if unit.name]

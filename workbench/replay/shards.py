@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
+import numpy as np
+
 from workbench.events import FlatPart, Param, Unit
 from workbench.replay.alike import pattern
+from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 
 
@@ -118,6 +121,12 @@ def totals(split: Iterable[ParamShards]) -> Totals:
         bytes_wasted=sum(s.bytes_wasted for s in parts),
         num_empty=sum(len(s.empty_shards) for s in parts),
     )
+
+
+def totals_of_used(trace: Trace) -> Totals:
+    """Return the sums over the parameters of the units that did something in ``trace``, retired since or not."""
+    used = {int(index) for rank in trace.ranks for index in np.unique(rank.rows["unit"])}
+    return totals(part for unit in trace.header.units if unit.index in used for part in unit_shards(unit))
 
 
 @dataclass(frozen=True, kw_only=True)

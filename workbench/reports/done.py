@@ -100,6 +100,7 @@ class StatusReport(Report):
         running: whether ranks are started.
         ranks: one entry per rank; none when stopped.
         units: names of the units there are, root ``""`` included.
+        classic: those of them that have one flat parameter.
         num_rows: rows of the trace so far, all ranks together.
         num_lost: rows overwritten on ranks before they could be read.
         num_dropped: oldest rows that were let go here, for only so many are kept.
@@ -109,6 +110,7 @@ class StatusReport(Report):
     running: bool
     ranks: tuple[RankStatus, ...] = ()
     units: tuple[str, ...] = ()
+    classic: tuple[str, ...] = ()
     num_rows: int = 0
     num_lost: int = 0
     num_dropped: int = 0
@@ -130,6 +132,8 @@ class StatusReport(Report):
         found = [(f"rank {r.rank}", str(r)) for r in self.ranks]
         if self.running or self.record:
             found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
+        if self.classic:
+            found.append(("classic", "all" if self.classic == self.units else _names(self.classic)))
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
         return [*found, ("recorded", plural(self.num_rows, "event") + dropped + lost)]

@@ -124,3 +124,9 @@ def unit_names(header: Header) -> dict[int, str]:
 def live_units(header: Header) -> list[Unit]:
     """Return the units that were not undone."""
     return [unit for unit in header.units if not unit.retired]
+
+
+def param_names(header: Header) -> list[str]:
+    """Return the names of all sharded parameters, of flat ones behind those that are in them."""
+    found = [param for unit in live_units(header) for param in unit.params]
+    return [name for param in found for name in (*(part.fqn for part in param.parts), param.fqn)]

@@ -42,7 +42,7 @@ from workbench.reports.failures import (
     losses_in_words,
     to_error,
 )
-from workbench.reports.places import State, Stop, live_units, state_of, unit_names
+from workbench.reports.places import State, Stop, live_units, param_names, state_of, unit_names
 from workbench.reports.stopped import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.until import came
 from workbench.session.breakpoints import Breakpoints
@@ -288,9 +288,9 @@ class Session:
         return answers(self.cluster, request, self.living(), timeout_s=timeout_s)
 
     def parameters(self) -> list[str]:
-        """Return the names of all sharded parameters."""
+        """Return the names of all sharded parameters, flat ones and those in them."""
         self.drain()
-        return [param.fqn for unit in live_units(self.trace.header) for param in unit.params]
+        return param_names(self.trace.header)
 
     # ---- the life of a request
 

@@ -17,6 +17,7 @@ from workbench.replay.alignment import Alignment, Side
 from workbench.replay.alike import join_names, label, pattern, ranges
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
 from workbench.replay.holds import without_holds
+from workbench.replay.shards import Totals, totals_of_used
 from workbench.replay.spans import Ints
 from workbench.replay.units import by_number
 from workbench.trace.columns import Trace
@@ -64,7 +65,7 @@ def draw(
     below = (table_height + _GAP) / (_PLOT_HEIGHT + table_height + _GAP) if rows else 0.0
     fig = theme.figure(
         sentence(found),
-        _subtitle(found, names, theme.host_clock_words(a.header, b.header)),
+        _subtitle(found, names, theme.host_clock_words(a.header, b.header), (totals_of_used(a), totals_of_used(b))),
         height=190 + _LINE + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
@@ -175,7 +176,7 @@ def _signed(amount: str, delta: float) -> str:
     return f"{'+' if delta >= 0 else '-'}{amount}"
 
 
-def _subtitle(found: Differences, names: tuple[str, str], clock: str) -> str:
+def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: tuple[Totals, Totals]) -> str:
     fewer = min(found.num_steps)
     steps = f"{theme.plural(fewer, 'step')} of each compared" if fewer else "before the first step"
     more = f" ({' and '.join(str(n) for n in found.num_steps)} there are)" if len(set(found.num_steps)) > 1 else ""
@@ -187,6 +188,7 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str) -> str:
         if found.aligned.first_difference >= 0
         else "",
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
+        *_layout_words(*laid_out),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}",
         f"a step takes {' -> '.join(times)}{f' ({clock})' if clock else ''}" if len(times) == 2 else "",
         f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
@@ -194,6 +196,23 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str) -> str:
         else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _layout_words(before: Totals, after: Totals) -> list[str]:
+    """Say what changed in how parameters lie on the ranks.
+
+    Example: ``["53 parameters by themselves -> in 5 flat ones", "padding 96 B -> 48 B"]``.
+    """
+    said = []
+    if before.num_flat != after.num_flat:
+        ways = [
+            f"in {theme.plural(t.num_flat, 'flat one')}" if t.num_flat else "by themselves" for t in (before, after)
+        ]
+        said.append(f"{theme.plural(after.num_params, 'parameter')} {ways[0]} -> {ways[1]}")
+    if before.bytes_wasted != after.bytes_wasted:
+        amounts = [theme.format_bytes(t.bytes_wasted) for t in (before, after)]
+        said.append(f"padding {amounts[0]} -> {amounts[1]}")
+    return said
 
 
 # -- the picture
