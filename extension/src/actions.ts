@@ -55,7 +55,7 @@ export function addActions(
   }
   app.commands.addCommand("fsdp:start", {
     label: "Start Ranks",
-    isEnabled: () => notebooks.current !== null && notebooks.model.state?.cluster.is_running !== true,
+    isEnabled: () => notebooks.current !== null && can(notebooks.model.state).start,
     execute: () => {
       openPanel();
       const { numRanks: num_ranks, device } = settings();

@@ -101,6 +101,11 @@ export interface Welcome {
 export interface ClusterState {
   /** whether there are any. */
   readonly is_running: boolean;
+  /**
+   * word of the command that starts or stops them at this moment, or opens a file: until it has
+   * ended, others like it are refused. Empty: none.
+   */
+  readonly exchange: "" | "start" | "stop" | "open";
   /** how many there are, or there would be with `start` and no number. */
   readonly num_ranks: number;
   /** where they were asked to compute: `auto`, `cpu` or `cuda`. */

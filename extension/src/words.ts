@@ -4,6 +4,8 @@ import type { State, UnitInfo } from "./protocol";
 
 /** Which controls can be used. */
 export interface Can {
+  readonly start: boolean;
+  readonly stop: boolean;
   readonly step: boolean;
   readonly pause: boolean;
   readonly goOn: boolean;
@@ -22,12 +24,29 @@ export function can(state: State | null): Can {
   const request = state?.request ?? null;
   const isRunning = state?.cluster.is_running === true;
   const isWhole = state?.ranks.every(({ health }) => health !== "gone") ?? false;
+  const isFree = !state?.cluster.exchange;
   return {
+    start: !isRunning && isFree,
+    stop: isRunning && isFree,
     step: isRunning && isWhole && request === null,
     pause: isRunning && request !== null && !request.is_stopped,
     goOn: isWhole && request?.is_stopped === true,
     abort: request !== null,
   };
+}
+
+/** Why neither ranks can be started nor stopped at this moment, a sentence; empty: they can. */
+export function exchanging(state: State | null): string {
+  switch (state?.cluster.exchange) {
+    case "start":
+      return "Ranks are being started. Wait until they are there.";
+    case "stop":
+      return "The ranks are being stopped. Others can be started when they have ended.";
+    case "open":
+      return "A file is being opened. Wait until it is shown.";
+    default:
+      return "";
+  }
 }
 
 /** `3 of 40 steps` that have ended, or nothing where that is not known. */

@@ -2,6 +2,7 @@ import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client, Refusal, SILENT_MS } from "../src/client";
 import type { Question, State } from "../src/protocol";
+import { ANSWERS } from "./answers";
 import { state } from "./told";
 
 beforeEach(() => {
@@ -31,7 +32,7 @@ class Kernel {
   }
 
   async welcome(problem = ""): Promise<void> {
-    this.client.receive({ word: "welcome", number: this.last.number, version: 1, workbench: "0.1.0", problem });
+    this.client.receive({ ...ANSWERS.welcome, number: this.last.number, problem });
     await vi.advanceTimersByTimeAsync(0);
   }
 
@@ -116,16 +117,16 @@ describe("a client", () => {
     const first = client.ask<"line">({ word: "spell", command: { word: "status" } });
     const second = client.ask<"line">({ word: "spell", command: { word: "stop" } });
     const [a, b] = asked.slice(-2).map(({ number }) => number);
-    client.receive({ word: "line", number: b ?? 0, line: "%fsdp stop" });
-    client.receive({ word: "line", number: a ?? 0, line: "%fsdp status" });
+    client.receive({ ...ANSWERS.line, number: b ?? 0, line: "%fsdp stop" });
+    client.receive({ ...ANSWERS.line, number: a ?? 0, line: "%fsdp status" });
     expect([(await first).line, (await second).line]).toEqual(["%fsdp status", "%fsdp stop"]);
   });
 
   it("tells who has asked that the question was refused, or that nobody is there any more", async () => {
     const { client, asked } = await new Kernel().live();
     const refused = client.ask({ word: "recall" });
-    client.receive({ word: "refused", number: asked.at(-1)?.number ?? 0, text: "No such question." });
-    await expect(refused).rejects.toThrow("No such question.");
+    client.receive({ ...ANSWERS.refused, number: asked.at(-1)?.number ?? 0 });
+    await expect(refused).rejects.toThrow(ANSWERS.refused.text);
     const lost = client.ask({ word: "recall" });
     client.away("restarting");
     await expect(lost).rejects.toThrow(Refusal);

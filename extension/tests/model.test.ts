@@ -3,6 +3,7 @@ import { beforeEach, describe, expect, it, vi } from "vitest";
 import { Client } from "../src/client";
 import { MAX_SPOKEN, PanelModel } from "../src/model";
 import type { Answer, Command, Question } from "../src/protocol";
+import { ANSWERS } from "./answers";
 import { state, unit } from "./told";
 
 type Unnumbered<T> = T extends { number: number } ? Omit<T, "number"> : never;
@@ -23,7 +24,7 @@ async function beginning(replies: Partial<Record<Question["word"], Reply>> = {})
   const model = new PanelModel(client);
   const asked: Question[] = [];
   const all: Partial<Record<Question["word"], Reply>> = {
-    hello: { word: "welcome", version: 1, workbench: "0.1.0", problem: "" },
+    hello: ANSWERS.welcome,
     look: state(),
     ...replies,
   };
@@ -43,8 +44,7 @@ async function beginning(replies: Partial<Record<Question["word"], Reply>> = {})
 }
 
 describe("a command", () => {
-  const said: Reply = { word: "said", line: "%fsdp step 3", text: "3 steps, loss 2.1", is_error: false, data: null };
-  const line: Reply = { word: "line", line: "%fsdp step 3" };
+  const { said, line } = ANSWERS;
   const step: Command = { word: "step", count: 3 };
 
   it("is remembered with its line and what came of it", async () => {
@@ -53,14 +53,14 @@ describe("a command", () => {
     expect(model.spoken[0]).toMatchObject({ outcome: "runs" });
     await vi.advanceTimersByTimeAsync(0);
     expect(await done).toBe(true);
-    expect(model.spoken).toEqual([expect.objectContaining({ line: "%fsdp step 3", text: "3 steps, loss 2.1", outcome: "done" })]);
+    expect(model.spoken).toEqual([expect.objectContaining({ line: said.line, text: said.text, outcome: "done" })]);
   });
 
   it("shows its line while it still runs", async () => {
     const { model, settle } = await beginning({ spell: line });
     void model.do(step);
     await settle();
-    expect(model.spoken[0]).toMatchObject({ line: "%fsdp step 3", outcome: "runs" });
+    expect(model.spoken[0]).toMatchObject({ line: line.line, outcome: "runs" });
   });
 
   it("that fails says why", async () => {
@@ -117,7 +117,7 @@ describe("the state", () => {
     client.receive(
       state({
         number: (question?.number ?? 0) + 1,
-        ended: { count: 1, line: "a cell", text: "", is_error: false },
+        ended: ANSWERS.state.ended,
       }),
     );
     expect(found()).toBe(2);
@@ -128,17 +128,7 @@ describe("a preview", () => {
   it("is that of the last question, whatever comes later", async () => {
     const { model, client, asked, settle } = await beginning();
     const answer = (number: number, line: string): void => {
-      client.receive({
-        word: "preview",
-        number,
-        line,
-        problem: "",
-        units: [],
-        bytes_unsharded: 0,
-        at_rest: [],
-        sent: [],
-        sent_bytes: 0,
-      });
+      client.receive({ ...ANSWERS.preview, number, line });
     };
     void model.try({ word: "shard", model: "one" });
     void model.try({ word: "shard", model: "two" });
@@ -150,20 +140,20 @@ describe("a preview", () => {
   });
 
   it("that is refused says so in its place", async () => {
-    const { model } = await beginning({ try: { word: "refused", text: "The ranks are busy." } });
+    const { model } = await beginning({ try: ANSWERS.refused });
     void model.try({ word: "shard", model: "model" });
     await vi.advanceTimersByTimeAsync(0);
-    expect(model.preview?.problem).toBe("The ranks are busy.");
+    expect(model.preview?.problem).toBe(ANSWERS.refused.text);
   });
 });
 
 describe("a unit", () => {
   it("is opened with its parameters, and closed again", async () => {
-    const { model, settle } = await beginning({ "find params": { word: "params", unit: 0, params: [] } });
+    const { model, settle } = await beginning({ "find params": ANSWERS.params });
     void model.toggle(0);
     expect(model.opened.get(0)).toBeNull();
     await settle();
-    expect(model.opened.get(0)).toEqual([]);
+    expect(model.opened.get(0)).toEqual(ANSWERS.params.params);
     void model.toggle(0);
     expect(model.opened.has(0)).toBe(false);
   });

@@ -2,30 +2,13 @@ import { expect, it } from "vitest";
 
 import { commandOf, standard } from "../src/policy";
 import type { Model } from "../src/protocol";
+import { ANSWERS } from "./answers";
 
-const MODEL: Model = {
-  name: "model",
-  class_name: "GPT",
-  is_sharded: false,
-  ranks: [0, 1],
-  num_params: 10,
-  num_elements: 100,
-  num_bytes: 400,
-  classes: [{ name: "Block", count: 4, num_elements: 80 }],
-  suggested: ["Block"],
-  policy: null,
-};
-
-const NOW = {
-  wrap: ["Block"],
-  mesh: "2x2",
-  reshard_after_forward: 2,
-  mp: "bf16,reduce=fp32",
-  offload: true,
-  prefetch: 2,
-};
-
-const SHARDED: Model = { ...MODEL, is_sharded: true, policy: NOW };
+const {
+  models: [SHARDED],
+} = ANSWERS.models;
+const NOW = SHARDED.policy;
+const MODEL: Model = { ...SHARDED, is_sharded: false, policy: null };
 
 it("an untouched form is the command with the suggested classes alone", () => {
   expect(commandOf(MODEL, standard(MODEL))).toEqual({ word: "shard", model: "model", wrap: ["Block"] });

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
-import { can, commonState, headline, ranges, statesOf, statusLine, tree, unitsIn } from "../src/words";
-import { rank, state, STEP, unit } from "./told";
+import { can, commonState, exchanging, headline, ranges, statesOf, statusLine, tree, unitsIn } from "../src/words";
+import { cluster, rank, state, STEP, unit } from "./told";
 
 const STOPPED = { ...STEP, is_stopped: true, stop: "before all-gather of blocks.2, step 11", reasons: ["breakpoint 1"] };
 
@@ -77,6 +77,30 @@ describe("what can be done", () => {
   ])("%s", (_name, told, wanted) => {
     const { step, pause, goOn, abort } = can(told);
     expect([step, pause, goOn, abort]).toEqual(wanted);
+  });
+});
+
+describe("starting and stopping", () => {
+  it.each([
+    ["with ranks they can be stopped", state(), [false, true]],
+    ["without ranks some can be started", state({ cluster: cluster({ is_running: false }) }), [true, false]],
+    ["before anything was told some can be started", null, [true, false]],
+    ["while ranks end none can be started", state({ cluster: cluster({ is_running: false, exchange: "stop" }) }), [false, false]],
+    ["while ranks start no others can be", state({ cluster: cluster({ is_running: false, exchange: "start" }) }), [false, false]],
+    ["nor can these be stopped yet", state({ cluster: cluster({ exchange: "start" }) }), [false, false]],
+    ["while a file is opened none can be started", state({ cluster: cluster({ is_running: false, exchange: "open" }) }), [false, false]],
+  ])("%s", (_name, told, wanted) => {
+    const { start, stop } = can(told);
+    expect([start, stop]).toEqual(wanted);
+  });
+
+  it.each([
+    ["", /^$/],
+    ["start", /being started/],
+    ["stop", /being stopped/],
+    ["open", /file is being opened/],
+  ] as const)("says why they cannot: %j", (exchange, wanted) => {
+    expect(exchanging(state({ cluster: cluster({ exchange }) }))).toMatch(wanted);
   });
 });
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 from playwright.sync_api import Locator
 
 from tests.notebooks.lab import SHOTS, Opened
@@ -16,6 +17,16 @@ def panel(lab: Opened) -> Locator:
 
 def section(lab: Opened, name: str) -> Locator:
     return panel(lab).get_by_role("region", name=name)
+
+
+def row(lab: Opened, rank: int) -> Locator:
+    """A rank in the list of them."""
+    return section(lab, "Ranks").get_by_role("listitem").nth(rank)
+
+
+def process_of(lab: Opened, rank: int) -> psutil.Process:
+    """The process of a rank, of which the panel tells."""
+    return psutil.Process(int((row(lab, rank).get_attribute("title") or "").rsplit(maxsplit=1)[1]))
 
 
 def tool(lab: Opened, name: str) -> Locator:

@@ -1,13 +1,15 @@
 """The panel in JupyterLab, in a real browser, on real ranks: nobody types a magic but the one that defines a model."""
 
 import re
+from contextlib import suppress
 
+import psutil
 import pytest
 from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, run, section, shot, status_bar, tool
+from tests.extension.page import SHOW, headline, panel, process_of, run, section, shot, status_bar, tool
 from tests.integration.model import CELL
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
@@ -39,6 +41,24 @@ def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
     expect(section(lab, "Ranks")).to_contain_text("idle")
     expect(section(lab, "Units")).to_contain_text("No model is sharded.")
+
+
+def test_until_ranks_have_been_stopped_no_others_can_be_started(lab):
+    process = process_of(lab, 1)
+    process.suspend()  # it takes a while to stop such a one
+    tool(lab, "Stop the ranks").click()
+    expect(panel(lab)).to_contain_text("The ranks are being stopped.")
+    expect(tool(lab, re.compile("^Start"))).to_be_disabled()
+    shot(lab, "stopping")
+    with suppress(psutil.NoSuchProcess):
+        process.resume()
+    expect(tool(lab, re.compile("^Start"))).to_be_enabled()
+    expect(panel(lab)).not_to_contain_text("The ranks are being stopped.")
+    panel(lab).get_by_role("spinbutton", name="Ranks").fill("2")
+    panel(lab).get_by_role("combobox", name="Device").select_option("cpu")
+    tool(lab, "Start 2 ranks").click()
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+    expect(section(lab, "Commands")).not_to_contain_text("at this moment")
 
 
 def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):

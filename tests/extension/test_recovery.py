@@ -2,13 +2,24 @@
 
 import re
 
-import psutil
 import pytest
 from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
+from tests.extension.page import (
+    SHOW,
+    dashboard,
+    headline,
+    panel,
+    process_of,
+    row,
+    run,
+    section,
+    shot,
+    status_bar,
+    tool,
+)
 from tests.integration.model import CELL
 from tests.notebooks.lab import begin, jupyterlab, opened
 
@@ -62,15 +73,6 @@ def train(lab):
     expect(headline(lab)).to_contain_text("of 1000000 steps")
     expect(dashboard(lab).locator(".fw-badge")).to_contain_text("training")
     expect(status_bar(lab)).not_to_have_class("fsdp-mod-bad")
-
-
-def row(lab, rank):
-    return section(lab, "Ranks").get_by_role("listitem").nth(rank)
-
-
-def process_of(lab, rank):
-    """The process of a rank, of which the panel tells."""
-    return psutil.Process(int(row(lab, rank).get_attribute("title").rsplit(maxsplit=1)[1]))
 
 
 def rank_1_is_said_to_be_gone(lab):

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from tests.fake_cluster import SHARD_RESULT, gives, inside, raises
+from tests.fake_cluster import SHARD_RESULT, FakeCluster, gives, inside, raises
 from tests.panel.conftest import FakeComm
 from tests.trace.strategies import example_trace
 from tests.waiting import wait_until
@@ -140,6 +140,39 @@ def test_what_waits_is_told_what_is_new_and_units_once(started):
     assert len(told[-1]) == 3
     assert started.look(wait=True)["units"] is None
     assert len(started.look()["units"]) == 3
+
+
+def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stop(_cluster, stop=FakeCluster.stop):
+        begun.set()
+        assert go_on.wait(60)
+        stop(_cluster)
+
+    def exchange():
+        return started.look(wait=True)["cluster"]["exchange"]
+
+    assert exchange() == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeCluster, "stop", stop)
+        started.comm.receive({"word": "do", "number": 50, "command": {"word": "stop"}})
+        assert begun.wait(60)
+        told = started.look()["cluster"]
+        assert (told["is_running"], told["exchange"]) == (False, "stop")
+        assert "being started or stopped at this moment" in started.do("start")["text"]
+        assert exchange() == "stop"  # what was refused is not what is under way
+        go_on.set()
+        wait_until(lambda: exchange() == "")
+    seen = []
+
+    def start(_cluster, start=FakeCluster.start):
+        seen.append(started.look()["cluster"])
+        start(_cluster)
+
+    monkeypatch.setattr(FakeCluster, "start", start)
+    started.do("start")
+    assert [(told["is_running"], told["exchange"]) for told in seen] == [(False, "start")]
 
 
 def test_a_rank_that_is_gone_says_how(started):

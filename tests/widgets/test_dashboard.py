@@ -373,6 +373,22 @@ def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something
     waiting.close()
 
 
+def test_what_ranks_were_asked_is_news_where_nothing_else_is():
+    told, asked = [], [("stop",)]
+    waiting = Waiting(
+        lambda: Pulse(trace=Trace.empty()),
+        lambda _name, _pulse: lambda: told.append(asked[-1]),
+        clock=lambda: 5.0,
+        asked=lambda: asked[-1],
+    )
+    waiting.ask("a")
+    wait_until(lambda: told == [("stop",)])
+    waiting.ask("a")
+    asked.append(())
+    wait_until(lambda: told == [("stop",), ()])
+    waiting.close()
+
+
 def test_health_folds_equal_ranks_and_says_where_they_are_held():
     trace = example_trace(num_ranks=4)
     positions = {0: HELD, 1: HELD, 2: Position(waiting=True)}

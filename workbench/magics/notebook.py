@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from workbench.errors import UsageError
 from workbench.magics.words import WORDS, overview, parse_line, parser_for
@@ -18,6 +18,9 @@ Run = Callable[[Workbench, Command], Any]
 Tell = Callable[[str], None]
 """Takes what is said beside a result, or instead of one."""
 
+Exchange = Literal["", "start", "stop", "open"]
+"""Word of the command that is exchanging the ranks, or what is shown instead of them; empty: none is."""
+
 
 class Notebook:
     """Has the workbench, does its commands and notes them. Its methods may be called from any thread.
@@ -28,14 +31,16 @@ class Notebook:
 
     Attributes:
         workbench: there is one from the first ``start`` or ``open`` on; what it recorded outlives ``stop``.
+        exchange: which command has others like it refused at this moment.
     """
 
     def __init__(self, make: Callable[..., Workbench], in_notebook: Callable[[str], bool]) -> None:
         self.workbench: Workbench | None = None
+        self.exchange: Exchange = ""
         self._only: Workbench | None = None
         self._make, self._in_notebook = make, in_notebook
         self._lock = threading.RLock()  # while there is made one
-        self._exchange = threading.Lock()  # while its ranks are started or stopped
+        self._exchanging = threading.Lock()  # while its ranks are started or stopped
         self._last: list[Callable[[], None]] = []
 
     def do(self, command: Command, source: Source, run: Run, tell: Tell) -> Any:  # noqa: ANN401 - what a word gives
@@ -53,11 +58,11 @@ class Notebook:
         self.shown().note(command, source)
         match command:
             case Start():
-                return self._alone(lambda: self._start(command, tell))
+                return self._alone("start", lambda: self._start(command, tell))
             case Stop():
-                return self._alone(lambda: self._stop(tell))
+                return self._alone("stop", lambda: self._stop(tell))
             case Open():
-                return self._alone(lambda: self._open(command))
+                return self._alone("open", lambda: self._open(command))
             case Help():
                 tell(_help(command))
                 return None
@@ -94,13 +99,15 @@ class Notebook:
         if self.workbench is not None:
             self.workbench.stop()
 
-    def _alone(self, do: Callable[[], Any]) -> Any:  # noqa: ANN401
-        if not self._exchange.acquire(blocking=False):
+    def _alone(self, word: Exchange, do: Callable[[], Any]) -> Any:  # noqa: ANN401
+        if not self._exchanging.acquire(blocking=False):
             raise UsageError("ranks are being started or stopped at this moment: wait for it")
+        self.exchange = word
         try:
             return do()
         finally:
-            self._exchange.release()
+            self.exchange = ""
+            self._exchanging.release()
 
     def _start(self, command: Start, tell: Tell) -> Report:
         wanted: RankSettings = command.call()[1]  # type: ignore[assignment]

@@ -31,6 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from workbench.magics.notebook import Exchange
 from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import Past
 from workbench.reports.places import State as Health
@@ -206,6 +207,8 @@ class ClusterState:
 
     Attributes:
         is_running: whether there are any.
+        exchange: word of the command that starts or stops them at this moment, or opens a file: until it has ended,
+            others like it are refused. Empty: none.
         num_ranks: how many there are, or there would be with ``start`` and no number.
         device: where they were asked to compute: ``auto``, ``cpu`` or ``cuda``.
         profile: IPython profile that they were started with; empty: none.
@@ -214,6 +217,7 @@ class ClusterState:
     """
 
     is_running: bool
+    exchange: Exchange
     num_ranks: int
     device: str
     profile: str

@@ -64,7 +64,7 @@ class Panel:
 
     def __init__(self, notebook: Notebook, observer: Observer, comm: Comm, *, version: str) -> None:
         self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
-        self._waiting = Waiting(self._pulse, self._news, time.monotonic, lambda: notebook.shown().asked())
+        self._waiting = Waiting(self._pulse, self._news, time.monotonic, self._asks)
         self._is_welcome = self._is_closed = False
         self._asked = 0  # number of the question that waits
         self._units: tuple[UnitInfo, ...] | None = None
@@ -144,13 +144,21 @@ class Panel:
     def _pulse(self) -> Pulse:
         return self._notebook.shown().pulse()
 
+    def _asks(self) -> tuple[object, ...]:
+        return self._notebook.exchange, self._notebook.shown().asked()
+
     def _news(self, _view: str, pulse: Pulse) -> Send:
         answer = self._state(self._asked, pulse)
         return partial(self._tell, answer)
 
     def _state(self, number: int, pulse: Pulse) -> Answer:
         given = self._notebook.shown().settings
-        settings = Settings(num_ranks=given["num_ranks"], device=given["device"], profile=given["profile"] or "")
+        settings = Settings(
+            num_ranks=given["num_ranks"],
+            device=given["device"],
+            profile=given["profile"] or "",
+            exchange=self._notebook.exchange,  # after the pulse: ranks that it lacks are stopped, or still being so
+        )
         state = self._observer.state(number, pulse, settings, self._units)
         self._units = state.units if state.units is not None else self._units
         return state

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.events import Unit, unit_words
+from workbench.magics.notebook import Exchange
 from workbench.panel.messages import (
     ClusterState,
     ParamInfo,
@@ -37,11 +38,12 @@ from workbench.widgets.waiting import breakpoints, said
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How ranks are started: their number, device and IPython profile; empty: none."""
+    """How ranks are started: their number, device and IPython profile; empty: none. And what exchanges them now."""
 
     num_ranks: int
     device: str
     profile: str
+    exchange: Exchange = ""
 
 
 class Observer:
@@ -133,6 +135,7 @@ class Observer:
 def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
     return ClusterState(
         is_running=pulse.running,
+        exchange=settings.exchange,
         num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
         device=settings.device,
         profile=settings.profile,

@@ -102,7 +102,7 @@ class Waiting:
         """Look; answer if it is time, and return whether that is done."""
         asked = self._asked()
         pulse = self._look()
-        newest = mark(pulse)
+        newest = asked, *mark(pulse)
         if not pace.is_due(self._clock(), newest):
             return False
         with self._lock:

@@ -6,7 +6,7 @@ import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import type { PanelModel } from "../model";
 import type { Start } from "../protocol";
 import type { Settings } from "../settings";
-import { count, explained } from "../words";
+import { can, count, exchanging, explained } from "../words";
 import { Breakpoints } from "./breakpoints";
 import { Controls } from "./controls";
 import { type Folding, Section, stands } from "./parts";
@@ -43,7 +43,8 @@ function Body({ model, notebook, settings, folding, start, load, stop, copy }: P
       key={`${settings.numRanks} ${settings.device}`}
       numRanks={settings.numRanks}
       device={settings.device}
-      isEnabled={standing.kind === "live" || isNotLoaded}
+      isEnabled={(standing.kind === "live" && can(state).start) || isNotLoaded}
+      why={exchanging(state)}
       start={start}
     />
   );
@@ -101,6 +102,8 @@ function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Ele
         <button
           type="button"
           className="fsdp-Link"
+          disabled={!can(state).stop}
+          title={exchanging(state)}
           onClick={stop}
           {...stands({ word: "stop" })}
         >

@@ -12,10 +12,12 @@ interface StartFormProps {
   readonly numRanks: number;
   readonly device: Device;
   readonly isEnabled: boolean;
+  /** Why not, a sentence; empty: there is nothing to say. */
+  readonly why: string;
   readonly start: (command: Start) => Promise<unknown>;
 }
 
-export function StartForm({ numRanks, device: preset, isEnabled, start }: StartFormProps): React.JSX.Element {
+export function StartForm({ numRanks, device: preset, isEnabled, why, start }: StartFormProps): React.JSX.Element {
   const [ranks, setRanks] = React.useState(String(numRanks));
   const [device, setDevice] = React.useState(preset);
   const [isStarting, setIsStarting] = React.useState(false);
@@ -54,6 +56,7 @@ export function StartForm({ numRanks, device: preset, isEnabled, start }: StartF
       >
         {isStarting ? "Starting\u2026" : `Start ${isValid ? count(number, "rank") : "ranks"}`}
       </button>
+      {why ? <p className="fsdp-note" role="status">{why}</p> : null}
     </form>
   );
 }
