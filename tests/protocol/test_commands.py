@@ -195,7 +195,7 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Break("dance"), "add, list, clear, on or off"),
         (lambda: from_dict({"model": "m"}), "None"),
         (lambda: from_dict({"word": "shard", "model": "m", "speed": 3}), "speed"),
-        (lambda: from_dict({"word": "shard"}), "command 'shard' lacks ['ignore', 'mesh', 'model'"),
+        (lambda: from_dict({"word": "shard"}), "command 'shard' lacks ['api', 'ignore', 'mesh', 'model'"),
         (lambda: from_dict(to_dict(Step()) | {"count": "3"}), "command 'step'.count is '3', expected int"),
         (lambda: from_dict(to_dict(Step()) | {"count": 0}), "at least 1"),
         (lambda: from_dict(to_dict(Step()) | {"count": 2**63}), "a number of 64 bits"),
