@@ -18,12 +18,12 @@ import torch
 
 from tests.bench import live, report
 from tests.bench.aims import verdicts
-from tests.bench.cases import CASES, IMPLEMENTATIONS, RECORDED, Case
-from tests.bench.compare import Effort, compare, compare_recording, compare_sharding
+from tests.bench.cases import CASES, CLASSIC_CASES, IMPLEMENTATIONS, RECORDED, Case
+from tests.bench.compare import Effort, compare, compare_classic, compare_recording, compare_sharding
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
-PARTS = (*COMPARED, "recording", "live", "trace", "browser")
+PARTS = (*COMPARED, "classic", "recording", "live", "trace", "browser")
 FULL = Effort(rounds=6, steps=7, pairs=40, blocks=10, block_s=2.0, starts=3, repeats=100)
 QUICK = Effort(rounds=1, steps=3, pairs=4)
 
@@ -70,6 +70,9 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
         case "steps":
             for name in args.cases:
                 yield ("cases", name), _compare(CASES[name], effort, with_parts=not args.check)
+        case "classic":
+            for name in (name for name in CLASSIC_CASES if name.removesuffix("-4ranks") in args.cases):
+                yield ("classic", name), _classic(CLASSIC_CASES[name], effort)
         case "sharding":
             yield ("sharding",), _sharding(effort)
         case "recording":
@@ -93,6 +96,13 @@ def _sharding(effort: Effort) -> Tree:
     found = compare_sharding(effort)
     _say("", f"fully_shard of {found['num_params'] / 1e9:.1f} B parameters on meta, {found['num_ranks']} ranks")
     _say(*report.sharding(found), *report.failures(found))
+    return found
+
+
+def _classic(case: Case, effort: Effort) -> Tree:
+    _say("", f"wrappers, {case.describe()}")
+    found = compare_classic(case, effort)
+    _say(*report.numbers(found), *report.failures(found))
     return found
 
 

@@ -1,10 +1,10 @@
-"""What the issues "Engine", "Live" and "Lab" ask, in figures, and whether a bench's result has it."""
+"""What the issues "Engine", "Live", "Lab" and "Classic" ask, in figures, and whether a bench's result has it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO
+from tests.bench.cases import CASES, CLASSIC_CASES, OF_OURS, OURS, OURS_GLOO
 
 Path = tuple[str, ...]
 """Where something is in the result: the names on the way to it."""
@@ -174,7 +174,18 @@ LAB = (
     _live("8 hours: growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),
 )
 
-AIMS = (*ENGINE, *LIVE, *LAB)
+CLASSIC = tuple(
+    Aim(what=f"classic, {case}: {what}", part=("classic", case), values=((value,),), limit=limit)
+    for case in CLASSIC_CASES
+    for what, value, limit in (
+        ("step / torch's wrapper", "to_torch", 0.80),
+        ("step / fully_shard", "to_fully_shard", 1.03),
+        ("peak of the process / torch's wrapper", "peak_to_torch", 1.0),
+        ("bytes at rest / torch's wrapper", "rest_to_torch", 1.0),
+    )
+)
+
+AIMS = (*ENGINE, *LIVE, *LAB, *CLASSIC)
 
 
 def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:

@@ -21,6 +21,12 @@ IMPLEMENTATIONS = {
     OURS_GLOO: "ours over gloo's TCP, WORKBENCH_COMM=gloo",
     OURS: "ours with the communication it chooses by itself, WORKBENCH_COMM unset",
 }
+CLASSIC, CLASSIC_TORCH = "classic", "classic torch"
+CLASSICS = {
+    CLASSIC_TORCH: "torch's FullyShardedDataParallel",
+    CLASSIC: "ours, with the communication it chooses by itself",
+    OURS: "our fully_shard",
+}
 OF_OURS = (OURS_GLOO, OURS)
 WITHOUT_OURS = (ALONE, TORCH)
 """What the second run holds, into which nothing of ours is loaded."""
@@ -61,6 +67,14 @@ CASES = {
         Case(name="19.2M-bf16", config=_LARGE, num_ranks=2, is_bf16=True),
     )
 }
+CLASSIC_CASES = {
+    case.name: case
+    for case in (
+        *(CASES[name] for name in ("19.2M", "3.3M", "19.2M-4ranks")),
+        Case(name="3.3M-4ranks", config=_SMALL, num_ranks=4),
+    )
+}
+"""With which the wrapper is measured."""
 
 
 RECORDED = {

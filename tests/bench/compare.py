@@ -13,7 +13,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from tests.bench import sharding
-from tests.bench.cases import ALONE, IMPLEMENTATIONS, OF_OURS, OURS, TORCH, WITHOUT_OURS, Case, num_params
+from tests.bench.cases import (
+    ALONE,
+    CLASSIC,
+    CLASSIC_TORCH,
+    CLASSICS,
+    IMPLEMENTATIONS,
+    OF_OURS,
+    OURS,
+    TORCH,
+    WITHOUT_OURS,
+    Case,
+    num_params,
+)
 from tests.bench.memory import Bytes, measure_bytes
 from tests.bench.parts import MeteredStep, budget, measure_parts
 from tests.bench.processes import RankFailure, on_ranks
@@ -161,6 +173,35 @@ def _bytes(case: Case, runs: Runs) -> Tree:
         for each in found.values():
             each["to_torch"] = each["peak"] / found[TORCH]["peak"]
     return found
+
+
+def compare_classic(case: Case, effort: Effort) -> Tree:
+    """Measure one case under the wrappers, ours and torch's, and under our ``fully_shard``: steps, and bytes."""
+    runs = Runs()
+    samples: dict[str, list[list[list[Sample]]]] = {name: [] for name in CLASSICS}
+    for number in range(effort.rounds):
+        for name in rotated(tuple(CLASSICS), number):
+            samples[name].append(runs.on_ranks(f"steps of {name}", case.num_ranks, measure, case, name, effort.steps))
+    steps_ms = {name: row(starts)["wall_ms"]["median"] for name, starts in samples.items() if all(starts)}
+    found: Tree = {"steps_ms": steps_ms, "peak_mb": {}, "rest_mb": {}}
+    for name in (CLASSIC_TORCH, CLASSIC):
+        ranks: list[Bytes] = runs.on_ranks(f"bytes of {name}", case.num_ranks, measure_bytes, case, name)
+        if ranks:
+            found["peak_mb"][name] = max(rank.peak for rank in ranks) / 1e6
+            found["rest_mb"][name] = max(rank.rest for rank in ranks) / 1e6
+    return {
+        **found,
+        **_ratio("to_torch", steps_ms, CLASSIC_TORCH),
+        **_ratio("to_fully_shard", steps_ms, OURS),
+        **_ratio("peak_to_torch", found["peak_mb"], CLASSIC_TORCH),
+        **_ratio("rest_to_torch", found["rest_mb"], CLASSIC_TORCH),
+        "failed": runs.failed,
+    }
+
+
+def _ratio(name: str, measured: Mapping[str, float], other: str) -> dict[str, float]:
+    """Return the wrapper's figure over another's under ``name``; nothing if one was not measured."""
+    return {name: measured[CLASSIC] / measured[other]} if {CLASSIC, other} <= measured.keys() else {}
 
 
 def compare_sharding(effort: Effort) -> Tree:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import profile
 
-from tests.bench.cases import OF_OURS, Case
+from tests.bench.cases import CLASSIC, OF_OURS, Case
 from tests.bench.training import WARM_UP, Training, make_training
 
 NUM_STEPS = 3
@@ -83,6 +83,7 @@ class Bytes:
         classes: the peak of each of the engine's classes; empty for torch's.
         classes_peak: the most that all classes hold together at one moment.
         comm: how units communicate, in the engine's words; empty for torch's, or if it does not say.
+        rest: the least, counted as ``peak`` is: what is there between steps.
     """
 
     peak: int
@@ -91,6 +92,7 @@ class Bytes:
     classes: dict[str, int]
     classes_peak: int
     comm: list[str]
+    rest: int
 
 
 def measure_bytes(case: Case, implementation: str) -> Bytes:
@@ -105,8 +107,9 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
     shared = shared_bytes(_MAPPINGS.read_text()) - before
     dist.barrier()  # a peer that ends takes its part of the shared memory with it
     pages = page_bytes(gc.get_objects())
-    peak = max(totals(profiler.profiler.kineto_results.experimental_event_tree())) + shared + pages
-    return Bytes(peak, shared, pages, dict(classes.peak), classes.total_peak, sorted(classes.comm - {""}))
+    allocated = list(totals(profiler.profiler.kineto_results.experimental_event_tree()))
+    peak, rest = (total + shared + pages for total in (max(allocated), min(allocated)))
+    return Bytes(peak, shared, pages, dict(classes.peak), classes.total_peak, sorted(classes.comm - {""}), rest)
 
 
 def count_in_all_threads() -> None:
@@ -118,7 +121,7 @@ def count_in_all_threads() -> None:
 
 def _warm(case: Case, implementation: str, classes: Classes) -> Training:
     """Build and run the steps before the one that is looked at."""
-    if implementation in OF_OURS:
+    if implementation in {*OF_OURS, CLASSIC}:
         from workbench.engine import probe
 
         probe.active = classes

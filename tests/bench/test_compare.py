@@ -9,7 +9,7 @@ import pytest
 from tests.bench import __main__ as bench
 from tests.bench import processes, report
 from tests.bench.cases import ALONE, IMPLEMENTATIONS, OURS, TORCH
-from tests.bench.compare import Effort, Runs, against_second_run, compare, joined, row, with_ratios
+from tests.bench.compare import Effort, Runs, _ratio, against_second_run, compare, joined, row, with_ratios
 from tests.bench.processes import RankFailure, on_ranks
 from tests.bench.stats import rotated
 from tests.bench.test_parts import TINY
@@ -124,3 +124,9 @@ def test_the_exit_status(is_check, all_met, failed, status):
 def test_the_process_that_forks_ranks_has_nothing_of_the_engine():
     program = "import sys, tests.bench.__main__; sys.exit('workbench.engine' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_figure_of_the_wrapper_is_set_beside_another_that_was_measured():
+    measured = {"classic": 3.0, "ours": 4.0}
+    assert _ratio("to_fully_shard", measured, "ours") == {"to_fully_shard": 0.75}
+    assert _ratio("to_torch", measured, "classic torch") == {}

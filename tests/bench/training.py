@@ -10,7 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.bench.cases import ALONE, DDP, NUM_SEQUENCES, NUM_TOKENS, OURS, OURS_GLOO, TORCH, Case
+from tests.bench.cases import (
+    ALONE,
+    CLASSIC,
+    CLASSIC_TORCH,
+    DDP,
+    NUM_SEQUENCES,
+    NUM_TOKENS,
+    OURS,
+    OURS_GLOO,
+    TORCH,
+    Case,
+)
 from workbench.zoo import GPT, next_token_loss
 
 WARM_UP = 3
@@ -118,12 +129,33 @@ def _policy(api: Any, case: Case) -> dict[str, Any]:
     return {"mp_policy": api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
 
 
+def _classic(model: GPT, _case: Case) -> nn.Module:
+    from workbench.engine import classic
+
+    os.environ.pop(COMM, None)
+    return _wrap_per_block(model, classic.FullyShardedDataParallel, classic.ModuleWrapPolicy)
+
+
+def _classic_torch(model: GPT, _case: Case) -> nn.Module:
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return _wrap_per_block(model, fsdp.FullyShardedDataParallel, ModuleWrapPolicy)
+
+
+def _wrap_per_block(model: GPT, wrapper: Callable[..., nn.Module], policy: Callable[..., object]) -> nn.Module:
+    wrap = policy({type(model.blocks[0])})
+    return wrapper(model, auto_wrap_policy=wrap, device_id=torch.device("cpu"), forward_prefetch=True)
+
+
 _PREPARE: dict[str, Callable[[GPT, Case], nn.Module]] = {
     ALONE: lambda model, _case: model,
     DDP: _ddp,
     TORCH: _torch,
     OURS_GLOO: _ours_gloo,
     OURS: _ours,
+    CLASSIC: _classic,
+    CLASSIC_TORCH: _classic_torch,
 }
 
 
