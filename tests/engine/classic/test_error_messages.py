@@ -1,0 +1,168 @@
+"""What a wrapper refuses, and that nothing has changed then."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.engine.classic.wrapped import CPU, OURS, wrap_net
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.ranks import on_one_rank
+
+F = OURS.FullyShardedDataParallel
+
+
+def half_frozen():
+    net = make_net()
+    net.head.weight.requires_grad_(False)
+    return net
+
+
+WRONG = {
+    "no module": (lambda: F([nn.Linear(2, 2)]), TypeError, "FullyShardedDataParallel wraps a module, got list"),
+    "a flag": (lambda: F(make_net(), use_orig_params=1), TypeError, "use_orig_params must be a bool, got 1"),
+    "a strategy": (lambda: F(make_net(), sharding_strategy="full"), TypeError, "sharding_strategy must be a workbench"),
+    "wrapped": (lambda: F(F(make_net())), ValueError, "is sharded already; wrap what is in it, or undo it first"),
+    "frozen": (lambda: F(half_frozen()), ValueError, "is frozen, which one flat parameter cannot be: give"),
+    "dtypes": (
+        lambda: F(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())),
+        ValueError,
+        "the parameters of one unit must share dtype and device",
+    ),
+    "both kinds of ignored": (
+        lambda: F(make_net(), ignored_modules=[], ignored_states=[]),
+        ValueError,
+        "FullyShardedDataParallel takes ignored_modules or ignored_states, not both",
+    ),
+    "one ignored": (
+        lambda: F(make_net(), ignored_modules=nn.Linear(2, 2)),
+        TypeError,
+        "ignored_modules takes several, as a list or a set; got a Linear: put it into [...]",
+    ),
+    "a name ignored": (
+        lambda: F(make_net(), ignored_states=["head"]),
+        TypeError,
+        "ignored_states takes modules or parameters; it holds a str",
+    ),
+    "a parameter as a module": (
+        lambda: F(make_net(), ignored_modules=[make_net().scale]),
+        TypeError,
+        "ignored_modules takes modules; it holds a Parameter",
+    ),
+    "two places": (
+        lambda: F(make_net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (1,))),
+        ValueError,
+        "FullyShardedDataParallel takes process_group or device_mesh, not both: leave one out",
+    ),
+    "no mesh": (lambda: F(make_net(), device_mesh=4), TypeError, "device_mesh must be a torch.distributed.device_mesh"),
+    "a group for two": (
+        lambda: F(make_net(), process_group=dist.group.WORLD, sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD),
+        TypeError,
+        "process_group must be a pair for HYBRID_SHARD: the group to shard over and the one to repeat over",
+    ),
+    "two for one": (
+        lambda: F(make_net(), process_group=(dist.group.WORLD, dist.group.WORLD)),
+        TypeError,
+        "a pair of groups is for the hybrid strategies",
+    ),
+    "axes": (
+        lambda: F(
+            make_net(),
+            device_mesh=init_device_mesh("cpu", (1,)),
+            sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD,
+        ),
+        ValueError,
+        "HYBRID_SHARD needs a mesh of two axes (repeat, shard); it got one of shape (1,)",
+    ),
+    "hybrid by hand": (
+        lambda: F(make_net(), sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD),
+        ValueError,
+        "HYBRID_SHARD by hand needs process_group=(group to shard over, group to repeat over)",
+    ),
+    "a device": (lambda: F(make_net(), device_id="cpu"), TypeError, "device_id must be a torch.device or an index"),
+    "no init": (
+        lambda: F(make_net(), param_init_fn="reset"),
+        TypeError,
+        "param_init_fn must be a function of a module, got 'reset'",
+    ),
+    "left on meta": (
+        lambda: F(nn.Linear(2, 2, device="meta"), param_init_fn=lambda module: None),
+        ValueError,
+        "on the meta device: call module.to_empty(device=..., recurse=False) in it",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@on_one_rank
+def test_what_cannot_be_wrapped_is_refused(wrong):
+    make, kind, words = WRONG[wrong]
+    with pytest.raises(kind, match=re.escape(words)):
+        make()
+
+
+@on_one_rank
+def test_a_model_that_is_refused_is_as_it_was():
+    net = half_frozen()
+    before = dict(net.named_parameters())
+    with pytest.raises(ValueError, match="give use_orig_params=True, or wrap the frozen modules by themselves"):
+        F(net)
+    with pytest.raises(ValueError, match="the wrapped module itself is ignored; leave the wrapper out instead"):
+        F(net, ignored_modules=[net])
+    assert dict(net.named_parameters()) == before
+    assert all(after is before[name] for name, after in net.named_parameters())
+
+
+@on_one_rank
+def test_whole_parameters_are_refused_where_they_cannot_be():
+    wrapped = wrap_net(OURS, make_net())
+    for options, kind, words in (
+        ({"rank0_only": True}, ValueError, "the other ranks have nothing to write back; give writeback=False"),
+        ({"with_grads": True, "offload_to_cpu": True}, ValueError, "with_grads=True needs offload_to_cpu=False"),
+        ({"with_grads": True}, NotImplementedError, "with_grads=True needs use_orig_params=True"),
+    ):
+        with pytest.raises(kind, match=re.escape(words)), F.summon_full_params(wrapped, **options):
+            pass
+    loss_of(wrapped, batch(0, 0)).backward()
+
+
+@on_one_rank
+def test_only_the_outermost_wrapper_clips_and_stops_to_reduce():
+    wrapped = wrap_net(OURS, make_net())
+    wrapped(batch(0, 0))
+    inner = wrapped.blocks[0]
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ was called on a wrapper inside of another; call it on"):
+        inner.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="no_sync was called on a wrapper inside of another"), inner.no_sync():
+        pass
+
+
+@on_one_rank
+def test_a_flat_parameter_is_not_taken_away_or_exchanged():
+    wrapped = wrap_net(OURS, make_net())
+    flat = wrapped.state.flat
+    had = wrapped._parameters.pop("_flat_param")
+    with pytest.raises(TypeError, match="was taken off its wrapper; undo the wrapping instead"):
+        flat.registered()
+    wrapped._parameters["_flat_param"] = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="copy values in with summon_full_params, or load a state dict"):
+        flat.registered()
+    wrapped._parameters["_flat_param"] = had
+    with pytest.raises(NotImplementedError, match="cannot be kept split over fewer ranks after forward"):
+        flat.post_forward_form(flat.slot, flat.mesh_info)
+
+
+@on_one_rank
+def test_an_original_is_not_taken_away_or_exchanged_for_another_shape():
+    wrapped = F(nn.Linear(3, 3), use_orig_params=True, device_id=CPU)
+    inner, flat = wrapped.module, wrapped.state.flat
+    had = inner._parameters.pop("bias")
+    with pytest.raises(TypeError, match="was taken off its module after it was wrapped"):
+        flat.adopt(flat.slot)
+    inner.bias = nn.Parameter(torch.zeros(5))
+    with pytest.raises(ValueError, match=re.escape("give it its whole shape [3], or this rank's piece, [3]")):
+        flat.adopt(flat.slot)
+    inner.bias = had
