@@ -80,3 +80,8 @@ def test_a_step_in_the_background_is_paused_and_given_up(ran):
 def test_a_change_of_policy_is_told_apart(ran):
     assert "resharded in place" in said(ran, "%fsdp reshard")
     assert "4 fewer all-gathers a step" in said(ran, "%fsdp compare")
+
+
+def test_the_live_model_goes_over_to_flat_parameters(ran):
+    assert "policy     classic: one flat parameter for each unit" in said(ran, "%fsdp reshard model --api classic")
+    assert "12 parameters in 1 unit, end to end in 1 flat parameter" in said(ran, "%fsdp layout --unit blocks.2")
