@@ -34,7 +34,7 @@ FOUND = {
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
     "pixels:measure_timeline": {"fps_pan": 59.9, "fps_zoom": 60.1, "first_paint_ms": 300},
     "pixels:measure_pixels": {"median_ms": 90},
-    "panel:measure_panel": {"median_ms": 120, "first_paint_ms": 80, "bundle_kb": 250.0},
+    "panel:measure_panel": {"median_ms": 120, "first_paint_ms": 80, "recovers_ms": 300, "bundle_kb": 250.0},
     "soak:measure_soak": {"kernel_mb": 150.0, "page_mb": 100.0},
 }
 RECORDING = {"rows_percent": 0.4, "cpu_ratio": 1.0, "failed": {}}
