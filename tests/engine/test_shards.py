@@ -152,7 +152,8 @@ def test_a_reductions_input_holds_for_each_rank_what_it_owns(shapes, world_size,
     units = units_of_all_ranks(tensors, world_size)
     chunks = torch.full((world_size, units[0].shards.numel), math.nan)
     with kernels(fused):
-        reduction.lay_out(units[0].fsdp_params, in_flat_order_of(units[0], tensors), [chunks], UNIT)
+        grads = [[tensor] for tensor in in_flat_order_of(units[0], tensors)]
+        reduction.lay_out(units[0].fsdp_params, grads, [chunks], UNIT)
     assert torch.equal(chunks, torch.stack([u.shards.flat for u in units]))
 
 

@@ -17,7 +17,7 @@ from workbench.engine.backends.base import Streams
 from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.collectives import UnitId
 from workbench.engine.comm_context import FSDPCommContext
-from workbench.engine.reduction import PartialSum, Reduction, ReductionQueue
+from workbench.engine.reduction import GradientSync, PartialSum, Reduction, ReductionQueue
 from workbench.events import Category, Edge, Kind
 
 COMPUTE = "compute"
@@ -92,7 +92,7 @@ def reduction(device: Device, name: str, *, replicas: bool) -> Reduction:
     reducer = SimpleNamespace(
         mesh_info=SimpleNamespace(replicate_group=object() if replicas else None),
         finish=step.finish,
-        scaling=None,
+        sync=GradientSync(),
         unit=UnitId(0, name),
     )
     return Reduction(reducer, [], (), keeps=False, kept=None, scatter=step)
@@ -108,9 +108,9 @@ class AllReduced:
 
 
 def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(device, monkeypatch):
-    def all_reduce(_output, _group, _scaling, unit, _unused) -> AllReduced:
-        device.do(f"{unit.name} begins all-reduce")
-        return AllReduced(device, unit.name)
+    def all_reduce(reducer, _output, _group, _unused) -> AllReduced:
+        device.do(f"{reducer.unit.name} begins all-reduce")
+        return AllReduced(device, reducer.unit.name)
 
     monkeypatch.setattr("workbench.engine.reduction.all_reduce", all_reduce)
     streams = device.streams()
