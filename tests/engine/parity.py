@@ -61,8 +61,19 @@ def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float)
             assert_equals(s.grad, p.grad, **tolerance)
 
 
+def clip_dtensors(model: nn.Module, clip: float) -> torch.Tensor:
+    """Clip as a script does whose parameters are DTensors, and return the norm."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()
+
+
 def check_parity(
-    make: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module], steps: int = 10, clip: float | None = None
+    make: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], nn.Module],
+    steps: int = 10,
+    clip: float | None = None,
+    *,
+    clip_sharded: Callable[[nn.Module, float], torch.Tensor] = clip_dtensors,
+    assert_same: Callable[[nn.Module, nn.Module], None] = assert_same_shards,
 ) -> list[float]:
     """Train both with AdamW for ``steps`` and compare after each; returns this rank's losses."""
     plain = make()
@@ -77,12 +88,12 @@ def check_parity(
         loss.backward()
         torch.testing.assert_close(loss, reference)
         if clip is not None:
-            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (plain, sharded)]
-            torch.testing.assert_close(norms[1].full_tensor(), norms[0])
-        assert_same_shards(sharded, plain)
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            torch.testing.assert_close(clip_sharded(sharded, clip), expected)
+        assert_same(sharded, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    assert_same_shards(sharded, plain)
+    assert_same(sharded, plain)
     return losses

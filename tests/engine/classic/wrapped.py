@@ -1,6 +1,5 @@
 """Wrapped models for the tests: ours and torch's by the same call, and what is compared of them."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,8 +12,8 @@ import torch.distributed.fsdp as theirs
 import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
 
+from tests.engine import parity
 from tests.engine.models import Block, adamw, batch, loss_of
-from tests.engine.parity import average_grads
 from workbench.engine import classic
 
 OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
@@ -48,23 +47,9 @@ def check_parity(
     clip: float | None = None,
 ) -> None:
     """Train a wrapped model and a plain copy that sees every rank's data; their whole parameters stay equal."""
-    plain = make()
-    wrapped = wrap(copy.deepcopy(plain))
-    optimizers = [adamw(m.parameters()) for m in (plain, wrapped)]
-    for step in range(steps):
-        tokens = batch(dist.get_rank(), step)
-        reference, loss = loss_of(plain, tokens), loss_of(wrapped, tokens)
-        reference.backward()
-        average_grads(plain)
-        loss.backward()
-        torch.testing.assert_close(loss, reference)
-        if clip is not None:
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            torch.testing.assert_close(wrapped.clip_grad_norm_(clip), expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_values(wrapped, plain)
+    parity.check_parity(
+        make, wrap, steps, clip, clip_sharded=lambda m, norm: m.clip_grad_norm_(norm), assert_same=assert_same_values
+    )
 
 
 def assert_same_values(wrapped: nn.Module, plain: nn.Module, **tolerance: float) -> None:
