@@ -342,8 +342,12 @@ class FlatPart:
 
         Example: one of 6 elements from 4 on, within ``[8, 16)`` -> ``(8, 10)``.
         """
-        last = self.first + self.numel
-        return min(max(begin, self.first), last), max(min(end, last), self.first)
+        return within(self.first, self.first + self.numel, begin, end)
+
+
+def within(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
+    """Return which of the elements ``[first, last)`` lie in ``[begin, end)``; they may be none."""
+    return min(max(begin, first), last), max(min(end, last), first)
 
 
 @dataclass(frozen=True, kw_only=True)

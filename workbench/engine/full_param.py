@@ -131,7 +131,11 @@ class FullParam:
 
     @property
     def grads(self) -> tuple[torch.Tensor, ...]:
-        """What this rank holds of full gradients: the newest, and what was accumulated before it.
+        """What this rank holds of full gradients: the newest, and what was accumulated before it."""
+        return tuple(local_tensor(g) for g in (self.param.grad, self.accumulated_grad) if g is not None)
+
+    def grad_bytes(self) -> int:
+        """Bytes of :attr:`grads`.
 
         Raises:
             NotImplementedError: the gradient is sparse.
@@ -142,7 +146,7 @@ class FullParam:
                 f"parameter {self.fqn!r} got a sparse gradient, which cannot be reduced with those of its unit; make "
                 "it dense (sparse=False), or leave it out with ignored_params"
             )
-        return tuple(local_tensor(g) for g in (grad, self.accumulated_grad) if g is not None)
+        return sum(g.nbytes for g in self.grads)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
         """Move the full gradient into ``accumulated_grad``, kept in the reduce dtype."""

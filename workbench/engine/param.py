@@ -243,8 +243,8 @@ class FSDPParam(ABC):
         return any(full.has_grad for full in self.fulls)
 
     def grad_bytes(self) -> int:
-        """Bytes of full gradients this rank holds; raises as :attr:`FullParam.grads`."""
-        return sum(grad.nbytes for full in self.fulls for grad in full.grads)
+        """Bytes of full gradients this rank holds; raises as :meth:`FullParam.grad_bytes`."""
+        return sum(full.grad_bytes() for full in self.fulls)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
         """Move full gradients to those that wait for a reduction, in its ``dtype``."""

@@ -25,7 +25,7 @@ from workbench.engine.full_param import FullParam
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo
-from workbench.events import FlatPart, Param, ParamTensors
+from workbench.events import FlatPart, Param, ParamTensors, within
 
 FLAT_PARAM = "_flat_param"
 """What a wrapper calls its flat parameter."""
@@ -61,7 +61,7 @@ class Part:
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
         """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none."""
-        return self.describe().within(begin, end)
+        return within(self.first, self.first + self.numel, begin, end)
 
     def describe(self) -> FlatPart:
         """Return the probe's description."""

@@ -46,27 +46,43 @@ def whole_parts(unit: FSDPParamGroup, flat: FlatParam, slot: torch.Tensor) -> li
 
 def sharded_flats(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, FlatParam]]:
     """Return the units of wrappers, sharded now and with what is registered, beside their flat parameters."""
-    found = []
-    for state in states:
-        unit, flat = state.unit, state.flat
-        if unit is not None and flat is not None:
-            unit.reshard()
-            unit.adopt_registered()
-            found.append((unit, flat))
-    return found
+    return [pair for state in states if (pair := sharded_flat(state)) is not None]
+
+
+def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None:
+    """Return the unit of a wrapper and its flat parameter, as :func:`sharded_flats` does; None: it has none."""
+    unit, flat = state.unit, state.flat
+    if unit is None or flat is None:
+        return None
+    unit.reshard()
+    unit.adopt_registered()
+    return unit, flat
 
 
 @contextmanager
-def summoned(
+def summon_full_params(
     module: nn.Module,
-    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within the body the modules have their whole parameters; see ``FullyShardedDataParallel.summon_full_params``."""
+    """Give the modules their whole parameters within a ``with``; collective, between iterations.
+
+    Args:
+        module: whose wrappers, itself included, do so.
+        recurse: also those below it.
+        writeback: keep what is changed meanwhile; each rank keeps its own piece.
+        rank0_only: only rank 0 has them.
+        offload_to_cpu: they are on the CPU.
+        with_grads: the same for gradients; needs ``use_orig_params``.
+
+    Raises:
+        ValueError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu``.
+        NotImplementedError: ``with_grads`` without ``use_orig_params``.
+        RuntimeError: an iteration is under way.
+    """
     if writeback and rank0_only:
         raise ValueError(
             "summon_full_params: writeback=True with rank0_only=True is not supported, as the other ranks have nothing "
@@ -99,14 +115,13 @@ def _whole(
     state: WrapperState, *, writeback: bool, is_kept: bool, device: torch.device | None, with_grads: bool
 ) -> Iterator[None]:
     """Within the body the modules of one wrapper have whole parameters, if ``is_kept`` here."""
-    unit, flat = state.unit, state.flat
-    if unit is None or flat is None:
+    if with_grads and state.flat is not None and not state.flat.use_orig_params:
+        raise NotImplementedError("summon_full_params: with_grads=True needs use_orig_params=True")
+    found = sharded_flat(state)
+    if found is None:
         yield
         return
-    if with_grads and not flat.use_orig_params:
-        raise NotImplementedError("summon_full_params: with_grads=True needs use_orig_params=True")
-    unit.reshard()
-    unit.adopt_registered()
+    unit, flat = found
     wholes = _on(device, whole_parts(unit, flat, flat.slot))
     grads = _on(device, whole_parts(unit, flat, flat.grad_slot())) if with_grads else None
     if not is_kept:

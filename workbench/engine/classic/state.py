@@ -16,6 +16,7 @@ from workbench.engine.classic.api import (
     StateDictType,
 )
 from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.managed import _get_managed_modules
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
@@ -164,22 +165,9 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
         )
 
 
-def own_modules(wrapper: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``wrapper`` that are in no wrapper below it, each once."""
-    seen: set[int] = set()
-    todo = list(wrapper.children())
-    while todo:
-        module = todo.pop(0)
-        if id(module) in seen or state_of(module) is not None:
-            continue
-        seen.add(id(module))
-        yield module
-        todo = [*module.children(), *todo]
-
-
 def own_buffers(wrapper: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield the buffers in ``wrapper`` that are in no wrapper below it, with their modules and names there."""
-    for module in own_modules(wrapper):
+    for _, module in _get_managed_modules(list(wrapper.children())):
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 yield module, name, buffer

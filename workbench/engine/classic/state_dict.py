@@ -25,7 +25,7 @@ from workbench.engine.classic.api import (
     StateDictType,
 )
 from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam
-from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.classic.full_params import sharded_flat, whole_parts
 from workbench.engine.classic.state import WrapperState, check_idle, wrapper_states_below
 from workbench.engine.flat_shard import in_own_storage
 from workbench.engine.param_group import FSDPParamGroup
@@ -67,17 +67,16 @@ def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size]]:
 def shown(state: WrapperState) -> Iterator[None]:
     """Within the body the modules of one wrapper have what its state dict is to hold; collective, but for LOCAL."""
     check_idle([state], "state_dict")
-    unit, flat = state.unit, state.flat
     buffers = [(module, name, module._buffers[name]) for module, name in state.original_buffer_dtypes]
     for module, name, buffer in buffers:
         if buffer is not None:
             module._buffers[name] = buffer.to(state.original_buffer_dtypes[module, name])
     try:
-        if unit is None or flat is None:
+        found = sharded_flat(state)
+        if found is None:
             yield
             return
-        unit.reshard()
-        unit.adopt_registered()
+        unit, flat = found
         flat.stand_in(_values(unit, flat, settings_for(state).state_dict_type))
         try:
             yield
@@ -167,11 +166,10 @@ def begin_load(state: WrapperState, state_dict: MutableMapping[str, Any], prefix
 
 @unrecorded
 def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    unit, flat = state.unit, state.flat
-    if unit is None or flat is None:
+    found = sharded_flat(state)
+    if found is None:
         return
-    unit.reshard()
-    unit.adopt_registered()
+    unit, flat = found
     if settings_for(state).state_dict_type is LOCAL:
         value = state_dict.pop(f"{prefix}{FLAT_PARAM}")
         flat.slot[: flat.own_numel].copy_(_local(value))

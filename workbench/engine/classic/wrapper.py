@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.engine.classic import comm_hooks, full_params, materialize
+from workbench.engine.classic import comm_hooks, materialize
 from workbench.engine.classic.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -25,6 +25,7 @@ from workbench.engine.classic.api import (
 )
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.full_params import summon_full_params
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
 from workbench.engine.classic.optim_state import OptimStateDicts
@@ -42,7 +43,6 @@ from workbench.engine.classic.state_dict import (
 )
 from workbench.engine.classic.wrap import Policy, WrapPolicy, auto_wrap
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
-from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import ParamModuleInfo, check_uniform
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
@@ -155,9 +155,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 ignored_modules=ignored.modules,
                 ignored_params=ignored.params,
             )
-        managed = [
-            (path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules
-        ]  # in a module that is ignored all is
+        # in a module that is ignored all is
+        managed = [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]
         materialize.materialize(managed, mesh.device, param_init_fn, ignored.ids)
         materialize.move(managed, mesh.device, ignored.ids)
         given = _get_param_module_infos(managed, ignored.ids)
@@ -165,8 +164,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         if sync_module_states:
             materialize.sync(managed, mesh, ignored.ids)
         setattr(self, WRAPPED, module)
-        self._options = options
-        unit = self._unit(given, mesh, strategy, offload, precision) if given else None
+        unit = None
+        if given:
+            low = precision.reduce_dtype or precision.param_dtype
+            kept = low if precision.keep_low_precision_grads else None
+            flat = FlatParam(given, self, mesh, use_orig_params=use_orig_params, grad_dtype=kept)
+            unit = FSDPParamGroup([flat], mesh, _policy(strategy, offload, precision))
         mark_taken(given, type(module).__name__)
         state = WrapperState(
             self,
@@ -179,30 +182,6 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         )
         attach(self, state)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
-
-    def _unit(
-        self,
-        given: Given,
-        mesh: FSDPMeshInfo,
-        strategy: ShardingStrategy,
-        offload: CPUOffload,
-        precision: MixedPrecision,
-    ) -> FSDPParamGroup:
-        flat = FlatParam(
-            given,
-            self,
-            mesh,
-            use_orig_params=self._options["use_orig_params"],
-            grad_dtype=(precision.reduce_dtype or precision.param_dtype)
-            if precision.keep_low_precision_grads
-            else None,
-        )
-        policy = UnitPolicy(
-            reshard_after_forward=strategy not in KEEPS_AFTER_FORWARD,
-            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
-            offload_policy=CPUOffloadPolicy() if offload.offload_params else OffloadPolicy(),
-        )
-        return FSDPParamGroup([flat], mesh, policy)
 
     # ---- a module like the one in it
 
@@ -388,38 +367,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     # ---- parameters and gradients
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Give the modules their whole parameters within a ``with``; collective, between iterations.
-
-        Args:
-            module: whose wrappers, itself included, do so.
-            recurse: also those below it.
-            writeback: keep what is changed meanwhile; each rank keeps its own piece.
-            rank0_only: only rank 0 has them.
-            offload_to_cpu: they are on the CPU.
-            with_grads: the same for gradients; needs ``use_orig_params``.
-
-        Raises:
-            ValueError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu``.
-            NotImplementedError: ``with_grads`` without ``use_orig_params``.
-            RuntimeError: an iteration is under way.
-        """
-        return full_params.summoned(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -500,6 +448,14 @@ def _sync(state: WrapperState, *, on: bool) -> None:
     for unit in state._fsdp_param_groups:
         unit.sync.reduce_grads = on
         unit.reshard_after_backward = on or state.strategy not in KEEPS_AFTER_FORWARD
+
+
+def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPrecision) -> UnitPolicy:
+    return UnitPolicy(
+        reshard_after_forward=strategy not in KEEPS_AFTER_FORWARD,
+        mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+        offload_policy=CPUOffloadPolicy() if offload.offload_params else OffloadPolicy(),
+    )
 
 
 def check_params(given: Given, *, use_orig_params: bool) -> None:
