@@ -85,7 +85,8 @@ def most_allocated_in_a_gather(numel: int) -> int:
     output = gather.allocate((numel * (size - 1),), dtype=torch.float32, device=CPU)
     shard = torch.zeros(numel)
     count_in_all_threads()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:  # else 2.11 warns
         gather(output, shard, dist.group.WORLD, async_op=True).wait()
         dist.barrier()
     found = list(totals(profiler.profiler.kineto_results.experimental_event_tree()))
