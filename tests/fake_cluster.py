@@ -283,8 +283,8 @@ class FakeCluster:
     per rank. ``log`` is what was asked, in order.
     """
 
-    def __init__(self, num_ranks: int = 4, *, device: str = "auto", profile: str | None = None) -> None:
-        self.num_ranks, self.device, self.profile = num_ranks, device, profile
+    def __init__(self, num_ranks: int = 4, **settings: Any) -> None:
+        self.num_ranks, self.settings = num_ranks, settings
         self.job: Trace = example_trace(num_ranks=num_ranks, num_units=3, steps=3)
         self.ranks = [FakeRank(r, self.job.header) for r in self.job.ranks]
         self.modules = {rank: ["model"] for rank in range(num_ranks)}
@@ -313,7 +313,8 @@ class FakeCluster:
         self._check_started()
         return [Connected(rank=r, host="<here>", device="cpu", pid=100 + r) for r in range(self.num_ranks)]
 
-    def start(self) -> None:
+    def start(self, on_wait: Callable[[str], None] = lambda sentence: None) -> None:
+        on_wait("they are being started")
         if self.started:
             raise UsageError("the ranks are started already")
         self.started = True

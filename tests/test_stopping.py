@@ -27,8 +27,8 @@ class Bench(Workbench):
     def __init__(self, num_ranks=4):
         super().__init__(num_ranks, cluster_factory=self._make)
 
-    def _make(self, num_ranks, *, device, profile):
-        self.fake = FakeCluster(num_ranks, device=device, profile=profile)
+    def _make(self, **settings):
+        self.fake = FakeCluster(**settings)
         self.fake.sharded()
         self.fake.script["step"] = self.fake.script["cell"] = inside
         return self.fake

@@ -39,8 +39,8 @@ class Bench(Workbench):
     def __init__(self, num_ranks=4, **more):
         super().__init__(num_ranks, cluster_factory=self._make, **more)
 
-    def _make(self, num_ranks, *, device, profile):
-        self.fake = FakeCluster(num_ranks, device=device, profile=profile)
+    def _make(self, **settings):
+        self.fake = FakeCluster(**settings)
         return self.fake
 
     def asked(self, what):
@@ -65,10 +65,11 @@ def trained(wb):
 
 
 def test_start_and_stop_reach_the_cluster_once():
-    bench = Bench(2, device="cpu", profile="p")
+    bench = Bench(2, device="cpu", profile="p", engines="ssh", interface="eth0")
     report = bench.start()
     assert (report.num_ranks, report.devices) == (2, ("cpu", "cpu"))
-    assert (bench.fake.num_ranks, bench.fake.device, bench.fake.profile) == (2, "cpu", "p")
+    assert bench.fake.num_ranks == 2
+    assert bench.fake.settings == {"device": "cpu", "profile": "p", "engines": "ssh", "interface": "eth0"}
     with pytest.raises(UsageError, match="run already"):
         bench.start()
     bench.stop()
@@ -89,7 +90,7 @@ def test_what_ranks_have_to_say_at_the_start_is_said_once():
 
 
 class Broken(FakeCluster):
-    def start(self):
+    def start(self, on_wait):
         raise ClusterError("no")
 
 

@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
 from workbench.cluster.pending import select
+from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import UsageError
 from workbench.events import Unit
 from workbench.export import export
@@ -86,11 +87,13 @@ C = TypeVar("C", bound=Command)
 
 
 class RankSettings(TypedDict, total=False):
-    """How ranks are started: their number, ``cpu``, ``cuda`` or ``auto``, and an IPython profile."""
+    """How ranks are started: see :class:`Workbench`."""
 
     num_ranks: int
     device: str
     profile: str | None
+    engines: str
+    interface: str
 
 
 def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
@@ -135,7 +138,10 @@ class Workbench:
         num_ranks: number of ranks.
         device: ``cpu``, ``cuda`` (one GPU per rank) or ``auto``.
         profile: an IPython profile whose ipyparallel configuration applies.
-        cluster_factory: makes the cluster from ``num_ranks``, ``device`` and ``profile``.
+        engines: which of ipyparallel's launchers starts them: ``ssh``, ``slurm``, ``mpi``, ...; empty: the profile's,
+            or if that configures none this machine's own fast start.
+        interface: of the network, on which hosts reach each other; empty: that of the route between them.
+        cluster_factory: makes the cluster from all of these.
         in_notebook: tells whether the caller itself has a variable of some name; used in messages only.
 
     Attributes:
@@ -149,12 +155,19 @@ class Workbench:
         *,
         device: str = "auto",
         profile: str | None = None,
+        engines: str = "",
+        interface: str = "",
         cluster_factory: Callable[..., ClusterLike] = Cluster,
         in_notebook: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.num_ranks = num_ranks
-        self.device = device
-        self.profile = profile
+        self._settings: RankSettings = {
+            "num_ranks": num_ranks,
+            "device": device,
+            "profile": profile,
+            "engines": engines,
+            "interface": interface,
+        }
         self._factory = cluster_factory
         self._in_notebook = in_notebook
         self.cursor: cursors.Cursor | None = None
@@ -194,25 +207,27 @@ class Workbench:
     @property
     def settings(self) -> RankSettings:
         """How ranks are started."""
-        return {"num_ranks": self.num_ranks, "device": self.device, "profile": self.profile}
+        return self._settings.copy()
 
-    def start(self, **settings: Unpack[RankSettings]) -> StartReport:
+    def start(self, on_wait: OnWait = no_wait, **settings: Unpack[RankSettings]) -> StartReport:
         """Start the ranks and forget what earlier ones recorded; those that are all lost are stopped first.
 
         Args:
-            settings: ``num_ranks``, ``device`` and ``profile``, if they are to be others than before.
+            on_wait: is told, in a sentence, what is waited for where that may take long, as in a queue.
+            settings: as of the constructor, if they are to be others than before.
 
         Raises:
             UsageError: some run already, or they cannot be had as asked.
             ClusterError: they did not come up.
+            Interrupted: Ctrl-C; nothing of them is left, and nothing queued.
         """
         self._check_replaceable("%fsdp start")
         self.stop()
         begin = time.monotonic()
         wanted: RankSettings = {**self.settings, **settings}
-        cluster = self._factory(wanted["num_ranks"], device=wanted["device"], profile=wanted["profile"])
-        cluster.start()
-        self.num_ranks, self.device, self.profile = wanted["num_ranks"], wanted["device"], wanted["profile"]
+        cluster = self._factory(**wanted)
+        cluster.start(on_wait)
+        self.num_ranks, self._settings = wanted["num_ranks"], wanted
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
         self._last_trace, self.record = Trace.empty(), ""
         self._show_newest()

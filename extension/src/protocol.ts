@@ -475,6 +475,13 @@ export interface Start {
   readonly device?: "auto" | "cpu" | "cuda";
   /** ipyparallel profile (default: none is needed) */
   readonly profile?: string | null;
+  /**
+   * ipyparallel launcher that starts them: ssh, slurm, mpi, ... (default: the profile's; if it
+   * has none, this machine's fast start)
+   */
+  readonly engines?: string;
+  /** network interface on which hosts reach each other (default: that of the route between them) */
+  readonly interface?: string;
 }
 
 /** Say where the ranks are, what is sharded, and what is recorded. */

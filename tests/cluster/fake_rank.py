@@ -23,8 +23,8 @@ TARDY = threading.Event()
 def boot(data):
     asked = decode(Boot, data, "boot")
     rank, world_size = asked.rank, asked.world_size
-    if asked.device == "cuda":
-        raise UsageError(f"{world_size} ranks need {world_size} GPUs, there are 0: use --device cpu")
+    if os.environ.get("FAKE_RANK_REFUSES_AT_BOOT"):
+        raise UsageError("not on a Sunday: use another day")
     if os.environ.get("FAKE_RANK_HANGS_AT_BOOT") == str(rank):
         hold()
     address = None

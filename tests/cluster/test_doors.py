@@ -46,12 +46,9 @@ class Numbering:
     def cell(self, engine, code, exchange):
         self.call(engine, code, (), exchange)
 
-    def ask(self, engine, rank, request, future):
+    def ask(self, engine, rank, kind, request, future):
         assert self.doors._sending.locked()
         settle(future, (None, ()))
-
-    def wake(self, engine):
-        assert self.doors._sending.locked()
 
 
 @pytest.mark.parametrize(
@@ -60,9 +57,9 @@ class Numbering:
         lambda doors: doors.call("a:b", {0: ()}),
         lambda doors: doors.cell("pass", [0]),
         lambda doors: doors.ask(Shut(), [0], 1.0),
-        lambda doors: doors.wake(0),
+        lambda doors: doors.interrupt([0], 1.0),
     ],
-    ids=["call", "cell", "ask", "wake"],
+    ids=["call", "cell", "ask", "interrupt"],
 )
 def test_one_at_a_time_sends(send):
     wire = Numbering()

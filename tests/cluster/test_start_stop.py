@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.cluster.conftest import FOREVER_S, RUNTIME, texts
 from tests.waiting import PATIENCE_S, wait_until
@@ -166,9 +167,19 @@ def test_nothing_can_be_asked_before_the_start(use):
         use(Cluster(2))
 
 
-def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, private):
+def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, monkeypatch, private):
+    monkeypatch.setenv("FAKE_RANK_REFUSES_AT_BOOT", "1")
+    cluster = make_cluster()
+    with pytest.raises(UsageError, match=r"^not on a Sunday: use another day$"):
+        cluster.start()
+    assert list(private.iterdir()) == []
+    assert not cluster.is_started
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs for two ranks")
+def test_fewer_gpus_than_ranks_are_refused(make_cluster, private):
     cluster = make_cluster(device="cuda")
-    with pytest.raises(UsageError, match="2 ranks need 2 GPUs, there are 0: use --device cpu"):
+    with pytest.raises(UsageError, match=r"^2 ranks need 2 GPUs and \S+ has \d: use --device cpu"):
         cluster.start()
     assert list(private.iterdir()) == []
     assert not cluster.is_started
@@ -220,7 +231,7 @@ def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypat
 
 
 def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monkeypatch, private):
-    def be_silent(_, timeout_s):
+    def be_silent(_, timeout_s, on_gone):
         raise TimeoutError
 
     monkeypatch.setattr("workbench.cluster.cluster.Wire", be_silent)
@@ -296,7 +307,6 @@ def test_the_private_files_are_gone_even_when_a_log_is_asked_for_later(make_clus
     started.end()
     wait_until(lambda: started.exit_code(0) is not None)
     assert started.log_tail(0) == " (its log is empty)"
-    started.signal(0, 2)  # nobody is there to get it
     started.end()
 
 

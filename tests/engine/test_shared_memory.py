@@ -154,7 +154,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
             )
         )
         with pytest.raises(error, match=said):
-            shared_memory._map(f"{os.getpid()} {fd} workbench-0123", 8)
+            shared_memory._map(f"{os.getpid()} {fd} workbench-0123 ", 8)
 
 
 # ---- when there is none
@@ -199,13 +199,26 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "readlink", lambda _: "/memfd:workbench-of-another-host (deleted)")
 
 
+def on_another_host(patch: pytest.MonkeyPatch) -> None:
+    """It sees the others' processes all the same, as in a network namespace of its own."""
+    patch.setattr(shared_memory, "host", "was told another identity")
+
+
 def unmappable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "from_file", raiser(RuntimeError("unable to mmap 3 bytes\n frames of C++")))
 
 
 @pytest.mark.parametrize(
     ("damage", "rank"),
-    [(no_memfd, 0), (no_memory, 0), (little_memory, 0), (unreadable, 1), (elsewhere, 2), (unmappable, 0)],
+    [
+        (no_memfd, 0),
+        (no_memory, 0),
+        (little_memory, 0),
+        (unreadable, 1),
+        (elsewhere, 2),
+        (unmappable, 0),
+        (on_another_host, 1),
+    ],
 )
 def test_if_one_rank_cannot_all_ranks_do_without(damage, rank):
     assert run_ranks(3, answer_without, damage, rank) == [[False, True]] * 3
@@ -302,7 +315,7 @@ def test_who_holds_memory_is_found():
     name = f"workbench-{os.getpid()}"  # nobody else's on this machine
     fd = os.memfd_create(name)
     os.posix_fallocate(fd, 0, 1)
-    own = shared_memory._map(f"{os.getpid()} {fd} {name}", 1)
+    own = shared_memory._map(f"{os.getpid()} {fd} {name} ", 1)
     assert mapped() == [name]
     assert open_files() == [f"/memfd:{name} (deleted)"]
     assert holders(name) == [str(os.getpid())]

@@ -19,7 +19,7 @@ KILLED = "was killed by SIGKILL (as when memory runs out)"
 
 def victims_of(bench, who):
     """Process ids, and how the loss of each rank reads."""
-    launch = bench._session.cluster._launch
+    launch = bench._session.cluster._place
     ranks = [status.pid for status in bench.status().ranks]
     return {
         "every rank": (ranks, f"died: the process {KILLED}"),

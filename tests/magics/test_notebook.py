@@ -52,7 +52,7 @@ def test_only_so_many_are_kept(one):
 def test_ranks_are_started_by_one_at_a_time(one, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
-    def start(self, **settings):
+    def start(self, on_wait, **settings):
         begun.set()
         assert go_on.wait(60)
 

@@ -66,7 +66,7 @@ def test_an_error_ends_the_cell(bare):
 
 def test_start_and_stop(bare):
     assert "4 ranks started" in bare.ok("%fsdp start -n 4 --device cpu").shown[0]["text/plain"]
-    assert (bare.fake.num_ranks, bare.fake.device) == (4, "cpu")
+    assert (bare.fake.num_ranks, bare.fake.settings["device"]) == (4, "cpu")
     assert "the ranks run already" in bare.ok("%fsdp start -n 4 --device cpu").out
     assert "%fsdp stop first" in bare.run("%fsdp start -n 2").out
     assert len(bare.fakes) == 1

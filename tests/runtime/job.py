@@ -10,9 +10,10 @@ import torch
 
 from tests.engine.models import Block, adamw, batch, loss_of, make_net
 from workbench.codec import decode, encode
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.protocol import commands
 from workbench.protocol.messages import Drain, Known, Recorded
-from workbench.protocol.starting import Address, Boot, Connect
+from workbench.protocol.starting import Address, Boot, Connect, Host
 from workbench.runtime import rank as rank_module
 from workbench.trace.wire import from_wire
 
@@ -62,10 +63,23 @@ def _reply(data, buffers):
     return decode(Recorded, data, "reply", buffers)
 
 
+def boot_of(rank, world_size, device="cpu"):
+    """What makes this process one of ``world_size`` ranks on this host."""
+    here = Host(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
+    return Boot(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        device=device,
+        host=here,
+    )
+
+
 def _main(rank, world_size, port, ask, job):
     fn, args = job
     try:
-        address = rank_module.boot(encode(Boot(rank=rank, world_size=world_size, device="cpu")))
+        address = rank_module.boot(encode(boot_of(rank, world_size)))
         torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them
         if rank == 0:
             port.send(address)

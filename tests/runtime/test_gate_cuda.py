@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.engine.models import Block
-from tests.runtime.job import execute, namespace
+from tests.runtime.job import boot_of, execute, namespace
 from tests.runtime.stopping import Door, beside
 from tests.source import REPO
 from workbench.codec import encode
 from workbench.protocol.commands import Shard, Step
-from workbench.protocol.starting import Address, Boot, Connect
+from workbench.protocol.starting import Address, Connect
 from workbench.runtime import rank as rank_module
 
 GPU = pytest.param(
@@ -54,7 +54,7 @@ def script(door):
 
 def main(device):
     """Be that rank, and print what was seen."""
-    address = Address(**rank_module.boot(encode(Boot(rank=0, world_size=1, device=device))))
+    address = Address(**rank_module.boot(encode(boot_of(0, 1, device))))
     rank_module.connect(encode(Connect(address=address)))
     try:
         prepare(device)

@@ -20,8 +20,8 @@ class Watched:
         self.workbench = Workbench(2, cluster_factory=self._make)
         self.workbench.start()
 
-    def _make(self, num_ranks, *, device, profile):
-        self.fake = FakeCluster(num_ranks, device=device, profile=profile)
+    def _make(self, **settings):
+        self.fake = FakeCluster(**settings)
         self.fake.sharded()
         self.fake.script["step"] = inside
         return self.fake

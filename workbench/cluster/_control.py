@@ -7,7 +7,7 @@ the line at which a cell failed. :func:`call` runs a function by its name.
 On the kernel's end :class:`Wire` sends both kinds of requests to one engine each, and :class:`Exchange` waits for a
 front-door request's reply *and* its last output, which arrive on different sockets.
 
-Private here means: ``Client._send``, its sockets, IO loop and futures; ``MessageFuture.iopub_callbacks``;
+Private here means: ``Client._send``, its sockets, IO loop, futures and callbacks; ``MessageFuture.iopub_callbacks``;
 ``Kernel.control_handlers`` and ``Kernel.process_control``. :func:`check_version` and a test notice when they change.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from workbench.cluster.pending import Answer, Output, OutputKind, settle
 from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
 from workbench.errors import ClusterError, RankError
 
-REQUEST, REPLY, WAKE = "workbench_request", "workbench_reply", "workbench_wake"
+REQUEST, REPLY, INTERRUPT = "workbench_request", "workbench_reply", "workbench_interrupt"
 INSTALL = f"{__name__}:install"
 ERROR_MIME = "application/vnd.workbench.error+json"
 
@@ -85,20 +86,28 @@ def install(handler_name: str) -> None:
     kernel = _kernel()
     handler = resolve(handler_name)
 
-    async def serve(stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own types
-        content, buffers = _serve(handler, parent["content"])
-        try:
-            kernel.session.send(stream, REPLY, content, parent, ident=ident, buffers=buffers)
-        except (TypeError, ValueError) as error:  # not plain data: tell the one who asked, who would wait in vain
-            kernel.session.send(stream, REPLY, {"error": report(error, kernel.shell)}, parent, ident=ident)
+    def serving(handle: Callable[..., Any]) -> Callable[..., Any]:
+        async def serve(stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own
+            content, buffers = _serve(handle, parent["content"])
+            try:
+                kernel.session.send(stream, REPLY, content, parent, ident=ident, buffers=buffers)
+            except (TypeError, ValueError) as error:  # not plain data: tell the one who asked, who would wait in vain
+                kernel.session.send(stream, REPLY, {"error": report(error, kernel.shell)}, parent, ident=ident)
 
-    async def wake(_stream: Any, _ident: Any, _parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own types
-        kernel.io_loop.add_callback(lambda: None)
+        return serve
 
-    kernel.control_handlers.update({REQUEST: serve, WAKE: wake})
+    kernel.control_handlers.update({REQUEST: serving(handler), INTERRUPT: serving(_interrupt)})
     _serve_without_ado(kernel)
     kernel.shell.events.register("post_run_cell", _publish_error)
     _repair_await(kernel)
+
+
+def _interrupt(_: dict[str, Any]) -> tuple[None, list[memoryview]]:
+    """Send SIGINT to the main thread of this process."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    # a cell that awaits is cancelled by a callback that ipykernel's handler adds without waking the loop
+    _kernel().io_loop.add_callback(lambda: None)
+    return None, []
 
 
 def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
@@ -172,15 +181,22 @@ class Wire:
     Args:
         connection_file: the controller's connection file for clients.
         timeout_s: how long in seconds the controller may take to answer.
+        on_gone: called, in the client's IO thread, with an engine that the controller has found gone.
 
     Raises:
         TimeoutError: it did not answer.
         ClusterError: another version of ipyparallel is installed.
     """
 
-    def __init__(self, connection_file: Path, timeout_s: float) -> None:
+    def __init__(self, connection_file: Path, timeout_s: float, on_gone: Callable[[str], None]) -> None:
         check_version()
         self._client = ipyparallel.Client(str(connection_file), timeout=timeout_s)
+        self._on_gone = on_gone
+        self._client._registration_callbacks.append(self._note)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if event["event"] == "unregister":
+            self._on_gone(str(event["uuid"]))
 
     def engines(self) -> dict[str, int]:
         """Return the ipyparallel engine id of every engine that has registered, by session id."""
@@ -189,9 +205,21 @@ class Wire:
 
     def call(self, engine: str, name: str, args: Sequence[Any], exchange: Exchange) -> None:
         """Run ``name`` with ``args`` in the engine's main thread."""
+        self._apply(engine, call, [name, args], exchange)
+
+    def evaluate(self, engine: str, program: str, expression: str, exchange: Exchange) -> None:
+        """Run ``program`` in the engine's main thread, in a namespace of its own; the value is that of ``expression``.
+
+        Both are texts, so the engine need not have the workbench.
+        """
+        names = {"program": program, "expression": expression, "__name__": "program of a notebook"}
+        run = "[exec(program, globals()), {'value': eval(expression, globals())}][1]"
+        self._apply(engine, eval, [run, names], exchange)
+
+    def _apply(self, engine: str, function: Callable[..., Any], args: list[Any], exchange: Exchange) -> None:
         client = self._client
         client.send_apply_request(
-            client._mux_stream, call, [name, args], ident=engine.encode(), message_future_hook=exchange.attach
+            client._mux_stream, function, args, ident=engine.encode(), message_future_hook=exchange.attach
         )
 
     def cell(self, engine: str, code: str, exchange: Exchange) -> None:
@@ -218,20 +246,20 @@ class Wire:
         """Return what receives the reply and the outputs of one front-door request."""
         return Exchange(self._client._io_loop, rank, answer)
 
-    def ask(self, engine: str, rank: int, request: dict[str, Any], future: Future[Any]) -> str:
-        """Put ``request`` through the engine's side door; ``future`` gets its reply. Returns the message's id."""
-        client = self._client
-        message = client._send(client._control_stream, REQUEST, content=request, ident=engine.encode())
-        message.add_done_callback(lambda done: settle(future, _side_outcome(rank, done.result())))
-        return str(message.msg_id)
+    def ask(self, engine: str, rank: int, kind: str, request: dict[str, Any], future: Future[Any]) -> str:
+        """Put ``request`` through the engine's side door; ``future`` gets its reply. Returns the message's id.
 
-    def wake(self, engine: str) -> None:
-        """Make the engine's main thread look at what a signal handler has left for its event loop.
-
-        A cell that awaits is cancelled by a callback that ipykernel's SIGINT handler adds without waking the loop.
+        Args:
+            engine: its session id.
+            rank: which it is; for messages.
+            kind: :data:`REQUEST` or another that :func:`install` serves.
+            request: JSON data.
+            future: completes with the reply and what comes beside it, or with the exception.
         """
         client = self._client
-        self.forget(client._send(client._control_stream, WAKE, content={}, ident=engine.encode()).msg_id)
+        message = client._send(client._control_stream, kind, content=request, ident=engine.encode())
+        message.add_done_callback(lambda done: settle(future, _side_outcome(rank, done.result())))
+        return str(message.msg_id)
 
     def forget(self, message_id: str) -> None:
         """Stop waiting for the reply to a side-door request."""
@@ -265,6 +293,8 @@ class Exchange:
         message.add_done_callback(lambda done: self._on_reply(done.result()))
 
     def _on_reply(self, reply: Any) -> None:  # noqa: ANN401 - ExecuteReply, RemoteError or a value
+        if isinstance(reply, RemoteError) and reply.ename == "EngineError" and not reply.engine_info:
+            return  # the client's own word for an engine that is gone: the cluster is told next, and says more
         self._reply, self._is_replied = reply, True
         self._advance()
 

@@ -1,22 +1,27 @@
-"""A cluster of ranks on this machine."""
+"""A cluster of ranks, wherever their engines come from."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
-import signal
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from workbench.cluster import survey
 from workbench.cluster._control import INSTALL, Wire
 from workbench.cluster.doors import Doors
+from workbench.cluster.hosts import Surveyed, boots, seats
 from workbench.cluster.launch import Launch
+from workbench.cluster.launched import Launched, check_launcher, configures_launcher
 from workbench.cluster.pending import Pending, select
+from workbench.cluster.place import OnWait, Place, no_wait
 from workbench.codec import decode, encode
-from workbench.errors import ClusterError, RankDied, RankError, UsageError
+from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Request
 from workbench.protocol.starting import Boot, Connect, Connected
 
@@ -24,17 +29,28 @@ R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
 MAX_RANKS = 64
+"""On this machine, by the fast start."""
+
 DEVICES = ("auto", "cpu", "cuda")
 _SHUTDOWN_S = 2.0
+_INTERRUPT_S = 1.0
+
+PROGRAM = Path(survey.__file__).read_text(encoding="utf-8")
+"""Runs on every engine before it is a rank: it need not have the workbench."""
 
 
 class Cluster:
-    """Ranks 0 to ``num_ranks - 1``, each in a process of its own on this machine.
+    """Ranks 0 to ``num_ranks - 1``, each in a process of its own.
 
     Args:
-        num_ranks: number of ranks, 1 to 64.
+        num_ranks: number of ranks; by the fast start 1 to 64.
         device: ``cpu``, ``cuda`` (one GPU per rank) or ``auto`` (GPUs when there are enough).
-        profile: an IPython profile whose ``ipcontroller_config.py``, ``ipengine_config.py`` and startup files apply.
+        profile: an IPython profile whose ``ipcluster_config.py``, ``ipcontroller_config.py``, ``ipengine_config.py``
+            and startup files apply.
+        engines: which of ipyparallel's launchers starts them, such as ``ssh``, ``slurm``, ``mpi``; empty: the one that
+            the profile configures, else this machine's own fast start.
+        interface: of the network, on which hosts reach each other, or several of which each has one; empty: that of
+            the route to the controller.
         runtime: module of the rank side, with the functions ``boot, connect, side_door, shutdown``; imported on the
             ranks only.
         start_timeout_s: time in seconds :meth:`start` may take.
@@ -51,20 +67,28 @@ class Cluster:
         device: str = "auto",
         profile: str | None = None,
         *,
+        engines: str = "",
+        interface: str = "",
         runtime: str = RUNTIME,
         start_timeout_s: float = 60.0,
     ) -> None:
-        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= MAX_RANKS:
+        is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
+        if not is_number or num_ranks < 1 or (num_ranks > MAX_RANKS and not engines and profile is None):
             raise UsageError(f"the number of ranks is 1 to {MAX_RANKS}, not {num_ranks!r}")
         if device not in DEVICES:
             raise UsageError(f"the device is one of {', '.join(DEVICES)}, not {device!r}")
+        if engines:
+            check_launcher(engines)
         self.num_ranks = num_ranks
         self.device = device
         self._profile = profile
+        self._launcher = engines
+        self._interface = interface
         self._runtime = runtime
         self._start_timeout_s = start_timeout_s
-        self._launch: Launch | None = None
+        self._place: Place | None = None
         self._doors: Doors | None = None
+        self._engines: tuple[str, ...] = ()
         self._rank_info: tuple[Connected, ...] = ()
         self._engine_ids: tuple[int, ...] = ()
         self._losses: dict[int, str] = {}
@@ -80,70 +104,117 @@ class Cluster:
 
     # ------------------------------------------------------------------ life
 
-    def start(self) -> None:
+    def start(self, on_wait: OnWait = no_wait) -> None:
         """Start all ranks and join them into one process group.
+
+        Args:
+            on_wait: is told what is waited for, where that may take long.
 
         Raises:
             UsageError: they are started already; the profile does not exist; the device cannot be had.
             ClusterError: a rank did not come up in time or failed to; all are stopped again.
+            Interrupted: Ctrl-C; likewise.
         """
-        if self._launch is not None:
+        if self._place is not None:
             raise UsageError("the ranks are started already: stop them first (%fsdp stop)")
         atexit.register(self._stop_at_exit, os.getpid())
         try:
-            self._launch = Launch(
-                self.num_ranks,
-                self._profile,
-                self._start_timeout_s,
-                self._on_exit,
-                device=self.device,
-                preload=self._runtime,
-            )
-            self._connect(self._launch)
-            self._rank_info = self._boot(self._launch)
+            self._place = place = self._open(on_wait)
+            wire = self._connect(place)
+            self._rank_info = self._boot(place, self._seat(place, wire))
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted("the start was given up: nothing of it is left") from interrupt
         finally:
             if not self._rank_info:
                 self.stop()
 
-    def _connect(self, launch: Launch) -> None:
-        connection_file = launch.wait_for_controller()
+    def _open(self, on_wait: OnWait) -> Place:
+        """Begin to start processes; nothing is waited for."""
+        if self._launcher or (self._profile is not None and configures_launcher(self._profile)):
+            return Launched(
+                self.num_ranks,
+                self._launcher,
+                self._profile,
+                self._start_timeout_s,
+                interface=self._interface,
+                on_exit=self._on_exit,
+                on_wait=on_wait,
+            )
+        return Launch(
+            self.num_ranks,
+            self._profile,
+            self._start_timeout_s,
+            self._on_exit,
+            device=self.device,
+            preload=self._runtime,
+        )
+
+    def _connect(self, place: Place) -> Wire:
+        """Wait for controller and engines, open the doors of these in the order in which they come, return the wire."""
+        connection_file = place.wait_for_controller()
         try:
-            wire = Wire(connection_file, self._start_timeout_s)
+            wire = Wire(connection_file, self._start_timeout_s, self._on_gone)
         except TimeoutError as error:
-            ended = launch.ending(None)
+            ended = place.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
-            raise ClusterError(f"{late}{launch.advice(None)}") from error
-        self._doors = Doors(wire, launch.engines)
-        self._engine_ids = launch.wait_for_engines(wire.engines)
-        for rank in range(self.num_ranks):  # one may have ended before there were doors to tell
-            if launch.exit_code(rank) is not None:
+            raise ClusterError(f"{late}{place.advice(None)}") from error
+        self._doors = Doors(wire, ())  # closes the wire, whatever comes
+        self._engines = place.wait_for_engines(wire.engines)
+        self._open_doors(place, wire)
+        return wire
+
+    def _open_doors(self, place: Place, wire: Wire) -> None:
+        """Have a door to each engine, in their present order."""
+        self._doors = Doors(wire, self._engines)
+        for rank in range(len(self._engines)):  # one may have ended before there were doors to tell
+            if not place.is_running(rank):
                 self._on_exit(rank)
 
-    def _boot(self, launch: Launch) -> tuple[Connected, ...]:
+    def _seat(self, place: Place, wire: Wire) -> dict[int, Boot]:
+        """Ask the engines who they are, let each become a rank, and return what makes it one."""
+        wants_gpus = self.device != "cpu"
+        answers = self._reach().evaluate(PROGRAM, f"survey({self._interface!r}, count_gpus={wants_gpus})")
+        self._wait(place, answers, "say who it is")
+        said = {rank: json.loads(answer) for rank, answer in answers.results().items()}
+        found = {self._engines[rank]: decode(Surveyed, one, f"engine {rank}") for rank, one in said.items()}
+        seated = seats(found)
+        self._engines = tuple(seat.engine for seat in seated)
+        if self._engines != tuple(found):
+            self._open_doors(place, wire)
+        ids = wire.engines()
+        self._engine_ids = tuple(ids.get(engine, -1) for engine in self._engines)
+        return boots(seated, self.device, self._interface)
+
+    def _boot(self, place: Place, asked: Mapping[int, Boot]) -> tuple[Connected, ...]:
         """Build the process group and open the side doors; return what each rank says of itself."""
-        ranks, num_ranks, device = range(self.num_ranks), self.num_ranks, self.device
-        booted = self._begin(launch, {r: Boot(rank=r, world_size=num_ranks, device=device) for r in ranks})
+        booted = self._begin(place, asked)
         address = booted[0]
         if address is None:
             raise ClusterError("rank 0 did not say where the ranks meet")
-        connected = self._begin(launch, dict.fromkeys(ranks, Connect(address=address)))
-        self._on_all(launch, INSTALL, dict.fromkeys(ranks, (f"{self._runtime}:side_door",)))
+        connected = self._begin(place, dict.fromkeys(asked, Connect(address=address)))
+        self._on_all(place, INSTALL, dict.fromkeys(asked, (f"{self._runtime}:side_door",)))
         return tuple(connected.values())
 
-    def _begin(self, launch: Launch, requests: Mapping[int, Request[R]]) -> dict[int, R]:
+    def _begin(self, place: Place, requests: Mapping[int, Request[R]]) -> dict[int, R]:
         """Have every rank do its request while starting, in its main thread."""
         word, reply = requests[0].word, requests[0].reply
         args = {rank: (encode(request),) for rank, request in requests.items()}
-        answers = self._on_all(launch, f"{self._runtime}:{word}", args)
+        answers = self._on_all(place, f"{self._runtime}:{word}", args)
         try:
             return {rank: decode(reply, answer, f"what rank {rank} says") for rank, answer in answers.items()}
         except ValueError as wrong:
             raise ClusterError(f"a rank answers {word!r} with something else: {wrong}") from wrong
 
-    def _on_all(self, launch: Launch, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _on_all(self, place: Place, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``name`` on every rank while starting; the first failure ends the start."""
         pending = self._reach().call(name, args)
-        is_done = pending.wait(max(0.0, launch.deadline - time.monotonic()), or_error=True)
+        self._wait(place, pending, f"finish {name}")
+        return pending.results()
+
+    @staticmethod
+    def _wait(place: Place, pending: Pending, what: str) -> None:
+        """Wait for what ranks do while starting; the first failure ends the start."""
+        is_done = pending.wait(max(0.0, place.deadline - time.monotonic()), or_error=True)
         try:
             pending.raise_error()
         except RankError as error:
@@ -153,8 +224,7 @@ class Cluster:
         if not is_done:
             late = [rank for rank in pending.ranks if not pending.done(rank)]
             names = ", ".join(map(str, late))
-            raise ClusterError(f"rank {names} did not finish {name} in time{launch.advice(late[0])}")
-        return pending.results()
+            raise ClusterError(f"rank {names} did not {what} in time{place.advice(late[0])}")
 
     def stop(self) -> None:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
@@ -163,16 +233,16 @@ class Cluster:
         """
         with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
             last.callback(self._forget)
-            if self._launch is not None:
-                last.callback(self._launch.end)
+            if self._place is not None:
+                last.callback(self._place.end)
             if self._doors is not None:
                 last.callback(self._doors.close)
                 last.callback(self._shut_down, self._doors)
 
     def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
-        self._launch = self._doors = None
-        self._rank_info = self._engine_ids = ()
+        self._place = self._doors = None
+        self._rank_info = self._engine_ids = self._engines = ()
         self._losses = {}
 
     def _shut_down(self, doors: Doors) -> None:
@@ -185,14 +255,27 @@ class Cluster:
             self.stop()
 
     def _on_exit(self, rank: int | None) -> None:
-        """Note the end of a process (None: the controller's); called in a thread of its own."""
-        launch, doors = self._launch, self._doors
-        if launch is None or doors is None:
+        """Note the end of a process that the place knows (None: the controller's); called in a thread of its own."""
+        place, doors = self._place, self._doors
+        if place is None or doors is None:
             return
-        how = f"{'cannot be reached' if rank is None else 'died'}: {launch.ending(rank)}"
-        for lost in range(self.num_ranks) if rank is None else (rank,):
-            self._losses.setdefault(lost, how)
-            doors.lose(lost, RankDied(f"rank {lost} {how}{launch.log_tail(rank)}", ranks=(lost,)))
+        how = f"{'cannot be reached' if rank is None else 'died'}: {place.ending(rank)}"
+        for lost in range(len(self._engines)):
+            if rank in {None, lost}:
+                self._lose(doors, lost, how, place.log_tail(rank))
+
+    def _on_gone(self, engine: str) -> None:
+        """Note that the controller has found an engine gone; called in a thread of its own."""
+        doors, engines = self._doors, self._engines
+        if doors is None or engine not in engines:
+            return
+        rank = engines.index(engine)
+        host = f" on {self._rank_info[rank].host}" if self._rank_info else ""
+        self._lose(doors, rank, f"died: its process{host} has ended, or its host is gone", "")
+
+    def _lose(self, doors: Doors, rank: int, how: str, log: str) -> None:
+        self._losses.setdefault(rank, how)
+        doors.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
 
     # ------------------------------------------------------------------ what there is
 
@@ -215,10 +298,10 @@ class Cluster:
 
     def alive(self) -> tuple[bool, ...]:
         """Tell for each rank whether its process runs and can be reached; all False when not started."""
-        launch, doors = self._launch, self._doors
-        if launch is None or doors is None:
+        place, doors = self._place, self._doors
+        if place is None or doors is None:
             return (False,) * self.num_ranks
-        return tuple(launch.is_running(rank) and not doors.is_lost(rank) for rank in range(self.num_ranks))
+        return tuple(place.is_running(rank) and not doors.is_lost(rank) for rank in range(self.num_ranks))
 
     def losses(self) -> dict[int, str]:
         """Say how ranks were lost, of each that was: ``died: the process was killed by SIGKILL (...)``."""
@@ -274,11 +357,7 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        doors = self._reach()
-        for rank in self._select(ranks, may_be_none=True):
-            if self._launch is not None:
-                self._launch.signal(rank, signal.SIGINT)
-                doors.wake(rank)
+        self._reach().interrupt(self._select(ranks, may_be_none=True), _INTERRUPT_S)
 
     def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         return select(ranks, self.num_ranks, may_be_none=may_be_none)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from workbench.cluster._control import Wire
+from workbench.cluster._control import INTERRUPT, REQUEST, Wire
 from workbench.cluster.pending import Answer, Pending, settle
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError
@@ -42,6 +42,16 @@ class Doors:
                     self._wire.call(self._engines[rank], name, args[rank], self._wire.exchange(rank, answer))
         return Pending(answers)
 
+    def evaluate(self, program: str, expression: str) -> Pending:
+        """Run a program on each rank, which need not have the workbench; the value is that of ``expression``."""
+        answers = {rank: Answer() for rank in range(len(self._engines))}
+        for rank, answer in answers.items():
+            if self._admit(rank, answer.future):
+                with self._sending:
+                    exchange = self._wire.exchange(rank, answer)
+                    self._wire.evaluate(self._engines[rank], program, expression, exchange)
+        return Pending(answers)
+
     def cell(self, code: str, ranks: Iterable[int]) -> Pending:
         """Run ``code`` as a cell in the main thread of each of ``ranks``."""
         answers = {rank: Answer() for rank in ranks}
@@ -53,23 +63,28 @@ class Doors:
 
     def ask(self, request: Request[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
         """Put ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for all."""
-        data = encode(request)
+        futures = self._put(REQUEST, encode(request), ranks, timeout_s)
+        return {rank: _outcome(request, rank, future) for rank, future in futures.items()}
+
+    def interrupt(self, ranks: Iterable[int], timeout_s: float) -> None:
+        """Send SIGINT to the main thread of each of ``ranks``, and wait until they have it, ``timeout_s`` s at most.
+
+        What they are asked later is not interrupted by it.
+        """
+        self._put(INTERRUPT, {}, ranks, timeout_s)
+
+    def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
+        """Put something to the control thread of each of ``ranks``; every future that is returned is complete."""
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
         admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
         with self._sending:
-            sent = {r: self._wire.ask(self._engines[r], r, data, future) for r, future in admitted.items()}
+            sent = {r: self._wire.ask(self._engines[r], r, kind, data, future) for r, future in admitted.items()}
         concurrent.futures.wait(futures.values(), timeout_s)
         for rank, future in futures.items():
             settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))
         for message_id in sent.values():
             self._wire.forget(message_id)
-        return {rank: _outcome(request, rank, future) for rank, future in futures.items()}
-
-    def wake(self, rank: int) -> None:
-        """Wake the main thread of ``rank``, which was sent a signal."""
-        if not self.is_lost(rank):
-            with self._sending:
-                self._wire.wake(self._engines[rank])
+        return futures
 
     def _admit(self, rank: int, future: Future[Any]) -> bool:
         """Note that ``future`` is open; False (and it is complete) when its rank is lost."""

@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 
 from workbench.cluster import processes
+from workbench.cluster.place import Place, Registered
 from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
 from workbench.cluster.zygote import Forked, Zygote, can_fork
@@ -124,7 +125,7 @@ def _command(module: str, arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-class Launch:
+class Launch(Place):
     """The processes of a cluster of ``num_ranks`` ranks; the constructor starts them all and waits for none.
 
     Args:
@@ -216,8 +217,8 @@ class Launch:
         copy.rename(self._root / "engine.json")
         return for_client
 
-    def wait_for_engines(self, registered: Callable[[], dict[str, int]]) -> tuple[int, ...]:
-        """Wait until ``registered()`` has all engines; return the ipyparallel engine id of each rank.
+    def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
+        """Wait until ``registered()`` has all engines; return the session id of each rank's.
 
         Raises:
             ClusterError: some did not come; the message names the ranks and shows the log of one.
@@ -225,8 +226,7 @@ class Launch:
         while missing := [rank for rank, engine in enumerate(self.engines) if engine not in registered()]:
             names = ", ".join(map(str, missing))
             self._wait_a_moment(f"rank {names} did not start", [*missing, None])
-        ids = registered()
-        return tuple(ids[engine] for engine in self.engines)
+        return self.engines
 
     def _wait_a_moment(self, complaint: str, awaited: list[int | None]) -> None:
         """Sleep for a moment, unless a process that is waited for has ended or it takes too long."""
@@ -258,12 +258,6 @@ class Launch:
         """Tell whether the process of ``rank`` runs; one that has ended and of which we were not told yet does not."""
         process = self._watched[rank].process
         return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
-
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the process of ``rank``, if it runs."""
-        process = self._watched[rank].process
-        if process is not None and self.is_running(rank):
-            process.send_signal(number)
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""

@@ -5,7 +5,7 @@ kernel to end: by end of file on its stdin, or by becoming somebody else's child
 the pipe open). Then it ends whatever still belongs to the cluster, removes the cluster's private files, and ends.
 After a normal stop there is nothing left for it to do but to end.
 
-Run as ``python -m workbench.cluster.reaper CLUSTER_ID DIRECTORY PARENT_PID``.
+Run as ``python -m workbench.cluster.reaper CLUSTER_ID PARENT_PID PATH ...``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Reaper:
 
     Args:
         cluster_id: value of the marker in the environment of the cluster's processes.
-        directory: the cluster's private files, removed with it.
+        paths: the cluster's private files and directories, removed with it.
     """
 
-    def __init__(self, cluster_id: str, directory: Path) -> None:
-        command = [sys.executable, "-m", "workbench.cluster.reaper", cluster_id, str(directory), str(os.getpid())]
+    def __init__(self, cluster_id: str, *paths: Path) -> None:
+        own = [cluster_id, str(os.getpid()), *map(str, paths)]
+        command = [sys.executable, "-m", "workbench.cluster.reaper", *own]
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -105,14 +106,23 @@ def _lines(descriptor: int, parent_pid: int) -> Iterator[bytes]:
         yield from complete
 
 
-def main(cluster_id: str, directory: str, parent_pid: int) -> None:
+def main(cluster_id: str, parent_pid: int, *paths: str) -> None:
     """Wait for the end of the process ``parent_pid``, then clean up (see the module's text)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     adopted = [process for line in _lines(sys.stdin.fileno(), parent_pid) if (process := parse(line)) is not None]
     processes.end(cluster_id, adopted, grace_s=GRACE_S)
-    shutil.rmtree(directory, ignore_errors=True)
+    for path in map(Path, paths):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with all that is in it; one that is gone is fine."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

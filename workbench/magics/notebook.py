@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import UsageError
 from workbench.magics.words import WORDS, overview, parse_line, parser_for
 from workbench.protocol.commands import Command, Continue, Help, Open, Start, Step, Stop
@@ -43,7 +44,7 @@ class Notebook:
         self._exchanging = threading.Lock()  # while its ranks are started or stopped
         self._last: list[Callable[[], None]] = []
 
-    def do(self, command: Command, source: Source, run: Run, tell: Tell) -> Any:  # noqa: ANN401 - what a word gives
+    def do(self, command: Command, source: Source, run: Run, tell: Tell, on_wait: OnWait = no_wait) -> Any:  # noqa: ANN401 - what a word gives
         """Do ``command``, and return a report, a figure, a widget, or nothing.
 
         Args:
@@ -51,6 +52,7 @@ class Notebook:
             source: who asks.
             run: does what the workbench does.
             tell: is told what there is to say beside it.
+            on_wait: is told what a start waits for.
 
         Raises:
             WorkbenchError: as :meth:`workbench.workbench.Workbench.do`.
@@ -58,7 +60,7 @@ class Notebook:
         self.shown().note(command, source)
         match command:
             case Start():
-                return self._alone("start", lambda: self._start(command, tell))
+                return self._alone("start", lambda: self._start(command, tell, on_wait))
             case Stop():
                 return self._alone("stop", lambda: self._stop(tell))
             case Open():
@@ -109,13 +111,13 @@ class Notebook:
             self.exchange = ""
             self._exchanging.release()
 
-    def _start(self, command: Start, tell: Tell) -> Report:
+    def _start(self, command: Start, tell: Tell, on_wait: OnWait) -> Report:
         wanted: RankSettings = command.call()[1]  # type: ignore[assignment]
         workbench = self.shown()
         if workbench.running and workbench.settings == wanted and not workbench.losses:
             tell("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
             return workbench.status()
-        report = workbench.start(**wanted)
+        report = workbench.start(on_wait, **wanted)
         self.workbench = workbench
         return report
 

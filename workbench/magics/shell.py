@@ -12,6 +12,7 @@ from IPython.core.completer import IPCompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
+from workbench.cluster.launched import launchers
 from workbench.errors import UsageError, WorkbenchError
 from workbench.events import unit_words
 from workbench.magics.complete import matcher_for
@@ -27,7 +28,7 @@ from workbench.magics.words import (
 )
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Cell, Command, Continue, Next, Step
+from workbench.protocol.commands import Cell, Command, Continue, Next, Start, Step
 from workbench.reports.done import CellReport
 from workbench.reports.places import live_units, param_names
 from workbench.reports.stopped import StopReport
@@ -36,6 +37,9 @@ from workbench.session.sides import LAST
 from workbench.widgets.progress import ProgressDisplay
 from workbench.widgets.standing import StandingLine
 from workbench.workbench import Workbench
+
+_KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
+"""Names for which nothing that runs is asked."""
 
 
 @magics_class
@@ -87,7 +91,10 @@ class FsdpMagics(Magics):
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
         command = parse_line(line, self._variable)
         self._tell_news()
-        return self.notebook.do(command, "cell", self._do, say)
+        if not isinstance(command, Start):
+            return self.notebook.do(command, "cell", self._do, say)
+        with closing(StandingLine()) as below:
+            return self.notebook.do(command, "cell", self._do, say, below.update)
 
     def _run_cell(self, line: str, cell: str) -> None:
         args = split(line)
@@ -141,8 +148,8 @@ class FsdpMagics(Magics):
 
     def _lookup(self, kind: Names) -> Sequence[str]:
         """Return names on the ranks; a model alone brings the paths of its units along."""
-        if kind == "events":
-            return EVENTS
+        if kind in _KNOWN_HERE:
+            return _KNOWN_HERE[kind]()
         if kind in {"traces", "records", "files"}:
             suffixes = {".trace", ".json", ".html"} if kind == "files" else {".trace"}
             files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)

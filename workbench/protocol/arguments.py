@@ -7,9 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, Literal
 
-Names = Literal["", "modules", "variables", "classes", "events", "units", "fqns", "traces", "records", "files", "words"]
+Names = Literal[
+    "",
+    "modules",
+    "variables",
+    "classes",
+    "events",
+    "units",
+    "fqns",
+    "traces",
+    "records",
+    "files",
+    "words",
+    "launchers",
+]
 """Which names an argument takes: what the ranks' namespaces hold, stop events, units, parameters, what ``compare``
-takes, trace files, all files that ``export`` writes, the words of ``%fsdp``."""
+takes, trace files, all files that ``export`` writes, the words of ``%fsdp``, launchers of ipyparallel."""
 
 
 Variable = Callable[[str], str]

@@ -122,12 +122,32 @@ class Start(Command):
 
     word: ClassVar[str] = "start"
     example: ClassVar[str] = "start -n 4"
+    more: ClassVar[str] = (
+        "on other machines with `--engines ssh`, `slurm`, `mpi` or another launcher of ipyparallel, as `--profile P` "
+        "configures it"
+    )
     needs_ranks: ClassVar[bool] = False
     num_ranks: int = field(
         default=4, metadata=argument("ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number)
     )
     device: str = field(default="auto", metadata=argument("where they compute (default auto)", choices=DEVICES))
     profile: str | None = field(default=None, metadata=argument("ipyparallel profile (default: none is needed)"))
+    engines: str = field(
+        default="",
+        metadata=argument(
+            "ipyparallel launcher that starts them: ssh, slurm, mpi, ... (default: the profile's; if it has none, this "
+            "machine's fast start)",
+            metavar="LAUNCHER",
+            completes="launchers",
+        ),
+    )
+    interface: str = field(
+        default="",
+        metadata=argument(
+            "network interface on which hosts reach each other (default: that of the route between them)",
+            metavar="NAME",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,20 +22,43 @@ class Address:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """A machine, as its ranks are told of it.
+
+    Attributes:
+        name: no other host of these ranks has it.
+        identity: ranks that were told an equal one may share memory.
+        address: where its ranks listen for other ranks.
+        interface: of the network, that has this address.
+    """
+
+    name: str
+    identity: str
+    address: str
+    interface: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Boot(Request[Address | None]):
     """Makes a process a rank; answered with where all ranks meet by rank 0, which opens it.
 
     Attributes:
         rank: from 0.
         world_size: number of ranks.
-        device: ``auto``, ``cpu`` or ``cuda``.
+        local_rank: its number on its host, from 0; that of its GPU.
+        local_world_size: number of ranks on its host.
+        device: ``cpu`` or ``cuda``.
+        host: where it is.
     """
 
     word: ClassVar[str] = "boot"
     reply: ClassVar[Any] = Address | None
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
     device: str
+    host: Host
 
 
 @dataclass(frozen=True, kw_only=True)

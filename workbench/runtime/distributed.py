@@ -13,40 +13,20 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
-from workbench.engine.backends import backend_of, num_gpus
+from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.state import roots
 from workbench.engine.waits import cancellation
-from workbench.errors import ClusterError, UsageError
-from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
-from workbench.protocol.starting import Address
+from workbench.errors import ClusterError
+from workbench.ports import LOOPBACK
+from workbench.protocol.starting import Address, Host
 from workbench.runtime.meshes import make_mesh, rebuild_groups
 from workbench.runtime.sockets import PeerSockets
 
 # stalls are found by the workbench, which knows when a rank is merely held; c10d must not end a group by itself
 _NEVER = timedelta(days=7)
 
-
-def choose_device(device: str, rank: int, world_size: int) -> torch.device:
-    """Return the device of ``rank``.
-
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto``: cuda if every rank can have a GPU of its own.
-        rank: this rank.
-        world_size: number of ranks.
-
-    Raises:
-        UsageError: ``cuda`` was asked for and there are fewer GPUs than ranks.
-    """
-    available = num_gpus()
-    if device == "cuda" and available < world_size:
-        raise UsageError(
-            f"{world_size} ranks need {world_size} GPUs and this machine has {available}: "
-            f"use --device cpu{f', or -n {available}' if available else ''}"
-        )
-    if device == "cpu" or available < world_size:
-        return torch.device("cpu")
-    return torch.device("cuda", rank)
+_INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass
@@ -56,14 +36,21 @@ class ProcessGroups:
     Attributes:
         rank: this rank.
         world_size: number of ranks.
+        local_rank: its number on its host.
+        local_world_size: number of ranks on its host.
         device: this rank's device.
+        host: where it is.
         mesh: 1-D mesh over all ranks, axis ``shard``; as all of :meth:`mesh_of` it stays valid when groups are rebuilt.
     """
 
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
     device: torch.device
+    host: Host
     _store: Store | None = None
+    _variables: dict[str, str] = field(default_factory=dict)
     _sockets: PeerSockets = field(default_factory=PeerSockets)
     _mesh: DeviceMesh | None = None
     _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
@@ -94,26 +81,42 @@ class ProcessGroups:
         return self._meshes[copies, size]
 
     def listen(self) -> Address:
-        """Open the store that all ranks meet at, on a free loopback port (rank 0 only), and return where it is."""
-        listener = socket.create_server((LOOPBACK, 0))
+        """Open the store that all ranks meet at, on a free port of this host (rank 0 only); return where it is."""
+        host = self.host.address
+        listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        return Address(host=LOOPBACK, port=port)
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return Address(host=host, port=port)
 
     def join(self, address: Address) -> None:
         """Meet the other ranks; collective."""
         self._sockets.store_port = address.port
         if self._store is None:
             self._store = TCPStore(address.host, address.port, is_master=False)
-        # gloo would otherwise listen on whatever the host name resolves to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        self._set_variables(address)
         self._backend.make_current()
         groups.around_creation = self._sockets.tracked
         self._init(0)
         with self._sockets.tracked():
             self._mesh = init_device_mesh(self._backend.kind, (self.world_size,), mesh_dim_names=("shard",))
+
+    def _set_variables(self, address: Address) -> None:
+        """Set the environment variables that torchrun would, and those that name the interface; until it leaves.
+
+        gloo would otherwise listen on whatever the host name resolves to, NCCL on an interface of its choice. What a
+        user has set for them stays.
+        """
+        libraries = ("GLOO_SOCKET_IFNAME",) if self.host.address == LOOPBACK else _INTERFACE_OF
+        self._variables = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": address.host,
+            "MASTER_PORT": str(address.port),
+            **{name: self.host.interface for name in libraries if name not in os.environ},
+        }
+        os.environ.update(self._variables)
 
     def _init(self, generation: int) -> None:
         if self._store is None:
@@ -166,6 +169,8 @@ class ProcessGroups:
         if dist.is_initialized():
             self._destroy()
         groups.forget_all()
+        for name in self._variables:
+            os.environ.pop(name, None)
 
     def _destroy(self) -> None:
         """Drop c10d's groups; one that waits for a peer is not waited for."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks
 from workbench.codec import decode, encode
 from workbench.engine import groups
 from workbench.engine._torch import untried
-from workbench.engine.backends import backend_of
+from workbench.engine.backends import backend_of, tell_host
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.commands import Command, Request, Step, Verified, Verify, from_dict
@@ -43,7 +42,7 @@ from workbench.protocol.messages import (
 )
 from workbench.protocol.starting import Boot, Connect, Connected
 from workbench.runtime import planning, sharding
-from workbench.runtime.distributed import ProcessGroups, choose_device
+from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.doing import DOES, does
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.namespace import module_names, user_namespace, variables
@@ -204,13 +203,20 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
 
     Raises:
         ValueError: it is no such request.
-        UsageError: fewer GPUs than ranks.
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     asked: Boot = decode(Boot, data, "boot")
-    device = choose_device(asked.device, asked.rank, asked.world_size)
-    process_groups = ProcessGroups(asked.rank, asked.world_size, device)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.world_size))
+    device = torch.device("cuda", asked.local_rank) if asked.device == "cuda" else torch.device(asked.device)
+    process_groups = ProcessGroups(
+        rank=asked.rank,
+        world_size=asked.world_size,
+        local_rank=asked.local_rank,
+        local_world_size=asked.local_world_size,
+        device=device,
+        host=asked.host,
+    )
+    tell_host(asked.host.identity)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.local_world_size))
     recorder = Recorder(Header(world_size=asked.world_size))
     trainer = Trainer(recorder)
     trainer.install()
@@ -235,7 +241,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     runtime.recorder.device_clock = clock = backend_of(runtime.groups.device).clock()
     mine = RankInfo(
         rank=runtime.groups.rank,
-        host=socket.gethostname(),
+        host=runtime.groups.host.name,
         device=str(runtime.groups.device),
         pid=os.getpid(),
         baseline_bytes=_sample_memory(runtime),

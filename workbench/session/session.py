@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from workbench.cluster.pending import Pending, select
+from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
@@ -90,8 +91,8 @@ class ClusterLike(Interruptible, Protocol):
     def rank_info(self) -> Sequence[Connected]:
         """What each rank said of itself when it joined."""
 
-    def start(self) -> None:
-        """Start all ranks."""
+    def start(self, on_wait: OnWait = no_wait) -> None:
+        """Start all ranks; ``on_wait`` is told what is waited for."""
 
     def stop(self) -> None:
         """Stop all ranks; may be called again."""

@@ -12,6 +12,7 @@ import functools
 import torch
 import torch.distributed as dist
 
+from workbench.engine.backends import shared_memory
 from workbench.engine.backends.base import Backend
 from workbench.engine.backends.cuda import Cuda
 from workbench.engine.backends.host import Host
@@ -36,9 +37,9 @@ def usual_kind() -> str:
     return "cuda" if "nccl" in dist.get_backend_config() and torch.cuda.is_available() else "cpu"
 
 
-def num_gpus() -> int:
-    """Return how many GPUs this machine has that ranks can compute on."""
-    return torch.cuda.device_count()
+def tell_host(identity: str) -> None:
+    """Tell this process what identifies its host: it shares memory only with ranks that were told the same."""
+    shared_memory.host = identity
 
 
 def can_pin() -> bool:

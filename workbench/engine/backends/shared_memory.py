@@ -28,6 +28,13 @@ from workbench.engine.errors import CollectiveFailed
 from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
 from workbench.engine.waits import SLICE_S, Work, cancellation
 
+host = ""
+"""Identity of this process's host, as it was told; empty: was not told.
+
+Ranks share memory only with those that were told the same. That a rank sees another's processes does not say that: in
+a network namespace of its own it stands for another host.
+"""
+
 _SET_UP = Collective("set-up of shared memory", None, 0)
 _MAPPED = "mapped"
 _CPU = torch.device("cpu")
@@ -70,12 +77,14 @@ def _create(num_bytes: int, until_mapped: ExitStack) -> str:
     fd = os.memfd_create(name)
     until_mapped.callback(os.close, fd)
     os.posix_fallocate(fd, 0, num_bytes)  # now, so that lack of memory is an error here and not a SIGBUS at a write
-    return f"{os.getpid()} {fd} {name}"
+    return f"{os.getpid()} {fd} {name} {host}"
 
 
 def _map(address: str, num_bytes: int) -> torch.Tensor:
     """Map the memory at an address, ``[num_bytes]`` uint8; unmapped when its last view dies."""
-    pid, fd, name = address.split()
+    pid, fd, name, its_host = address.split(" ", 3)
+    if its_host != host:
+        raise OSError(errno.ENXIO, "the other rank is on another host")
     path = f"/proc/{pid}/fd/{fd}"
     if os.readlink(path) != f"/memfd:{name} (deleted)":  # the name is random: nobody else's has it
         raise OSError(errno.ENXIO, f"{path} is not the other rank's memory: another host, or another pid namespace")

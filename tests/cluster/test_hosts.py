@@ -1,0 +1,171 @@
+"""Which engine becomes which rank, from what engines say of themselves."""
+
+import json
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.cluster import survey
+from workbench.cluster.hosts import Surveyed, boots, seats
+from workbench.codec import decode
+from workbench.errors import UsageError
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+
+HERE = Surveyed(
+    pid=1,
+    host="a",
+    identity="id of a",
+    python="3.11",
+    torch="2.13.0",
+    workbench="0.1.0",
+    num_gpus=0,
+    address="10.0.0.1",
+    interface="eth0",
+    interfaces=("eth0", "lo"),
+)
+
+
+def on(host, **more):
+    return replace(HERE, host=host, identity=f"id of {host}", **more)
+
+
+names = st.sampled_from(["node1", "node2", "node10", "b", "1"])
+
+
+@given(st.lists(names, min_size=1, max_size=12), st.integers(1, 12))
+def test_ranks_of_a_host_are_neighbours_numbered_from_0(found, num_ranks):
+    engines = {f"engine {number}": on(name) for number, name in enumerate(found)}
+    seated = seats(engines, num_ranks)
+    assert len(seated) == min(num_ranks, len(found))
+    assert len({seat.engine for seat in seated}) == len(seated)
+    runs = [list(run) for _, run in groupby(seated, key=lambda seat: seat.said.identity)]
+    assert len(runs) == len({seat.said.identity for seat in seated})
+    for run in runs:
+        assert [seat.local_rank for seat in run] == list(range(len(run)))
+        assert {seat.local_world_size for seat in run} == {len(run)}
+        order = [list(engines).index(seat.engine) for seat in run]
+        assert order == sorted(order)
+
+
+def test_hosts_are_in_the_order_that_people_count():
+    found = {str(number): on(name) for number, name in enumerate(["node10", "node2", "node1"])}
+    assert [seat.label for seat in seats(found)] == ["node1", "node2", "node10"]
+
+
+def test_hosts_of_one_name_are_told_apart():
+    found = {"0": on("a"), "1": replace(on("a", address="10.0.0.2"), identity="another")}
+    assert sorted(seat.label for seat in seats(found)) == ["a (10.0.0.1)", "a (10.0.0.2)"]
+
+
+def test_ranks_of_one_host_meet_on_its_loopback_interface():
+    asked = boots(seats({"0": on("a"), "1": on("a")}), "cpu")
+    assert {(boot.host.address, boot.host.interface) for boot in asked.values()} == {(LOOPBACK, LOOPBACK_INTERFACE)}
+    assert [(boot.rank, boot.world_size, boot.local_rank, boot.local_world_size) for boot in asked.values()] == [
+        (0, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+
+
+def test_ranks_of_several_hosts_meet_where_their_hosts_do():
+    asked = boots(seats({"0": on("a"), "1": on("b", address="10.0.0.2", interface="eth1"), "2": on("a")}), "cpu")
+    assert [(boot.host.name, boot.host.address, boot.host.interface) for boot in asked.values()] == [
+        ("a", "10.0.0.1", "eth0"),
+        ("a", "10.0.0.1", "eth0"),
+        ("b", "10.0.0.2", "eth1"),
+    ]
+    assert [(boot.rank, boot.local_rank, boot.local_world_size) for boot in asked.values()] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "settled"),
+    [((2, 1), "auto", "cuda"), ((2, 0), "auto", "cpu"), ((1, 1), "auto", "cpu"), ((8, 8), "cpu", "cpu")],
+)
+def test_auto_means_gpus_if_every_rank_can_have_one(gpus, device, settled):
+    found = {"0": on("a", num_gpus=gpus[0]), "1": on("a", num_gpus=gpus[0]), "2": on("b", num_gpus=gpus[1])}
+    assert {boot.device for boot in boots(seats(found), device).values()} == {settled}
+
+
+def test_each_host_with_too_few_gpus_is_named():
+    found = {"0": on("a", num_gpus=1), "1": on("a", num_gpus=1), "2": on("b"), "3": on("c", num_gpus=1)}
+    with pytest.raises(UsageError) as caught:
+        boots(seats(found), "cuda")
+    assert str(caught.value).splitlines() == [
+        "2 ranks need 2 GPUs and a has 1: use --device cpu, or no more than 1 there",
+        "1 rank needs 1 GPU and b has 0: use --device cpu",
+    ]
+
+
+@pytest.mark.parametrize("address", ["", LOOPBACK])
+def test_a_host_that_the_others_cannot_reach_is_named(address):
+    found = {"0": on("a"), "1": on("b", address=address)}
+    with pytest.raises(UsageError, match=r"b cannot be reached from other hosts .* one of eth0, lo$"):
+        boots(seats(found), "cpu")
+    with pytest.raises(UsageError, match=r"b has no address on 'ib0'; it has eth0, lo: --interface NAME$"):
+        boots(seats(found), "cpu", "ib0")
+
+
+# ---- what an engine says
+
+
+@pytest.fixture
+def registered_at(monkeypatch):
+    """Has this process be an engine that registered at a controller's address."""
+    from ipyparallel.engine.app import IPEngine
+
+    def register(host):
+        engine = type("Engine", (), {"registration_url": f"tcp://{host}:1234"})
+        monkeypatch.setattr(IPEngine, "instance", lambda: engine)
+
+    return register
+
+
+def said(**more):
+    return decode(Surveyed, json.loads(survey.survey(more.pop("interface", ""), count_gpus=False)), "said")
+
+
+def test_what_a_process_says_of_itself(registered_at):
+    registered_at("127.0.0.1")
+    found = said()
+    assert found.identity == survey._identity()
+    assert (found.python.count("."), found.num_gpus) == (1, 0)
+    assert LOOPBACK_INTERFACE in found.interfaces
+    assert found.torch.startswith("2.")
+    assert found.workbench
+
+
+def test_the_address_is_that_of_the_route_to_the_controller(registered_at, monkeypatch):
+    routes = {"10.9.8.7": "10.9.0.2", "127.0.0.1": "127.0.0.1", survey.ELSEWHERE: "192.168.0.3"}
+    monkeypatch.setattr(survey, "address_towards", routes.get)
+    monkeypatch.setattr(
+        survey, "interfaces_here", lambda: {"lo": "127.0.0.1", "eth0": "192.168.0.3", "eth1": "10.9.0.2"}
+    )
+    registered_at("10.9.8.7")
+    assert (said().address, said().interface) == ("10.9.0.2", "eth1")
+    registered_at("127.0.0.1")  # here, or through a tunnel
+    assert (said().address, said().interface) == ("192.168.0.3", "eth0")
+    assert (said(interface="lo").address, said(interface="lo").interface) == ("127.0.0.1", "lo")
+    assert (said(interface="ib0").address, said(interface="ib0").interface) == ("", "")
+
+
+def test_an_engine_without_the_workbench_and_torch_says_so(registered_at, monkeypatch):
+    registered_at("127.0.0.1")
+
+    def no_version(name):
+        raise survey.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(survey.metadata, "version", no_version)
+    monkeypatch.setattr(survey.util, "find_spec", lambda name: None)
+    found = json.loads(survey.survey("", count_gpus=True))
+    assert (found["torch"], found["workbench"], found["num_gpus"]) == ("", "", 0)
+
+
+def test_an_address_that_cannot_be_reached_has_no_route(monkeypatch):
+    assert survey.address_towards("256.0.0.1") == ""
+    assert survey.address_towards("127.0.0.1") == "127.0.0.1"

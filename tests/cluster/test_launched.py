@@ -1,0 +1,181 @@
+"""Engines that ipyparallel's own launchers start, on this machine."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import RUNTIME, texts, wait_until_held
+from tests.cluster.fake_rank import Look, Release
+from tests.waiting import PATIENCE_S, wait_until
+from workbench.cluster import Cluster
+from workbench.cluster.launched import Launched, launchers
+from workbench.cluster.processes import is_running
+from workbench.errors import ClusterError, Interrupted, RankDied, UsageError
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ipython_directory(tmp_path_factory):
+    """Where profiles are, for the tests of this module."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        directory = tmp_path_factory.mktemp("ipython")
+        monkeypatch.setenv("IPYTHONDIR", str(directory))
+        yield directory
+
+
+def write_profile(ipython_directory, name, config=""):
+    """Make a profile with this ``ipcluster_config.py``."""
+    directory = ipython_directory / f"profile_{name}"
+    (directory / "startup").mkdir(parents=True, exist_ok=True)
+    (directory / "ipcluster_config.py").write_text(f"c = get_config()\n{config}")
+    return directory
+
+
+def files_in(directory):
+    return {path.relative_to(directory) for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def launched(ipython_directory):
+    write_profile(ipython_directory, "mine", "c.LocalEngineLauncher.environment = {'LENT_CONFIG': '1'}\n")
+    with Cluster(2, "cpu", "mine", engines="local", runtime=RUNTIME) as started:
+        yield started
+
+
+def test_the_launchers_are_those_that_ipyparallel_has_registered():
+    assert {"local", "mpi", "ssh", "slurm", "pbs", "lsf", "sge", "htcondor"} <= set(launchers())
+
+
+def test_an_unknown_launcher_is_refused_with_the_list():
+    with pytest.raises(UsageError, match=r"no launcher of engines called 'slrum'; there are .*ssh"):
+        Cluster(2, engines="slrum")
+
+
+def test_ranks_work_as_ever(launched):
+    assert [info.rank for info in launched.rank_info] == [0, 1]
+    pending = launched.run_cell("import os; print(rank, os.environ['LENT_CONFIG'])")
+    pending.results(PATIENCE_S)
+    assert [texts(pending, rank) for rank in (0, 1)] == ["0 1\n", "1 1\n"]
+    replies = launched.ask(Look(), timeout_s=PATIENCE_S)
+    assert [reply.thread for reply in replies.values()] == ["Control", "Control"]
+
+
+def test_an_interrupt_needs_no_process_of_ours(launched):
+    pending = launched.apply(f"{RUNTIME}:spin")
+    wait_until_held(launched)
+    launched.interrupt([1])
+    assert pending.error(1) is None or pending.wait(0)
+    wait_until(lambda: pending.done(1))
+    assert pending.error(1).ename == "KeyboardInterrupt"
+    assert not pending.done(0)
+    launched.ask(Release(), timeout_s=PATIENCE_S)
+    assert pending.result(0, PATIENCE_S)
+
+
+def test_connections_are_encrypted_and_on_loopback(launched):
+    keys = Path(launched._place._cluster.controller.connection_files["client"]).read_text()
+    assert '"curve_serverkey": null' not in keys
+    controller = psutil.Process(launched._place._cluster.controller.pid)
+    processes = [controller, *controller.children(recursive=True)]
+    listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"}
+    assert listening == {"127.0.0.1"}
+
+
+def test_a_stop_leaves_nothing(ipython_directory):
+    directory = write_profile(ipython_directory, "left")
+    threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
+    before = files_in(directory)
+    with Cluster(2, "cpu", "left", engines="local", runtime=RUNTIME):
+        started = set(psutil.Process().children(recursive=True)) - children
+        assert len(started) >= 4
+    wait_until(lambda: not any(map(is_running, started)))
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+    assert {
+        path for path in files_in(directory) - before if "ipcontroller" in str(path) or "log" in path.parts
+    } == set()
+
+
+def test_a_killed_rank_is_named_and_the_others_work_on(ipython_directory):
+    write_profile(ipython_directory, "killed")
+    with Cluster(2, "cpu", "killed", engines="local", runtime=RUNTIME) as cluster:
+        pending = cluster.apply(f"{RUNTIME}:hold")
+        wait_until_held(cluster)
+        os.kill(cluster.rank_info[1].pid, signal.SIGKILL)
+        with pytest.raises(RankDied, match=r"rank 1 died: its process on .* has ended"):
+            pending.result(1, PATIENCE_S)
+        assert cluster.alive() == (True, False)
+        cluster.ask(Release(), timeout_s=PATIENCE_S)
+        assert pending.result(0, PATIENCE_S)
+
+
+def test_a_profile_may_say_which_launcher(ipython_directory):
+    config = (
+        f"c.Cluster.engine_launcher_class = 'local'\nc.LocalEngineLauncher.engine_cmd = [{sys.executable!r}, '-c', '']"
+    )
+    write_profile(ipython_directory, "says", config)
+    with pytest.raises(ClusterError, match="engines ended while they started: 0 of 2 engines are here"):
+        Cluster(2, "cpu", "says", runtime=RUNTIME).start()
+
+
+def test_a_configuration_that_fails_is_said(ipython_directory):
+    write_profile(ipython_directory, "fails", "raise RuntimeError('no such queue')")
+    with pytest.raises(UsageError, match=r"profile_fails/ipcluster_config.py fails: RuntimeError: no such queue"):
+        Cluster(2, "cpu", "fails", engines="local").start()
+
+
+def test_a_launcher_whose_program_is_missing_is_said(ipython_directory):
+    write_profile(ipython_directory, "absent", "c.MPIEngineSetLauncher.mpi_cmd = ['no-such-mpiexec']")
+    with pytest.raises(ClusterError, match=r"MPIEngineSetLauncher could not start 2 engines: .*no-such-mpiexec"):
+        Cluster(2, "cpu", "absent", engines="mpi", runtime=RUNTIME).start()
+
+
+def test_an_interface_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"no address on 'ib7'; it has .*lo"):
+        Cluster(2, "cpu", engines="local", interface="ib7").start()
+
+
+def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
+    sleeper = "import signal; signal.pause()"
+    config = f"c.LocalEngineLauncher.engine_cmd = [{sys.executable!r}, '-c', {sleeper!r}]"
+    write_profile(ipython_directory, "waits", config)
+    children, told = set(psutil.Process().children(recursive=True)), []
+
+    def give_up(sentence):
+        told.append(sentence)
+        if "0 of 2 engines are here" in sentence:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
+        Cluster(2, "cpu", "waits", engines="local", runtime=RUNTIME).start(give_up)
+    assert any("after" in sentence for sentence in told)
+    assert set(psutil.Process().children(recursive=True)) <= children
+
+
+def test_where_the_controller_listens_is_what_is_configured_or_the_route(ipython_directory, monkeypatch):
+    import workbench.cluster.launched as module
+
+    routes = {"10.1.2.3": "10.1.0.1", module.ELSEWHERE: "192.168.0.9"}
+    monkeypatch.setattr(module, "address_towards", lambda host: routes.get(host, ""))
+    monkeypatch.setattr(module, "interfaces_here", lambda: {"lo": "127.0.0.1", "eth5": "172.16.0.5"})
+
+    def ip_of(engines, config="", interface="", controller=""):
+        directory = write_profile(ipython_directory, "ip", config)
+        (directory / "ipcontroller_config.py").write_text(f"c = get_config()\n{controller}")
+        place = object.__new__(Launched)
+        place._cluster = module._cluster("ip", engines)
+        place._listen_on(interface)
+        return place._cluster.controller_ip
+
+    hosts = "c.SSHEngineSetLauncher.engines = {'me@10.1.2.3:22': 2}"
+    assert ip_of("local") == ""
+    assert ip_of("ssh", hosts) == "10.1.0.1"
+    assert ip_of("slurm") == "192.168.0.9"
+    assert ip_of("slurm", interface="ib0,eth5") == "172.16.0.5"
+    assert ip_of("slurm", "c.Cluster.controller_ip = '1.2.3.4'") == "1.2.3.4"
+    assert ip_of("slurm", controller="c.IPController.ip = '*'") == ""

@@ -1,0 +1,161 @@
+"""Which engine becomes which rank, and whether they fit together: pure functions of what engines say of themselves."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from workbench.errors import UsageError
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+from workbench.protocol.starting import Boot, Host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyed:
+    """What an engine says of itself (:mod:`workbench.cluster.survey`).
+
+    Attributes:
+        pid: of its process.
+        host: name of its machine.
+        identity: of its host; engines with an equal one share memory and the loopback interface.
+        python: version, such as ``3.12``.
+        torch: version; empty: there is none.
+        workbench: version; empty: there is none.
+        num_gpus: GPUs of its host; 0 if they were not to be counted.
+        address: of its host, for other hosts; empty: there is none on that interface.
+        interface: that has this address.
+        interfaces: names of all that have one.
+    """
+
+    pid: int
+    host: str
+    identity: str
+    python: str
+    torch: str
+    workbench: str
+    num_gpus: int
+    address: str
+    interface: str
+    interfaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """An engine and the rank it becomes.
+
+    Attributes:
+        engine: its session id.
+        said: what it says of itself.
+        local_rank: its number on its host, from 0.
+        local_world_size: ranks on its host.
+        label: name of its host that no other host has.
+    """
+
+    engine: str
+    said: Surveyed
+    local_rank: int
+    local_world_size: int
+    label: str
+
+
+def seats(found: Mapping[str, Surveyed], num_ranks: int | None = None) -> tuple[Seat, ...]:
+    """Return the first ``num_ranks`` engines (None: all) in the order of ranks: those of a host next to each other.
+
+    Hosts are ordered by name, ``node2`` before ``node10``; engines of a host keep the order in which they are given.
+    """
+    chosen = sorted(found.items(), key=lambda item: _host_key(item[1]))[:num_ranks]
+    labels = _labels(said for _, said in chosen)
+    result = []
+    for identity, of_host in groupby(chosen, key=lambda item: item[1].identity):
+        local = list(of_host)
+        for local_rank, (engine, said) in enumerate(local):
+            result.append(
+                Seat(
+                    engine=engine,
+                    said=said,
+                    local_rank=local_rank,
+                    local_world_size=len(local),
+                    label=labels[identity],
+                )
+            )
+    return tuple(result)
+
+
+def _host_key(said: Surveyed) -> tuple[list[tuple[int, str]], str]:
+    """Order hosts: numbers in names count as such."""
+    parts = re.findall(r"\d+|\D+", said.host)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], said.identity
+
+
+def _labels(said: Iterable[Surveyed]) -> dict[str, str]:
+    """Return a name for each host, by its identity; those that have the same one are told apart by their address."""
+    hosts = {one.identity: one for one in said}
+    count = Counter(one.host for one in hosts.values())
+    return {
+        identity: one.host if count[one.host] == 1 else f"{one.host} ({one.address or identity})"
+        for identity, one in hosts.items()
+    }
+
+
+def boots(seated: Sequence[Seat], device: str, interface: str = "") -> dict[int, Boot]:
+    """Return what makes each engine a rank.
+
+    Args:
+        seated: the engines, by rank.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        interface: what the user says that hosts reach each other on; empty: nothing.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks, or a host cannot be reached by the others; a sentence each.
+    """
+    settled = _settle_device(seated, device)
+    is_alone = len({seat.said.identity for seat in seated}) == 1
+    if not is_alone:
+        _check_addresses(seated, interface)
+    return {
+        rank: Boot(
+            rank=rank,
+            world_size=len(seated),
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
+            device=settled,
+            host=Host(
+                name=seat.label,
+                identity=seat.said.identity,
+                address=LOOPBACK if is_alone else seat.said.address,
+                interface=LOOPBACK_INTERFACE if is_alone else seat.said.interface,
+            ),
+        )
+        for rank, seat in enumerate(seated)
+    }
+
+
+def _settle_device(seated: Sequence[Seat], device: str) -> str:
+    """Return ``cpu`` or ``cuda``, equal for all ranks; ``auto``: GPUs if every rank can have one of its own."""
+    lacking = {seat.label: seat for seat in seated if seat.said.num_gpus < seat.local_world_size}
+    if device == "cuda" and lacking:
+        raise UsageError("\n".join(_few_gpus(seat) for seat in lacking.values()))
+    return "cpu" if device == "cpu" or lacking else "cuda"
+
+
+def _few_gpus(seat: Seat) -> str:
+    needed, there = seat.local_world_size, seat.said.num_gpus
+    need = f"{needed} ranks need {needed} GPUs" if needed > 1 else "1 rank needs 1 GPU"
+    fewer = f", or no more than {there} there" if there else ""
+    return f"{need} and {seat.label} has {there}: use --device cpu{fewer}"
+
+
+def _check_addresses(seated: Sequence[Seat], interface: str) -> None:
+    without = {seat.label: seat.said for seat in seated if seat.said.address in {"", LOOPBACK}}
+    wrong = [
+        f"{label} has no address on {interface!r}; it has {', '.join(said.interfaces)}: --interface NAME"
+        if interface
+        else f"{label} cannot be reached from other hosts on the way to the controller: --interface NAME, one of "
+        f"{', '.join(said.interfaces)}"
+        for label, said in without.items()
+    ]
+    if wrong:
+        raise UsageError("\n".join(wrong))

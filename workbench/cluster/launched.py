@@ -1,0 +1,367 @@
+"""Engines that one of ipyparallel's launchers starts: processes of this machine, over SSH or MPI, or jobs of a queue.
+
+All of it is ipyparallel's ``Cluster``, configured as its users do: ``ipcluster_config.py`` of a profile. Here it gets a
+thread with an event loop for as long as it lasts, a marker by which processes on this machine are found again, and what
+its launcher says is kept to be shown.
+
+The controller listens where ipyparallel is configured to have it listen. Where nothing is configured, and engines are
+on other hosts, that is this host's address on the route to them, and no other. Its connections are encrypted and
+authenticated (CURVE), unless that is configured otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+from ipyparallel.cluster.launcher import BaseLauncher, BatchSystemLauncher, LocalEngineSetLauncher, SSHLauncher
+from traitlets.config.loader import load_pyconfig_files
+
+from workbench.cluster import processes
+from workbench.cluster.launch import profile_directory
+from workbench.cluster.place import OnWait, Place, Registered
+from workbench.cluster.reaper import Reaper, remove
+from workbench.cluster.survey import ELSEWHERE, address_towards, interfaces_here
+from workbench.errors import ClusterError, UsageError
+
+LAUNCHERS = "ipyparallel.engine_launchers"
+"""Entry points that name launchers of engines."""
+
+STOP_S = 20.0
+"""How long launchers may take to end what they have started, in seconds."""
+
+TELL_S = 0.5
+"""How often it is told what is waited for, in seconds."""
+
+_GRACE_S = 2.0
+_POLL_S = 0.02
+_LINES = 12
+
+
+def launchers() -> tuple[str, ...]:
+    """Return the names of the launchers that are installed."""
+    return tuple(sorted({entry.name.lower() for entry in entry_points(group=LAUNCHERS)}))
+
+
+def check_launcher(name: str) -> None:
+    """Raise unless there is a launcher of engines called ``name``.
+
+    Raises:
+        UsageError: there is none; the message lists those there are.
+    """
+    if name.lower() not in launchers():
+        raise UsageError(f"ipyparallel has no launcher of engines called {name!r}; there are {', '.join(launchers())}")
+
+
+def configures_launcher(profile: str) -> bool:
+    """Tell whether a profile says which launcher starts engines.
+
+    Raises:
+        UsageError: the profile does not exist, or its configuration cannot be read.
+    """
+    return "engine_launcher_class" in _configured(profile_directory(profile), "ipcluster_config.py").Cluster
+
+
+def _configured(profile_directory: Path, file: str) -> Any:  # noqa: ANN401 - traitlets' Config
+    """Return what a configuration file of a profile says; ipyparallel itself would pass over one that fails.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return load_pyconfig_files([file], str(profile_directory))
+    except Exception as error:
+        raise UsageError(f"{profile_directory / file} fails: {type(error).__name__}: {error}") from error
+
+
+def _cluster(profile: str | None, engines: str, **more: Any) -> Any:  # noqa: ANN401 - ipyparallel is untyped
+    where = {} if profile is None else {"profile_dir": str(profile_directory(profile))}
+    if engines:
+        check_launcher(engines)
+        more["engines"] = engines
+    cluster = ipyparallel.Cluster(shutdown_atexit=False, parent=None, **where, **more)
+    _configured(Path(cluster.profile_dir), "ipcluster_config.py")
+    return cluster
+
+
+class Said(logging.Handler):
+    """Keeps the last lines that launchers log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: deque[str] = deque(maxlen=_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the lines of ``record``."""
+        self.lines.extend(line.rstrip() for line in record.getMessage().splitlines() if line.strip())
+
+
+class EventLoop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin ``work``, and return what will be its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self, timeout_s: float) -> None:
+        """End the loop once it is idle; a launcher that is stuck keeps its thread until it is not."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+
+
+class Launched(Place):
+    """A controller and engines that ipyparallel starts; the constructor begins with the controller.
+
+    Args:
+        num_ranks: number of engines.
+        engines: name of the launcher; empty: the profile's.
+        profile: name of the IPython profile whose configuration applies; None: the default one's.
+        timeout_s: time in seconds the start may take, besides waiting in a queue.
+        interface: that engines of other hosts reach the controller on; empty: the one on the route to them.
+        on_exit: called in a thread of its own with None when the controller has ended.
+        on_wait: is told what is waited for.
+
+    Raises:
+        UsageError: there is no such launcher, profile or interface.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        engines: str,
+        profile: str | None,
+        timeout_s: float,
+        *,
+        interface: str,
+        on_exit: Callable[[int | None], None],
+        on_wait: OnWait,
+    ) -> None:
+        self._began = self._tell_at = time.monotonic()
+        self.deadline = self._began + timeout_s
+        self._num_ranks, self._timeout_s = num_ranks, timeout_s
+        self._on_exit, self._on_wait = on_exit, on_wait
+        self._said, log = Said(), logging.Logger("ipyparallel")
+        log.addHandler(self._said)
+        self._cluster = _cluster(profile, engines, n=num_ranks, log=log)
+        self._id = secrets.token_hex(8)
+        self._batch_files: list[Path] = []
+        self._is_ending = False
+        self._engines_started: Future[Any] = Future()
+        self._listen_on(interface)
+        self._reaper = Reaper(self._id, Path(self._cluster.cluster_file))
+        self._loop = EventLoop("workbench: launcher")
+        self._controller_started = self._loop.submit(self._start_controller())
+
+    @property
+    def _launcher_class(self) -> type[BaseLauncher]:
+        found: type[BaseLauncher] = self._cluster.engine_launcher_class
+        return found
+
+    @property
+    def _words(self) -> str:
+        """Name the launcher, as in messages."""
+        return f"ipyparallel's {self._launcher_class.__name__}"
+
+    # ---- where the controller listens
+
+    def _listen_on(self, interface: str) -> None:
+        """Have the controller listen where engines reach it, unless that is configured."""
+        cluster = self._cluster
+        own = _configured(Path(cluster.profile_dir), "ipcontroller_config.py").IPController
+        if interface:
+            cluster.controller_ip = _address_of(interface)
+        elif not cluster.controller_ip and not {"ip", "engine_ip"} & set(own) and not self._is_here:
+            cluster.controller_ip = address_towards(self._first_host()) or address_towards(ELSEWHERE)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether engines are processes of this machine."""
+        return issubclass(self._launcher_class, LocalEngineSetLauncher) and not self._is_ssh
+
+    @property
+    def _is_ssh(self) -> bool:
+        return issubclass(self._launcher_class, SSHLauncher)
+
+    def _first_host(self) -> str:
+        """Return the address of a host on which engines are to be started; empty: it is not known before."""
+        hosts = getattr(self._settings(self._launcher_class), "engines", {}) if self._is_ssh else {}
+        for host in hosts:
+            with suppress(OSError):
+                return socket.gethostbyname(str(host).rpartition("@")[2].partition(":")[0])
+        return ""
+
+    def _settings(self, launcher: type[BaseLauncher]) -> Any:  # noqa: ANN401 - ipyparallel is untyped
+        """Return a launcher of this class that starts nothing: it has what was configured."""
+        return launcher(parent=self._cluster, profile_dir=self._cluster.profile_dir, log=self._cluster.log)
+
+    # ---- starting, in the loop's thread
+
+    async def _start_controller(self) -> None:
+        cluster = self._cluster
+        environment = {
+            "IPP_ENABLE_CURVE": "1",
+            "IPP_SESSION_KEY": secrets.token_hex(32),  # messages are signed as well, or the client warns of it
+            **self._settings(cluster.controller_launcher_class).environment,
+            processes.MARKER: self._id,
+        }
+        await cluster.start_controller(environment=environment)
+        cluster.controller.on_stop(lambda _: self._on_exit(None))
+        await cluster.controller.get_connection_info()
+
+    async def _start_engines(self) -> None:
+        configured = self._settings(self._launcher_class)
+        if self._is_ssh and self._cluster.send_engines_connection_env:
+            # they are told in their environment how to connect: no key need lie on their hosts
+            self._cluster.config.SSHEngineLauncher.setdefault("to_send", [])
+        environment = {**configured.environment, processes.MARKER: self._id}
+        await self._cluster.start_engines(self._num_ranks, environment=environment)
+
+    # ---- waiting for it
+
+    def wait_for_controller(self) -> Path:
+        """Wait until the controller listens, begin to start engines, and return its connection file for clients.
+
+        Raises:
+            ClusterError: it did not come up.
+        """
+        while not self._controller_started.done():
+            self._wait_a_moment("the controller starts")
+        self._check(self._controller_started, "start the controller")
+        self._engines_started = self._loop.submit(self._start_engines())
+        return Path(self._cluster.controller.connection_files["client"])
+
+    def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
+        """Wait until all engines have registered; in a queue without a limit.
+
+        Raises:
+            ClusterError: some did not come, or the launcher refused; the message has what it said.
+        """
+        while not self._engines_started.done():
+            self._wait_a_moment("engines are being started")
+        self._check(self._engines_started, f"start {self._num_ranks} engines")
+        engine_set = self._cluster.engine_set
+        if engine_set.n < self._num_ranks:
+            raise ClusterError(
+                f"{self._words} is configured to start {engine_set.n} engines, not {self._num_ranks}: add hosts to "
+                f"c.{type(engine_set).__name__}.engines, or %fsdp start -n {engine_set.n}"
+            )
+        where = ""
+        if isinstance(engine_set, BatchSystemLauncher):
+            where, self.deadline = f", in the queue as job {engine_set.job_id}", float("inf")
+        self._wait_until_here(engine_set, registered, where)
+        self.deadline = time.monotonic() + self._timeout_s
+        return tuple(sorted(registered(), key=registered().__getitem__))
+
+    def _wait_until_here(self, engine_set: Any, registered: Registered, where: str) -> None:  # noqa: ANN401
+        while (num_here := len(registered())) < self._num_ranks:
+            what = f"{num_here} of {self._num_ranks} engines are here{where}"
+            if engine_set.state == "after":
+                raise ClusterError(f"engines ended while they started: {what}{self.log_tail(None)}")
+            self._wait_a_moment(what)
+
+    def _wait_a_moment(self, what: str) -> None:
+        """Sleep for a moment, and tell what is waited for, unless it takes too long."""
+        if time.monotonic() > self.deadline:
+            raise ClusterError(f"{what}, and no more came within {self._timeout_s:.0f} s{self.advice(None)}")
+        now = time.monotonic()
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_S
+            last = self._said.lines[-1] if self._said.lines else ""
+            self._on_wait(f"{what}, after {now - self._began:.0f} s{f': {last}' if last else ''}")
+        time.sleep(_POLL_S)
+
+    def _check(self, started: Future[Any], what: str) -> None:
+        error = started.exception()
+        if error is not None:
+            raise ClusterError(f"{self._words} could not {what}: {error}{self.log_tail(None)}") from error
+
+    # ---- what is known of it
+
+    def is_running(self, _rank: int) -> bool:
+        """Tell whether the controller runs, from which it is known which engines do."""
+        controller = self._cluster.controller
+        return controller is not None and controller.state == "running"
+
+    def ending(self, _rank: int | None) -> str:
+        """Say how the controller ended; ``""`` while it runs."""
+        controller = self._cluster.controller
+        if controller is None or controller.state != "after":
+            return ""
+        code = (controller.stop_data or {}).get("exit_code")
+        return "the cluster's controller has ended" + ("" if code is None else f" with exit code {code}")
+
+    def log_tail(self, _rank: int | None) -> str:
+        """Return the last lines that the launcher said as the end of a message."""
+        return f"; the launcher said:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
+
+    def advice(self, rank: int | None) -> str:
+        """Return what there is to look at, and to do, when engines do not come."""
+        ip = self._cluster.controller_ip
+        heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine alone"
+        return (
+            f"{self.log_tail(rank)}\n{heard}: other hosts must reach it there (firewall, VPN; --interface NAME for "
+            f"another address), and find Python with the workbench (c.{self._launcher_class.__name__} in "
+            f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'})"
+        )
+
+    # ---- the end
+
+    def end(self) -> None:
+        """End controller and engines, take back what is queued, and remove all files; may be called again."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+            last.callback(self._remove_files)
+            last.callback(self._reaper.close, _GRACE_S)
+            last.callback(self._loop.close, _GRACE_S)
+            last.callback(processes.end, self._id, (), grace_s=_GRACE_S)
+            last.callback(self._stop)
+
+    def _stop(self) -> None:
+        engine_set = self._cluster.engine_set
+        if isinstance(engine_set, BatchSystemLauncher):
+            self._batch_files.append(Path(engine_set.batch_file))
+        with suppress(Exception):  # whatever a launcher raises, what it has left here is ended next
+            self._loop.submit(self._cluster.stop_cluster()).result(STOP_S)
+
+    def _remove_files(self) -> None:
+        """Remove what ipyparallel leaves in the profile's directory, and in this one."""
+        found = Path(self._cluster.profile_dir).glob(f"*/*{self._cluster.cluster_id}*")
+        for path in (*found, *self._batch_files):
+            remove(path)
+
+
+def _address_of(interface: str) -> str:
+    """Return this host's address on the first interface of a list that it has.
+
+    Raises:
+        UsageError: it has none of them.
+    """
+    here = interfaces_here()
+    for name in interface.split(","):
+        if name in here:
+            return here[name]
+    raise UsageError(f"this machine has no address on {interface!r}; it has {', '.join(sorted(here))}")

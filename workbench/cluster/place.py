@@ -1,0 +1,60 @@
+"""Where the engines of a cluster come from: what a cluster asks of whatever starts them, or finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+Registered = Callable[[], dict[str, int]]
+"""Returns the ipyparallel engine id of every engine that has registered, by session id."""
+
+OnWait = Callable[[str], None]
+"""Is told, in a sentence, what a start waits for; ``""``: nothing any more."""
+
+
+def no_wait(_sentence: str) -> None:
+    """Tell nobody."""
+
+
+class Place(Protocol):
+    """Engines, and the controller that routes messages to them.
+
+    A rank is an index of what :meth:`wait_for_engines` has returned only where the place itself has started a process
+    for each; elsewhere it is known from the controller alone whether an engine is there.
+
+    Attributes:
+        deadline: time (monotonic clock, s) at which what is waited for has taken too long.
+    """
+
+    deadline: float
+
+    def wait_for_controller(self) -> Path:
+        """Wait until the controller listens, and return its connection file for clients.
+
+        Raises:
+            UsageError: there is none.
+            ClusterError: it did not come up.
+        """
+
+    def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
+        """Wait until there are enough engines, and return the session id of each.
+
+        Raises:
+            ClusterError: some did not come; the message says which, and why as far as it is known.
+        """
+
+    def is_running(self, rank: int) -> bool:
+        """Tell whether nothing is known here of an end of the process of ``rank``."""
+
+    def ending(self, rank: int | None) -> str:
+        """Say how the process of a rank (None: the controller) ended; ``""`` while nothing is known of that."""
+
+    def log_tail(self, rank: int | None) -> str:
+        """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
+
+    def advice(self, rank: int | None) -> str:
+        """Return what there is to look at, and to do, when a process (None: the controller) is too slow."""
+
+    def end(self) -> None:
+        """End what was started, and remove its files; may be called again."""
