@@ -326,11 +326,13 @@ class FlatPart:
         fqn: name relative to the root module.
         shape: its own.
         first: index of its first element in the flat parameter.
+        trainable: whether it takes a gradient.
     """
 
     fqn: str
     shape: tuple[int, ...]
     first: int
+    trainable: bool = True
 
     @property
     def numel(self) -> int:
@@ -365,6 +367,7 @@ class Param:
         padded_rows: rows of ``shard_dim`` each shard-rank's storage has room for; ``ceil(shape[shard_dim] / F)``.
         trainable: whether it takes a gradient.
         parts: the parameters it stands for, if it is a flat one; none: it is one itself.
+        use_orig_params: of a flat one: whether optimizers have a piece of each part, and not the flat one.
     """
 
     fqn: str
@@ -377,6 +380,7 @@ class Param:
     padded_rows: int
     trainable: bool = True
     parts: tuple[FlatPart, ...] = ()
+    use_orig_params: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,6 +170,22 @@ def test_memory_at_rest_of_the_docstring_and_of_frozen_parameters():
     assert at_rest(frozen, 0) == AtRest(params=24, grads=0, adam=0)
 
 
+def test_of_a_flat_parameter_an_optimizer_has_all_the_room_or_the_pieces_that_are_trained():
+    flat = make_flat((3, 4), 2)
+    assert [at_rest(Header(units=(make_unit(flat),)), rank) for rank in (0, 1)] == [
+        AtRest(params=16, grads=16, adam=36)
+    ] * 2
+    first, second = flat.parts
+    pieces = replace(flat, use_orig_params=True)
+    header = Header(units=(make_unit(pieces),))
+    assert at_rest(header, 0) == AtRest(params=16, grads=16, adam=2 * 4 * (3 + 1) + 4 * 2)
+    assert at_rest(header, 1) == AtRest(params=16, grads=16, adam=2 * 4 * 3 + 4)
+    frozen = replace(pieces, parts=(first, replace(second, trainable=False)))
+    header = Header(units=(make_unit(frozen),))
+    assert at_rest(header, 0) == AtRest(params=16, grads=16, adam=2 * 4 * 3 + 4)
+    assert at_rest(header, 1) == AtRest(params=16, grads=0, adam=0)
+
+
 def test_memory_at_rest_of_a_parameter_split_on_another_dimension():
     header = Header(units=(make_unit(make_param((3, 6), 2, shard_dim=1)),))
     assert [at_rest(header, rank) for rank in (0, 1)] == [AtRest(params=36, grads=36, adam=76)] * 2

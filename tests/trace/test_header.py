@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,19 @@ def test_what_is_in_a_flat_parameter_is_kept_and_a_file_without_it_loads():
     del data["units"][0]["params"][0]["parts"]
     data["schema_version"] = 3  # which had no flat parameters
     assert header_from_dict(data).units[0].params[0].parts == ()
+
+
+def test_a_file_that_does_not_say_who_has_the_pieces_loads():
+    flat = make_flat((3, 6), 2)
+    header = Header(units=(make_unit(replace(flat, trainable=False)),))
+    data = json.loads(json.dumps(header_to_dict(header)))
+    data["schema_version"] = 4
+    (param,) = data["units"][0]["params"]
+    del param["use_orig_params"]
+    for part in param["parts"]:
+        del part["trainable"]
+    (read,) = header_from_dict(data).units[0].params
+    assert (read.use_orig_params, [part.trainable for part in read.parts]) == (False, [False, False])
 
 
 def test_a_newer_schema_is_refused_whatever_else_it_holds():

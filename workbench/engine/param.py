@@ -26,7 +26,7 @@ from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.events import FlatPart, Param, ParamTensors
+from workbench.events import Param, ParamTensors
 
 
 class ShardedState(Enum):
@@ -301,9 +301,6 @@ class FSDPParam(ABC):
 
     def describe(self) -> Param:
         """Return the probe's description."""
-        return self._described()
-
-    def _described(self, parts: tuple[FlatPart, ...] = ()) -> Param:
         layout = self.layout
         bounds = [layout.rows_of(r) for r in range(layout.num_shards)]
         return Param(
@@ -316,7 +313,6 @@ class FSDPParam(ABC):
             rows_per_rank=tuple(last - first for first, last in bounds),
             padded_rows=layout.padded_rows,
             trainable=self.trainable,
-            parts=parts,
         )
 
 

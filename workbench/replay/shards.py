@@ -138,7 +138,7 @@ class AtRest:
         grads: gradients of the trainable ones, as padded as their shards.
         adam: two moments of each trainable element that is its own, and 4 bytes per such parameter for the step; of a
             flat parameter of its padding as well, and the step once for all that are in it. An optimizer that has their
-            pieces instead keeps no padding, and a step for each.
+            pieces instead keeps no padding, nothing of those that are frozen, and a step for each that is not empty.
     """
 
     params: int
@@ -162,18 +162,24 @@ def at_rest(header: Header, shard_rank: int) -> AtRest:
         shard_rank: the rank's place among those that share a copy, taken modulo F where a unit is on fewer ranks.
     """
     split = shards(header)
-    trainable = [part for part in split if part.param.trainable]
-    own = sum(part.row_bytes * _trained_rows(part.param, shard_rank % part.num_shards) for part in trainable)
+    given = [(part, _given(part.param, shard_rank % part.num_shards)) for part in split if part.param.trainable]
     return AtRest(
         params=sum(part.bytes_at_rest for part in split),
-        grads=sum(part.bytes_at_rest for part in trainable),
-        adam=2 * own + 4 * len(trainable),
+        grads=sum(part.bytes_at_rest for part, rows in given if rows),
+        adam=sum(2 * part.row_bytes * sum(rows) + 4 * len(rows) for part, rows in given),
     )
 
 
-def _trained_rows(param: Param, shard_rank: int) -> int:
-    """Return the rows that an optimizer is given; of a flat parameter that is all there is room for."""
-    return param.padded_rows if param.parts else param.rows_per_rank[shard_rank]
+def _given(param: Param, shard_rank: int) -> list[int]:
+    """Return the rows of each tensor that an optimizer trains of a parameter; of a flat one that is all of its room.
+
+    Of a flat one of which it has the pieces instead: elements of each that is trained and not empty.
+    """
+    if not param.use_orig_params:
+        return [param.padded_rows if param.parts else param.rows_per_rank[shard_rank]]
+    begin, end = shard_rank * param.padded_rows, (shard_rank + 1) * param.padded_rows
+    bounds = [part.within(begin, end) for part in param.parts if part.trainable]
+    return [last - first for first, last in bounds if first < last]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
+Version 5 added to a parameter ``use_orig_params``, and to each of its parts ``trainable``.
+
 Version 4 added to a parameter ``parts``: those that a flat one stands for. Before there were no flat ones.
 
 Version 3 added to a rank ``device_error_ns``, and the kind DEVICE.
@@ -30,16 +32,21 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
         TraceError: it says to be of an older version and is not like it.
     """
     version = data.get("schema_version")
-    if version not in (1, 2, 3):
+    if version not in (1, 2, 3, 4):
         return data
     try:
         data = _second(data) if version == 1 else data
         ranks = [{"device_error_ns": 0} | rank for rank in data["ranks"]]
-        units = [unit | {"params": [{"parts": []} | param for param in unit["params"]]} for unit in data["units"]]
+        units = [unit | {"params": [_param(param) for param in unit["params"]]} for unit in data["units"]]
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
         raise TraceError(f"header says schema version {version}, and its {what} are not") from error
     return data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
+
+
+def _param(data: dict[str, Any]) -> dict[str, Any]:
+    parts = [{"trainable": data["trainable"]} | part for part in data.get("parts", ())]
+    return {"use_orig_params": False} | data | {"parts": parts}
 
 
 def _second(data: dict[str, Any]) -> dict[str, Any]:

@@ -156,9 +156,15 @@ def _flat(total: Totals) -> str:
 
 def _in_training(header: Header) -> str:
     """Say what comes on top of the parameters on a rank."""
-    most = at_rest(header, 0)  # no other has more rows
+    most = max((at_rest(header, rank) for rank in _fullest(header)), key=lambda held: held.total)
     amounts = theme.format_bytes(most.grads), theme.format_bytes(most.adam)
     return f"in training gradients take {amounts[0]} more, Adam's state up to {amounts[1]}" if most.grads else ""
+
+
+def _fullest(header: Header) -> range:
+    """Return shard-ranks of which one holds the most: the first has no fewer rows than another, maybe frozen ones."""
+    params = [param for unit in header.units if not unit.retired for param in unit.params]
+    return range(max(len(param.rows_per_rank) for param in params) if any(p.use_orig_params for p in params) else 1)
 
 
 def _places(groups: list[Group]) -> Iterator[Place]:

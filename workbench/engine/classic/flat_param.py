@@ -13,7 +13,7 @@ own in the unsharded memory, not with views that autograd knows: their gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -63,9 +63,9 @@ class Part:
         """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none."""
         return within(self.first, self.first + self.numel, begin, end)
 
-    def describe(self) -> FlatPart:
+    def describe(self, *, trainable: bool) -> FlatPart:
         """Return the probe's description."""
-        return FlatPart(fqn=self.fqn, shape=tuple(self.shape), first=self.first)
+        return FlatPart(fqn=self.fqn, shape=tuple(self.shape), first=self.first, trainable=trainable)
 
 
 class FlatParam(FSDPParam):
@@ -442,4 +442,9 @@ class FlatParam(FSDPParam):
 
     def describe(self) -> Param:
         """Return the probe's description, with the parts."""
-        return self._described(parts=tuple(part.describe() for part in self.parts))
+        parts = zip(self.parts, self.trains, strict=True)
+        return replace(
+            super().describe(),
+            parts=tuple(part.describe(trainable=trains) for part, trains in parts),
+            use_orig_params=self.use_orig_params,
+        )
