@@ -7,6 +7,10 @@ export const DASHBOARD_TARGET = "workbench.dashboard";
 
 export const VERSION = 1;
 
+export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD", "hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"};
+
+export const HYBRID = ["hybrid", "hybrid2"];
+
 /** Who asks. What it has never changes, so that any two versions understand each other this far. */
 export interface Hello {
   readonly word: "hello";
@@ -153,7 +157,7 @@ export interface RankState {
   readonly peak: string;
 }
 
-/** One unit of a sharded model: one `fully_shard` call. */
+/** One unit of a sharded model: one `fully_shard` call, or one wrapper. */
 export interface UnitInfo {
   /** which. */
   readonly index: number;
@@ -161,8 +165,10 @@ export interface UnitInfo {
   readonly name: string;
   /** index of the root unit of its model. */
   readonly root: number;
-  /** parameters (tensors). */
+  /** parameters (tensors); those in a flat one, not that. */
   readonly num_params: number;
+  /** whether they lie in one flat parameter, of the classic API. */
+  readonly is_flat: boolean;
   /** all its parameters in full. */
   readonly bytes_unsharded: number;
   /** what each rank keeps of them between steps, padding included. */
@@ -281,13 +287,22 @@ export interface WrapClass {
   readonly num_elements: number;
 }
 
-/** How a model is sharded, in the words that `reshard` takes. */
+/**
+ * How a model is sharded, in the words that `reshard` takes; for what only the other API has,
+ * what is like it.
+ */
 export interface ModelPolicy {
+  /** what it is sharded with. */
+  readonly api: "fully_shard" | "classic";
+  /** of the classic API; empty: its units differ, or it has nothing like what there is. */
+  readonly strategy: "full" | "grad" | "none" | "hybrid" | "hybrid2" | "";
+  /** whether optimizers have pieces of the parameters; else, with the classic API, flat ones. */
+  readonly orig_params: boolean;
   /** classes whose modules are units, the model itself left out. */
   readonly wrap: readonly string[];
   /** such as `4`, or `2x2` for two copies; empty: its units differ. */
   readonly mesh: string;
-  /** `auto`, `true`, `false` or a number; empty: its units differ. */
+  /** of `fully_shard`: `auto`, `true`, `false` or a number; empty: its units differ. */
   readonly reshard_after_forward: string | number;
   /**
    * such as `bf16,reduce=fp32`, or `off`; empty: its units differ, or there are no words for
@@ -392,12 +407,20 @@ export interface ParamInfo {
   readonly dtype: string;
   /** in full. */
   readonly bytes_unsharded: number;
-  /** what each rank keeps of it, padding included. */
+  /**
+   * what each rank keeps of it, padding included; of one in a flat parameter, the most that one
+   * does.
+   */
   readonly bytes_at_rest: number;
-  /** rows of its shard dim that each of the ranks that share it holds. */
+  /**
+   * rows of its shard dim that each of the ranks that share it holds; of one in a flat
+   * parameter, elements.
+   */
   readonly rows_per_rank: readonly number[];
   /** whether it takes a gradient. */
   readonly is_trainable: boolean;
+  /** name of the flat parameter that it lies in; empty: none. */
+  readonly flat: string;
 }
 
 /** The parameters of a unit. */
@@ -407,7 +430,10 @@ export interface Params {
   readonly number: number;
   /** index of the unit. */
   readonly unit: number;
-  /** in its order; none if there is no such unit any more. */
+  /**
+   * in its order, a flat one before those that lie in it; none if there is no such unit any
+   * more.
+   */
   readonly params: readonly ParamInfo[];
 }
 

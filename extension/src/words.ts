@@ -1,6 +1,7 @@
 /** What a state means, in words and trees: pure functions of what the kernel told. */
+import { formatBytes } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
-import type { State, UnitInfo } from "./protocol";
+import type { ParamInfo, Preview, State, UnitInfo } from "./protocol";
 
 /** Which controls can be used. */
 export interface Can {
@@ -92,6 +93,33 @@ export function statusLine(standing: Standing, state: State | null): Headline | 
     progress(state),
   ];
   return { tone: head.tone, text: parts.filter(Boolean).join(" \u00b7 ") };
+}
+
+/** What ranks would hold at rest, as it reads. */
+export interface Held {
+  readonly ranks: readonly number[];
+  readonly params: string;
+  /** With gradients and Adam's state. */
+  readonly total: string;
+}
+
+/** What ranks would hold at rest; those for which it reads the same are one entry, though a few bytes may differ. */
+export function heldAtRest({ at_rest: atRest }: Preview): readonly Held[] {
+  const found = new Map<string, Held>();
+  for (const { ranks, params, grads, adam } of atRest) {
+    const held = { params: formatBytes(params), total: formatBytes(params + grads + adam) };
+    const key = JSON.stringify(held);
+    found.set(key, { ...held, ranks: [...(found.get(key)?.ranks ?? []), ...ranks].sort((a, b) => a - b) });
+  }
+  return [...found.values()];
+}
+
+/** What a rank keeps of a parameter, in words; of one in a flat parameter, in which of its shards that lies. */
+export function lies({ flat, bytes_at_rest: kept, rows_per_rank: elements }: ParamInfo): string {
+  if (flat === "") return formatBytes(kept);
+  const shards = elements.flatMap((held, shard) => (held > 0 ? [shard] : []));
+  if (shards.length === 0) return "empty";
+  return shards.length === 1 ? `in shard ${shards[0]}` : `cut over shards ${ranges(shards)}`;
 }
 
 /** What is said instead of a state, and what can be done about it. */

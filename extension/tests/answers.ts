@@ -101,6 +101,7 @@ export const ANSWERS = {
         "name": "(root)",
         "root": 0,
         "num_params": 2,
+        "is_flat": true,
         "bytes_unsharded": 4096,
         "bytes_at_rest": 2048,
         "bytes_padding": 0,
@@ -116,6 +117,7 @@ export const ANSWERS = {
         "name": "blocks.0",
         "root": 0,
         "num_params": 2,
+        "is_flat": false,
         "bytes_unsharded": 4096,
         "bytes_at_rest": 2048,
         "bytes_padding": 0,
@@ -188,6 +190,9 @@ export const ANSWERS = {
           "Block"
         ],
         "policy": {
+          "api": "fully_shard",
+          "strategy": "hybrid",
+          "orig_params": false,
           "wrap": [
             "Block"
           ],
@@ -255,7 +260,8 @@ export const ANSWERS = {
           16,
           16
         ],
-        "is_trainable": true
+        "is_trainable": true,
+        "flat": ""
       }
     ]
   },

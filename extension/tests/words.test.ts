@@ -1,6 +1,19 @@
 import { describe, expect, it } from "vitest";
 
-import { can, commonState, exchanging, headline, ranges, statesOf, statusLine, tree, unitsIn } from "../src/words";
+import {
+  can,
+  commonState,
+  exchanging,
+  headline,
+  heldAtRest,
+  lies,
+  ranges,
+  statesOf,
+  statusLine,
+  tree,
+  unitsIn,
+} from "../src/words";
+import { ANSWERS } from "./answers";
 import { cluster, rank, state, STEP, unit } from "./told";
 
 const STOPPED = { ...STEP, is_stopped: true, stop: "before all-gather of blocks.2, step 11", reasons: ["breakpoint 1"] };
@@ -146,4 +159,21 @@ describe("the status line", () => {
 it("ranks are counted in ranges", () => {
   expect(ranges([0, 1, 2, 5])).toBe("0-2, 5");
   expect(ranges([])).toBe("");
+});
+
+it("ranks that hold the same but for a few bytes are one entry beforehand, the others are not", () => {
+  const held = (ranks: readonly number[], adam: number) => ({ ranks, params: 4096, grads: 4096, adam });
+  const at = (...entries: ReturnType<typeof held>[]) => heldAtRest({ ...ANSWERS.preview, at_rest: entries });
+  expect(at(held([0, 2], 8192), held([1], 8196))).toEqual([{ ranks: [0, 1, 2], params: "4.00 KiB", total: "16.0 KiB" }]);
+  expect(at(held([0], 8192), held([1], 0)).map(({ ranks, total }) => [ranks, total])).toEqual([
+    [[0], "16.0 KiB"],
+    [[1], "8.00 KiB"],
+  ]);
+});
+
+it("a parameter lies in shards of a flat one, or is kept by every rank", () => {
+  const [param] = ANSWERS.params.params;
+  expect(lies(param)).toBe("1.00 KiB");
+  const within = (...elements: number[]) => lies({ ...param, flat: "_flat_param", rows_per_rank: elements });
+  expect([within(0, 4, 0), within(0, 4, 8), within(0, 0)]).toEqual(["in shard 1", "cut over shards 1-2", "empty"]);
 });

@@ -72,6 +72,7 @@ def _unit(index: int, name: str) -> UnitInfo:
         name=name,
         root=0,
         num_params=2,
+        is_flat=index == 0,
         bytes_unsharded=4096,
         bytes_at_rest=2048,
         bytes_padding=0,
@@ -121,6 +122,9 @@ EXAMPLES: tuple[Answer, ...] = (
                 classes=(WrapClass(name="Block", count=4, num_elements=80),),
                 suggested=("Block",),
                 policy=ModelPolicy(
+                    api="fully_shard",
+                    strategy="hybrid",
+                    orig_params=False,
                     wrap=("Block",),
                     mesh="2x2",
                     reshard_after_forward=2,

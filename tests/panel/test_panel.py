@@ -2,22 +2,26 @@
 
 import json
 import threading
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from tests.fake_cluster import SHARD_RESULT, FakeCluster, gives, inside, raises
 from tests.panel.conftest import FakeComm
+from tests.replay.test_shards import make_flat, make_unit
 from tests.trace.strategies import example_trace
 from tests.waiting import wait_until
 from workbench.codec import decode, encode
 from workbench.events import Category
-from workbench.panel.messages import VERSION, Answer
+from workbench.panel.messages import VERSION, Answer, RestPreview
 from workbench.panel.panel import Panel
-from workbench.panel.state import Observer, Settings
+from workbench.panel.preview import preview
+from workbench.panel.state import Observer, Settings, params_of, units_of
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest
 from workbench.session.pulse import Pulse
+from workbench.trace.schema import Header
 
 BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
@@ -132,6 +136,19 @@ def test_ranks_units_and_memory_are_told(started):
     assert started.ask("find params", unit=999)["params"] == []
 
 
+def test_a_flat_parameter_is_told_with_what_lies_in_it_on_each_rank():
+    flat = make_flat((3, 4), 2)
+    header = Header(units=(make_unit(flat), make_unit(replace(flat, fqn="gone"), index=1, retired=True)), world_size=2)
+    (unit,) = units_of(header)
+    assert (unit.num_params, unit.is_flat, unit.bytes_padding) == (2, True, 4)
+    whole, first, second = params_of(header, 0)
+    assert (whole.fqn, whole.flat, whole.shape, whole.rows_per_rank) == ("_flat_param", "", (7,), (4, 3))
+    assert (first.fqn, first.flat, first.shape, first.rows_per_rank) == ("p0", "_flat_param", (3,), (3, 0))
+    assert (second.fqn, second.flat, second.shape, second.rows_per_rank) == ("p1", "_flat_param", (4,), (1, 3))
+    assert [param.bytes_at_rest for param in (whole, first, second)] == [16, 12, 12]
+    assert params_of(header, 1) == ()
+
+
 def test_what_waits_is_told_what_is_new_and_units_once(started):
     assert started.look()["units"] == []
     started.fake.sharded()
@@ -218,6 +235,12 @@ def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started)
         expected = at_rest(header, rank)
         assert (held["params"], held["grads"], held["adam"]) == (expected.params, expected.grads, expected.adam)
     assert started.fake.log == log
+
+
+def test_where_all_is_left_out_nothing_is_held_or_sent():
+    found = preview(1, "%fsdp shard model --ignore '*'", (), 2)
+    assert (found.units, found.sent, found.bytes_unsharded) == ((), (), 0)
+    assert found.at_rest == (RestPreview(ranks=(0, 1), params=0, grads=0, adam=0),)
 
 
 def test_a_reshard_is_tried_as_well(started):

@@ -76,11 +76,32 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
             assert known.classes == before.classes
         assert out["shard"]["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
         assert out["shard"]["policy"][0] == "classic: one flat parameter for each unit"
-        if not policy.get("orig_params") and "ignore" not in policy:
+        if "ignore" not in policy:
             assert out["live"][Category.OPTIMIZER_STATE] == out["at rest"].adam
     if "mp" not in policy and "ignore" not in policy:
         for out, losses in zip(results, run(num_ranks, plainly), strict=True):
             assert out["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+def partly_frozen():
+    ns = prepare()
+    for name, param in ns["model"].named_parameters():
+        param.requires_grad_(name.endswith("bias"))
+    command = shard(orig_params=True)
+    plan = planning.plan(command, ns["world_size"])
+    execute(command)
+    execute(Step(count=2))
+    trace = trace_here()
+    (rank,) = trace.ranks
+    live = rank.cut(rank.end_seq, rank.end_seq).start.bytes_by_category
+    return plan, trace.header.units, live[Category.OPTIMIZER_STATE], at_rest(trace.header, rank.rank).adam
+
+
+def test_an_optimizer_has_state_of_the_pieces_that_are_trained_alone():
+    for plan, units, live, expected in run(2, partly_frozen):
+        assert sorted(map(planned, plan), key=str) == sorted(map(planned, units), key=str)
+        assert live == expected
+        assert {part.trainable for unit in units for param in unit.params for part in param.parts} == {False, True}
 
 
 def names():
@@ -161,8 +182,6 @@ def there_and_back(orig_params):
 
     execute(shard(orig_params=orig_params))
     train()
-    with pytest.raises(UsageError, match="is seen once it is done"):
-        planning.plan(Reshard(model="model", api="fully_shard"), ns["world_size"])
     out = execute(Reshard(model="model", api="fully_shard"))
     assert ns["model"] is plain
     assert out["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
@@ -184,6 +203,67 @@ def there_and_back(orig_params):
     return losses
 
 
+RESHARDS = [
+    (("fully_shard", "full", "4", "auto", False), {"api": "classic"}),
+    (("classic", "full", "4", "auto", False), {"strategy": "hybrid"}),
+    (("classic", "full", "4", "auto", False), {"strategy": "grad"}),
+    (("classic", "grad", "4", "false", False), {"strategy": "none"}),
+    (("classic", "none", "4x1", "auto", False), {"strategy": "hybrid", "mesh": (2, 2), "orig_params": True}),
+    (("classic", "hybrid", "2x2", "auto", True), {"strategy": "hybrid2"}),
+    (("classic", "hybrid2", "2x2", "false", True), {"wrap": ("Linear",), "mp": "bf16,reduce=fp32"}),
+    (("classic", "hybrid2", "2x2", "false", True), {"api": "fully_shard"}),
+    (("fully_shard", "hybrid2", "2x2", "false", False), {"api": "classic"}),
+    (("classic", "hybrid2", "2x2", "false", False), {"mesh": (4,), "mp": "off"}),
+    (("classic", "grad", "4", "false", False), {"offload": True}),
+    (("classic", "grad", "4", "false", False), {"api": "fully_shard", "wrap": ("Block",)}),
+    (("fully_shard", "grad", "4", "false", False), {"mesh": (4, 1), "reshard_after_forward": "auto"}),
+    (("fully_shard", "none", "4x1", "auto", False), {"api": "classic", "prefetch": 1}),
+    (("classic", "none", "4x1", "auto", False), {"api": "fully_shard"}),
+    (("fully_shard", "none", "4x1", "auto", False), {"mesh": (4,), "reshard_after_forward": 2}),
+    (("fully_shard", "", "4", 2, False), {"api": "classic"}),
+    (("fully_shard", "", "4", 2, False), {"api": "classic", "strategy": "full"}),
+    (("classic", "full", "4", "auto", False), {}),
+]
+"""What a model says, each as it is or of the other API what is like it, and what it gets then, one after another."""
+
+REFUSED = (1, 16)
+"""Which of them are refused: there is no mesh of copies, and no strategy like it."""
+
+
+def outcome(job, *args):
+    """What a job returns, or how it is refused."""
+    try:
+        return job(*args)
+    except UsageError as error:
+        return str(error)
+
+
+def reshards_by_plan():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), ignore=("scale",)))
+    found = []
+    for _, changes in RESHARDS:
+        command = Reshard(model="model", **changes)
+        (model,) = planning.models()
+        before, done = outcome(planning.plan, command, ns["world_size"]), outcome(execute, command)
+        after = done if isinstance(done, str) else [u for u in trace_here().header.units if not u.retired]
+        found.append((model.policy, before, after))
+    execute(Step(count=1))
+    return found
+
+
+def test_what_a_reshard_from_and_to_classic_comes_to_is_told_before():
+    for found in run(4, reshards_by_plan):
+        for (told, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
+            is_told = (policy.api, policy.strategy, policy.mesh, policy.reshard_after_forward, policy.orig_params)
+            assert is_told == told, changes
+            if isinstance(after, str):
+                assert before == after, changes
+            else:
+                assert sorted(map(planned, before), key=str) == sorted(map(planned, after), key=str), changes
+        assert tuple(place for place, (*_, after) in enumerate(found) if isinstance(after, str)) == REFUSED
+
+
 def straight():
     prepare()
     execute(Shard(model="model", wrap=("Block",)))
@@ -202,24 +282,40 @@ def refused():
     params = list(plain.parameters())
     opt.param_groups[0]["params"] = params[::2]
     opt.add_param_group({"params": params[1::2]})
-    with pytest.raises(ValueError, match="use_orig_params=True"):
-        execute(shard())
+    assert_refused(shard(), ValueError, "use_orig_params=True")
     assert ns["model"] is plain
     assert not any(isinstance(m, FullyShardedDataParallel) for m in plain.modules())
     assert list(plain.parameters()) == params
     execute(Shard(model="model", wrap=("Block",)))
-    with pytest.raises(UsageError, match="strategy is for --api classic"):
-        execute(Reshard(model="model", strategy="grad"))
-    with pytest.raises(ValueError, match="use_orig_params=True"):
-        execute(Reshard(model="model", api="classic"))
+    assert_refused(Reshard(model="model", strategy="grad"), UsageError, "strategy is for --api classic")
+    assert_refused(Reshard(model="model", api="classic"), ValueError, "use_orig_params=True")
     execute(Step(count=1))
     execute(Reshard(model="model", prefetch=2))
-    with pytest.raises(UsageError, match="one unit is gathered ahead at most; give 1"):
-        execute(Reshard(model="model", api="classic"))
+    assert_refused(Reshard(model="model", api="classic"), UsageError, "one unit is gathered ahead at most; give 1")
     execute(Reshard(model="model", api="classic", orig_params=True, prefetch=1))
+    assert_refused(Reshard(model="model", orig_params=False), ValueError, "use_orig_params=True")
+    assert_refused(
+        Reshard(model="model", strategy="hybrid"), UsageError, "needs copies x ranks that share one: --mesh 2x2"
+    )
     execute(Step(count=1))
-    with pytest.raises(UsageError, match="is for --api fully_shard; with classic give --strategy"):
-        execute(Reshard(model="model", reshard_after_forward="false"))
+    assert_refused(
+        Reshard(model="model", reshard_after_forward="false"),
+        UsageError,
+        "is for --api fully_shard; with classic give --strategy",
+    )
+    plain.head.weight.requires_grad_(False)
+    assert_refused(Reshard(model="model", api="fully_shard", mesh=(3,)), UsageError, "mesh 3 is not the number of")
+    execute(Reshard(model="model", api="fully_shard"))
+    assert_refused(Reshard(model="model", api="classic"), ValueError, "is trained and 'head.weight' is frozen")
+
+
+def assert_refused(command, error, says):
+    """What a command that is refused says is known before, in the same words."""
+    with pytest.raises(error, match=says) as before:
+        planning.plan(command, namespace()["world_size"])
+    with pytest.raises(error, match=says) as done:
+        execute(command)
+    assert str(before.value) == str(done.value)
 
 
 def test_what_an_optimizer_or_the_other_api_cannot_have_is_refused_and_all_is_as_it_was():

@@ -207,7 +207,8 @@ def policies_told():
     for changes in [{}, *RESHARDS, {"prefetch": 0}]:
         execute(Reshard(model="model", **changes))
         (model,) = planning.models()
-        again, kept = Reshard(model="model", **vars(model.policy)), Reshard(model="model")
+        told = vars(model.policy) | {"strategy": ""}  # which the other API has
+        again, kept = Reshard(model="model", **told), Reshard(model="model")
         found.append((model.policy, [planning.plan(command, ns["world_size"]) for command in (again, kept)]))
     return found
 
@@ -215,7 +216,15 @@ def policies_told():
 def test_a_sharded_model_says_how_in_the_words_of_reshard():
     for found in run(4, policies_told):
         assert found[0][0] == ModelPolicy(
-            wrap=("Block",), mesh="4", reshard_after_forward="auto", mp="off", offload=False, prefetch=2
+            api="fully_shard",
+            strategy="full",
+            orig_params=False,
+            wrap=("Block",),
+            mesh="4",
+            reshard_after_forward="auto",
+            mp="off",
+            offload=False,
+            prefetch=2,
         )
         for changes, (policy, (again, kept)) in zip([{}, *RESHARDS, {"prefetch": 0}], found, strict=True):
             for name, value in changes.items():

@@ -259,13 +259,14 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitInfo:
-    """One unit of a sharded model: one ``fully_shard`` call.
+    """One unit of a sharded model: one ``fully_shard`` call, or one wrapper.
 
     Attributes:
         index: which.
         name: module path relative to its root, ``(root)`` for the root's own; its dots make the tree.
         root: index of the root unit of its model.
-        num_params: parameters (tensors).
+        num_params: parameters (tensors); those in a flat one, not that.
+        is_flat: whether they lie in one flat parameter, of the classic API.
         bytes_unsharded: all its parameters in full.
         bytes_at_rest: what each rank keeps of them between steps, padding included.
         bytes_padding: of that what is padding, over the ranks that share one copy together.
@@ -281,6 +282,7 @@ class UnitInfo:
     name: str
     root: int
     num_params: int
+    is_flat: bool
     bytes_unsharded: int
     bytes_at_rest: int
     bytes_padding: int
@@ -474,9 +476,11 @@ class ParamInfo:
         shape: in elements, whole.
         dtype: such as ``float32``.
         bytes_unsharded: in full.
-        bytes_at_rest: what each rank keeps of it, padding included.
-        rows_per_rank: rows of its shard dim that each of the ranks that share it holds.
+        bytes_at_rest: what each rank keeps of it, padding included; of one in a flat parameter, the most that one does.
+        rows_per_rank: rows of its shard dim that each of the ranks that share it holds; of one in a flat parameter,
+            elements.
         is_trainable: whether it takes a gradient.
+        flat: name of the flat parameter that it lies in; empty: none.
     """
 
     fqn: str
@@ -486,6 +490,7 @@ class ParamInfo:
     bytes_at_rest: int
     rows_per_rank: tuple[int, ...]
     is_trainable: bool
+    flat: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,7 +500,7 @@ class Params:
     Attributes:
         number: of the question.
         unit: index of the unit.
-        params: in its order; none if there is no such unit any more.
+        params: in its order, a flat one before those that lie in it; none if there is no such unit any more.
     """
 
     word: ClassVar[str] = "params"

@@ -22,9 +22,10 @@ def preview(number: int, line: str, units: Sequence[Unit], num_ranks: int) -> Pr
         num_ranks: how many ranks there are.
     """
     header = Header(units=tuple(units), world_size=num_ranks)
+    size = max((unit.shard_size for unit in units), default=1)
     groups: dict[AtRest, list[int]] = {}
     for rank in range(num_ranks):
-        groups.setdefault(at_rest(header, rank % units[0].shard_size), []).append(rank)
+        groups.setdefault(at_rest(header, rank % size), []).append(rank)
     sent = _sent(header)
     return Preview(
         number=number,

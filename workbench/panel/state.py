@@ -6,11 +6,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.events import Unit, unit_words
+from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.magics.notebook import Exchange
 from workbench.panel.messages import (
     ClusterState,
@@ -23,7 +23,7 @@ from workbench.panel.messages import (
     UnitStates,
 )
 from workbench.replay import memory, states
-from workbench.replay.shards import totals, unit_shards
+from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
 from workbench.replay.states import States
 from workbench.replay.units import model_order
 from workbench.reports.follow import Follower
@@ -174,6 +174,7 @@ def _unit(unit: Unit) -> UnitInfo:
         name=unit_words(unit.name),
         root=unit.root if unit.root >= 0 else unit.index,
         num_params=total.num_params,
+        is_flat=total.num_flat > 0,
         bytes_unsharded=total.bytes_unsharded,
         bytes_at_rest=total.bytes_at_rest,
         bytes_padding=total.bytes_wasted,
@@ -187,20 +188,38 @@ def _unit(unit: Unit) -> UnitInfo:
 
 
 def params_of(header: Header, unit: int) -> tuple[ParamInfo, ...]:
-    """Return the parameters of a unit; none if there is no such unit, or it was undone."""
+    """Return the parameters of a unit, flat ones before those in them; none if there is no such unit any more."""
     found = [part for other in header.units if other.index == unit and not other.retired for part in unit_shards(other)]
-    return tuple(
-        ParamInfo(
-            fqn=part.param.fqn,
-            shape=part.param.global_shape,
-            dtype=part.param.dtype,
-            bytes_unsharded=part.bytes_global,
-            bytes_at_rest=part.bytes_at_rest,
-            rows_per_rank=part.param.rows_per_rank,
-            is_trainable=part.param.trainable,
-        )
-        for part in found
+    return tuple(info for split in found for info in (_param(split), *_parts(split.param)))
+
+
+def _param(split: ParamShards) -> ParamInfo:
+    return ParamInfo(
+        fqn=split.param.fqn,
+        shape=split.param.global_shape,
+        dtype=split.param.dtype,
+        bytes_unsharded=split.bytes_global,
+        bytes_at_rest=split.bytes_at_rest,
+        rows_per_rank=split.param.rows_per_rank,
+        is_trainable=split.param.trainable,
     )
+
+
+def _parts(flat: Param) -> Iterator[ParamInfo]:
+    held: dict[FlatPart, list[int]] = {part: [0] * len(flat.rows_per_rank) for part in flat.parts}
+    for piece in pieces(flat):
+        held[piece.part][piece.shard_rank] = piece.end - piece.begin
+    for part, elements in held.items():
+        yield ParamInfo(
+            fqn=part.fqn,
+            shape=part.shape,
+            dtype=flat.dtype,
+            bytes_unsharded=part.numel * flat.itemsize,
+            bytes_at_rest=max(elements) * flat.itemsize,
+            rows_per_rank=tuple(elements),
+            is_trainable=part.trainable,
+            flat=flat.fqn,
+        )
 
 
 def _request(under_way: UnderWay | None) -> RequestState | None:

@@ -11,6 +11,7 @@ from typing import get_args
 from workbench.magics.words import WORDS
 from workbench.panel import messages
 from workbench.panel.messages import DASHBOARD_TARGET, TARGET, VERSION, Answer, Question
+from workbench.protocol.policy import HYBRID, STRATEGIES
 from workbench.widgets.typescript import module
 
 FILE = Path(__file__).parents[2] / "extension" / "src" / "protocol.ts"
@@ -27,7 +28,10 @@ def program() -> str:
         _HEADING,
         [*questions, *answers, *commands],
         unions={"Question": questions, "Answer": answers, "Command": commands},
-        constants={"TARGET": TARGET, "DASHBOARD_TARGET": DASHBOARD_TARGET, "VERSION": VERSION},
+        constants={
+            **{"TARGET": TARGET, "DASHBOARD_TARGET": DASHBOARD_TARGET, "VERSION": VERSION},
+            **{"STRATEGIES": STRATEGIES, "HYBRID": HYBRID},
+        },
         sent=[*questions, *commands],
     )
 

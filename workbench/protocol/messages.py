@@ -7,13 +7,14 @@ something to be done. ``Pause``, ``Next`` and ``Continue`` are commands of a per
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from workbench.codec import decode_named
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, Request, Reshard, Shard
 from workbench.protocol.inspected import Inspected
+from workbench.protocol.policy import Api, Strategy
 
 
 @dataclass(frozen=True, order=True)
@@ -237,17 +238,23 @@ class WrapClass:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPolicy:
-    """How a model is sharded, in the words that ``reshard`` takes.
+    """How a model is sharded, in the words that ``reshard`` takes; for what only the other API has, what is like it.
 
     Attributes:
+        api: what it is sharded with.
+        strategy: of the classic API; empty: its units differ, or it has nothing like what there is.
+        orig_params: whether optimizers have pieces of the parameters; else, with the classic API, flat ones.
         wrap: classes whose modules are units, the model itself left out.
         mesh: such as ``4``, or ``2x2`` for two copies; empty: its units differ.
-        reshard_after_forward: ``auto``, ``true``, ``false`` or a number; empty: its units differ.
+        reshard_after_forward: of ``fully_shard``: ``auto``, ``true``, ``false`` or a number; empty: its units differ.
         mp: such as ``bf16,reduce=fp32``, or ``off``; empty: its units differ, or there are no words for it.
         offload: whether shards stay in host memory; None: only those of some units.
         prefetch: units gathered ahead, as a command asked; 0: the engine's own order.
     """
 
+    api: Api
+    strategy: Strategy | Literal[""]
+    orig_params: bool
     wrap: tuple[str, ...]
     mesh: str
     reshard_after_forward: str | int

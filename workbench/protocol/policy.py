@@ -6,9 +6,9 @@ Both ends read them here: the notebook before it asks any rank, and every rank b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self, get_args
 
 RESHARD_AFTER_FORWARD = ("auto", "true", "false")
 
@@ -17,21 +17,24 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 OFF = "off"
 
-FULLY_SHARD, CLASSIC = "fully_shard", "classic"
-
-APIS = (FULLY_SHARD, CLASSIC)
+Api = Literal["fully_shard", "classic"]
 """Which of the two a model is sharded with: one DTensor a parameter, or a wrapper with one flat parameter."""
 
-STRATEGIES = {
-    "full": "FULL_SHARD",
-    "grad": "SHARD_GRAD_OP",
-    "none": "NO_SHARD",
-    "hybrid": "HYBRID_SHARD",
-    "hybrid2": "_HYBRID_SHARD_ZERO2",
-}
-"""What people write for a sharding strategy of the classic wrapper, and its name."""
+FULLY_SHARD: Api = "fully_shard"
+CLASSIC: Api = "classic"
 
-HYBRID = ("hybrid", "hybrid2")
+APIS: tuple[Api, ...] = get_args(Api)
+
+Strategy = Literal["full", "grad", "none", "hybrid", "hybrid2"]
+"""What people write for a sharding strategy of the classic wrapper."""
+
+_NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+STRATEGIES: Mapping[str, str] = dict(zip(get_args(Strategy), _NAMES, strict=True))
+"""Each strategy, and the wrapper's name of it."""
+
+HYBRID: tuple[Strategy, ...] = ("hybrid", "hybrid2")
+"""Strategies that take a mesh of copies; the others are over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,21 +8,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from workbench.engine.classic.flat_param import FLAT_PARAM
 from workbench.engine.classic.state import KEEPS_AFTER_FORWARD
+from workbench.engine.classic.undo import check_in_one_group
+from workbench.engine.classic.wrapper import check_params
 from workbench.engine.full_param import local_tensor
 from workbench.engine.layout import ShardLayout
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos
-from workbench.engine.param import FSDPParam
+from workbench.engine.param import FSDPParam, ParamModuleInfo
 from workbench.engine.reshard import origins
 from workbench.engine.state import states_below, units_of
+from workbench.engine.tree import Names, full_name, names_below
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
 from workbench.protocol.commands import Reshard, Shard
@@ -30,7 +33,7 @@ from workbench.protocol.messages import ModelInfo, WrapClass
 from workbench.protocol.policy import CLASSIC, DTYPES, STRATEGIES, MixedPrecision
 from workbench.runtime import sharding
 from workbench.runtime.describe import sizes_of
-from workbench.runtime.namespace import find_module, module_names
+from workbench.runtime.namespace import find_module, module_names, optimizers_of
 
 
 def models() -> tuple[ModelInfo, ...]:
@@ -65,66 +68,59 @@ def plan(command: Shard | Reshard, world_size: int) -> tuple[Unit, ...]:
     Raises:
         UsageError, ValueError, NotImplementedError: it cannot be done.
     """
-    return _of_shard(command, world_size) if isinstance(command, Shard) else _of_reshard(command)
+    return _of_shard(command, world_size) if isinstance(command, Shard) else _of_reshard(command, world_size)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """A parameter that is to be in a unit.
+
+    Attributes:
+        info: where it is registered while it is whole.
+        param: its description, on one rank.
+        held: what optimizers hold for it now: it, or a flat one; of its dtype, and where it is.
+    """
+
+    info: ParamModuleInfo
+    param: Param
+    held: nn.Parameter
+
+
+class _Placed(Protocol):
+    """What has places on modules."""
+
+    @property
+    def info(self) -> ParamModuleInfo:
+        """Where it is registered while it is whole."""
+
+
+_P = TypeVar("_P", bound=_Placed)
 
 
 def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
     model, inner, ignored = sharding.chosen(command, world_size)
-    names = {module: name for name, module in model.named_modules()}
-    copies, size = _ranks(command, world_size)
-    units: list[Unit] = []
+    names = names_below((model,))
+    left_out = frozenset(id(param) for param in ignored)
     taken: set[int] = set()
+    found: list[tuple[nn.Module, list[_Part]]] = []
     for module in [*inner, model]:
         managed = _get_managed_modules([module], is_taken=lambda child: child in inner)
-        infos = _get_param_module_infos(managed, frozenset(id(param) for param in ignored))
-        tied = next((info.path for param, info in infos if id(param) in taken), None)
-        if tied is not None:
-            raise _tied(tied, names[module] or command.model)
-        taken |= {id(param) for param, _ in infos}
-        given = [(_path(names[module], info.path), param) for param, info in infos]
-        params = [_param(fqn, param, size) for fqn, param in given]
-        if command.api == CLASSIC:
-            params = _flat(_path(names[module], FLAT_PARAM), params, size)
-        if params:
-            policy = _policy(command, infos[0][0].dtype, is_root=module is model)
-            placed = Unit(
-                index=len(units),
-                name=names[module],
-                root=-1,
-                params=tuple(params),
-                shard_size=size,
-                replicate_size=copies,
-                **policy,
-            )
-            units.append(placed)
-    return tuple(units)
+        infos = _get_param_module_infos(managed, left_out)
+        parts = [_Part(info=info, param=_param(_name_of(info, names), param), held=param) for param, info in infos]
+        _check_not_tied([part.param.fqn for part in parts if id(part.held) in taken], names[module] or command.model)
+        taken |= {id(part.held) for part in parts}
+        found.append((module, parts))
+    return _made(command, world_size, model, found)
 
 
-def _ranks(command: Shard, world_size: int) -> tuple[int, int]:
-    """Return copies, and ranks that share one."""
-    if command.strategy == "none":
-        return world_size, 1
-    copies, size = (1, *(command.mesh_shape or (world_size,)))[-2:]
-    return copies, size
-
-
-def _flat(fqn: str, params: Sequence[Param], size: int) -> list[Param]:
-    """Return the flat parameter that stands for ``params``; none for none."""
-    if not params:
-        return []
-    firsts = accumulate((math.prod(param.shape) for param in params), initial=0)
-    parts = tuple(FlatPart(fqn=p.fqn, shape=p.shape, first=first) for p, first in zip(params, firsts, strict=False))
-    shape = torch.Size([parts[-1].first + parts[-1].numel])
-    flat = replace(params[0], fqn=fqn, shape=tuple(shape), global_shape=tuple(shape), **_rows(shape, 0, size))
-    return [replace(flat, trainable=any(param.trainable for param in params), parts=parts)]
-
-
-def _of_reshard(command: Reshard) -> tuple[Unit, ...]:
+def _of_reshard(command: Reshard, world_size: int) -> tuple[Unit, ...]:
     model, inner = sharding.chosen_again(command)
-    if CLASSIC in {sharding.api_of(model), command.api}:
-        raise UsageError("what becomes of a classic model, or of one that is to be classic, is seen once it is done")
-    states = states_below(model)
-    names = {module: name for name, module in model.named_modules()}
+    states, names = states_below(model), names_below((model,))
+    managed = [param for unit in units_of(states) for param in unit.params_as_defined]
+    if sharding.is_anew(command, model):
+        parts = [part for param in managed for part in _parts_of(param, names)]
+        regrouped = _regrouped(command, model, inner or sharding.units_now(model), parts)
+        return _made(sharding.anew(command, model), world_size, model, regrouped)
     if not inner:
         found = [
             (unit, state, state.modules[0], unit.params_as_defined) for state in states for unit in units_of([state])
@@ -133,7 +129,7 @@ def _of_reshard(command: Reshard) -> tuple[Unit, ...]:
         above, some = origins(model, states[0]), units_of(states)[:1]
         found = [
             (unit, above[module], module, params)
-            for module, params in _regrouped(command, model, inner, names)
+            for module, params in _regrouped(command, model, inner, managed)
             for unit in (units_of([above[module]]) or some)[:1]
         ]
     return tuple(
@@ -148,37 +144,111 @@ def _of_reshard(command: Reshard) -> tuple[Unit, ...]:
 
 
 def _regrouped(
-    command: Reshard, model: nn.Module, inner: list[nn.Module], names: dict[nn.Module, str]
-) -> list[tuple[nn.Module, list[FSDPParam]]]:
+    command: Reshard, model: nn.Module, inner: Sequence[nn.Module], managed: Iterable[_P]
+) -> list[tuple[nn.Module, list[_P]]]:
     """Return which parameters each module would manage; modules that would manage none are left out."""
-    managed_now = [param for unit in units_of(states_below(model)) for param in unit.params_as_defined]
-    at = {place: param for param in managed_now for place in param.info.places}
-    taken: set[FSDPParam] = set()
-    found: list[tuple[nn.Module, list[FSDPParam]]] = []
+    names = names_below((model,))
+    at: dict[nn.Module, list[_P]] = {}
+    for param in managed:
+        for owner, _ in param.info.places:
+            at.setdefault(owner, []).append(param)
+    taken: set[_P] = set()
+    found: list[tuple[nn.Module, list[_P]]] = []
     for module in [*inner, model]:
-        managed = _get_managed_modules([module], is_taken=lambda child: child in inner)
-        places = ((owner, name) for _, owner in managed for name in owner._parameters)
-        params = dict.fromkeys(at[place] for place in places if place in at)
-        tied = next((_name_of(param, names) for param in params if param in taken), None)
-        if tied is not None:
-            raise _tied(tied, names[module] or command.model)
-        taken |= params.keys()
+        owners = _get_managed_modules([module], is_taken=lambda child: child in inner)
+        params = list(dict.fromkeys(param for _, owner in owners for param in at.get(owner, ())))
+        _check_not_tied([_name_of(p.info, names) for p in params if p in taken], names[module] or command.model)
+        taken.update(params)
         if params:
-            found.append((module, list(params)))
+            found.append((module, params))
     return found
 
 
-def _tied(path: str, unit: str) -> UsageError:
-    return UsageError(f"parameter {path!r} of {unit!r} is tied to one of another unit")
+def _parts_of(managed: FSDPParam, names: Names) -> list[_Part]:
+    """Return what a managed parameter is once it is plain again: a flat one many."""
+    known, owned = managed.describe(), managed.owned
+    alone = replace(known, parts=(), use_orig_params=False)
+    plain = [replace(alone, shape=part.shape, global_shape=part.shape) for part in known.parts] or [alone]
+    held = owned if len(owned) == len(plain) else [*owned] * len(plain)
+    return [
+        _Part(info=info, param=replace(param, fqn=_name_of(info, names), shard_dim=0, trainable=trains), held=holder)
+        for info, param, trains, holder in zip(managed.infos, plain, managed.trains, held, strict=True)
+    ]
 
 
-def _described(params: Iterable[FSDPParam], names: dict[nn.Module, str]) -> tuple[Param, ...]:
+def _made(
+    command: Shard, world_size: int, model: nn.Module, grouped: Iterable[tuple[nn.Module, Sequence[_Part]]]
+) -> tuple[Unit, ...]:
+    """Return the units that ``command`` makes of plain parameters, given with the modules that become units.
+
+    Raises:
+        ValueError: parameters cannot be one flat one, or an optimizer cannot go on with it: in the engine's words.
+    """
+    names = names_below((model,))
+    copies, size = _ranks(command, world_size)
+    units: list[Unit] = []
+    flats: list[list[tuple[str, nn.Parameter]]] = []
+    for module, parts in grouped:
+        if not parts:
+            continue
+        name = names[module]
+        params = [replace(part.param, **_rows(torch.Size(part.param.shape), 0, size)) for part in parts]
+        if command.api == CLASSIC:
+            flats.append([(part.param.fqn.removeprefix(f"{name}."), part.held) for part in parts])
+            check_params(flats[-1], use_orig_params=command.orig_params)
+            flat = full_name(names, module, FLAT_PARAM)
+            params = [_flat(flat, params, size, use_orig_params=command.orig_params)]
+        policy = _policy(command, getattr(torch, params[0].dtype), is_root=module is model)
+        units.append(
+            Unit(
+                index=len(units),
+                name=name,
+                root=-1,
+                params=tuple(params),
+                shard_size=size,
+                replicate_size=copies,
+                **policy,
+            )
+        )
+    for optimizer in () if command.orig_params else optimizers_of(model):
+        for named in reversed(flats):  # the outermost first, as the engine asks
+            check_in_one_group(named, optimizer)
+    return tuple(units)
+
+
+def _ranks(command: Shard, world_size: int) -> tuple[int, int]:
+    """Return copies, and ranks that share one."""
+    if command.strategy == "none":
+        return world_size, 1
+    copies, size = (1, *(command.mesh_shape or (world_size,)))[-2:]
+    return copies, size
+
+
+def _flat(fqn: str, params: Sequence[Param], size: int, *, use_orig_params: bool) -> Param:
+    """Return the flat parameter that stands for ``params``."""
+    firsts = accumulate((math.prod(param.shape) for param in params), initial=0)
+    parts = tuple(
+        FlatPart(fqn=p.fqn, shape=p.shape, first=first, trainable=p.trainable)
+        for p, first in zip(params, firsts, strict=False)
+    )
+    shape = torch.Size([parts[-1].first + parts[-1].numel])
+    flat = replace(params[0], fqn=fqn, shape=tuple(shape), global_shape=tuple(shape), **_rows(shape, 0, size))
+    trainable = any(param.trainable for param in params)
+    return replace(flat, trainable=trainable, parts=parts, use_orig_params=use_orig_params)
+
+
+def _check_not_tied(tied: Sequence[str], unit: str) -> None:
+    if tied:
+        raise UsageError(f"parameter {tied[0]!r} of {unit!r} is tied to one of another unit")
+
+
+def _described(params: Iterable[FSDPParam], names: Names) -> tuple[Param, ...]:
     """Describe parameters by their names from the root, which they have themselves only once that is known."""
-    return tuple(replace(param.describe(), fqn=_name_of(param, names)) for param in params)
+    return tuple(replace(param.describe(), fqn=_name_of(param.info, names)) for param in params)
 
 
-def _name_of(param: FSDPParam, names: dict[nn.Module, str]) -> str:
-    return _path(names[param.info.module], param.info.name)
+def _name_of(info: ParamModuleInfo, names: Names) -> str:
+    return full_name(names, info.module, info.name)
 
 
 def _changed(command: Reshard, unit: Unit, *, is_auto: bool, is_root: bool) -> Unit:
@@ -194,11 +264,8 @@ def _changed(command: Reshard, unit: Unit, *, is_auto: bool, is_root: bool) -> U
     return replace(unit, params=params, root=-1, comm="", shard_size=size, replicate_size=copies, **policy)
 
 
-def _path(module: str, path: str) -> str:
-    return f"{module}.{path}" if module else path
-
-
-def _param(fqn: str, param: nn.Parameter, size: int) -> Param:
+def _param(fqn: str, param: nn.Parameter) -> Param:
+    """Describe a plain parameter, on one rank."""
     shape = local_tensor(param).shape
     return Param(
         fqn=fqn,
@@ -207,7 +274,7 @@ def _param(fqn: str, param: nn.Parameter, size: int) -> Param:
         dtype=_name(param.dtype),
         itemsize=param.itemsize,
         shard_dim=0,
-        **_rows(shape, 0, size),
+        **_rows(shape, 0, 1),
         trainable=param.requires_grad,
     )
 

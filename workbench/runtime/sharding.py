@@ -38,6 +38,7 @@ from workbench.protocol.policy import (
     DTYPES,
     FULLY_SHARD,
     HYBRID,
+    Api,
     MixedPrecision,
     as_mesh,
     check_not_classic,
@@ -128,7 +129,7 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
             fit; what there is has no like in the other API.
     """
     model, inner = chosen_again(command)
-    if CLASSIC in {api_of(model), command.api}:
+    if is_anew(command, model):
         return _shard_anew(command, rank, model, inner)
     names = {class_name(module) for module in inner}
     policy = _policy(command)
@@ -156,8 +157,8 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module]]:
     """
     model = find_sharded(command.model)
     inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
-    if CLASSIC in {api_of(model), command.api}:
-        _check_fits(_anew(command, model), dist.get_world_size())
+    if is_anew(command, model):
+        _check_fits(anew(command, model), dist.get_world_size())
         return model, inner
     try:
         check_not_classic(command.strategy, orig_params=command.orig_params)
@@ -192,17 +193,15 @@ def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     return plain
 
 
-def api_of(model: nn.Module) -> str:
+def api_of(model: nn.Module) -> Api:
     """Return what a sharded model is sharded with, as ``--api`` has it."""
     return CLASSIC if isinstance(model, FullyShardedDataParallel) else FULLY_SHARD
 
 
 def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module]) -> Sharded:
     """Undo how a model is sharded and shard it again, as it was if that is refused; optimizers go on."""
-    wanted, before = _anew(command, model), _anew(Reshard(model=command.model), model)
-    units = {m.module if isinstance(m, FullyShardedDataParallel) else m for s in states_below(model) for m in s.modules}
-    now = [module for path, module in reversed(list(plain_modules(model))) if path and module in units]
-    ignored = _not_managed(model)
+    wanted, before = anew(command, model), anew(Reshard(model=command.model), model)
+    now, ignored = units_now(model), _not_managed(model)
     plain = _undo(command.model, model, optimizers_of(model))
     try:
         sharded = _shard(wanted, rank, plain, list(inner) or now, ignored)
@@ -212,12 +211,23 @@ def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[
     return sharded
 
 
+def is_anew(command: Reshard, model: nn.Module) -> bool:
+    """Return whether a model is made plain and sharded again to give it another policy: if it is or becomes classic."""
+    return CLASSIC in {api_of(model), command.api}
+
+
+def units_now(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in ``model`` that are units, without their wrappers, innermost first."""
+    units = {m.module if isinstance(m, FullyShardedDataParallel) else m for s in states_below(model) for m in s.modules}
+    return [module for path, module in reversed(list(plain_modules(model))) if path and module in units]
+
+
 def _not_managed(model: nn.Module) -> list[nn.Parameter]:
     owned = {p for unit in units_of(states_below(model)) for param in unit.fsdp_params for p in param.owned}
     return [param for param in model.parameters() if param not in owned]
 
 
-def _anew(command: Reshard, model: nn.Module) -> Shard:
+def anew(command: Reshard, model: nn.Module) -> Shard:
     """Return the command that makes of the plain model what ``command`` wants; what it leaves open is as now.
 
     Raises:
@@ -234,10 +244,11 @@ def _anew(command: Reshard, model: nn.Module) -> Shard:
     }
     after_forward: str | int = policy.reshard_after_forward
     if api == CLASSIC:
-        found["strategy"] = command.strategy or wrapping.strategy_like(found["mesh"] or (), after_forward)
-        if found["mesh"] and found["strategy"] not in HYBRID and not command.mesh:
+        like = wrapping.strategy_like(command.mesh_shape, after_forward) if command.mesh else policy.strategy
+        found["strategy"] = command.strategy or like
+        if found["strategy"] not in {"", *HYBRID} and not command.mesh:
             found["mesh"] = ()
-        found["orig_params"] = wrapping.has_originals(model) if command.orig_params is None else command.orig_params
+        found["orig_params"] = policy.orig_params if command.orig_params is None else command.orig_params
         after_forward = "auto"
     found["reshard_after_forward"] = command.reshard_after_forward or after_forward
     unclear = [name.replace("_", "-") for name, value in found.items() if value is None or value == ""]
@@ -302,10 +313,17 @@ def policy_of(model: nn.Module) -> ModelPolicy | None:
         _after_forward(state, unit.reshard_after_forward) for state in states for unit in units_of([state])
     }
     offload: set[bool | None] = {unit.offload for unit in units}
+    mesh = _shared({mesh_words(unit.replicate_size, unit.shard_size) for unit in units}, "")
+    after = _shared(after_forward, "")
+    api = api_of(model)
+    like = wrapping.strategy_like(as_mesh(mesh), after) if mesh else ""
     return ModelPolicy(
+        api=api,
+        strategy=wrapping.strategy_of(model) if api == CLASSIC else like,
+        orig_params=wrapping.has_originals(model),
         wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if m is not model})),
-        mesh=_shared({mesh_words(unit.replicate_size, unit.shard_size) for unit in units}, ""),
-        reshard_after_forward=_shared(after_forward, ""),
+        mesh=mesh,
+        reshard_after_forward=after,
         mp=_shared({_precision_words(_cast_at_root(root, state)) for state in states}, ""),
         offload=_shared(offload, None),
         prefetch=_prefetch.get(model, 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
 from workbench.engine.classic.state import wrapper_states_below
 from workbench.engine.classic.undo import rewrap_optimizers, unwrap
 from workbench.protocol.commands import Reshard, Shard
-from workbench.protocol.policy import DTYPES, STRATEGIES, MixedPrecision
+from workbench.protocol.policy import DTYPES, STRATEGIES, MixedPrecision, Strategy
 
 
 def wrap(
@@ -70,7 +70,14 @@ def _dtype(name: str) -> torch.dtype | None:
     return getattr(torch, DTYPES[name]) if name else None
 
 
-def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> str:
+def strategy_of(model: nn.Module) -> Strategy | Literal[""]:
+    """Return the strategy of a wrapped model; empty: its units differ."""
+    names = {state.strategy.name for state in wrapper_states_below(model) if state.unit is not None}
+    words = [word for word, name in STRATEGIES.items() if names == {name}]
+    return cast("Strategy", words[0]) if words else ""
+
+
+def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> Strategy | Literal[""]:
     """Return the strategy that does what ``fully_shard`` does; empty: there is none."""
     if reshard_after_forward not in {"auto", "true", "false"}:
         return ""

@@ -40,9 +40,7 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
             <Choice
               value={what ?? "event"}
               among={SIZES}
-              choose={(size) => {
-                setWhat(SIZES.find((each) => each === size));
-              }}
+              choose={setWhat}
             />
           </label>
         </span>

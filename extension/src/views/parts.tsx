@@ -80,27 +80,29 @@ export function Tool({ icon: Icon, label, command, isEnabled, run }: ToolProps):
 interface FieldProps {
   readonly label: string;
   readonly hint?: string;
+  /** Whether what it holds is so long that it needs a line of its own. */
+  readonly isWide?: boolean;
   readonly children: React.ReactNode;
 }
 
 /** A labelled control of a form. */
-export function Field({ label, hint, children }: FieldProps): React.JSX.Element {
+export function Field({ label, hint, isWide = false, children }: FieldProps): React.JSX.Element {
   return (
-    <label className="fsdp-Field" title={hint}>
+    <label className={`fsdp-Field${isWide ? " fsdp-mod-wide" : ""}`} title={hint}>
       <span>{label}</span>
       {children}
     </label>
   );
 }
 
-interface ChoiceProps {
-  readonly value: string;
-  readonly among: readonly (string | readonly [value: string, words: string])[];
-  readonly choose: (value: string) => void;
+interface ChoiceProps<T extends string> {
+  readonly value: T;
+  readonly among: readonly (T | readonly [value: T, words: string])[];
+  readonly choose: (value: T) => void;
 }
 
 /** One of several words. */
-export function Choice({ value, among, choose }: ChoiceProps): React.JSX.Element {
+export function Choice<T extends string>({ value, among, choose }: ChoiceProps<T>): React.JSX.Element {
   return (
     <HTMLSelect
       value={value}
@@ -109,7 +111,7 @@ export function Choice({ value, among, choose }: ChoiceProps): React.JSX.Element
         return { value: word, label };
       })}
       onChange={({ target }) => {
-        choose(target.value);
+        choose(target.value as T);
       }}
     />
   );

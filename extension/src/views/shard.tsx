@@ -3,14 +3,14 @@ import * as React from "react";
 
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
-import { commandOf, type Policy, standard } from "../policy";
-import type { Model, Preview, Reshard, Shard } from "../protocol";
-import { count, ranges } from "../words";
+import { commandOf, hasMesh, type Policy, standard } from "../policy";
+import { type Model, type Preview, type Reshard, type Shard, STRATEGIES } from "../protocol";
+import { count, heldAtRest, ranges } from "../words";
 import { Choice, Field, stands, Text } from "./parts";
 
 /** Precisions that are offered; a line typed has more. */
 const PRECISIONS = [
-  ["off", "that of the parameters"],
+  ["off", "off"],
   ["bf16", "bf16"],
   ["bf16,reduce=fp32", "bf16, fp32"],
   ["fp16", "fp16"],
@@ -18,9 +18,13 @@ const PRECISIONS = [
 
 const AFTER_FORWARD = [["auto", "auto"], ["true", "reshard"], ["false", "keep"]] as const;
 
-/** What is offered, and what there is now, whether that is among it or not. */
-function offered(choices: readonly (readonly [string, string])[], now: string): readonly (readonly [string, string])[] {
-  if (now === "") return [["", "as each unit is"], ...choices];
+const APIS = ["fully_shard", "classic"] as const satisfies readonly Policy["api"][];
+
+type Choices = readonly (readonly [string, string])[];
+
+/** What is offered, and what there is now, whether that is among it or not; `unset` says what nothing means. */
+function offered(choices: Choices, now: string, unset: string): Choices {
+  if (now === "") return [["", unset], ...choices];
   return choices.some(([value]) => value === now) ? choices : [[now, now], ...choices];
 }
 
@@ -59,6 +63,9 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
     };
   }, [model, text]);
   const isFree = model.state?.request === null;
+  const isClassic = policy.api === "classic";
+  // a model that is or becomes classic is sharded anew, all of its units alike
+  const unset = isClassic || before.api === "classic" ? "to be chosen" : "as each unit is";
   return (
     <form
       className="fsdp-Form"
@@ -67,6 +74,9 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
         void model.do(command);
       }}
     >
+      <Field label="API" hint="fully_shard: each parameter by its rows; classic: FullyShardedDataParallel, one flat parameter for each unit">
+        <Choice value={policy.api} among={APIS} choose={(api) => { set({ api }); }} />
+      </Field>
       <fieldset className="fsdp-Wrap">
         <legend>One unit for each module of class</legend>
         {found.classes.map((each) => (
@@ -82,20 +92,14 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
           </label>
         ))}
       </fieldset>
-      <Field label="Mesh" hint="ranks that share a copy, or copies x ranks that share one; empty: all ranks share one">
-        <Text value={policy.mesh} placeholder={found.is_sharded ? "as each unit is" : "all ranks"} change={(mesh) => { set({ mesh }); }} />
-      </Field>
-      <Field label="After forward" hint="whether full parameters are freed after forward; auto: all but the root's">
-        <Choice
-          value={policy.reshard}
-          among={offered(AFTER_FORWARD, before.reshard)}
-          choose={(reshard) => { set({ reshard }); }}
-        />
-      </Field>
+      <Split found={found} policy={policy} before={before} unset={unset} set={set} />
       <Field label="Precision" hint="in which units compute, and in which gradients are reduced">
-        <Choice value={policy.mp} among={offered(PRECISIONS, before.mp)} choose={(mp) => { set({ mp }); }} />
+        <Choice value={policy.mp} among={offered(PRECISIONS, before.mp, unset)} choose={(mp) => { set({ mp }); }} />
       </Field>
-      <Field label="Prefetch" hint="units gathered ahead, in the order of the modules; 0: the engine's own order">
+      <Field
+        label="Prefetch"
+        hint={isClassic ? "1: the next unit is gathered ahead in forward as well; 0: in backward alone" : "units gathered ahead, in the order of the modules; 0: the engine's own order"}
+      >
         <Text type="number" min={0} value={policy.prefetch} change={(prefetch) => { set({ prefetch }); }} />
       </Field>
       {found.is_sharded ? null : (
@@ -138,6 +142,62 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   );
 }
 
+interface SplitProps {
+  readonly found: Model;
+  readonly policy: Policy;
+  readonly before: Policy;
+  /** What it means that something is not set. */
+  readonly unset: string;
+  readonly set: (more: Partial<Policy>) => void;
+}
+
+/** How parameters are split, and when they are full: what each of the APIs has for that. */
+function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Element {
+  const isClassic = policy.api === "classic";
+  return (
+    <>
+      {isClassic ? (
+        <>
+          <Field label="Strategy" isWide hint="what is split; SHARD_GRAD_OP keeps full parameters until backward, as _HYBRID_SHARD_ZERO2 does within a copy">
+            <Choice
+              value={policy.strategy}
+              among={offered(Object.entries(STRATEGIES), before.strategy, unset)}
+              choose={(strategy) => { set({ strategy: strategy as Policy["strategy"] }); }}
+            />
+          </Field>
+          <Field label="Originals" hint="use_orig_params: optimizers have a piece of each parameter, not one flat parameter">
+            <input
+              type="checkbox"
+              checked={policy.origParams}
+              onChange={({ target }) => { set({ origParams: target.checked }); }}
+            />
+          </Field>
+        </>
+      ) : (
+        <Field label="After forward" hint="whether full parameters are freed after forward; auto: all but the root's">
+          <Choice
+            value={policy.reshard}
+            among={offered(AFTER_FORWARD, before.reshard, unset)}
+            choose={(reshard) => { set({ reshard }); }}
+          />
+        </Field>
+      )}
+      {hasMesh(policy) ? (
+        <Field
+          label="Mesh"
+          hint={isClassic ? "copies x ranks that share one" : "ranks that share a copy, or copies x ranks that share one; empty: all ranks share one"}
+        >
+          <Text
+            value={policy.mesh}
+            placeholder={isClassic ? "copies x ranks" : found.is_sharded ? unset : "all ranks"}
+            change={(mesh) => { set({ mesh }); }}
+          />
+        </Field>
+      ) : null}
+    </>
+  );
+}
+
 function Preliminary({ preview }: { readonly preview: Preview | null }): React.JSX.Element {
   if (preview === null) return <div className="fsdp-Preview" aria-busy="true" />;
   if (preview.problem) return <div className="fsdp-Preview fsdp-mod-bad" role="status">{preview.problem}</div>;
@@ -148,12 +208,12 @@ function Preliminary({ preview }: { readonly preview: Preview | null }): React.J
         <tbody>
           <Known name="units" value={String(preview.units.length)} />
           <Known name="in full" value={formatBytes(preview.bytes_unsharded)} />
-          {preview.at_rest.map(({ ranks, params, grads, adam }) => {
-            const who = preview.at_rest.length > 1 ? `rank ${ranges(ranks)} holds` : "a rank holds";
+          {heldAtRest(preview).map(({ ranks, params, total }, _place, all) => {
+            const who = all.length > 1 ? `rank ${ranges(ranks)} holds` : "a rank holds";
             return (
               <React.Fragment key={ranks.join()}>
-                <Known name={`${who} of it`} value={formatBytes(params)} />
-                <Known name="with gradients and Adam" value={formatBytes(params + grads + adam)} />
+                <Known name={`${who} of it`} value={params} />
+                <Known name="with gradients and Adam" value={total} />
               </React.Fragment>
             );
           })}

@@ -6,7 +6,7 @@ import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import type { ParamInfo, State, UnitInfo } from "../protocol";
-import { commonState, type Node, ranges, statesOf, tree, unitsIn } from "../words";
+import { commonState, count, lies, type Node, ranges, statesOf, tree, unitsIn } from "../words";
 import { stands } from "./parts";
 
 interface UnitsProps {
@@ -168,7 +168,7 @@ function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitR
       <p>{told(unit, state, node.place)}</p>
       <ul>
         {(params ?? []).map((param) => (
-          <li key={param.fqn} title={rows(param)}>
+          <li key={param.fqn} title={rows(param)} className={param.flat === "" ? undefined : "fsdp-mod-inFlat"}>
             <button
               type="button"
               aria-disabled={!canInspect}
@@ -181,7 +181,7 @@ function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitR
               {param.fqn}
             </button>
             <span className="fsdp-note">
-              {param.shape.join(" \u00d7 ") || "scalar"} {param.dtype}, {formatBytes(param.bytes_at_rest)}
+              {param.shape.join(" \u00d7 ") || "scalar"} {param.dtype}, {lies(param)}
             </span>
           </li>
         ))}
@@ -191,8 +191,8 @@ function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitR
   );
 }
 
-function rows({ rows_per_rank, is_trainable }: ParamInfo): string {
-  const kept = `rows a rank: ${rows_per_rank.join(", ")}`;
+function rows({ rows_per_rank, is_trainable, flat }: ParamInfo): string {
+  const kept = `${flat === "" ? "rows" : `elements in ${flat},`} a rank: ${rows_per_rank.join(", ")}`;
   return is_trainable ? kept : `${kept}; takes no gradient`;
 }
 
@@ -209,7 +209,8 @@ function told(unit: UnitInfo, state: State | null, place: number): string {
     (alike ? states.slice(0, 1) : states).join(", "),
     `${formatBytes(unit.bytes_at_rest)} a rank of ${formatBytes(unit.bytes_unsharded)}`,
     unit.bytes_padding > 0 ? `${formatBytes(unit.bytes_padding)} padding in all` : "",
-    unit.replicate_size > 1 ? `${unit.replicate_size} copies on ${unit.shard_size} ranks each` : `over ${unit.shard_size} ranks`,
+    unit.is_flat ? `${count(unit.num_params, "parameter")} in a flat one` : "",
+    unit.replicate_size > 1 ? `${unit.replicate_size} copies on ${count(unit.shard_size, "rank")} each` : `over ${count(unit.shard_size, "rank")}`,
     unit.compute_dtype === unit.reduce_dtype ? unit.compute_dtype : `${unit.compute_dtype}, reduced in ${unit.reduce_dtype}`,
     `reshard after forward: ${unit.reshard_after_forward}`,
     unit.offload ? "offloaded" : "",

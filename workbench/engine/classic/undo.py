@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from workbench.engine.classic.flat_param import FlatParam, Part
+from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import sharded_flats, whole_parts
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.state import WrapperState, wrapper_states_below
@@ -131,25 +131,30 @@ def rewrap_optimizers(module: nn.Module, optimizers: Iterable[torch.optim.Optimi
 def _rewrapped(
     flats: Sequence[tuple[FSDPParamGroup, FlatParam]], optimizer: torch.optim.Optimizer
 ) -> tuple[Mapped, States]:
-    group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     mapping: Mapped = {}
     states: States = {}
     for _, flat in flats:
         if flat.use_orig_params:
             mapping |= {part.original: (part.original,) for part in flat.parts}
         else:
-            _check_in_one_group(flat, group_of)
+            check_in_one_group([(part.fqn, part.original) for part in flat.parts], optimizer)
             mapping |= {part.original: () for part in flat.parts} | {flat.parts[0].original: (flat.sharded_param,)}
         states |= split_states(flat, [optimizer.state.get(part.original) for part in flat.parts])
     return mapping, states
 
 
-def _check_in_one_group(flat: FlatParam, group_of: Mapping[nn.Parameter, int]) -> None:
-    places: dict[int | None, Part] = {}
-    for part in flat.parts:
-        places.setdefault(group_of.get(part.original), part)
+def check_in_one_group(named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer can go on with one flat parameter in the place of what it holds, given with names.
+
+    Raises:
+        ValueError: it holds them in several groups, or only some.
+    """
+    group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    places: dict[int | None, str] = {}
+    for fqn, param in named:
+        places.setdefault(group_of.get(param), fqn)
     if len(places) > 1:
-        said = ", ".join(f"{p.fqn!r} in {'none' if i is None else f'group {i}'}" for i, p in places.items())
+        said = ", ".join(f"{fqn!r} in {'none' if i is None else f'group {i}'}" for i, fqn in places.items())
         raise ValueError(
             f"an optimizer holds the parameters of one flat parameter in several groups: {said}; wrap with "
             "use_orig_params=True, or put them into one"

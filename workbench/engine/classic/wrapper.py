@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self, cast
 
@@ -160,7 +160,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         materialize.materialize(managed, mesh.device, param_init_fn, ignored.ids)
         materialize.move(managed, mesh.device, ignored.ids)
         given = _get_param_module_infos(managed, ignored.ids)
-        check_params(given, use_orig_params=use_orig_params)
+        check_params([(info.path, param) for param, info in given], use_orig_params=use_orig_params)
         if sync_module_states:
             materialize.sync(managed, mesh, ignored.ids)
         setattr(self, WRAPPED, module)
@@ -458,15 +458,15 @@ def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPre
     )
 
 
-def check_params(given: Given, *, use_orig_params: bool) -> None:
-    """Check that parameters can be one flat parameter.
+def check_params(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: bool) -> None:
+    """Check that parameters, given with their names, can be one flat parameter.
 
     Raises:
         ValueError: they differ in dtype or device; without ``use_orig_params``, in whether they are trained.
     """
-    check_uniform([(info.path, param) for param, info in given])
-    trained = [info.path for param, info in given if param.requires_grad]
-    frozen = [info.path for param, info in given if not param.requires_grad]
+    check_uniform(named)
+    trained = [path for path, param in named if param.requires_grad]
+    frozen = [path for path, param in named if not param.requires_grad]
     if trained and frozen and not use_orig_params:
         raise ValueError(
             f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, which one flat parameter cannot be: give "
