@@ -66,7 +66,8 @@ def expected(world_size: int, numel: int, dtype: torch.dtype) -> tuple[torch.Ten
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(
-    ("numel", "dtype"), [(0, torch.float32), (1, torch.float32), (1000, torch.float64), (7, torch.bfloat16)]
+    ("numel", "dtype"),
+    [(0, torch.float32), (1, torch.float32), (1000, torch.float64), (7, torch.bfloat16), (140_000, torch.float32)],
 )
 def test_what_the_collectives_compute(world_size, name, numel, dtype):
     gathered, sums = expected(world_size, numel, dtype)
@@ -75,7 +76,9 @@ def test_what_the_collectives_compute(world_size, name, numel, dtype):
         if name == "fast":
             assert torch.equal(total, sums[rank])  # in rank order: bit for bit
         else:
-            torch.testing.assert_close(total, sums[rank], rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+            torch.testing.assert_close(
+                total, sums[rank], rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+            )
         assert staging == (numel * (world_size - 1) * dtype.itemsize if name == "fast" else 0)
 
 
@@ -89,13 +92,13 @@ def most_allocated_in_a_gather(numel: int) -> int:
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:  # else 2.11 warns
         gather(output, shard, dist.group.WORLD, async_op=True).wait()
         dist.barrier()
-    found = list(totals(profiler.profiler.kineto_results.experimental_event_tree()))
-    return max(found, default=0) - min(found, default=0)
+    return max(totals(profiler.profiler.kineto_results.experimental_event_tree()), default=0)  # they begin at 0
 
 
-@pytest.mark.parametrize(("world_size", "num_copies"), [(2, 0), (3, 2)])
-def test_a_gather_over_gloo_takes_no_memory_beside_its_output_but_for_copies_to_send(world_size, num_copies):
-    numel = 100_000
+@pytest.mark.parametrize(("world_size", "numel", "num_copies"), [(2, 100_000, 0), (3, 100_000, 2), (3, 140_000, 0)])
+def test_a_gather_over_gloo_takes_no_memory_beside_its_output_but_for_copies_of_what_is_small(
+    world_size, numel, num_copies
+):
     for num_bytes in run_ranks(world_size, most_allocated_in_a_gather, numel):
         assert num_bytes == pytest.approx(num_copies * numel * 4, abs=numel)
 

@@ -12,12 +12,15 @@ from workbench.engine.backends.sums import add_others
 from workbench.engine.comm import Allocator, Peers
 from workbench.engine.waits import Work
 
+_FEW_BYTES = 2**20
+"""So many bytes of copies are taken for one all-to-all instead of several: what is small waits for messages mostly."""
+
 
 class GlooAllGather(Allocator):
-    """An all-to-all in which each rank sends all others the same: from memory to memory.
+    """All-to-alls, in each of which a rank sends its shard to one other: from memory to memory.
 
-    gloo's all-gathers, and c10d's over them, gather in a buffer of their own, fresh at every call, and copy that. An
-    all-to-all sends from one place to each rank, so among more than two a rank sends copies; they take less.
+    gloo's all-gathers, and c10d's over them, gather in a buffer of their own, fresh at every call, and copy that. One
+    all-to-all for all ranks sends from another place to each, so it takes copies: of small shards alone.
 
     Attributes:
         is_of_others: see :func:`workbench.engine.comm.is_of_others`.
@@ -28,7 +31,7 @@ class GlooAllGather(Allocator):
     @staticmethod
     def staging_nbytes(num_bytes: int, group: Peers) -> int:
         """Bytes it needs beside an output of ``num_bytes``, for what is sent."""
-        return 0 if group.size == 2 else num_bytes
+        return num_bytes if _sends_copies(num_bytes, group.size) else 0
 
     def __call__(
         self,
@@ -38,11 +41,59 @@ class GlooAllGather(Allocator):
         async_op: bool = False,
     ) -> Work | None:
         """Gather ``input_tensor`` ``[S]`` of every other rank into ``output_tensor`` ``[(F - 1) * S]``, in order."""
-        size, numel = group.size(), input_tensor.numel()
-        splits = [numel] * size
-        splits[group.rank()] = 0
-        sent = input_tensor if size == 2 else input_tensor.repeat(size - 1)
-        return cast("Work | None", dist.all_to_all_single(output_tensor, sent, splits, splits, group, async_op))
+        others = _others(group)
+        if _sends_copies(output_tensor.nbytes, group.size()):
+            works = [_exchange(output_tensor, others, input_tensor.repeat(len(others)), others, group)]
+        else:
+            places = dict(zip(others, output_tensor.view(len(others), input_tensor.numel()), strict=True))
+            works = [
+                _exchange(places[source], [source], input_tensor, [target], group)
+                for source, target in _neighbours(group)
+            ]
+        work = _AllOf(works)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def _sends_copies(num_bytes: int, size: int) -> bool:
+    return size > 2 and num_bytes <= _FEW_BYTES
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
+def _neighbours(group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Return the ranks at every distance, before and after this one."""
+    rank, size = group.rank(), group.size()
+    return [((rank - distance) % size, (rank + distance) % size) for distance in range(1, size)]
+
+
+def _exchange(
+    received: torch.Tensor, sources: Sequence[int], sent: torch.Tensor, targets: Sequence[int], group: dist.ProcessGroup
+) -> Work:
+    """Start to send equal parts to some ranks, while equal parts come from some, all in the order of the ranks."""
+    each, all_ranks = received.numel() // len(sources), range(group.size())
+    taken, given = ([each if rank in some else 0 for rank in all_ranks] for some in (sources, targets))
+    return cast("Work", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
+
+
+class _AllOf:
+    """Collectives that are waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def get_future(self) -> Any:  # noqa: ANN401 - see Work
+        """Future of them all."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def wait(self) -> None:
+        """Wait for each; later calls do nothing."""
+        for work in self._works:
+            work.wait()
 
 
 class GlooReduceScatter(Allocator):
@@ -73,13 +124,11 @@ class GlooReduceScatter(Allocator):
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"GlooReduceScatter sums; it got {op}")
-        rank, size, numel = group.rank(), group.size(), output_tensor.numel()
-        splits = [numel] * size
-        splits[rank] = 0
+        others = _others(group)
         received = torch.empty_like(input_tensor)
-        exchange = dist.all_to_all_single(received, input_tensor, splits, splits, group=group, async_op=True)
-        parts = received.view(size - 1, numel).unbind(0)
-        work = _SumAfterExchange(cast("Work", exchange), parts, rank, output_tensor)
+        exchange = _exchange(received, others, input_tensor, others, group)
+        parts = received.view(len(others), output_tensor.numel()).unbind(0)
+        work = _SumAfterExchange(exchange, parts, group.rank(), output_tensor)
         if async_op:
             return work
         work.wait()
