@@ -70,7 +70,8 @@ def decode(kind: Any, data: Any, where: str, buffers: Sequence[memoryview] = ())
     origin, args = get_origin(kind), get_args(kind)
     if origin in {tuple, Sequence}:
         _expect(data, (list, tuple), where)
-        return tuple(decode(args[0], item, f"{where}[{place}]", buffers) for place, item in enumerate(data))
+        items = (decode(args[0], item, f"{where}[{place}]", buffers) for place, item in enumerate(data))
+        return tuple(data if args[0] is int and _are_whole(data) else items)
     if origin is dict:
         _expect(data, (dict,), where)
         items = (
@@ -146,6 +147,11 @@ def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
     """Return the types of a dataclass's fields: to look them up takes longer than all else."""
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _are_whole(data: Sequence[Any]) -> bool:
+    """Whether all are whole numbers that fit: each by itself takes long where there are very many."""
+    return bool(data) and {*map(type, data)} == {int} and min(data) >= -_LIMIT and max(data) < _LIMIT
 
 
 def _key(kind: type, key: Any, where: str) -> int | str:  # noqa: ANN401

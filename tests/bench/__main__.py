@@ -80,9 +80,15 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
                 yield ("recording", name), _recording(case, effort)
         case "trace":
             yield ("trace",), _apart("trace of 1 M events", lambda: live.trace(effort))
+            yield from _of_many(effort)
         case _:
             for name, work in (live.live(effort) if part == "live" else live.browser()).items():
                 yield (part, name), _apart(name, work)
+
+
+def _of_many(effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:
+    for name, work in live.scale(effort).items():
+        yield ("scale", name), _apart(f"trace of 512 ranks, {name}", work)
 
 
 def _compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:

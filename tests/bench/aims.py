@@ -1,4 +1,4 @@
-"""What the issues "Engine", "Live", "Lab" and "Classic" ask, in figures, and whether a bench's result has it."""
+"""What the issues from "Engine" to "Hosts" ask, in figures, and whether a bench's result has it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -174,6 +174,24 @@ LAB = (
     _live("8 hours: growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),
 )
 
+_SIZES = {"wide": "512 ranks x 128 units", "long": "512 ranks x 200 steps"}
+SCALE = (
+    *(
+        _live(f"{size}: {what}", ("scale", name), value, limit, "ms")
+        for name, size in _SIZES.items()
+        for what, value, limit in (("load", "load_ms", 5000), ("slowest figure", "figure_ms", 300))
+    ),
+    Aim(
+        what="512 ranks x 200 steps: dashboard scrub",
+        part=("browser", "scrub"),
+        values=(("fps",), ("moments",)),
+        limit=30,
+        unit="fps",
+        is_at_least=True,
+    ),
+)
+"""The part of "Hosts" that needs no host."""
+
 CLASSIC = tuple(
     Aim(what=f"classic, {case}: {what}", part=("classic", case), values=((value,),), limit=limit)
     for case in CLASSIC_CASES
@@ -185,7 +203,7 @@ CLASSIC = tuple(
     )
 )
 
-AIMS = (*ENGINE, *LIVE, *LAB, *CLASSIC)
+AIMS = (*ENGINE, *LIVE, *LAB, *SCALE, *CLASSIC)
 
 
 def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:

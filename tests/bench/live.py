@@ -1,4 +1,4 @@
-"""The figures of the issues "Live" and "Lab", each measured in a process of its own: see the modules that do it."""
+"""The figures of "Live", "Lab" and "Hosts", each measured in a process of its own: see the modules that do it."""
 
 import statistics
 from collections.abc import Callable
@@ -60,9 +60,19 @@ def trace(effort: Effort, call: Call = call_apart) -> Tree:
     return call("tests.bench.traces:measure_trace", repeats=max(3, effort.repeats // 10), num_states=effort.repeats)
 
 
+def scale(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
+    """Return what is measured on traces of many ranks, by its name, each to be called."""
+    arguments = {"repeats": max(3, effort.repeats // 20), "num_states": effort.repeats}
+    return {
+        name: lambda name=name: call("tests.bench.traces:measure_scale", name=name, **arguments)
+        for name in ("wide", "long")
+    }
+
+
 def browser(call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
     """Return what is measured in a real browser, by its name, each to be called."""
+    modules = {"timeline": "pixels", "pixels": "pixels", "scrub": "pixels", "panel": "panel", "soak": "soak"}
     return {
         name: lambda name=name, module=module: call(f"tests.bench.{module}:measure_{name}", timeout_s=MAX_BROWSER_S)
-        for name, module in {"timeline": "pixels", "pixels": "pixels", "panel": "panel", "soak": "soak"}.items()
+        for name, module in modules.items()
     }

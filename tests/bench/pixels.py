@@ -10,6 +10,9 @@ from running the cell ``%fsdp dashboard`` to the first answer drawn.
 :func:`measure_long`: the same of a trace of 8 ranks x 200,000 rows that grows, and frames per second while the
 dashboard follows it and while its cursor is dragged.
 
+:func:`measure_scrub`: frames per second, and moments told per second, while the cursor of a dashboard is dragged over
+what 512 ranks recorded.
+
 :func:`measure_timeline`: frames per second while the timeline pans and zooms over 500,000 rectangles, and the time
 from nothing to the first picture of 1,000,000; 8 ranks of 4 rows. What the screen's rate allows is the most; the
 milliseconds say how much of a frame the drawing itself takes.
@@ -244,6 +247,68 @@ def measure_long(seconds: float = 5.0) -> dict[str, Any]:
     }
 
 
+# ---- many ranks
+
+SCRUB_CELLS = [
+    f"""
+import sys
+sys.path.insert(0, {str(REPO)!r})
+from tests.bench.traces import SCALES
+from tests.trace.scale import trace_of
+from workbench.session.pulse import Pulse
+from workbench.widgets.dashboard import Dashboard
+
+class Still:
+    def __init__(self, trace):
+        self.found = Pulse(trace=trace, record="scale.trace")
+    def pulse(self):
+        return self.found
+
+still = Still(trace_of(SCALES["SIZE"]))
+""",
+    "dash = Dashboard(still)\ndash",
+    "dash.close()",
+]
+
+_SCRUB = """async ([seconds]) => {
+  const d = document.querySelector(".fw-dashboard").dashboard;
+  let told = 0, frames = 0, drawing = 0;
+  const {takeMoment, picture} = d;
+  d.takeMoment = function (answer) { told += Number(answer.number === this.number); takeMoment.call(this, answer); };
+  d.picture = function () {
+    const begin = performance.now();
+    picture.call(this);
+    drawing += performance.now() - begin;
+  };
+  const gaps = [], begin = performance.now(), end = begin + 1000 * seconds;
+  for (let before = begin; before < end; frames++) {
+    d.putCursor(d.begun + (d.end - d.begun) * (0.5 + 0.48 * Math.sin((before - begin) / 700)));
+    await new Promise(requestAnimationFrame);
+    const now = performance.now();
+    gaps.push(now - before);
+    before = now;
+  }
+  const took = (performance.now() - begin) / 1000;
+  gaps.sort((a, b) => a - b);
+  return {fps: frames / took, moments: told / took, p95_ms: gaps[Math.floor(0.95 * gaps.length)],
+    draw_ms: drawing / frames};
+}"""
+
+
+def measure_scrub(size: str = "long", seconds: float = 6.0) -> dict[str, Any]:
+    """Return ``fps`` and ``moments`` per second while the cursor is dragged over a trace of 512 ranks.
+
+    Once over all of it before that, so that what is found once is found.
+    """
+    with _notebook([cell.replace("SIZE", size) for cell in SCRUB_CELLS]) as lab:
+        lab.do(0)
+        ready_ms = lab.page.evaluate(READY, 1)
+        lab.page.evaluate(_SCRUB, [seconds])
+        found = lab.page.evaluate(_SCRUB, [seconds])
+        lab.do(2)
+    return {"ready_ms": ready_ms, **found}
+
+
 # ---- the timeline
 
 # each frame is drawn by the timeline's own loop; `at` is what is in view in frame k of n
@@ -300,7 +365,7 @@ def chromium() -> str:
 
 def main() -> None:
     """Measure and say."""
-    for measure in (measure_timeline, measure_pixels, measure_long):
+    for measure in (measure_timeline, measure_pixels, measure_long, measure_scrub):
         sys.stdout.write(json.dumps(measure()) + "\n")
 
 

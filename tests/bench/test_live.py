@@ -1,4 +1,4 @@
-"""What is measured of the issues "Live" and "Lab", by whom, and that every figure finds its number there."""
+"""What is measured of the issues "Live", "Lab" and "Hosts", by whom, and that every figure finds its number there."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from tests.bench import __main__ as bench
 from tests.bench import live, report
-from tests.bench.aims import LAB, LIVE, verdicts
+from tests.bench.aims import LAB, LIVE, SCALE, verdicts
 from tests.bench.watched import (
     PLAIN,
     UNWATCHED,
@@ -33,6 +33,8 @@ FOUND = {
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
     "pixels:measure_timeline": {"fps_pan": 59.9, "fps_zoom": 60.1, "first_paint_ms": 300},
+    "traces:measure_scale": {"load_ms": 3000, "figure_ms": 200, "figures_ms": {"memory": 200.0}},
+    "pixels:measure_scrub": {"fps": 55.0, "moments": 31.0},
     "pixels:measure_pixels": {"median_ms": 90},
     "panel:measure_panel": {"median_ms": 120, "first_paint_ms": 80, "recovers_ms": 300, "bundle_kb": 250.0},
     "soak:measure_soak": {"kernel_mb": 150.0, "page_mb": 100.0},
@@ -48,7 +50,9 @@ def call(function, timeout_s=0, **arguments):
 def whole():
     """A result in which everything was measured."""
     found = {"recording": dict.fromkeys(("3.7M", "0.23M"), RECORDING), "trace": live.trace(bench.QUICK, call)}
-    for part, works in (("live", live.live(bench.QUICK, call)), ("browser", live.browser(call))):
+    quick = bench.QUICK
+    parts = {"live": live.live(quick, call), "browser": live.browser(call), "scale": live.scale(quick, call)}
+    for part, works in parts.items():
         for name, work in works.items():
             bench._put(found, (part, name), live.measured(name, work))
     return found
@@ -56,7 +60,7 @@ def whole():
 
 def test_every_figure_finds_its_number():
     found = list(verdicts(whole()))
-    assert [verdict.aim for verdict in found] == [*LIVE, *LAB]
+    assert [verdict.aim for verdict in found] == [*LIVE, *LAB, *SCALE]
     assert {verdict.word for verdict in found} == {"met"}
     assert {v.aim.what: v.number for v in found}["side door while ranks compute, median"] == "8.00 ms"
 

@@ -2,9 +2,12 @@
 
 4 ranks, 33 units, 160 steps. A state is what the dashboard shows under its cursor: all ranks, bytes by class, units,
 and what each was doing. A figure is what a word such as ``%fsdp memory`` draws when nothing else is asked.
+
+:func:`measure_scale`: the same of 512 ranks, wide or long (:mod:`tests.trace.scale`), and what a dashboard on it takes.
 """
 
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -13,11 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from tests.trace.scale import LONG, WIDE, Scale, trace_of
 from tests.trace.simulation import example_trace
 from workbench.replay import collectives, memory, states
+from workbench.session.pulse import Pulse
 from workbench.trace import TraceBuilder, advance, check, load, partners, save, steps, to_perfetto
 from workbench.trace.columns import Trace
 from workbench.views import VIEWS, draw
+from workbench.widgets.answers import Answers
 from workbench.widgets.moments import Moments
 
 Tree = dict[str, Any]
@@ -41,6 +49,69 @@ def measure_trace(repeats: int, num_states: int, num_steps: int = NUM_STEPS) -> 
     figures = {name: median_ms(partial(draw, name, trace), repeats) for name in VIEWS}
     found |= {"figures_ms": figures, "figure_ms": max(figures.values())}
     return found | {"others_ms": {name: median_ms(work, min(repeats, 3)) for name, work in _others(trace).items()}}
+
+
+SCALES = {"wide": WIDE, "long": LONG}
+
+
+def measure_scale(name: str, repeats: int, num_states: int) -> Tree:
+    """Return milliseconds, and MB: of the process with the trace, and what a dashboard adds to it.
+
+    ``load_ms`` and the figures are medians of ``repeats``; ``first_figures_ms`` are drawn of a trace just loaded.
+    ``first_answer_ms`` is what a dashboard is told when it opens, ``state_ms`` the median of moments at random under
+    its cursor, ``state_p95_ms`` what one in twenty exceeds.
+    """
+    return measure_scale_of(SCALES[name], repeats, num_states)
+
+
+def measure_scale_of(scale: Scale, repeats: int, num_states: int) -> Tree:
+    """Measure as :func:`measure_scale` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "scale.trace"
+        num_rows, save_ms = _saved(scale, path)
+        load_ms = median_ms(lambda: load(path), repeats)
+        file_mb = path.stat().st_size / 1e6
+        trace = load(path)
+    first = {view: median_ms(partial(draw, view, trace), 1) for view in VIEWS}
+    figures = {view: median_ms(partial(draw, view, trace), repeats) for view in VIEWS}
+    answers, pulse = Answers(), Pulse(trace=trace, record="scale.trace")
+
+    def ask(**question: object) -> tuple[dict[str, Any], list[bytes]]:
+        return answers.answer(question, pulse, time.monotonic)
+
+    before_mb = _present_mb()
+    first_answer_ms = median_ms(partial(ask, ask="feed"), 1)
+    begin_us, end_us = 0.0, ask(ask="at", t_us=1e18)[0]["moment"]["t_us"]
+    draw_number = random.Random(0)
+    looked_up = sorted(
+        median_ms(partial(ask, ask="at", t_us=draw_number.uniform(begin_us, end_us)), 1) for _ in range(num_states)
+    )
+    return {
+        "num_rows": num_rows,
+        "rows_mb": trace.num_rows * trace.ranks[0].rows.itemsize / 1e6,
+        "save_ms": save_ms,
+        "load_ms": load_ms,
+        "file_mb": file_mb,
+        "first_figures_ms": first,
+        "figures_ms": figures,
+        "figure_ms": max(figures.values()),
+        "first_answer_ms": first_answer_ms,
+        "state_ms": statistics.median(looked_up),
+        "state_p95_ms": looked_up[int(0.95 * len(looked_up))],
+        "loaded_mb": before_mb,
+        "dashboard_mb": _present_mb() - before_mb,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+    }
+
+
+def _saved(scale: Scale, path: Path) -> tuple[int, float]:
+    trace = trace_of(scale)
+    return trace.num_rows, median_ms(lambda: save(trace, path), 1)
+
+
+def _present_mb() -> float:
+    """The memory of this process, in MB."""
+    return psutil.Process().memory_info().rss / 1e6
 
 
 def median_ms(work: Callable[[], object], repeats: int) -> float:

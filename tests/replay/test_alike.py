@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace
+from tests.trace.strategies import example_trace, setups, simulate, traces
 from workbench.replay import alike
 from workbench.trace.columns import RankTrace, Trace
 
@@ -78,3 +79,40 @@ def test_other_names_cannot_be_joined(names):
 
 def test_a_pattern_keeps_numbers_inside_words():
     assert alike.pattern("layer1.0.conv2.weight") == "layer1.#.conv2.weight"
+
+
+def test_of_many_pieces_some_ranks_are_counted():
+    assert alike.label(range(0, 16, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14"
+    assert alike.label([0, 1, *range(15, 512, 15)]) == "ranks 0-1, 15, 30 and 32 more"
+
+
+@given(st.sets(st.integers(0, 511)))
+def test_no_rank_is_lost_in_a_label(ranks):
+    said = alike.label(ranks)
+    named, _, more = said.removeprefix("ranks ").removeprefix("rank ").partition(" and ")
+    if ranks:
+        pieces = [piece.partition("-") for piece in named.split(", ")]
+        count = sum(int(last or first) - int(first) + 1 for first, _, last in pieces)
+        assert count + int(more.partition(" ")[0] or 0) == len(ranks)
+    assert len(said) <= 80
+
+
+@given(setups())
+def test_ranks_of_one_job_did_the_same_whichever_groups_they_are_in(setup):
+    trace = simulate(setup)
+    assert len({alike.did(trace.header, rank.rows) for rank in trace.ranks}) <= 1
+
+
+@given(traces(whole=True))
+def test_those_that_did_the_same_have_equal_rows_but_for_times_and_groups(trace):
+    if not trace.ranks:
+        return
+    first, other = trace.ranks[0], trace.ranks[-1]
+    changed = other.rows.copy()
+    places = np.flatnonzero(changed["unit"] >= 0)
+    if len(places):
+        changed["unit"][places[len(places) // 2]] -= 1
+        assert alike.did(trace.header, changed) != alike.did(trace.header, first.rows)
+    later = other.rows.copy()
+    later["t_ns"] += 5
+    assert alike.did(trace.header, later) == alike.did(trace.header, first.rows)

@@ -1,7 +1,8 @@
 """A pretend FSDP training job that writes the rows a real one would, in the real order, with plausible times.
 
 All ranks run the same program, so each operation is played on every rank at once; a collective ends when the slowest
-rank has joined it. Times are a fixed model plus a jitter from ``Setup.seed``: equal setups give equal traces.
+rank has joined it. Times are a fixed model plus a jitter from ``Setup.seed``: equal setups give equal traces. Of a
+large job the first ranks alone may be played.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ NS_PER_WIRE_BYTE = 0.8
 NS_PER_COPIED_BYTE = 0.1
 NS_PER_PARAM = 12.0  # forward compute of one parameter element
 TICK_NS = 600  # host work between two rows
+LATE = 1.4  # times as long a late rank computes
 BASELINE_BYTES = 2**26  # of a process that has sharded nothing yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained how. ``num_units`` counts the root, which is the last unit; ``copies`` divides ``num_ranks``."""
+    """What is trained how. ``num_units`` counts the root, which is the last unit; ``copies`` divides ``num_ranks``.
+
+    ``played`` is how many ranks, the first ones, write rows (0: all); ``late`` is one whose compute takes longer.
+    """
 
     num_ranks: int = 4
+    played: int = 0
+    late: int = -1
     copies: int = 1
     num_units: int = 4
     steps: int = 3
@@ -45,6 +52,11 @@ class Setup:
     vocab: int = 97
     heads: int = 6
     seed: int = 0
+
+    @property
+    def num_played(self) -> int:
+        """Ranks that write rows."""
+        return self.played or self.num_ranks
 
     @property
     def shard_size(self) -> int:
@@ -171,8 +183,8 @@ def owned_elements(unit: Unit, rank: int) -> int:
 class Recorder:
     """The clocks and rows of all ranks."""
 
-    def __init__(self, num_ranks: int, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, num_ranks: int, seed: int, late: int = -1) -> None:
+        self.random, self.late = random.Random(seed), late
         self.clock = [START_NS + 1_000 * r for r in range(num_ranks)]
         self.rows: list[list[tuple[float, ...]]] = [[] for _ in range(num_ranks)]
         self.step, self.phase = -1, Phase.IDLE
@@ -210,7 +222,8 @@ class Recorder:
     def pass_time(self, duration_ns: float) -> None:
         """Every rank works for about ``duration_ns``."""
         for rank in range(len(self.clock)):
-            self.clock[rank] += int(duration_ns * self.random.uniform(0.97, 1.08))
+            factor = LATE if rank == self.late else 1.0
+            self.clock[rank] += int(duration_ns * factor * self.random.uniform(0.97, 1.08))
 
 
 class Job:
@@ -219,14 +232,14 @@ class Job:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.header = setup, make_header(setup)
         self.units, self.root = self.header.units, setup.num_units - 1
-        self.out = Recorder(setup.num_ranks, setup.seed)
+        self.out = Recorder(setup.num_played, setup.seed, setup.late)
         self.unsharded: set[int] = set()
         self.gathering: dict[int, int] = {}  # unit -> comm_seq
         self.reducing: dict[int, int] = {}
         self.ends_ns: list[int] = []  # of each collective, by comm_seq
         self.has_grads: set[int] = set()
         # which group a rank is in, per role
-        names, places = [g.name for g in self.header.comm_groups], range(setup.num_ranks)
+        names, places = [g.name for g in self.header.comm_groups], range(setup.num_played)
         self.groups = {
             role: [names.index(f"{role}: {next(g for g in setup.ranks_of(role) if r in g)}") for r in places]
             for role in setup.roles
@@ -251,7 +264,7 @@ class Job:
         self.forward(self.root)
         self.backward()
         self.optimize(first=step == 0)
-        for rank in range(self.setup.num_ranks):
+        for rank in range(self.setup.num_played):
             loss = 1.5 + 3.0 * math.exp(-0.1 * step) + 0.01 * rank
             self.out.put(Kind.METRIC, Edge.INSTANT, rank=rank, module=0, value=loss)
         self.out.all(Kind.STEP, Edge.END)
@@ -316,7 +329,7 @@ class Job:
         self.out.phase = Phase.OPTIMIZER
         self.out.all(Kind.OPTIMIZER, Edge.BEGIN)
         for unit in self.units if first else ():
-            for rank in range(self.setup.num_ranks):
+            for rank in range(self.setup.num_played):
                 num_bytes = 2 * ITEMSIZE * owned_elements(unit, rank % self.setup.shard_size) + ITEMSIZE * len(
                     unit.params
                 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.trace.strategies import any_traces, example_trace, traces
 from workbench.errors import TraceError
 from workbench.events import Kind
-from workbench.trace import RankTrace, Trace, advance, merge, steps
+from workbench.trace import RankTrace, Trace, advance, columns, merge, steps
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 
 
@@ -151,3 +151,37 @@ def test_merge_refuses_a_gap():
 
 def test_merge_of_nothing_is_empty():
     assert merge() == Trace.empty()
+
+
+@given(traces(), st.integers(0, 3), st.integers(0, 3))
+def test_rows_of_steps_are_where_their_numbers_are(trace, first, last):
+    for rank in trace.ranks:
+        inside = np.flatnonzero((rank.rows["step"] >= first) & (rank.rows["step"] <= last))
+        expected = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+        assert rank.places_of(first, last) == expected
+        later = np.flatnonzero(rank.rows["step"] > last)
+        assert rank.place_after(last) == (later[0] if len(later) else len(rank.rows))
+        assert set(rank.steps.tolist()) == {step for step in rank.rows["step"].tolist() if step >= 0}
+
+
+@given(traces(), st.data())
+def test_what_is_kept_of_a_rank_is_what_would_be_found_anew(trace, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "KEPT_EVERY", 16)
+        for rank in trace.ranks:
+            place = data.draw(st.integers(0, len(rank.rows)))
+            state = rank.state_before(place)
+            assert state == advance(rank.start, rank.rows[:place])
+            assert rank.bytes_before(place) == state.bytes_by_category
+            assert rank.unit_states_before(place) == state.unit_states
+            begin = data.draw(st.integers(0, place))
+            assert rank.kinds.tolist() == rank.rows["kind"].tolist()
+            known, anew = rank.part(begin, place, state), RankTrace(rank.rank, rank.rows[begin:place], state)
+            assert rank.places_of(0, 9) is not None
+            again = rank.part(begin, place, state)  # now it is known in which steps the rows are
+            for part in (known, again):
+                assert part.kinds.tolist() == anew.kinds.tolist()
+                assert part.steps.tolist() == anew.steps.tolist()
+                assert [part.places_of(step, step) for step in range(3)] == [
+                    anew.places_of(step, step) for step in range(3)
+                ]

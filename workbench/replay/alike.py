@@ -1,11 +1,17 @@
-"""What is the same is said once: ``ranks 0-6, 8-63`` behaved alike, ``blocks.0-3`` are split alike."""
+"""What is the same is said once: ``ranks 0-6, 8-63`` behaved alike, ``blocks.0-3`` are split alike.
+
+Of many ranks in many pieces a few are named, and the others counted.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+import numpy as np
+
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header, Rows
 
 
 def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int, ...]]:
@@ -19,23 +25,58 @@ def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int
     return sorted((tuple(sorted(ranks)) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks))
 
 
+def did(header: Header, rows: Rows, more: Sequence[str] = ()) -> bytes:
+    """Return what is equal for ranks that did the same in some rows, in this order, whenever it was.
+
+    Of a collective it matters how many ranks took part and which of theirs it was, not which ranks these are.
+
+    Args:
+        header: of the trace.
+        rows: of one rank, those that matter.
+        more: further fields that matter, besides kind, edge, unit and ``comm_seq``.
+    """
+    sizes = np.array([*(len(group.ranks) for group in header.comm_groups), 0], np.int32)  # the last is where -1 looks
+    group = rows["comm_group"]
+    columns = [rows[name] for name in ("kind", "edge", "unit", "comm_seq", *more)]
+    columns.append(sizes[np.where(group < len(sizes) - 1, group, -1)])
+    return b"".join(column.tobytes() for column in columns)
+
+
+MAX_RUNS = 8
+"""Runs of neighbouring ranks that are named; with more the first ones, and how many ranks there are besides."""
+
+_NAMED = 3  # runs that are named of more
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers with runs of neighbours joined: ``(5, 0, 1, 2)`` -> ``"0-2, 5"``; none -> ``""``."""
-    runs: list[list[int]] = []
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the first and last of each run of neighbours: ``(5, 0, 1, 2)`` -> ``[[0, 2], [5, 5]]``."""
+    found: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
         else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            found.append([number, number])
+    return found
 
 
 def label(ranks: Iterable[int]) -> str:
-    """Return how a person names these ranks: ``(0, 1, 2, 5)`` -> ``"ranks 0-2, 5"``, ``(3,)`` -> ``"rank 3"``."""
+    """Return how a person names these ranks: ``(0, 1, 2, 5)`` -> ``"ranks 0-2, 5"``, ``(3,)`` -> ``"rank 3"``.
+
+    Of more than :data:`MAX_RUNS` runs some are counted: ``"ranks 0, 15, 30 and 31 more"``.
+    """
     numbers = sorted(set(ranks))
+    found = runs(numbers)
     if not numbers:
         return "no rank"
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+    if len(found) <= MAX_RUNS:
+        return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+    named = [number for number in numbers if number <= found[_NAMED - 1][1]]
+    return f"ranks {ranges(named)} and {len(numbers) - len(named)} more"
 
 
 _NUMBER = re.compile(r"\d+")

@@ -8,16 +8,18 @@ it. Time that a rank was held by a breakpoint or a pause counts for neither. Arr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from workbench.events import COLLECTIVES, Edge, Kind, Param, Unit
-from workbench.replay.spans import Ints, Spans, closed, durations_ns, spans
+from workbench.replay.alike import did
+from workbench.replay.spans import Ints, Spans, closed, durations_ns, rows_of, spans
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header, Rows
+from workbench.trace.pairs import partners
+from workbench.trace.schema import Header, KeyFrame
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +84,28 @@ def table(rank_trace: RankTrace) -> Collectives:
         wait_end_ns=_first_of(place, waits.end_ns, len(issued)),
         wait_ns=exposed,
     )
+
+
+def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
+    """Return the collectives of the first of some ranks, and of each rank ``time_ns`` and ``wait_ns``, ``[R, N]``.
+
+    Args:
+        alike: ranks that did the same (:func:`~workbench.replay.alike.did`) as far as collectives and waits go: what
+            belongs together is looked for in the first one alone.
+    """
+    kinds = (*COLLECTIVES, Kind.WAIT)
+    rows = rows_of(alike[0], kinds)
+    is_wait, begins, end = rows["kind"] == Kind.WAIT, rows["edge"] == Edge.BEGIN, partners(rows)
+    held = any((rank.kinds == Kind.GATE).any() for rank in alike)
+    if len(alike) == 1 or held or (end[begins] < 0).any():
+        tables = [table(rank) for rank in alike]
+        return tables[0], np.stack([found.time_ns for found in tables]), np.stack([found.wait_ns for found in tables])
+    t_ns = np.stack([rows_of(rank, kinds)["t_ns"] for rank in alike])
+    issued, waits = np.flatnonzero(begins & ~is_wait), np.flatnonzero(begins & is_wait)
+    place = _matches(spans(rows, COLLECTIVES), spans(rows, (Kind.WAIT,)))
+    exposed = np.zeros((len(issued), len(alike)), np.int64)
+    np.add.at(exposed, place[place >= 0], (t_ns[:, end[waits]] - t_ns[:, waits]).T[place >= 0])
+    return table(alike[0]), t_ns[:, end[issued]] - t_ns[:, issued], exposed.T
 
 
 def _matches(issued: Spans, waits: Spans) -> Ints:
@@ -152,30 +176,60 @@ def counts(trace: Trace, step: int) -> tuple[Count, ...]:
     What was never issued has no entry.
     """
     one_step = trace.slice(step=step)
-    return tuple(count for rank in one_step.ranks for count in _counts(trace.header, rank, step))
+    tallies = (tally for rank in one_step.ranks for tally in _tallies(trace.header, [rank], step).items())
+    return tuple(
+        Count(
+            rank=tally.ranks[0],
+            unit=unit,
+            kind=kind,
+            num_ranks=num_ranks,
+            calls=tally.calls,
+            num_bytes=tally.num_bytes,
+            time_ns=tally.time_ns,
+            exposed_ns=tally.exposed_ns,
+        )
+        for (unit, kind, num_ranks), tally in tallies
+    )
 
 
-def _counts(header: Header, rank_trace: RankTrace, step: int) -> Iterator[Count]:
-    found = table(rank_trace)
+@dataclass(frozen=True, kw_only=True)
+class _Tally:
+    """The collectives of one key of ranks that issued equally much.
+
+    Attributes:
+        ranks: global ranks.
+        calls: how many each issued.
+        num_bytes: the payloads of one rank together.
+        time_ns: the times of all ranks together.
+        exposed_ns: how long compute waited for them on all ranks together.
+    """
+
+    ranks: tuple[int, ...]
+    calls: int = 0
+    num_bytes: int = 0
+    time_ns: int = 0
+    exposed_ns: int = 0
+
+
+def _tallies(header: Header, alike: Sequence[RankTrace], step: int) -> dict[Key, _Tally]:
+    """Return what some ranks that did the same issued in ``step``."""
+    found, time_ns, exposed_ns = _times(alike)
     here = np.flatnonzero(found.step == step)
     keys = np.stack([found.unit[here], found.kind[here], _num_ranks(header, found)[here]])
     keys, which = np.unique(keys, axis=1, return_inverse=True)
-    columns = (np.ones(len(found), np.int64), found.num_bytes, found.time_ns, found.wait_ns)
+    columns = (np.ones(len(found), np.int64), found.num_bytes, time_ns.sum(axis=0), exposed_ns.sum(axis=0))
     sums = np.zeros((len(columns), keys.shape[1]), np.int64)
     for total, column in zip(sums, columns, strict=True):
-        np.add.at(total, which, column[here])
-    for key, (calls, num_bytes, time_ns, exposed_ns) in zip(keys.T.tolist(), sums.T.tolist(), strict=True):
-        unit, kind, num_ranks = key
-        yield Count(
-            rank=rank_trace.rank,
-            unit=unit,
-            kind=Kind(kind),
-            num_ranks=num_ranks,
-            calls=calls,
-            num_bytes=num_bytes,
-            time_ns=time_ns,
-            exposed_ns=exposed_ns,
+        np.add.at(total, which.reshape(-1), column[here])
+    ranks = tuple(rank.rank for rank in alike)
+    return {
+        (unit, Kind(kind), num_ranks): _Tally(
+            ranks=ranks, calls=calls, num_bytes=num_bytes, time_ns=took_ns, exposed_ns=waited_ns
         )
+        for (unit, kind, num_ranks), (calls, num_bytes, took_ns, waited_ns) in zip(
+            keys.T.tolist(), sums.T.tolist(), strict=True
+        )
+    }
 
 
 def _num_ranks(header: Header, found: Collectives) -> Ints:
@@ -294,53 +348,63 @@ def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
     Ordered by unit, kind and number of ranks; several entries of one of these where ranks differ, the most common
     first.
     """
-    one_step = trace.slice(step=step)
+    groups: dict[Hashable, list[RankTrace]] = {}
+    for rank in trace.ranks:
+        begin, end = rank.places_of(step, step)
+        part = rank.part(begin, end, KeyFrame(unit_states=rank.unit_states_before(begin)))
+        groups.setdefault(_program(trace.header, part, step), []).append(part)
     forms: dict[frozenset[int], dict[Key, Expected]] = {}
-    found: dict[tuple[Key, int, int, Expected | None], list[Count]] = {}
-    for rank in one_step.ranks:
-        full = frozenset(rank.start.unit_states)
+    found: dict[tuple[Key, int, int, Expected | None], list[_Tally]] = {}
+    for alike in groups.values():
+        full = frozenset(alike[0].start.unit_states)
         if full not in forms:
             forms[full] = {(e.unit, e.kind, e.num_ranks): e for e in closed_form(trace.header, full)}
-        for count, expected in _with_expected(list(_counts(trace.header, rank, step)), rank, step, forms[full]):
-            key = (count.unit, count.kind, count.num_ranks)
-            found.setdefault((key, count.calls, count.num_bytes, expected), []).append(count)
-    rows = [_comparison(alike, key[-1]) for key, alike in found.items()]
+        for key, tally, expected in _with_expected(_tallies(trace.header, alike, step), alike, step, forms[full]):
+            found.setdefault((key, tally.calls, tally.num_bytes, expected), []).append(tally)
+    rows = [_comparison(key[0], alike, key[-1]) for key, alike in found.items()]
     return tuple(sorted(rows, key=lambda c: (c.unit, c.kind, -c.num_ranks, -len(c.ranks), c.ranks)))
 
 
+def _program(header: Header, rank: RankTrace, step: int) -> Hashable:
+    """All that a comparison says of a rank but its times."""
+    rows = rank.rows
+    active = np.bincount(rows["unit"][rows["step"] == step] + 1) > 0
+    did_so = did(header, rows_of(rank, (*COLLECTIVES, Kind.WAIT)), ("step", "num_bytes"))
+    return frozenset(rank.start.unit_states), _is_whole(rank, step), active.tobytes(), did_so
+
+
 def _with_expected(
-    counted: list[Count], rank_trace: RankTrace, step: int, forms: dict[Key, Expected]
-) -> Iterator[tuple[Count, Expected | None]]:
-    """What one rank issued in ``step``, each with what was expected; also what was expected and never issued."""
-    measured = {(count.unit, count.kind, count.num_ranks): count for count in counted}
-    rows = rank_trace.rows[rank_trace.rows["step"] == step]
-    active = set(np.unique(rows["unit"]).tolist()) if _is_whole(rows) else set()
+    measured: dict[Key, _Tally], alike: Sequence[RankTrace], step: int, forms: dict[Key, Expected]
+) -> Iterator[tuple[Key, _Tally, Expected | None]]:
+    """What ranks issued in ``step``, each with what was expected; also what was expected and never issued."""
+    rows = alike[0].rows[alike[0].rows["step"] == step]
+    active = set(np.unique(rows["unit"]).tolist()) if _is_whole(alike[0], step) else set()
     expected = {key: form for key, form in forms.items() if key[0] in active}
+    nothing = _Tally(ranks=tuple(rank.rank for rank in alike))
     for key in measured | {key: form for key, form in expected.items() if form.calls}:
-        yield measured.get(key, _nothing(rank_trace.rank, key)), expected.get(key)
+        yield key, measured.get(key, nothing), expected.get(key)
 
 
-def _nothing(rank: int, key: Key) -> Count:
-    unit, kind, num_ranks = key
-    return Count(rank=rank, unit=unit, kind=kind, num_ranks=num_ranks, calls=0, num_bytes=0, time_ns=0, exposed_ns=0)
-
-
-def _is_whole(rows: Rows) -> bool:
-    """Whether the rows of a step hold its beginning and its end."""
-    edges = rows["edge"][rows["kind"] == Kind.STEP]
+def _is_whole(rank: RankTrace, step: int) -> bool:
+    """Whether a rank's rows of a step hold its beginning and its end."""
+    rows = rank.rows[rank.kinds == Kind.STEP]
+    edges = rows["edge"][rows["step"] == step]
     return Edge.BEGIN in edges and Edge.END in edges
 
 
-def _comparison(alike: list[Count], expected: Expected | None) -> Comparison:
-    first = alike[0]
+def _comparison(key: Key, tallies: Sequence[_Tally], expected: Expected | None) -> Comparison:
+    unit, kind, num_ranks = key
+    ranks = tallies[0].ranks
+    if len(tallies) > 1:
+        ranks = tuple(sorted(rank for tally in tallies for rank in tally.ranks))
     return Comparison(
-        unit=first.unit,
-        kind=first.kind,
-        num_ranks=first.num_ranks,
-        ranks=tuple(count.rank for count in alike),
-        calls=first.calls,
-        num_bytes=first.num_bytes,
-        time_ns=sum(count.time_ns for count in alike) / len(alike),
-        exposed_ns=sum(count.exposed_ns for count in alike) / len(alike),
+        unit=unit,
+        kind=kind,
+        num_ranks=num_ranks,
+        ranks=ranks,
+        calls=tallies[0].calls,
+        num_bytes=tallies[0].num_bytes,
+        time_ns=sum(tally.time_ns for tally in tallies) / len(ranks),
+        exposed_ns=sum(tally.exposed_ns for tally in tallies) / len(ranks),
         expected=expected,
     )

@@ -67,7 +67,11 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> OnDevice | N
         header: of the trace.
     """
     rows = part.rows
-    t_ns, stream = _told(whole, part.start.seq, len(rows))
+    later = max(part.start.seq - whole.start.seq, 0)
+    tells = whole.rows[later:][whole.kinds[later:] == Kind.DEVICE]
+    if not len(tells):
+        return None
+    t_ns, stream = _told(tells, part.start.seq, len(rows))
     awaited = ~of_kind(rows, BESIDE)
     is_told = t_ns >= 0
     if not is_told.any():
@@ -85,10 +89,8 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> OnDevice | N
     )
 
 
-def _told(whole: RankTrace, first_seq: int, count: int) -> tuple[Ints, Ints]:
+def _told(tells: Rows, first_seq: int, count: int) -> tuple[Ints, Ints]:
     """Return when the device came to ``count`` rows from ``first_seq`` on, and in which stream; -1 if not told."""
-    later = whole.rows[max(first_seq - whole.start.seq, 0) :]
-    tells = later[later["kind"] == Kind.DEVICE]
     place = tells["value"].astype(np.int64) - first_seq
     inside = (place >= 0) & (place < count)
     t_ns, stream = np.full(count, -1, np.int64), np.full(count, -1, np.int64)

@@ -113,7 +113,7 @@ def without_holds(trace: Trace) -> tuple[Trace, Cuts]:
 
 def cuts(trace: Trace) -> Cuts:
     """Return what is to be cut out of a trace's time axis."""
-    if not any((r.rows["kind"] == Kind.GATE).any() for r in trace.ranks):
+    if not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
         return Cuts()
     offsets = _offsets(trace)
     changes = [_changes(r.rows, _Stance(), offsets.get(r.rank, 0))[0] for r in trace.ranks]
@@ -162,7 +162,8 @@ class GrowingCuts:
 
 def clock_offset_ns(header: Header, rank: int) -> int:
     """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
-    return next((info.clock_offset_ns for info in header.ranks if info.rank == rank), 0)
+    info = header.info_of.get(rank)
+    return 0 if info is None else info.clock_offset_ns
 
 
 def _offsets(trace: Trace) -> dict[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.events import MOVES, Category, Edge, Kind, Phase, UnitState
 from workbench.replay import states
@@ -57,15 +58,16 @@ def advance(state: MemoryState, rows: Rows) -> MemoryState:
     places = _moves(rows)
     if not len(places):
         return state
-    total = in_use(state.bytes_by_category) + np.cumsum(_deltas_in_use(rows[places]))
+    category, deltas = rows["category"][places], rows["num_bytes"][places]
+    total = in_use(state.bytes_by_category) + np.cumsum(_in_use(category, deltas))
     top = int(np.argmax(total))
-    live = _add(state.bytes_by_category, rows, places)
+    live = _add(state.bytes_by_category, category, deltas)
     if total[top] <= state.peak_bytes:
         return replace(state, bytes_by_category=live)
     return MemoryState(
         bytes_by_category=live,
         peak_bytes=int(total[top]),
-        peak_bytes_by_category=_add(state.bytes_by_category, rows, places[: top + 1]),
+        peak_bytes_by_category=_add(state.bytes_by_category, category[: top + 1], deltas[: top + 1]),
         peak_seq=int(rows["seq"][places[top]]),
     )
 
@@ -75,15 +77,15 @@ def _moves(rows: Rows) -> Ints:
     return np.flatnonzero(of_kind(rows, MOVES) & (rows["category"] < len(Category)))
 
 
-def _deltas_in_use(moves: Rows) -> Ints:
+def _in_use(category: NDArray[np.uint8], num_bytes: Ints) -> Ints:
     """By how much each of some rows that move bytes changes the bytes in use."""
-    deltas: Ints = np.where(moves["category"] == Category.RESERVED, 0, moves["num_bytes"])
+    deltas: Ints = np.where(category == Category.RESERVED, 0, num_bytes)
     return deltas
 
 
-def _add(before: tuple[int, ...], rows: Rows, places: Ints) -> tuple[int, ...]:
+def _add(before: tuple[int, ...], category: NDArray[np.uint8], num_bytes: Ints) -> tuple[int, ...]:
     live = np.array(before, np.int64)
-    np.add.at(live, rows["category"][places], rows["num_bytes"][places])
+    np.add.at(live, category, num_bytes)
     return tuple(live.tolist())
 
 
@@ -137,7 +139,7 @@ def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySerie
     places = _moves(rows)
     moments = places
     if max_moments is not None and len(places) > max_moments:
-        total = np.cumsum(_deltas_in_use(rows[places]))
+        total = np.cumsum(_in_use(rows["category"][places], rows["num_bytes"][places]))
         moments = places[envelope(rows["t_ns"][places], total, max(max_moments // 4, 1))]
     return MemorySeries(
         t_ns=np.concatenate([rows["t_ns"][:1], rows["t_ns"][moments]]),

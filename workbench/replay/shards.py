@@ -73,7 +73,7 @@ class ParamShards:
     @property
     def bytes_wasted(self) -> int:
         """Bytes of padding in one copy: over its F shard-ranks together."""
-        return self.row_bytes * sum(self.padding_rows)
+        return self.row_bytes * (self.num_shards * self.param.padded_rows - sum(self.param.rows_per_rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def totals(split: Iterable[ParamShards]) -> Totals:
         bytes_unsharded=sum(s.bytes_global for s in parts),
         bytes_at_rest=sum(s.bytes_at_rest for s in parts),
         bytes_wasted=sum(s.bytes_wasted for s in parts),
-        num_empty=sum(len(s.empty_shards) for s in parts),
+        num_empty=sum(s.param.rows_per_rank.count(0) for s in parts if s.bytes_unsharded),
     )
 
 

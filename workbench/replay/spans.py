@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Edge, Kind
+from workbench.trace.columns import RankTrace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import Rows
 
@@ -56,6 +57,13 @@ def of_kind(rows: Rows, kinds: Iterable[Kind]) -> NDArray[np.bool_]:
     wanted[list(kinds)] = True
     found: NDArray[np.bool_] = wanted[rows["kind"]]
     return found
+
+
+def rows_of(rank_trace: RankTrace, kinds: Iterable[Kind]) -> Rows:
+    """Return a rank's rows of some ``kinds``."""
+    wanted = np.zeros(256, np.bool_)
+    wanted[list(kinds)] = True
+    return rank_trace.rows[wanted[rank_trace.kinds]]
 
 
 def spans(rows: Rows, kinds: Iterable[Kind]) -> Spans:
@@ -128,6 +136,20 @@ def durations_ns(rows: Rows, begin_ns: Ints, end_ns: Ints) -> Ints:
     gate_end_ns = np.where(gates.end_ns >= 0, gates.end_ns, last_ns(rows))
     held = within_ns(gates.begin_ns, gate_end_ns, end_ns) - within_ns(gates.begin_ns, gate_end_ns, begin_ns)
     return end_ns - begin_ns - held
+
+
+def total_ns(rank_trace: RankTrace, kind: Kind) -> int:
+    """Return how long all spans of ``kind`` that begin in a rank's trace took, without the time it was held.
+
+    One that has not ended lasts to the last row. They are not to lie within each other.
+    """
+    rows, mine = rank_trace.rows, rows_of(rank_trace, (kind,))
+    begins, is_held = mine["edge"] == Edge.BEGIN, (rank_trace.kinds == Kind.GATE).any()
+    if len(mine) % 2 == 0 and begins[::2].all() and not begins[1::2].any() and not is_held:
+        return int(mine["t_ns"][1::2].sum() - mine["t_ns"][::2].sum())
+    found = spans(rows, (kind,))
+    until_ns = np.where(found.end_ns >= 0, found.end_ns, last_ns(rows))
+    return int(durations_ns(rows, found.begin_ns, until_ns).sum())
 
 
 def within_ns(begin_ns: Ints, end_ns: Ints, t_ns: Ints) -> Ints:

@@ -72,9 +72,15 @@ def start() -> TrainingState:
     )
 
 
-def advance(state: TrainingState, rows: Rows) -> TrainingState:
-    """Return the state after ``rows``; rows given in pieces or at once lead to the same state."""
-    kind = np.ascontiguousarray(rows["kind"])  # read twice: side by side that is quick
+def advance(state: TrainingState, rows: Rows, kind: NDArray[np.uint8] | None = None) -> TrainingState:
+    """Return the state after ``rows``; rows given in pieces or at once lead to the same state.
+
+    Args:
+        state: before them.
+        rows: consecutive rows of one rank.
+        kind: their field of that name, side by side; None: it is looked for.
+    """
+    kind = np.ascontiguousarray(rows["kind"]) if kind is None else kind
     models = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
     rows = rows[_WANTED[kind]]
     logged = rows["kind"] == Kind.METRIC
@@ -174,11 +180,13 @@ class Summary:
         metrics: what was logged, by name: the loss first, then in the order of first appearance.
         step_times: nanoseconds that each finished step took, time held at a gate left out.
         cuts: steps at which another model began, ascending; none with one model.
+        behind: ranks that have not finished the last step that others have.
     """
 
     metrics: dict[str, Series]
     step_times: Series
     cuts: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -204,14 +212,18 @@ class Summary:
 
 def fold(rank_trace: RankTrace) -> TrainingState:
     """Return the state after all rows of a rank."""
-    return advance(start(), rank_trace.rows)
+    return advance(start(), rank_trace.rows, rank_trace.kinds)
 
 
 def summary(trace: Trace) -> Summary:
     """Return what the ranks logged and how long their steps took, put together per step."""
     states = [fold(r) for r in trace.ranks]
+    last = [int(state.steps["step"].max(initial=-1)) for state in states]
     return Summary(
-        metrics=_metrics(trace.header, states), step_times=_step_times(states), cuts=_cuts(trace.header, states)
+        metrics=_metrics(trace.header, states),
+        step_times=_step_times(states),
+        cuts=_cuts(trace.header, states),
+        behind=tuple(r.rank for r, step in zip(trace.ranks, last, strict=True) if step < max(last)),
     )
 
 

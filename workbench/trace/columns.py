@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.errors import TraceError
-from workbench.events import Kind
+from workbench.events import Kind, UnitState
 from workbench.trace.header import join, translate
-from workbench.trace.keyframe import advance
+from workbench.trace.keyframe import advance, bytes_after, states_after
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
+
+KEPT_EVERY = 16_384
+"""Rows between two states that a rank's trace keeps, once it has found them."""
+
+_NO_STEP = (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +30,9 @@ class RankTrace:
             ``start.seq`` without a gap.
         start: state of the rank just before ``rows[0]``.
         lost: rows that were overwritten on the rank before they could be read.
+
+    What is looked for in all rows of many ranks is found once, and kept: :attr:`kinds`, in which steps they are, and
+    the state at some of them. Reading one field of every row takes as long as reading all of all rows.
 
     Raises:
         TraceError: ``rows`` is not such an array.
@@ -57,11 +66,88 @@ class RankTrace:
         """``seq`` of the row that would come next."""
         return self.start.seq + len(self.rows)
 
+    @cached_property
+    def kinds(self) -> NDArray[np.uint8]:
+        """The field ``kind`` of all rows, side by side; ``[len(rows)]``, read-only."""
+        found = np.ascontiguousarray(self.rows["kind"])
+        found.flags.writeable = False
+        return found
+
+    @property
+    def steps(self) -> NDArray[np.int32]:
+        """The numbers of the training steps that it has rows of, ascending."""
+        found = np.unique(self._runs[0])
+        return found[found >= 0]
+
     def cut(self, begin_seq: int, end_seq: int) -> RankTrace:
         """Return the rows with ``begin_seq <= seq < end_seq``, with the exact state before them."""
         begin = min(max(begin_seq - self.start.seq, 0), len(self.rows))
         end = max(end_seq - self.start.seq, begin)
-        return RankTrace(self.rank, self.rows[begin:end], advance(self.start, self.rows[:begin]), self.lost)
+        return self.part(begin, end, self.state_before(begin))
+
+    def part(self, begin: int, end: int, start: KeyFrame) -> RankTrace:
+        """Return the rows from position ``begin`` up to ``end``, with ``start`` for the state before them."""
+        found = RankTrace(self.rank, self.rows[begin:end], start, self.lost)
+        if "kinds" in vars(self):
+            vars(found)["kinds"] = self.kinds[begin:end]
+        if "_runs" in vars(self):
+            step, first, after = self._runs
+            first, after = np.maximum(first, begin) - begin, np.minimum(after, end) - begin
+            mine = after > first
+            vars(found)["_runs"] = step[mine], first[mine], after[mine]
+        return found
+
+    def places_of(self, first: int, last: int) -> tuple[int, int]:
+        """Return the positions of the first row of some steps and after their last one; ``(0, 0)``: it has none.
+
+        Args:
+            first: number of the first step, at least 0.
+            last: of the last one, included.
+        """
+        step, begin, end = self._runs
+        inside = np.flatnonzero((step >= first) & (step <= last))
+        return (int(begin[inside[0]]), int(end[inside[-1]])) if len(inside) else _NO_STEP
+
+    def place_after(self, last: int) -> int:
+        """Return the position of the first row of a step later than ``last``; after all rows if there is none."""
+        step, begin, _ = self._runs
+        later = np.flatnonzero(step > last)
+        return int(begin[later[0]]) if len(later) else len(self.rows)
+
+    def state_before(self, place: int) -> KeyFrame:
+        """Return the state just before the row at position ``place``."""
+        begin, nearest = self._nearest(place)
+        return nearest if begin == place else advance(nearest, self.rows[begin:place])
+
+    def bytes_before(self, place: int) -> tuple[int, ...]:
+        """Return what :meth:`state_before` says of live bytes, sooner."""
+        begin, nearest = self._nearest(place)
+        return bytes_after(nearest.bytes_by_category, self.rows[begin:place], self.kinds[begin:place])
+
+    def unit_states_before(self, place: int) -> dict[int, UnitState]:
+        """Return what :meth:`state_before` says of the parameters of units, sooner."""
+        begin, nearest = self._nearest(place)
+        return states_after(nearest.unit_states, self.rows[begin:place], self.kinds[begin:place])
+
+    def _nearest(self, place: int) -> tuple[int, KeyFrame]:
+        """Return the last position up to ``place`` before which the state is kept, and that state."""
+        states = self._states
+        while len(states) * KEPT_EVERY <= place:
+            begin = (len(states) - 1) * KEPT_EVERY
+            states.append(advance(states[-1], self.rows[begin : begin + KEPT_EVERY]))
+        return place // KEPT_EVERY * KEPT_EVERY, states[place // KEPT_EVERY]
+
+    @cached_property
+    def _states(self) -> list[KeyFrame]:
+        """The states before every :data:`KEPT_EVERY`-th row, as far as they are known."""
+        return [advance(self.start, self.rows[:0])]
+
+    @cached_property
+    def _runs(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """Rows that follow each other and are of one step: its number, the first one, and the one after the last."""
+        step = self.rows["step"]
+        begin = np.flatnonzero(np.append(len(step) > 0, step[1:] != step[:-1]))
+        return step[begin], begin, np.append(begin[1:], len(step))[: len(begin)]
 
 
 @dataclass(frozen=True)
@@ -106,10 +192,14 @@ class Trace:
         Raises:
             TraceError: it recorded nothing.
         """
-        for entry in self.ranks:
-            if entry.rank == rank:
-                return entry
-        raise TraceError(f"the trace has no rank {rank}; it has {[r.rank for r in self.ranks] or 'none'}")
+        found = self._by_rank.get(rank)
+        if found is None:
+            raise TraceError(f"the trace has no rank {rank}; it has {[r.rank for r in self.ranks] or 'none'}")
+        return found
+
+    @cached_property
+    def _by_rank(self) -> dict[int, RankTrace]:
+        return {entry.rank: entry for entry in self.ranks}
 
     def slice(self, *, step: int | None = None, first: int | None = None, last: int | None = None) -> Trace:
         """Return the rows of some training steps, each rank with the exact state before them.
@@ -135,8 +225,8 @@ class Trace:
 
 def steps(trace: Trace) -> list[int]:
     """Return the numbers of the training steps that any rank has rows of, ascending."""
-    found = [np.unique(r.rows["step"]) for r in trace.ranks]
-    return [int(s) for s in np.unique(np.concatenate(found)) if s >= 0] if found else []
+    found = [r.steps for r in trace.ranks]
+    return np.unique(np.concatenate(found)).tolist() if found else []
 
 
 def merge(*traces: Trace) -> Trace:
@@ -156,17 +246,12 @@ def _raw(rows: Rows) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _slice_steps(rank: RankTrace, first: int | None, last: int | None) -> RankTrace:
-    step = rank.rows["step"]
-    low = 0 if first is None else max(first, 0)
     high = np.iinfo(np.int32).max if last is None else last
-    inside = np.flatnonzero((step >= low) & (step <= high))
-    if len(inside):
-        begin, end = int(inside[0]), int(inside[-1]) + 1
-    else:  # nothing, at the place where it would be
-        later = np.flatnonzero(step > high)
-        begin = end = int(later[0]) if len(later) else len(step)
+    begin, end = rank.places_of(0 if first is None else max(first, 0), high)
+    if begin == end:  # nothing, at the place where it would be
+        begin = end = rank.place_after(high)
     begin = 0 if first is None else begin
-    end = len(step) if last is None else end
+    end = len(rank.rows) if last is None else end
     return _with_device(rank.cut(rank.start.seq + begin, rank.start.seq + end), rank.rows[end:])
 
 

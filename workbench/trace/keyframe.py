@@ -5,6 +5,8 @@ It is what makes a trace cuttable: the rows left of a cut are replaced by one :c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,17 +34,24 @@ def advance(key_frame: KeyFrame, rows: Rows) -> KeyFrame:
         key_frame: state just before ``rows[0]``.
         rows: consecutive rows of one rank; none is allowed.
     """
+    if not len(rows):
+        states: dict[int, UnitState] = {u: s for u, s in key_frame.unit_states.items() if s != UnitState.SHARDED}
+        reducing = {unit: count for unit, count in key_frame.reducing.items() if count}
+        return replace(key_frame, unit_states=states, reducing=reducing)
     kind = np.ascontiguousarray(rows["kind"])  # read several times: side by side that is quick
     return KeyFrame(
-        seq=int(rows["seq"][-1]) + 1 if len(rows) else key_frame.seq,
-        bytes_by_category=_bytes_after(key_frame.bytes_by_category, rows, kind),
-        unit_states=_states_after(key_frame.unit_states, rows, kind),
+        seq=int(rows["seq"][-1]) + 1,
+        bytes_by_category=bytes_after(key_frame.bytes_by_category, rows, kind),
+        unit_states=states_after(key_frame.unit_states, rows, kind),
         reducing=_reducing_after(key_frame.reducing, rows, kind),
     )
 
 
-def _bytes_after(before: tuple[int, ...], rows: Rows, kind: Kinds) -> tuple[int, ...]:
-    """Live bytes per category; rows with an unknown category are left to the rules."""
+def bytes_after(before: tuple[int, ...], rows: Rows, kind: Kinds) -> tuple[int, ...]:
+    """Return the live bytes per category after ``rows``, ``kind`` being their field of that name, side by side.
+
+    Rows with an unknown category are left to the rules.
+    """
     at = np.flatnonzero(_IS_MOVE[kind])
     category = rows["category"][at]
     known = category < len(Category)
@@ -51,16 +60,21 @@ def _bytes_after(before: tuple[int, ...], rows: Rows, kind: Kinds) -> tuple[int,
     return tuple(totals.tolist())
 
 
-def _states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict[int, UnitState]:
-    """Parameter state per unit that is not SHARDED: of each unit the last row of :data:`STATE_AFTER` counts."""
+def states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict[int, UnitState]:
+    """Return the parameter state per unit that is not SHARDED after ``rows``; see :func:`bytes_after`.
+
+    Of each unit the last row of :data:`STATE_AFTER` counts.
+    """
     at = np.flatnonzero(_MAY_CHANGE_STATE[kind])
     after, unit = _STATE_AFTER[kind[at], rows["edge"][at]], rows["unit"][at]
     changes = (after >= 0) & (unit >= 0)
     newest = np.full(int(unit.max(initial=-1)) + 1, -1, np.int8)
     newest[unit[changes]] = after[changes]  # of several rows of a unit the last one stays
-    units = np.flatnonzero(newest >= 0)
-    states = before | dict(zip(units.tolist(), map(UnitState, newest[units].tolist()), strict=True))
-    return {unit: state for unit, state in states.items() if state != UnitState.SHARDED}
+    units = np.flatnonzero(newest > UnitState.SHARDED)
+    states = dict(zip(units.tolist(), map(UnitState, newest[units].tolist()), strict=True))
+    told = newest.tolist()
+    kept = {u: s for u, s in before.items() if s != UnitState.SHARDED and (u >= len(told) or told[u] < 0)}
+    return kept | states
 
 
 def _reducing_after(before: dict[int, int], rows: Rows, kind: Kinds) -> dict[int, int]:

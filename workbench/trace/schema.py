@@ -8,7 +8,9 @@ the two describe the same 52 bytes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +109,11 @@ class Header:
     comm_groups: tuple[CommGroup, ...] = ()
     strings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @cached_property
+    def info_of(self) -> Mapping[int, RankInfo]:
+        """Where each rank lives of which that is known, by its number."""
+        return {info.rank: info for info in self.ranks}
 
     @property
     def is_enqueued(self) -> bool:

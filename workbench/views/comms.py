@@ -20,6 +20,7 @@ from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views import theme
+from workbench.views.units import meant
 from workbench.views.window import Window, window
 
 MAX_UNFOLDED = 24
@@ -30,6 +31,7 @@ MAX_ROWS = 60
 _ROW_HEIGHT = 38  # pixels: two lines
 _LABEL_LETTERS = 20  # of a line of what stands before the table
 _LABEL_WIDTH = 150  # pixels of it
+_RANKS_LETTERS = 10  # of the ranks named there; more are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +57,30 @@ class Column:
     is_time: bool = False
 
 
-def comms(trace: Trace, *, step: int | None = None) -> go.Figure:
+def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> go.Figure:
     """Count collectives of a step per unit: calls, bytes and time, beside what a formula says.
 
     Args:
         trace: what happened.
         step: which step; None: the last one that ended.
+        unit: count those of this unit alone: a name, a pattern such as ``blocks.*``, or ``(root)``; None: all.
 
     Raises:
-        UsageError: the trace has nothing of this step.
+        UsageError: the trace has nothing of this step, or no such unit.
     """
+    wanted = {each.index for each in meant(trace.header.units, unit)}
     chosen = window(trace, step, 2 if step is None else 1)
     if chosen.last < 0:
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
     shown, rows, clock = _rows(trace, chosen)
+    rows = tuple(row for row in rows if unit is None or row.unit in wanted)
     if not rows:
         why = "with one rank per shard there is nothing to send"
-        return theme.empty(f"No rank communicated in {step_name(shown)}: {why}.")
+        whom = "" if unit is None else f" for {theme.shorten(unit)}"
+        return theme.empty(f"No rank communicated in {step_name(shown)}{whom}: {why}.")
     drawn, num_left_out = _most_telling(_fold(trace.header, _in_order(trace.header, rows)))
     fig = theme.figure(
-        f"{step_name(shown).capitalize()}: {_verdict(rows)}",
+        f"{step_name(shown).capitalize()}{'' if unit is None else f', {theme.shorten(unit)}'}: {_verdict(rows)}",
         _subtitle(trace.header, rows, num_left_out, clock),
         barmode="stack",
         **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
@@ -95,13 +101,15 @@ def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], Cl
     With whose times: a device's, once it has come to all of the step.
     """
     part, _ = chosen.shown(trace)
-    found = {step: compare(part, step) for step in range(chosen.first, chosen.last + 1)}
-    ended = [step for step, rows in found.items() if any(row.expected for row in rows)]
-    shown = ended[-1] if ended else chosen.last
+    shown, rows = chosen.last, compare(part, chosen.last)
+    for step in range(chosen.last - 1, chosen.first - 1, -1):
+        before = () if any(row.expected for row in rows) else compare(part, step)
+        if any(row.expected for row in before):
+            shown, rows = step, before
     drawn = Window(first=chosen.first, last=shown).drawn(trace)
     if drawn.clock is Clock.DEVICE and drawn.is_whole:
         return shown, compare(drawn.trace, shown), Clock.DEVICE
-    return shown, found[shown], Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
+    return shown, rows, Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
 
 
 def _in_order(header: Header, rows: Sequence[Comparison]) -> list[Comparison]:
@@ -139,11 +147,15 @@ def _verdict(rows: Sequence[Comparison]) -> str:
     told = [row for row in rows if row.expected]
     if not told:
         return "not seen from begin to end, so there is no closed form beside it"
-    ranks = sorted({rank for row in told for rank in row.ranks})
-    totals = {rank: _totals([row for row in told if rank in row.ranks]) for rank in ranks}
+    sets = list(dict.fromkeys(row.ranks for row in told))
+    members = [frozenset(ranks) for ranks in sets]
+    issued: dict[tuple[bool, ...], list[int]] = {}  # ranks that are in the same rows
+    for rank in sorted(frozenset().union(*members)):
+        issued.setdefault(tuple(rank in ranks for ranks in members), []).append(rank)
     alike: dict[str, list[int]] = {}
-    for rank, text in totals.items():
-        alike.setdefault(text, []).append(rank)
+    for is_in, ranks in issued.items():
+        chosen = {some for some, here in zip(sets, is_in, strict=True) if here}
+        alike.setdefault(_totals([row for row in told if row.ranks in chosen]), []).extend(ranks)
     if len(alike) > 1:
         return "ranks differ: " + "; ".join(f"{label(same)}: {text}" for text, same in list(alike.items())[:3])
     (text,) = alike
@@ -162,7 +174,7 @@ def _totals(rows: Sequence[Comparison]) -> str:
 
 
 def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clock: Clock) -> str:
-    rank = min(rank for row in rows for rank in row.ranks)
+    rank = min(row.ranks[0] for row in rows)
     own = [row for row in rows if rank in row.ranks]
     payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(row) for row in own)
     time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
@@ -177,7 +189,7 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         "≠ is right only where gradients were accumulated, units skipped or unsharded by hand"
         if any(row.differs for row in rows)
         else "",
-        f"{theme.plural(num_left_out, 'more row')} not drawn" if num_left_out else "",
+        f"{theme.plural(num_left_out, 'more row')} not drawn: --unit draws those of a name" if num_left_out else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
 
@@ -249,7 +261,12 @@ def _ticks(header: Header, rows: list[Row]) -> list[str]:
 
 def _add_bars(fig: go.Figure, header: Header, rows: list[Row]) -> None:
     divisor, unit = _scale(rows)
-    names = {y: theme.full(_name(header, row)) for y, row in enumerate(rows)}
+    all_ranks = {rank for row in rows for rank in row.said.ranks}
+    names = {
+        y: theme.full(_name(header, row))
+        + (f"<br>{theme.full(label(row.said.ranks))}" if len(row.said.ranks) < len(all_ranks) else "")
+        for y, row in enumerate(rows)
+    }
     for kind in sorted({row.said.kind for row in rows}):
         some = {y: row.said for y, row in enumerate(rows) if row.said.kind == kind}
         hidden = {y: max(said.time_ns - said.exposed_ns, 0) / divisor for y, said in some.items()}
@@ -282,8 +299,13 @@ def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
     name = theme.escape(theme.shorten(_name(header, row), _LABEL_LETTERS))
     over = f" over {row.said.num_ranks}" if size else ""
     several = f", {len(row.units)} x" if len(row.units) > 1 else ""
-    ranks = "" if all_ranks else f", {theme.shorten(label(row.said.ranks), 10)}"
+    ranks = "" if all_ranks else f", {_few_letters(row.said.ranks)}"
     return f"{name}<br>{row.said.kind.words}{over}{several}{ranks}"
+
+
+def _few_letters(ranks: Sequence[int]) -> str:
+    named = label(ranks)
+    return named if len(named) <= _RANKS_LETTERS else theme.plural(len(ranks), "rank")
 
 
 def _name(header: Header, row: Row) -> str:

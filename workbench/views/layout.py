@@ -17,13 +17,13 @@ from typing import Literal
 import plotly.graph_objects as go
 
 from workbench.events import Unit, unit_words
-from workbench.protocol.breakpoints import chosen_units
 from workbench.replay.alike import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
+from workbench.views.units import meant
 
 MAX_UNFOLDED = 32
 """Parameters drawn one by one; with more, those that are alike share a bar."""
@@ -97,9 +97,10 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
     groups, num_left_out = _largest(alike(split) if folded else [(part,) for part in split], columns)
     places = list(_places(groups))
     finest = columns * len(groups) / MAX_SEGMENTS
+    total = totals(split)
     fig = theme.figure(
-        _title(header, totals(split), "parameters" if unit is None else f"the parameters of {theme.shorten(unit)}"),
-        _subtitle(header, totals(split), num_left_out),
+        _title(header, total, "parameters" if unit is None else f"the parameters of {theme.shorten(unit)}"),
+        _subtitle(header, total, num_left_out),
         height=220 + _ROW_HEIGHT * len(places),
         barmode="overlay",
         **theme.legend_below(2),
@@ -113,9 +114,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
 
 def _only(header: Header, unit: str) -> Header:
     """Return ``header`` with the units alone that are meant by ``unit``."""
-    live = [each for each in header.units if not each.retired]
-    chosen = chosen_units(unit, [each.name for each in live])
-    return replace(header, units=tuple(each for each in live if each.name in chosen))
+    return replace(header, units=meant([each for each in header.units if not each.retired], unit))
 
 
 def _largest(groups: list[Group], columns: int) -> tuple[list[Group], int]:

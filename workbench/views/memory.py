@@ -23,12 +23,13 @@ from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, last_ns
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header
+from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.process import HEIGHT, add_process, process_words
+from workbench.views.who import MANY, several, who
 from workbench.views.window import Window, one_rank, window
 
 MAX_PANELS = 4
@@ -87,9 +88,9 @@ def memory(
     """
     shown = window(trace, step, steps)
     only = None if rank is None else one_rank(trace, rank).rank
-    parts, cuts = shown.shown(trace, exact=True)
-    groups = _groups([part for part in parts.ranks if only in (None, part.rank)])
-    panels = [_panel(group) for group in groups[:MAX_PANELS]]
+    parts, cuts = shown.shown(trace)
+    groups = _groups(trace, shown, [part for part in parts.ranks if only in (None, part.rank)])
+    panels = [_panel(trace, shown, group) for group in groups[:MAX_PANELS]]
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
     unsharded = totals(shards(trace.header)).bytes_unsharded
@@ -103,7 +104,7 @@ def memory(
     ]
     fig = theme.figure(
         _title(header, shown, panels),
-        _subtitle(header, panels, len(groups) - len(panels), unsharded, more),
+        _subtitle(header, panels, groups, unsharded, more),
         height=130 + (_PANEL_HEIGHT + (HEIGHT if is_sampled else 0)) * len(panels),
         hovermode="x unified",
         legend={"traceorder": "reversed"},
@@ -122,13 +123,15 @@ def _is_sampled(panel: Panel) -> bool:
 # -- which ranks
 
 
-def _groups(parts: Sequence[RankTrace]) -> list[list[tuple[RankTrace, MemoryState]]]:
+def _groups(trace: Trace, shown: Window, parts: Sequence[RankTrace]) -> list[list[tuple[RankTrace, MemoryState]]]:
     """Return the ranks, alike ones together, each with its state after its rows."""
     groups: list[list[tuple[RankTrace, MemoryState]]] = []
     founders: list[Ints] = []
     for part in parts:
-        state = live.advance(live.start(part.start), part.rows)
-        marks = np.array([*part.start.bytes_by_category, *state.peak_bytes_by_category, *state.bytes_by_category])
+        whole = trace.rank(part.rank)
+        before = whole.bytes_before(shown.places(whole)[0])
+        state = live.advance(live.start(KeyFrame(seq=part.start.seq, bytes_by_category=before)), part.rows)
+        marks = np.array([*before, *state.peak_bytes_by_category, *state.bytes_by_category])
         near = (i for i, f in enumerate(founders) if np.abs(marks - f).max() <= ALIKE * state.peak_bytes)
         place = next(near, len(groups))
         if place == len(groups):
@@ -138,8 +141,10 @@ def _groups(parts: Sequence[RankTrace]) -> list[list[tuple[RankTrace, MemoryStat
     return sorted(groups, key=lambda group: -len(group))
 
 
-def _panel(group: list[tuple[RankTrace, MemoryState]]) -> Panel:
+def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState]]) -> Panel:
     highest, _ = max(group, key=lambda entry: entry[1].peak_bytes)
+    whole = trace.rank(highest.rank)
+    highest = replace(highest, start=whole.state_before(shown.places(whole)[0]))
     return Panel(ranks=tuple(part.rank for part, _ in group), shown=highest, peak=live.peak(highest))
 
 
@@ -157,17 +162,23 @@ def _with_short_names(header: Header) -> Header:
     return replace(header, units=tuple(replace(unit, name=theme.shorten(unit.name)) for unit in header.units))
 
 
-def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unsharded: int, more: Sequence[str]) -> str:
+def _subtitle(
+    header: Header,
+    panels: Sequence[Panel],
+    groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]],
+    unsharded: int,
+    more: Sequence[str],
+) -> str:
     measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
     reserved = max(live.most_reserved(panel.shown) for panel in panels)
     top = max(panels, key=lambda panel: panel.peak.num_bytes)
     sentences = [
-        _who(panels[0]) if len(panels) == 1 else "",
+        _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
         _kept(header, top.shown),
         "bytes the engine owns, exact, in the order the program asked for them",
         "" if measured else "activations are not measured",
-        f"{theme.plural(num_left_out, 'more group')} of ranks not drawn" if num_left_out else "",
+        _left_out(header, groups[len(panels) :]),
         f"up to {theme.format_bytes(reserved)} more are kept for reuse" if reserved else "",
         f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
         *more,
@@ -176,10 +187,19 @@ def _subtitle(header: Header, panels: Sequence[Panel], num_left_out: int, unshar
     return text[:1].upper() + text[1:]
 
 
-def _who(panel: Panel) -> str:
+def _who(header: Header, panel: Panel, panels: Sequence[Panel]) -> str:
     if len(panel.ranks) == 1:
-        return label(panel.ranks)
-    return f"{label(panel.ranks)} are alike within {ALIKE:.0%}, {label([panel.shown.rank])} is drawn"
+        return who(header, panel.ranks)
+    named = who(header, panel.ranks, [rank for other in panels for rank in other.ranks])
+    return f"{named} are alike within {ALIKE:.0%}, {label([panel.shown.rank])} is drawn"
+
+
+def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]]) -> str:
+    if not groups:
+        return ""
+    ranks = [[part.rank for part, _ in group] for group in groups]
+    named = f" ({several(header, ranks)}): --rank {ranks[0][0]} draws one" if sum(map(len, ranks)) > MANY else ""
+    return f"{theme.plural(len(groups), 'more group')} of ranks not drawn{named}"
 
 
 def _kept(header: Header, shown: RankTrace) -> str:
@@ -221,7 +241,7 @@ def _draw(
         if unsharded and is_near:
             _add_unsharded(fig, panel, unsharded, scale, row)
         if len(panels) > 1:
-            said = {"text": _who(panel), "yshift": STRIP_HEIGHT, "showarrow": False}
+            said = {"text": theme.escape(_who(header, panel, panels)), "yshift": STRIP_HEIGHT, "showarrow": False}
             fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **said)
         if rows_each > 1:
             add_process(fig, header, panel.shown, scale.ns, row=row + 1)

@@ -12,10 +12,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.events import Kind, UnitState
-from workbench.replay.alike import groups, label
+from workbench.replay.alike import did, groups
 from workbench.replay.device import Clock, on_device
 from workbench.replay.holds import Cuts, clock_offset_ns
-from workbench.replay.spans import last_ns, of_kind
+from workbench.replay.spans import last_ns, of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import RankTrace, Trace
@@ -24,6 +24,8 @@ from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
+from workbench.views.units import meant
+from workbench.views.who import several, who
 from workbench.views.window import Drawn, Window, one_rank, window
 
 MAX_UNITS = 200
@@ -33,7 +35,9 @@ _LABEL_HEIGHT = 14  # pixels
 _NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the ranks."
 
 
-def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
+def states(
+    trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None, unit: str | None = None
+) -> go.Figure:
     """Draw which unit is sharded, gathering, unsharded or reducing, over time.
 
     Args:
@@ -41,22 +45,24 @@ def states(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int |
         step: the last step to show; None: the last one there is.
         steps: how many steps, up to that one.
         rank: the rank to show; None: one of the largest group of alike ones.
+        unit: draw this unit alone: a name, a pattern such as ``blocks.*``, or ``(root)``; None: all.
 
     Raises:
-        UsageError: the trace has nothing of ``step``, or no such rank.
+        UsageError: the trace has nothing of ``step``, no such rank, or no such unit.
     """
+    chosen = {each.index for each in meant(trace.header.units, unit)}
     shown = window(trace, step, steps)
     seen = shown.drawn(trace)
-    alike = groups(seen.trace, _changes)
+    alike = groups(seen.trace, lambda part: did(trace.header, rows_of(part, CHANGING_KINDS)))
     if rank is None and not alike:
         return theme.empty(_NOTHING)
     drawn, cuts, clock = _drawn(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))
-    units = _units(trace.header, drawn)
+    units = [each for each in _units(trace.header, drawn) if unit is None or each in chosen]
     if not units or not len(drawn.rows):
         return theme.empty(_NOTHING)
     found = spans(drawn, units)
     fig = theme.figure(
-        _title(shown, found, len(units)),
+        _title(shown, found, units),
         _subtitle(trace.header, drawn.rank, alike, len(units) - MAX_UNITS, cuts, clock),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
@@ -77,11 +83,6 @@ def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[
     return replace(part, rows=cuts.rows(part.rows)), cuts, clock
 
 
-def _changes(rank_trace: RankTrace) -> bytes:
-    rows = rank_trace.rows[of_kind(rank_trace.rows, CHANGING_KINDS)]
-    return b"".join(rows[name].tobytes() for name in ("kind", "edge", "unit"))
-
-
 def _units(header: Header, drawn: RankTrace) -> list[int]:
     """Return the units to draw from the top of the model; a retired one only if it did anything."""
     did = drawn.rows["unit"][of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
@@ -90,15 +91,15 @@ def _units(header: Header, drawn: RankTrace) -> list[int]:
     return [*known, *sorted(wanted - set(known))]
 
 
-def _title(shown: Window, found: StateSpans, num_units: int) -> str:
-    most = _most_at_once(found)
+def _title(shown: Window, found: StateSpans, units: Sequence[int]) -> str:
+    most, num_units = _most_at_once(found, units), len(units)
     if most == num_units > 1:
         return f"{shown}: all {num_units} units unsharded at once"
     return f"{shown}: at most {most} of {theme.plural(num_units, 'unit')} unsharded at once"
 
 
-def _most_at_once(found: StateSpans) -> int:
-    full = (found.state == UnitState.UNSHARDED) & (found.end_ns > found.begin_ns)
+def _most_at_once(found: StateSpans, units: Sequence[int]) -> int:
+    full = (found.state == UnitState.UNSHARDED) & (found.end_ns > found.begin_ns) & np.isin(found.unit, units)
     times = np.concatenate([found.end_ns[full], found.begin_ns[full]])  # ends first, where they are equal
     moves = np.repeat([-1, 1], full.sum())
     return int(np.cumsum(moves[np.argsort(times, kind="stable")]).max(initial=0))
@@ -108,14 +109,17 @@ def _subtitle(
     header: Header, rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts, clock: Clock
 ) -> str:
     group = next((ranks for ranks in alike if rank in ranks), (rank,))
-    others = [label(ranks) for ranks in alike if ranks is not group]
+    others = [ranks for ranks in alike if ranks is not group]
+    same = who(header, group, [rank for ranks in alike for rank in ranks])
     sentences = [
-        f"{label(group).capitalize()}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
-        f"differently did {'; '.join(others[:4])}{' and others' if len(others) > 4 else ''}" if others else "",
+        f"{same[:1].upper()}{same[1:]}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
+        f"differently did {several(header, others)}" if others else "",
         "a thin line: each rank holds its shard only",
         theme.clock_words(header, clock),
         hold_words(cuts),
-        f"{theme.plural(num_left_out, 'more unit')} not drawn" if num_left_out > 0 else "",
+        f"{theme.plural(num_left_out, 'more unit')} not drawn: --unit draws those of a name"
+        if num_left_out > 0
+        else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
 

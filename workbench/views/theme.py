@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import html
 import textwrap
+from functools import cache
 from typing import Any
 
 import plotly.graph_objects as go
@@ -68,6 +69,7 @@ UNIT_STATE_COLOURS = {state: COLOURS[state.info.colour] for state in UnitState}
 KIND_COLOURS = {kind: COLOURS[kind.info.colour] for kind in Kind}
 
 
+@cache
 def rank_colours(num_ranks: int) -> list[tuple[str, str]]:
     """Return ``(fill, text on it)`` per rank, from dark blue for rank 0 to light green: an order, however many."""
     points = [0.2 + 0.6 * (0.5 if num_ranks == 1 else i / (num_ranks - 1)) for i in range(num_ranks)]

@@ -14,10 +14,10 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind
-from workbench.replay.alike import groups, label
+from workbench.replay.alike import did, groups, label
 from workbench.replay.device import Clock
 from workbench.replay.holds import Cuts
-from workbench.replay.spans import Ints, durations_ns, last_ns, of_kind, spans
+from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
@@ -25,12 +25,15 @@ from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
 from workbench.views.tracks import LANES, TRACKS, WAIT_TRACK, Tracks, tracks
+from workbench.views.who import MANY, several, who
 from workbench.views.window import Drawn, Window, one_rank, window
 
 MAX_RANKS = 8
 """Blocks drawn; with more ranks, those that did the same share at most two."""
 
 MAX_ARROWS = 48
+_LATE = 0.5  # of what a rank usually waits: others wait for one that waits less
+_DRAWN = tuple(kind for _, kinds in TRACKS for kind in kinds)
 _OPEN = 0.04  # of the picture's width: how far what has not ended reaches beyond the last row
 _HEIGHT = 720  # pixels that the tracks may take together
 _ROW_HEIGHTS = (15, 24)  # pixels of one track
@@ -112,8 +115,8 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
     """Return the ranks to draw with their names, and a sentence on the ranks they stand for."""
     if len(parts) <= MAX_RANKS:
         return {part.rank: label([part.rank]) for part in parts}, ""
-    alike = groups(Trace(header, tuple(parts)), _did)
-    waited = {part.rank: _waited_ns(part) for part in parts}
+    alike = groups(Trace(header, tuple(parts)), lambda part: did(header, rows_of(part, _DRAWN)))
+    waited = {part.rank: total_ns(part, Kind.WAIT) for part in parts}
     names: dict[int, str] = {}
     for ranks in alike:
         least, most = min(ranks, key=lambda r: (waited[r], r)), max(ranks, key=lambda r: (waited[r], -r))
@@ -121,30 +124,27 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
             names |= {least: f"{label([least])}: waited least", most: f"{label([most])}: waited most"}
             if least == most:
                 names[least] = label([least])
-    together = "; ".join(f"{label(ranks)} did the same" for ranks in alike[:3] if len(ranks) > 1)
+    everyone = [part.rank for part in parts]
+    together = "; ".join(f"{who(header, ranks, everyone)} did the same" for ranks in alike[:3] if len(ranks) > 1)
     chosen = f"{together}: the ones that waited least and most are drawn" if together else ""
-    num_left_out = sum(len(ranks) for ranks in alike if not names.keys() & set(ranks))
+    odd = [rank for ranks in alike for rank in ranks if len(ranks) == 1 and rank in names]
+    apart = f"by {'itself' if len(odd) == 1 else 'themselves'}: {who(header, odd)}" if odd and together else ""
+    left = [ranks for ranks in alike if not names.keys() & set(ranks)]
+    num_left_out = sum(map(len, left))
     left_out = f"{theme.plural(num_left_out, 'rank')} not drawn" if num_left_out else ""
-    return dict(sorted(names.items())), " · ".join(text for text in (chosen, left_out) if text)
-
-
-def _did(part: RankTrace) -> bytes:
-    """What a rank did of what is drawn, in order, whenever it was."""
-    rows = part.rows[of_kind(part.rows, (kind for _, kinds in TRACKS for kind in kinds))]
-    return b"".join(rows[name].tobytes() for name in ("kind", "edge", "unit", "comm_group", "comm_seq"))
-
-
-def _waited_ns(part: RankTrace) -> int:
-    waits = spans(part.rows, (Kind.WAIT,))
-    until_ns = np.where(waits.end_ns >= 0, waits.end_ns, last_ns(part.rows))
-    return int(durations_ns(part.rows, waits.begin_ns, until_ns).sum())
+    if left and len(parts) > MANY:
+        left_out += f" ({several(header, left)}): --rank {left[0][0]} draws one"
+    late = min(waited, key=lambda rank: (waited[rank], rank))
+    is_late = len(parts) > MANY and waited[late] < _LATE * float(np.median(list(waited.values())))
+    straggler = f"{who(header, [late])} waited least by far: the others wait for it" if is_late else ""
+    return dict(sorted(names.items())), " · ".join(text for text in (straggler, chosen, apart, left_out) if text)
 
 
 def _blocks(drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict[int, str]) -> list[Block]:
     offsets = {info.rank: info.clock_offset_ns for info in drawn.trace.header.ranks}
     begin_ns = min((int(part.rows["t_ns"].min()) - offsets.get(part.rank, 0) for part in parts), default=0)
     end_ns = max((last_ns(part.rows) - offsets.get(part.rank, 0) for part in parts), default=0)
-    if not all(shown.has_ended(part.rows) for part in parts):
+    if not all(shown.has_ended(part) for part in parts):
         end_ns += max(int(_OPEN * (end_ns - begin_ns)), 1)
     return [
         Block(
@@ -166,7 +166,7 @@ def _blocks(drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict
 
 def _title(clock: Clock, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
     longest = max(block.tracks.total_ns for block in blocks)
-    has_ended = all(shown.has_ended(part.rows) for part in parts)
+    has_ended = all(shown.has_ended(part) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
     low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
     share = low if low == high else f"{low.rstrip('%')} to {high}"

@@ -19,7 +19,9 @@ from workbench.replay.holds import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
+from workbench.trace.step_names import step_name
 from workbench.views import theme
+from workbench.views.who import MANY, who
 
 MAX_PANELS = 12
 MAX_POINTS = 400
@@ -80,6 +82,11 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
         sentences.append(
             f"Dotted: another model began; the title is of the present one, from step {result.cuts[-1]} on."
         )
+    if result.behind and num_ranks > MANY:  # of few that is so for a moment only
+        last = step_name(int(result.step_times.steps[-1]))
+        have = "have" if len(result.behind) > 1 else "has"
+        named = who(header, result.behind)
+        sentences.append(f"{named[:1].upper()}{named[1:]} {have} not finished {last}.")
     clock = theme.host_clock_words(header)
     if len(result.step_times.steps) and clock:
         sentences.append(f"{clock[:1].upper()}{clock[1:]}.")

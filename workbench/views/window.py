@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, WORK, Edge, Kind
 from workbench.replay.alike import ranges
 from workbench.replay.device import Clock, on_device
 from workbench.replay.holds import Cuts, clock_offset_ns, without_holds
-from workbench.replay.spans import of_kind
+from workbench.replay.spans import of_kind, rows_of
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
@@ -62,37 +60,33 @@ class Window:
         """Return ``(begin, end)``: the positions of a rank's rows in the window, rows between its steps included."""
         if self.last < 0:
             return 0, len(rank_trace.rows)
-        step = rank_trace.rows["step"]
-        inside = np.flatnonzero((step >= self.first) & (step <= self.last))
-        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+        return rank_trace.places_of(self.first, self.last)
 
     def stateless(self, rank_trace: RankTrace) -> RankTrace:
         """Return a rank's rows in the window without the state before them, which takes longer to find than they."""
         begin, end = self.places(rank_trace)
-        return RankTrace(rank_trace.rank, rank_trace.rows[begin:end], KeyFrame(seq=rank_trace.start.seq + begin))
+        return rank_trace.part(begin, end, KeyFrame(seq=rank_trace.start.seq + begin))
 
     def cut(self, rank_trace: RankTrace) -> RankTrace:
         """Return a rank's rows in the window with the exact state before them."""
         begin, end = self.places(rank_trace)
         return rank_trace.cut(rank_trace.start.seq + begin, rank_trace.start.seq + end)
 
-    def shown(self, trace: Trace, *, exact: bool = False) -> tuple[Trace, Cuts]:
+    def shown(self, trace: Trace) -> tuple[Trace, Cuts]:
         """Return the ranks that have rows in the window with the times at which they are shown, and what is cut out.
 
-        Args:
-            trace: what happened.
-            exact: with the state before those rows.
+        Without the state before those rows.
         """
-        parts = (self.cut(rank_trace) if exact else self.stateless(rank_trace) for rank_trace in trace.ranks)
+        parts = map(self.stateless, trace.ranks)
         return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))))
 
-    def drawn(self, trace: Trace, *, exact: bool = False) -> Drawn:
+    def drawn(self, trace: Trace) -> Drawn:
         """Return what is drawn of the window: what the devices did, where that is told, else what the host did.
 
-        Arguments as of :meth:`shown`. A rank of whose device nothing is told, while it is of others, is left out.
+        A rank of whose device nothing is told, while it is of others, is left out.
         """
-        host, cuts = self.shown(trace, exact=exact)
-        parts = (self.cut(r) if exact else self.stateless(r) for r in trace.ranks)
+        host, cuts = self.shown(trace)
+        parts = map(self.stateless, trace.ranks)
         found = [told for part in parts if (told := on_device(trace.rank(part.rank), part, trace.header)) is not None]
         if not found:
             clock = Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
@@ -109,10 +103,10 @@ class Window:
             copies={t.part.rank: offsets[t.part.rank].rows(t.copies) for t in found},
         )
 
-    def has_ended(self, rows: Rows) -> bool:
-        """Whether a rank's ``rows`` in the window hold the end of the last step."""
-        ends = (rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == self.last)
-        return self.last < 0 or bool(ends.any())
+    def has_ended(self, part: RankTrace) -> bool:
+        """Whether a rank's rows in the window hold the end of the last step."""
+        rows = rows_of(part, (Kind.STEP,))
+        return self.last < 0 or bool(((rows["edge"] == Edge.END) & (rows["step"] == self.last)).any())
 
 
 def window(trace: Trace, step: int | None, count: int) -> Window:
@@ -129,7 +123,7 @@ def window(trace: Trace, step: int | None, count: int) -> Window:
     if count < 1:
         raise UsageError(f"at least one step must be shown, got steps={count}")
     last = _last_step(trace) if step is None else step
-    if step is not None and not any((rank.rows["step"] == step).any() for rank in trace.ranks):
+    if step is not None and not any(step in rank.steps for rank in trace.ranks):
         raise UsageError(f"the trace has no step {step}; its steps are: {ranges(steps(trace)) or 'none yet'}")
     return Window(first=max(last - count + 1, min(last, 0)), last=last)
 
@@ -148,6 +142,12 @@ def one_rank(trace: Trace, rank: int) -> RankTrace:
 
 def _last_step(trace: Trace) -> int:
     """The last step with work of a unit or the optimizer, else the last one at all, else -1."""
-    worked = [rank.rows["step"][of_kind(rank.rows, _WORK)].max(initial=-1) for rank in trace.ranks]
-    last = max(worked, default=-1)
-    return int(last if last >= 0 else max((rank.rows["step"].max(initial=-1) for rank in trace.ranks), default=-1))
+    known = steps(trace)
+    return next(
+        (step for step in reversed(known) if any(_worked(rank, step) for rank in trace.ranks)), max(known, default=-1)
+    )
+
+
+def _worked(rank_trace: RankTrace, step: int) -> bool:
+    rows = rank_trace.rows[slice(*rank_trace.places_of(step, step))]
+    return bool((of_kind(rows, _WORK) & (rows["step"] == step)).any())

@@ -1,6 +1,7 @@
 """The cluster at one moment: what every panel shows under the cursor, as plain data.
 
-Key frames are kept along the way, so that a moment late in a long trace costs no more than one at its beginning.
+Key frames are kept along the way, so that a moment late in a long trace costs no more than one at its beginning. Of
+ranks that did the same up to the same row the state is found once: of many ranks few do otherwise.
 Times are nanoseconds of rank 0's clock. A row counts from the time it was *known*: its own, or that of a row before it
 if that is later (an arrival may bear an earlier time than what was recorded before it), as for ``%fsdp back``. So a
 moment is a time, whatever led to it, and what is drawn over time (:mod:`workbench.widgets.window`) agrees with it.
@@ -8,7 +9,8 @@ moment is a time, whatever led to it, and what is drawn over time (:mod:`workben
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,20 +28,26 @@ from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 from workbench.views import theme
 from workbench.widgets.alike import ALIKE
 from workbench.widgets.feed import offset_ns
+from workbench.widgets.known import Known
 
 EVERY = 16_384
 """Rows between two key frames."""
 
 _T = TypeVar("_T")
+_Kept = tuple[KeyFrame, bytes]  # and what is equal for ranks that came to it in the same way
 _NEAR = 512  # rows within which an event is looked for
+_IS_BESIDE = np.isin(np.arange(256), BESIDE)
+_CHANGES = np.isin(np.arange(256), (*MOVES, *states.CHANGING_KINDS))
 
 
 class Moments:
     """Finds the state of all ranks at any moment of a growing trace."""
 
     def __init__(self) -> None:
-        self._frames: dict[int, dict[int, KeyFrame]] = {}
-        self._tops_ns: dict[int, dict[int, int]] = {}  # by rank and first row, the latest time in EVERY rows
+        self._frames: dict[int, dict[int, _Kept]] = {}  # by rank and seq
+        self._shared: dict[int, dict[bytes, KeyFrame]] = {}  # by seq and what led to them
+        self._programs: dict[int, dict[int, tuple[int, bytes]]] = {}  # by rank and first row: up to where, and what
+        self._known: dict[int, Known] = {}
 
     def at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
         """Return all ranks at ``t_ns``, and the last event of any up to then; None of an empty trace."""
@@ -103,47 +111,28 @@ class Moments:
 
     def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
         """Position in each rank of the last row up to ``t_ns``: before its first later one; at least the first row."""
-        return {r.rank: self._place(r, t_ns + offset_ns(trace, r.rank)) for r in trace.ranks if len(r.rows)}
-
-    def _place(self, rank_trace: RankTrace, t_ns: int) -> int:
-        return max(self._count(rank_trace, t_ns) - 1, 0)
+        return {r.rank: max(self._count(r, t_ns + offset_ns(trace, r.rank)) - 1, 0) for r in trace.ranks if len(r.rows)}
 
     def _count(self, rank_trace: RankTrace, t_ns: int) -> int:
         """How many of its first rows were known at ``t_ns`` of the rank's own clock."""
-        for begin, there, top_ns in self._blocks(rank_trace):
-            if top_ns > t_ns:
-                return begin + int(np.argmax(there > t_ns))
-        return len(rank_trace.rows)
+        return self._times(rank_trace).count(t_ns)
 
     def _known_ns(self, trace: Trace, rank: int, place: int) -> int:
         """When the row at ``place`` was known."""
-        rank_trace, known_ns = trace.rank(rank), -(1 << 63)
-        for begin, there, top_ns in self._blocks(rank_trace):
-            if begin + len(there) > place:
-                return max(known_ns, int(there[: place + 1 - begin].max())) - offset_ns(trace, rank)
-            known_ns = max(known_ns, top_ns)
-        raise IndexError(f"rank {rank} has no row at {place}")
+        return self._times(trace.rank(rank)).at(place) - offset_ns(trace, rank)
 
-    def _blocks(self, rank_trace: RankTrace) -> Iterator[tuple[int, Ints, int]]:
-        """The times of a rank's rows, EVERY at once: position of the first one, times, and the latest of them."""
-        times, first, begin = rank_trace.rows["t_ns"], rank_trace.start.seq, 0
-        tops_ns = self._tops_ns[rank_trace.rank] = _kept(self._tops_ns.get(rank_trace.rank, {}), first)
-        while begin < len(times):
-            seq = first + begin
-            there = times[begin : begin + EVERY - seq % EVERY]
-            top_ns = tops_ns.get(seq)
-            if top_ns is None:
-                top_ns = int(there.max())
-                if len(there) == EVERY:
-                    tops_ns[seq] = top_ns
-            yield begin, there, top_ns
-            begin += len(there)
+    def _times(self, rank_trace: RankTrace) -> Known:
+        known = self._known.get(rank_trace.rank)
+        if known is None or known.rank_trace is not rank_trace:
+            known = self._known[rank_trace.rank] = Known(rank_trace, known)
+        return known
 
     def _told(self, trace: Trace, rank: int, place: int, places: dict[int, int]) -> dict[str, Any]:
         """The moment of the row at ``place`` of ``rank``; ``places``: up to where each rank's rows were known then."""
         rows = trace.rank(rank).rows
         row = rows[_event_at(rows, place)]
-        entries = [self._entry(trace, trace.rank(r), last, place if r == rank else last) for r, last in places.items()]
+        named = places | {rank: place}
+        entries = list(self._entries(trace, places, named))
         return {
             "t_ns": self._known_ns(trace, rank, place),
             "rank": rank,
@@ -153,26 +142,55 @@ class Moments:
             "ranks": [_shown(group) for group in _folded(entries)],
         }
 
-    def _entry(self, trace: Trace, rank_trace: RankTrace, place: int, named: int) -> _Entry:
-        """A rank just after its row at ``place``; what it does is said of the row at ``named``."""
-        frame = self._frame(rank_trace, rank_trace.start.seq + place)
-        row = rank_trace.rows[_event_at(rank_trace.rows, named)]
-        found = states.start(frame)
-        units = tuple(int(found[unit.index]) for unit in trace.header.units)
-        doing = describe_with_phase(trace.header, row)
-        return _Entry(rank=rank_trace.rank, doing=doing, units=units, num_bytes=frame.bytes_by_category)
+    def _entries(self, trace: Trace, places: Mapping[int, int], named: Mapping[int, int]) -> Iterable[_Entry]:
+        """Each rank just after its row at its place; what it does is said of the row at ``named``."""
+        self._shared = _kept(self._shared, min(rank_trace.start.seq for rank_trace in trace.ranks))
+        found: dict[Hashable, KeyFrame] = {}
+        units: dict[int, tuple[int, ...]] = {}
+        doing: dict[Hashable, str] = {}
+        for rank, place in places.items():
+            rank_trace = trace.rank(rank)
+            seq = rank_trace.start.seq + place
+            before, past = self._frame_before(rank_trace, seq)
+            key = (past, self._program(rank_trace, before.seq), seq)
+            frame = found.get(key)
+            if frame is None:
+                frame = found[key] = _advanced(rank_trace, before, seq + 1)
+                states_then = states.start(frame)
+                units[id(frame)] = tuple(int(states_then[unit.index]) for unit in trace.header.units)
+            row = rank_trace.rows[_event_at(rank_trace.rows, named[rank])]
+            said = tuple(row[name].item() for name in ("kind", "edge", "unit", "num_bytes", "phase"))
+            if said not in doing:
+                doing[said] = describe_with_phase(trace.header, row)
+            yield _Entry(rank=rank, doing=doing[said], units=units[id(frame)], num_bytes=frame.bytes_by_category)
 
     def _frame(self, rank_trace: RankTrace, seq: int) -> KeyFrame:
         """Return the state just after row ``seq``."""
+        return _advanced(rank_trace, self._frame_before(rank_trace, seq)[0], seq + 1)
+
+    def _frame_before(self, rank_trace: RankTrace, seq: int) -> _Kept:
+        """Return the last key frame that is no later than the state just after row ``seq``, and what led to it."""
         first = rank_trace.start.seq
         known = self._frames[rank_trace.rank] = _kept(self._frames.get(rank_trace.rank, {}), first)
         wanted = (seq + 1) // EVERY * EVERY
         usable = [at for at in known if first <= at <= wanted]
-        frame = known[max(usable)] if usable else rank_trace.start
-        while frame.seq + EVERY <= wanted:
+        frame, past = known[max(usable)] if usable else (rank_trace.start, _past(rank_trace.start))
+        while frame.seq < wanted:
             end = frame.seq // EVERY * EVERY + EVERY
-            frame = known[end] = advance(frame, rank_trace.rows[frame.seq - first : end - first])
-        return advance(frame, rank_trace.rows[frame.seq - first : seq + 1 - first])
+            past = hashlib.blake2b(past + self._program(rank_trace, frame.seq), digest_size=16).digest()
+            shared = self._shared.setdefault(end, {})
+            frame = shared.get(past) or _advanced(rank_trace, frame, end)
+            shared[past] = frame
+            known[end] = frame, past
+        return frame, past
+
+    def _program(self, rank_trace: RankTrace, seq: int) -> bytes:
+        """Return what is equal for ranks whose rows from ``seq`` up to the next key frame lead to the same states."""
+        first, end = rank_trace.start.seq, min(seq // EVERY * EVERY + EVERY, rank_trace.end_seq)
+        known = self._programs[rank_trace.rank] = _kept(self._programs.get(rank_trace.rank, {}), first)
+        if seq not in known or known[seq][0] != end:
+            known[seq] = end, _digest(rank_trace.rows[seq - first : end - first])
+        return known[seq][1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +214,39 @@ def _kept(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
     return found if min(found, default=first_seq) >= first_seq else {k: v for k, v in found.items() if k >= first_seq}
 
 
+def _advanced(rank_trace: RankTrace, frame: KeyFrame, seq: int) -> KeyFrame:
+    """Return the state just before row ``seq``, from the one of an earlier row."""
+    first = rank_trace.start.seq
+    return advance(frame, rank_trace.rows[frame.seq - first : seq - first])
+
+
+def _past(start: KeyFrame) -> bytes:
+    """Return what is equal for ranks that begin in the same state."""
+    units = (sorted(found.items()) for found in (start.unit_states, start.reducing))
+    return repr((start.seq, start.bytes_by_category, *units)).encode()
+
+
+def _digest(rows: Rows) -> bytes:
+    """Return what is equal for rows that change states in the same way, each at its place."""
+    kind = np.ascontiguousarray(rows["kind"])
+    places = np.flatnonzero(_CHANGES[kind])
+    found = hashlib.blake2b(kind, digest_size=16)
+    for name in ("edge", "unit", "category", "num_bytes"):
+        found.update(rows[name][places])
+    return found.digest()
+
+
 def _folded(entries: Iterable[_Entry]) -> list[list[_Entry]]:
     groups: list[list[_Entry]] = []
+    equal: dict[Hashable, list[_Entry]] = {}
     for entry in entries:
-        place = next((group for group in groups if group[0].is_like(entry)), None)
+        content = entry.doing, entry.units, entry.num_bytes
+        place = equal.get(content) or next((group for group in groups if group[0].is_like(entry)), None)
         if place is None:
-            groups.append([entry])
-        else:
-            place.append(entry)
+            place = []
+            groups.append(place)
+        place.append(entry)
+        equal[content] = place
     return groups
 
 
@@ -243,7 +286,7 @@ def events_up_to(rows: Rows) -> Ints:
 def _event_at(rows: Rows, place: int) -> int:
     """Position of the last event up to ``place``; ``place`` itself if there is none near."""
     first = max(place - _NEAR, 0)
-    events = np.flatnonzero(~of_kind(rows[first : place + 1], BESIDE))
+    events = np.flatnonzero(~_IS_BESIDE[rows["kind"][first : place + 1]])
     return first + int(events[-1]) if len(events) else place
 
 
