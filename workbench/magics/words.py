@@ -52,6 +52,8 @@ _CANVAS = argument("all of the run instead, live, to pan and zoom", needs_no_ran
 _COMPLETES: dict[str, Names] = {"unit": "units"}
 _MORE = {
     "layout": "`--unit blocks.2`: of this unit alone",
+    "states": "`--unit blocks.2`: of this unit alone",
+    "comms": "`--unit blocks.2`: of this unit alone",
     "timeline": "`--canvas`: of the whole run, live, to pan and zoom",
     "memory": "`--process`: the whole process as well",
 }

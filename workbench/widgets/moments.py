@@ -230,9 +230,9 @@ def _digest(rows: Rows) -> bytes:
     """Return what is equal for rows that change states in the same way, each at its place."""
     kind = np.ascontiguousarray(rows["kind"])
     places = np.flatnonzero(_CHANGES[kind])
-    found = hashlib.blake2b(kind, digest_size=16)
+    found = hashlib.blake2b(kind.data, digest_size=16)
     for name in ("edge", "unit", "category", "num_bytes"):
-        found.update(rows[name][places])
+        found.update(rows[name][places].data)
     return found.digest()
 
 
