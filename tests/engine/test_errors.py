@@ -98,7 +98,7 @@ REFUSED = {
         {},
         ValueError,
         "must share dtype and device: 'a.weight' is float32 on cpu, 'b.weight' is float64 on cpu; convert them, or "
-        "call fully_shard on the submodules",
+        "shard by itself what differs",
     ),
     "devices": (with_two_devices, {}, ValueError, "'a.weight' is float32 on cpu, 'b.weight' is float32 on meta"),
     "DTensor": (
@@ -206,7 +206,7 @@ def test_a_module_shared_by_two_units():
 
 def test_without_a_process_group():
     model = Pair()
-    with refuses(RuntimeError, "needs a process group: call .*init_process_group first, or pass"):
+    with refuses(RuntimeError, "sharding needs a process group: call .*init_process_group first, or pass"):
         fully_shard(model)
     assert type(model) is Pair
 
@@ -233,8 +233,7 @@ def test_a_mesh_of_two_axes_or_without_this_rank():
     axes = "fully_shard got a 2-D mesh of shape (2, 2) without names; name its axes, e.g. mesh_dim_names="
     assert all(m[0].startswith(axes) for m in messages)
     assert [m[1] for m in messages[2:]] == [
-        f"rank {r} is not in the mesh, which holds ranks [0, 1]: call fully_shard only on the ranks of its mesh"
-        for r in (2, 3)
+        f"rank {r} is not in the mesh, which holds ranks [0, 1]: shard only on the ranks of the mesh" for r in (2, 3)
     ]
 
 
@@ -263,7 +262,7 @@ def test_an_inner_module_that_runs_first():
     fully_shard(model.b)
     fully_shard(model)
     model.b(torch.ones(1, 2))
-    said = "module 'b' ran before its FSDP root FSDPPair; run the root first, or .* fully_shard on their common parent"
+    said = "module 'b' ran before its FSDP root FSDPPair; run the root first, or .* shard their common parent as well"
     with refuses(RuntimeError, said):
         model(torch.ones(1, 2))
 
@@ -370,7 +369,7 @@ def test_backward_through_a_forward_from_before_unshard_module():
     model = shard_net(make_net(num_blocks=1))
     loss = loss_of(model, batch(0, 0))
     unshard_module(model)
-    with refuses(RuntimeError, "unit '(root)' was undone by unshard_module or .* run the forward again"):
+    with refuses(RuntimeError, "unit '(root)' was undone, or sharded in another way, since; .* run the forward again"):
         loss.backward()
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 

@@ -101,7 +101,7 @@ def test_every_rank_is_told_which_parameter_differs_and_lives_on(build):
     number, common, odd = CASES[build]
     said = f"ranks built different models; parameter {number}: ranks 0, 1 have {common}; rank 2 has {odd}"
     assert messages[0].startswith(said)
-    assert messages[0].endswith("Build the same model with the same fully_shard calls on every rank.")
+    assert messages[0].endswith("Build the same model on every rank, and shard it in the same way.")
 
 
 def test_the_first_difference():

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate
 from torch.distributed._shard import sharded_tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules, stage
@@ -39,6 +40,7 @@ from workbench.engine._torch import (
     gather_old_shards,
     group_allocator,
     has_post_accumulate_hooks,
+    is_asked_by_checkpoints,
     is_in_backward,
     is_of_old_shards,
     is_replicated,
@@ -47,6 +49,7 @@ from workbench.engine._torch import (
     local_of,
     make_spec,
     new_group,
+    optimizers_in_checkpoint,
     parameter_of,
     premultiplied_sum,
     queue_backward_final_callback,
@@ -650,6 +653,37 @@ def test_a_placement_splits_one_dim():
         False,
         False,
     ]
+
+
+class Asked(nn.Module):
+    """Notes who asks for names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+        self.for_names: list[bool] = []
+        self.with_optimizers: list[bool] = []
+
+    def named_parameters(self, *args, **kwargs):
+        self.for_names.append(is_asked_by_checkpoints())
+        return super().named_parameters(*args, **kwargs)
+
+    def _fqn_modifiers(self):
+        self.with_optimizers.append(optimizers_in_checkpoint())
+        return {}
+
+
+def test_it_is_known_when_checkpoints_ask_and_whether_for_optimizers():
+    module = Asked()
+    optimizer = torch.optim.SGD(module.parameters())
+    assert module.for_names == [False]
+    get_model_state_dict(module)
+    assert set(module.for_names[1:]) == {True}
+    assert set(module.with_optimizers) == {False}
+    for ask in (get_optimizer_state_dict, get_state_dict):
+        module.with_optimizers.clear()
+        ask(module, optimizer)
+        assert module.with_optimizers[0] is True
 
 
 def test_old_shards_are_gathered():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -162,6 +162,29 @@ def gather_old_shards(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
         whole[tuple(slice(first, first + size) for first, size in sizes)] = shard.tensor.to(device)
     dist.all_reduce(whole.view(-1).view(torch.uint8), group=old._process_group)  # bytes: of any dtype, -0.0 as well
     return whole
+
+
+_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
+_ASKED_WITH_OPTIMIZERS = "_verify_options"
+
+
+def is_asked_by_checkpoints() -> bool:
+    """Return whether the function that called the present one is of ``torch.distributed.checkpoint.state_dict``.
+
+    It lists a model's parameters by walking its modules, and knows of its own wrapper alone which are in a flat one.
+    """
+    caller = sys._getframe(2)
+    return caller.f_globals.get("__name__") == _CHECKPOINTS
+
+
+def optimizers_in_checkpoint() -> bool:
+    """Return whether ``torch.distributed.checkpoint.state_dict`` has called, and was given optimizers."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == _CHECKPOINTS:
+        if frame.f_code.co_name == _ASKED_WITH_OPTIMIZERS:
+            return bool(frame.f_locals["optims"])
+        frame = frame.f_back
+    return False
 
 
 def premultiplied_sum(factor: float) -> object:

@@ -121,7 +121,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     groups = _make_groups(place(infos, shard_placement_fn, info), policy)
     auto = reshard_after_forward is None
     state = FSDPState(modules, groups, device=info.device, auto_reshard=auto, mp_policy=mp_policy)
-    mark_taken(infos, ", ".join(type(m).__name__ for m in modules))
+    mark_taken(infos, ", ".join(type(m).__name__ for m in modules), FSDPState)
     for m in modules:
         attach(m, state)
         m.__class__ = cast("type[M]", sharded_class(type(m)))

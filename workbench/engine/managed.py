@@ -1,8 +1,9 @@
-"""Which parameters a ``fully_shard`` call manages, and whether it can."""
+"""Which parameters a call that shards manages, and whether it can."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import is_replicated
 from workbench.engine.full_param import local_tensor
 from workbench.engine.param import ParamModuleInfo
-from workbench.engine.state import state_of
+from workbench.engine.state import FSDPState, state_of
 
 _TAKEN = "_workbench_unit_param"
 
@@ -75,12 +76,20 @@ def _get_managed_states(
     return list(params.values()), list(buffers.values())
 
 
-def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str) -> None:
+@dataclass(frozen=True)
+class _Taken:
+    """Where a parameter was when a call took it, in words, and which API's call that was."""
+
+    place: str
+    by: type[FSDPState]
+
+
+def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str, by: type[FSDPState]) -> None:
     """Mark parameters in both forms as taken by ``owner``, so that a later call that meets them can say so."""
     for param, info in infos:
-        said = f"{info.path!r} of {owner}"
-        setattr(param, _TAKEN, said)
-        setattr(getattr(info.module, info.name), _TAKEN, said)
+        taken = _Taken(f"{info.path!r} of {owner}", by)
+        setattr(param, _TAKEN, taken)
+        setattr(getattr(info.module, info.name), _TAKEN, taken)
 
 
 def forget_taken(params: Iterable[nn.Parameter]) -> None:
@@ -90,16 +99,16 @@ def forget_taken(params: Iterable[nn.Parameter]) -> None:
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
-    taken = getattr(param, _TAKEN, None)
+    taken: _Taken | None = getattr(param, _TAKEN, None)
     if taken is not None and isinstance(param, DTensor):
         raise ValueError(
-            f"parameter {fqn!r} is sharded already, as {taken}; call fully_shard on inner modules before outer ones, "
-            "and put a module that two parents share into one unit: a module that holds both, or a list of the two"
+            f"parameter {fqn!r} is sharded already, as {taken.place}; call {taken.by.made_by} on inner modules before "
+            f"outer ones, and put a module that two parents share into one unit: {taken.by.joined_by}"
         )
     if taken is not None:
         raise ValueError(
-            f"parameter {fqn!r} is tied to {taken}, which an earlier fully_shard call sharded; put both into one "
-            "unit: call fully_shard on a module that holds both, or on a list of the two"
+            f"parameter {fqn!r} is tied to {taken.place}, which an earlier {taken.by.made_by} call sharded; put both "
+            f"into one unit: {taken.by.joined_by}"
         )
     if hasattr(local_tensor(param), "fsdp_pre_all_gather"):
         raise NotImplementedError(

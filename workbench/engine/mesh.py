@@ -203,7 +203,7 @@ def _init_default_fully_shard_mesh() -> DeviceMesh:
         dist.init_process_group()
     if not dist.is_initialized():
         raise RuntimeError(
-            "fully_shard needs a process group: call torch.distributed.init_process_group first, or pass mesh="
+            "sharding needs a process group: call torch.distributed.init_process_group first, or pass a device mesh"
         )
     return init_device_mesh(usual_kind(), (dist.get_world_size(),))  # without names: equal to the one a user makes
 
@@ -239,8 +239,8 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh, which holds ranks {mesh.mesh.tolist()}: call fully_shard "
-            "only on the ranks of its mesh"
+            f"rank {dist.get_rank()} is not in the mesh, which holds ranks {mesh.mesh.tolist()}: shard only on "
+            "the ranks of the mesh"
         )
     if dims is not None:
         return _spmd_mesh_info(mesh, dims)

@@ -353,7 +353,7 @@ class FSDPParamGroup:
     def _check_not_retired(self) -> None:
         if self._retired:
             raise RuntimeError(
-                f"unit {unit_words(self.name)!r} was undone by unshard_module or reshard_module; a backward through a "
+                f"unit {unit_words(self.name)!r} was undone, or sharded in another way, since; a backward through a "
                 "forward from before that cannot run: run the forward again"
             )
 

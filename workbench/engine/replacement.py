@@ -227,7 +227,7 @@ class Replacement:
         for state in new:
             owner = ", ".join(cls.__name__ for cls in state.original_classes)
             for unit in state._fsdp_param_groups:
-                mark_taken([(p.sharded_param, p.info) for p in unit.fsdp_params], owner)
+                mark_taken([(p.sharded_param, p.info) for p in unit.fsdp_params], owner, type(state))
         for old in self._old:
             ctx = old._comm_ctx
             ctx.post_forward_order[:] = [s for s in ctx.post_forward_order if s not in self._old]

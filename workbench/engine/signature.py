@@ -60,6 +60,5 @@ def check_same_lines(lines: Sequence[str], group: CommGroup) -> None:
         return
     difference = _first_difference([json.loads(t) for t in texts], group.ranks)
     raise RanksDisagreeError(
-        f"ranks built different models; {difference}. "
-        "Build the same model with the same fully_shard calls on every rank."
+        f"ranks built different models; {difference}. Build the same model on every rank, and shard it in the same way."
     )

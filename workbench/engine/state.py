@@ -50,6 +50,7 @@ class FSDPState:
 
     made_by: ClassVar = "fully_shard"
     undone_by: ClassVar = "unshard_module"
+    joined_by: ClassVar = "call fully_shard on a module that holds both, or on a list of the two"
     reduced_by: ClassVar = (
         "run a backward after set_requires_gradient_sync(True) and set_requires_all_reduce(True), or drop them with "
         "reset_iter_state()"
@@ -208,7 +209,8 @@ class FSDPState:
         if is_transforming():
             raise NotImplementedError(
                 f"{type(module).__name__} is sharded and cannot run within a transform of torch.func (grad, vjp, vmap "
-                "...): transform what it is made of, use torch.autograd on its outputs, or undo it with unshard_module"
+                "...): transform what it is made of, use torch.autograd on its outputs, or undo it with "
+                f"{self.undone_by}"
             )
         if self._training_state is TrainingState.PRE_BACKWARD:
             # activation checkpointing recomputes the forward within backward

@@ -58,7 +58,7 @@ def check_tree(root: str, ran: Iterable[nn.Module], units: Sequence[FSDPParamGro
     if early:
         raise RuntimeError(
             f"module {names[early[0]]!r} ran before its FSDP root {root}; "
-            "run the root first, or give the modules one root by calling fully_shard on their common parent"
+            "run the root first, or give the modules one root: shard their common parent as well"
         )
     held = [(m, p.fqn) for u in units for p in u.fsdp_params for m, _ in p.info.places]
     lost = {fqn: type(m).__name__ for m, fqn in held if m not in names}

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.engine.classic.wrapped import CPU, OURS, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import on_one_rank
+from workbench.engine import fully_shard
 
 F = OURS.FullyShardedDataParallel
 
@@ -19,6 +20,23 @@ def half_frozen():
     net = make_net()
     net.head.weight.requires_grad_(False)
     return net
+
+
+def tied():
+    net = make_net(tied=True)
+    net.embed = F(net.embed, device_id=CPU)
+    return F(net, device_id=CPU)
+
+
+def of_both():
+    net = make_net()
+    fully_shard(net)
+    return F(net.head, device_id=CPU)
+
+
+def half_on_meta():
+    net = nn.Sequential(nn.Linear(2, 2, device="meta"), make_net(num_blocks=1).to("meta"))
+    return F(net, auto_wrap_policy=OURS.always_wrap_policy, device_id=CPU)
 
 
 WRONG = {
@@ -31,6 +49,22 @@ WRONG = {
         lambda: F(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())),
         ValueError,
         "the parameters of one unit must share dtype and device",
+    ),
+    "tied": (
+        tied,
+        ValueError,
+        "parameter 'head.weight' is tied to 'weight' of Embedding, which an earlier FullyShardedDataParallel call "
+        "sharded; put both into one unit: wrap a module that holds both, and none in it that holds only one of them",
+    ),
+    "sharded by the other": (
+        of_both,
+        ValueError,
+        "'weight' is sharded already, as 'head.weight' of Net; call fully_sh",
+    ),
+    "nothing to initialise it": (
+        half_on_meta,
+        ValueError,
+        "module '1' (Net) is on the meta device and has no reset_pa",
     ),
     "both kinds of ignored": (
         lambda: F(make_net(), ignored_modules=[], ignored_states=[]),
@@ -114,6 +148,37 @@ def test_a_model_that_is_refused_is_as_it_was():
         F(net, ignored_modules=[net])
     assert dict(net.named_parameters()) == before
     assert all(after is before[name] for name, after in net.named_parameters())
+
+
+@on_one_rank
+def test_nothing_has_values_or_is_wrapped_where_one_module_cannot_be_initialised():
+    net = nn.Sequential(nn.Linear(2, 2, device="meta"), make_net(num_blocks=1).to("meta"))
+    with pytest.raises(ValueError, match=r"module '1' \(Net\) is on the meta device and has no reset_parameters"):
+        F(net, auto_wrap_policy=OURS.ModuleWrapPolicy({nn.Linear}), device_id=CPU)
+    assert type(net[0]) is nn.Linear
+    assert all(param.is_meta for param in net.parameters())
+
+
+@on_one_rank
+def test_an_iteration_that_raised_is_dropped():
+    wrapped = wrap_net(OURS, make_net())
+    with pytest.raises(IndexError):
+        wrapped(batch(0, 0) + 100)
+    said = "or has raised; call it between iterations, after an exception after reset_iter_state() on the outermost"
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        wrapped.state_dict()
+    with pytest.raises(RuntimeError, match="reset_iter_state was called on a FullyShardedDataParallel inside of an FS"):
+        wrapped.blocks[0].reset_iter_state()
+    wrapped.reset_iter_state()
+    assert wrapped.state_dict()
+    loss_of(wrapped, batch(0, 0)).backward()
+
+
+@on_one_rank
+def test_a_transform_of_a_function_around_a_wrapper():
+    wrapped = F(nn.Linear(2, 2), device_id=CPU)
+    with pytest.raises(NotImplementedError, match=r"or undo it with workbench\.engine\.classic\.unwrap"):
+        torch.func.vmap(wrapped)(torch.ones(1, 2))
 
 
 @on_one_rank

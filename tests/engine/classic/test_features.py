@@ -106,6 +106,38 @@ def test_values_are_those_of_rank_0_or_of_what_initialises_them(begins):
     run_ranks(2, begins)
 
 
+def deferred_with_shared():
+    """A model on the meta device whose first and last layer share a parameter, and an optimizer of it."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Embedding(7, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False))
+        net[2].weight = net[0].weight
+    return net, torch.optim.Adam(net.parameters(), foreach=False)
+
+
+def stay_the_same_objects():
+    for use_orig_params in (False, True):
+        for options in ({}, {"param_init_fn": lambda module: module.to_empty(device=CPU, recurse=False)}):
+            net, optimizer = deferred_with_shared()
+            before = dict(net.named_parameters())
+            wrapped = OURS.FullyShardedDataParallel(net, device_id=CPU, use_orig_params=use_orig_params, **options)
+            assert len(wrapped.state.flat.parts) == 3
+            OURS.rewrap_optimizers(wrapped, [optimizer])
+            assert set(optimizer.param_groups[0]["params"]) == set(wrapped.parameters())
+            plain, _ = OURS.unwrap(wrapped, [optimizer])
+            assert dict(plain.named_parameters()) == before
+            assert all(now is before[name] and not now.is_meta for name, now in plain.named_parameters())
+            assert net[2].weight is net[0].weight
+            net, _ = deferred_with_shared()
+            kept = net[0].weight
+            wrapped = OURS.FullyShardedDataParallel(net, device_id=CPU, ignored_states=[kept], **options)
+            assert [part.fqn for part in wrapped.state.flat.parts] == ["1.weight", "1.bias"]
+            assert net[0].weight is kept
+
+
+def test_parameters_without_values_stay_the_objects_that_modules_share_and_optimizers_hold():
+    run_ranks(2, stay_the_same_objects)
+
+
 # ---- whole parameters
 
 

@@ -14,7 +14,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -370,10 +378,39 @@ def takes_functions():
             other = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params)
             assert set_model_state_dict(other, state) == ([], [])
             assert_same_values(other, plain, rtol=0, atol=0)
-            if use_orig_params:  # else the parameters of other ranks than 0 have no names in a plain walk of the model
-                given = dict(make_net(seed=3, num_blocks=1).state_dict()) if dist.get_rank() == 0 else {}
-                assert set_model_state_dict(model, given, options=from_rank_0) == ([], [])
-                assert_same_values(model, make_net(seed=3, num_blocks=1), rtol=0, atol=0)
+            given = dict(make_net(seed=3, num_blocks=1).state_dict()) if dist.get_rank() == 0 else {}
+            assert set_model_state_dict(model, given, options=from_rank_0) == ([], [])
+            assert_same_values(model, make_net(seed=3, num_blocks=1), rtol=0, atol=0)
+            given = {name: value for name, value in plain.state_dict().items() if name != "head.weight"}
+            for options in (everywhere, from_rank_0):
+                with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.weight"'):
+                    set_model_state_dict(model, dict(given), options=options)
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            assert set_model_state_dict(model, dict(given), options=options) == (["head.weight"], [])
+
+
+def test_the_functions_of_torchs_checkpoints_refuse_optimizers():
+    run_ranks(2, refuses_optimizers)
+
+
+def refuses_optimizers():
+    for use_orig_params in (False, True):
+        wrap = OURS.FullyShardedDataParallel
+        for model in (
+            wrap(nn.Linear(3, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu")),
+            wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params),
+        ):
+            optimizer = torch.optim.Adam(model.parameters())
+            state = {"state": {}, "param_groups": []}
+            for ask in (
+                lambda o=optimizer, m=model: get_optimizer_state_dict(m, o),
+                lambda o=optimizer, m=model: get_state_dict(m, o),
+                lambda o=optimizer, m=model, s=state: set_optimizer_state_dict(m, o, s),
+                lambda o=optimizer, m=model, s=state: set_state_dict(m, o, model_state_dict={}, optim_state_dict=s),
+            ):
+                with pytest.raises(NotImplementedError, match=r"Use FullyShardedDataParallel\.optim_state_dict and"):
+                    ask()
+            assert list(get_state_dict(model, ())[0]) == list(model.state_dict())
 
 
 class Versioned(nn.Linear):

@@ -295,6 +295,11 @@ class FlatParam(FSDPParam):
         """This rank's part ``[c]``, padding included."""
         return self._slot
 
+    @property
+    def pieces(self) -> Sequence[torch.Tensor]:
+        """What lies of each part in it, ``[k]``: the same objects as long as it stays."""
+        return self._pieces
+
     def grad_slot(self) -> torch.Tensor:
         """Return this rank's part ``[c]`` of the gradient; zero where there is none."""
         slot = torch.zeros_like(self._slot, dtype=self.grad_dtype)
@@ -425,7 +430,11 @@ class FlatParam(FSDPParam):
         rank, slot_grad = self.mesh_info.shard_mesh_rank, self.sharded_param.grad
         found = {
             self.fqn: ParamTensors(
-                shard=self.sharded_param, shard_rank=rank, sharded_grad=slot_grad, places=self.info.places
+                shard=self.sharded_param,
+                shard_rank=rank,
+                full=self._full_now(),
+                sharded_grad=slot_grad,
+                places=self.info.places,
             )
         }
         grads = [None] * len(self.parts) if slot_grad is None else self.pieces_of(slot_grad)
@@ -439,6 +448,11 @@ class FlatParam(FSDPParam):
                 places=part.info.places,
             )
         return found
+
+    def _full_now(self) -> torch.Tensor | None:
+        """Return all parts ``[numel]``, which lie end to end while they are there, as a view; None: they are not."""
+        first = self.fulls[0]
+        return first.param.detach().as_strided((self.layout.numel,), (1,)) if first.is_open else None
 
     def describe(self) -> Param:
         """Return the probe's description, with the parts."""

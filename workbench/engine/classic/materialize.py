@@ -8,17 +8,43 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workbench.engine._torch import parameter_of, set_parameter
 from workbench.engine.backends import is_of_kind
 from workbench.engine.mesh import FSDPMeshInfo
+from workbench.events import unit_words
 
 Managed = Sequence[tuple[str, nn.Module]]
 """Modules with their paths, those of wrappers below left out."""
 
 
+def check(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, ignored: frozenset[int]) -> None:
+    """Check that what is on the meta device can be given values; nothing is changed.
+
+    Args:
+        managed: the modules of one unit, or of a whole tree.
+        param_init_fn: as :func:`materialize` takes it.
+        ignored: ids of parameters that are not managed.
+
+    Raises:
+        TypeError: ``param_init_fn`` is no function.
+        ValueError: a module has no ``reset_parameters``.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn must be a function of a module, got {param_init_fn!r}")
+    if param_init_fn is not None:
+        return
+    for path, module in managed:
+        if _on_meta(module, ignored) and not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"module {unit_words(path)!r} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(): give it one, or give param_init_fn"
+            )
+
+
 def materialize(
     managed: Managed, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: frozenset[int]
 ) -> None:
-    """Give values to what is on the meta device.
+    """Give values to what is on the meta device; parameters stay the objects that they are.
 
     Args:
         managed: the modules of one unit.
@@ -27,33 +53,34 @@ def materialize(
         ignored: ids of parameters that are not managed.
 
     Raises:
-        TypeError: ``param_init_fn`` is no function.
-        ValueError: a module has no ``reset_parameters``, or ``param_init_fn`` left something there.
+        ValueError: ``param_init_fn`` left something there.
     """
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn must be a function of a module, got {param_init_fn!r}")
-    waiting = [(path, module) for path, module in managed if _on_meta(module, ignored)]
-    if param_init_fn is None:
-        lacking = [pair for pair in waiting if not callable(getattr(pair[1], "reset_parameters", None))]
-        if lacking:
-            path, module = lacking[0]
-            raise ValueError(
-                f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): give "
-                "it one, or give param_init_fn"
-            )
-    for path, module in waiting:
+    for path, module in managed:
+        if not _on_meta(module, ignored):
+            continue
+        before = [(name, param) for name, param in module.named_parameters(recurse=False) if param.is_meta]
         if param_init_fn is not None:
             param_init_fn(module)
         else:
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 module.reset_parameters()  # type: ignore[operator]
+        for name, param in before:
+            _keep(module, name, param)
         left = _on_meta(module, ignored)
         if left:
             raise ValueError(
                 f"param_init_fn left {', '.join(left)} of module {path!r} on the meta device: call "
                 "module.to_empty(device=..., recurse=False) in it, and initialise them"
             )
+
+
+def _keep(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Let a parameter that another was made for be that one: modules that share it and optimizers hold it."""
+    made = parameter_of(module, name)
+    if made is not None and made is not param and not made.is_meta:
+        torch.utils.swap_tensors(param, made)
+        set_parameter(module, name, param)
 
 
 def _on_meta(module: nn.Module, ignored: frozenset[int]) -> list[str]:

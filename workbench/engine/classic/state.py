@@ -42,6 +42,7 @@ class WrapperState(FSDPState):
 
     made_by = "FullyShardedDataParallel"
     undone_by = "workbench.engine.classic.unwrap"
+    joined_by = "wrap a module that holds both, and none in it that holds only one of them"
     reduced_by = "run a backward outside of no_sync()"
 
     def __init__(
@@ -161,7 +162,8 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
     busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
     if busy is not None:
         raise RuntimeError(
-            f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way; call it between iterations"
+            f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way, or has raised; call it "
+            "between iterations, after an exception after reset_iter_state() on the outermost wrapper"
         )
 
 

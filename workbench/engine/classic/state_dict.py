@@ -53,11 +53,21 @@ def settings_for(state: WrapperState) -> StateDictSettings:
     return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
 
 
-def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size]]:
-    """Yield key and whole shape of every parameter of a flat one, for each place where it is registered."""
-    for part in flat.parts:
+def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
+    """Yield key, whole shape and this rank's piece of every parameter of a flat one, for each place where it is."""
+    for part, piece in zip(flat.parts, flat.pieces, strict=True):
         for module, name in part.info.places:
-            yield key_of(full_name(names, module, name)), part.shape
+            yield key_of(full_name(names, module, name)), part.shape, piece
+
+
+def named_pieces(state: WrapperState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's piece of every parameter of one wrapper, by its name in it without wrappers.
+
+    ``torch.distributed.checkpoint.state_dict`` asks which parameters there are, and puts into what is to be loaded what
+    it was told and not given: a piece found there means that a parameter is missing.
+    """
+    if state.flat is not None and settings_for(state).state_dict_type is not LOCAL:
+        yield from ((key, piece) for key, _, piece in keys_of(names_below([state.wrapper]), state.flat))
 
 
 # ---- made
@@ -175,14 +185,14 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
         flat.slot[: flat.own_numel].copy_(_local(value))
         flat.stand_in([None] * len(flat.parts))
     else:
-        for key, _ in keys_of(names_below([state.wrapper]), flat):
+        for key, _, piece in keys_of(names_below([state.wrapper]), flat):
             value = state_dict.get(prefix + key)
-            if isinstance(value, DTensor):
+            if value is piece:
+                del state_dict[prefix + key]
+            elif isinstance(value, DTensor):
                 state_dict[prefix + key] = full_tensor(value)
             elif value is not None and is_of_old_shards(value):
                 state_dict[prefix + key] = gather_old_shards(value, unit.device)
-        if state_dict.get(prefix + FLAT_PARAM) is flat.sharded_param:
-            del state_dict[prefix + FLAT_PARAM]  # itself: torch.distributed.checkpoint.state_dict adds what there is
         flat.stand_in(_own_pieces(flat))
     state.is_loading = True
 
@@ -225,9 +235,9 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) ->
         if settings_for(state).state_dict_type is LOCAL:
             _check_flat(flat, prefix + key_of(full_name(names, state.wrapper, FLAT_PARAM)), state_dict)
             continue
-        for key, shape in keys_of(names, flat):
+        for key, shape, piece in keys_of(names, flat):
             value = state_dict.get(prefix + key)
-            if isinstance(value, torch.Tensor) and value.shape != shape:
+            if isinstance(value, torch.Tensor) and value is not piece and value.shape != shape:
                 wrong.append(f"{prefix + key!r} has shape {list(value.shape)} and its parameter {list(shape)}")
     if wrong:
         raise RuntimeError(f"size mismatch: in the state dict {'; '.join(wrong)}; nothing was loaded")

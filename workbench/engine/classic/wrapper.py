@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.engine._torch import is_asked_by_checkpoints, optimizers_in_checkpoint
 from workbench.engine.classic import comm_hooks, materialize
 from workbench.engine.classic.api import (
     BackwardPrefetch,
@@ -37,6 +38,7 @@ from workbench.engine.classic.state_dict import (
     finish,
     is_kept,
     key_of,
+    named_pieces,
     own_values,
     shown,
     with_versions,
@@ -146,6 +148,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             "ignored_states": ignored.params,
             "device_mesh": mesh.mesh,
         }
+        materialize.check(_managed(module, ignored), param_init_fn, ignored.ids)
         if auto_wrap_policy is not None:
             auto_wrap(
                 module,
@@ -155,8 +158,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 ignored_modules=ignored.modules,
                 ignored_params=ignored.params,
             )
-        # in a module that is ignored all is
-        managed = [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]
+        managed = _managed(module, ignored)
         materialize.materialize(managed, mesh.device, param_init_fn, ignored.ids)
         materialize.move(managed, mesh.device, ignored.ids)
         given = _get_param_module_infos(managed, ignored.ids)
@@ -170,7 +172,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             kept = low if precision.keep_low_precision_grads else None
             flat = FlatParam(given, self, mesh, use_orig_params=use_orig_params, grad_dtype=kept)
             unit = FSDPParamGroup([flat], mesh, _policy(strategy, offload, precision))
-        mark_taken(given, type(module).__name__)
+        mark_taken(given, type(module).__name__, WrapperState)
         state = WrapperState(
             self,
             unit,
@@ -219,6 +221,9 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
         """Yield parameters; within ``summon_full_params`` by the names they have without wrappers."""
+        if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
+            yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self.state))
+            return
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name) if self._is_summoned else name, param
 
@@ -341,7 +346,17 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         destination.update(own_values(self.state, prefix))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it, which child has no name of its own."""
+        """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it, which child has no name of its own.
+
+        Raises:
+            NotImplementedError: it asks for optimizers.
+        """
+        if optimizers_in_checkpoint():
+            raise NotImplementedError(
+                "torch.distributed.checkpoint.state_dict cannot take the state of an optimizer of flat parameters: it "
+                "would save one rank's part as if it were the whole. Use FullyShardedDataParallel.optim_state_dict and "
+                "optim_state_dict_to_load for it; get_model_state_dict and set_model_state_dict take the model"
+            )
         return {"": WRAPPED}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
@@ -366,6 +381,14 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---- parameters and gradients
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration clean after an exception in forward or backward.
+
+        Raises:
+            RuntimeError: this is not the outermost wrapper.
+        """
+        self.state.reset_iter_state()
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -448,6 +471,11 @@ def _sync(state: WrapperState, *, on: bool) -> None:
     for unit in state._fsdp_param_groups:
         unit.sync.reduce_grads = on
         unit.reshard_after_backward = on or state.strategy not in KEEPS_AFTER_FORWARD
+
+
+def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]:
+    """Return the modules below ``module`` that are in no wrapper yet, with their paths."""
+    return [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]  # with all in them
 
 
 def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPrecision) -> UnitPolicy:
