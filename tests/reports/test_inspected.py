@@ -83,6 +83,9 @@ def test_other_states():
     assert other["this shard", "mean"] == ""
     assert other["opt (SGD)", "state"] == "none yet"
     assert cells_of(replace(FOUND, shard=replace(SHARD, dim=1)))["this shard", "rows"] == "8-15 of 32 along dim 1"
+    flat = cells_of(replace(FOUND, shard=replace(SHARD, dim=None)))
+    assert flat["this shard", "elements"] == "8-15 of 32"
+    assert ("this shard", "rows") not in flat
     assert unit_of(FOUND) == "blocks.1 of model; 32x16 in all"
     assert unit_of(replace(FOUND, trainable=False, global_shape=(), model="", unit="")) == (
         "(root) of a model; a scalar in all, not trained"

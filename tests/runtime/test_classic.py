@@ -1,8 +1,14 @@
 """The classic wrapper on real ranks: ``shard --api classic``, what is recorded, planned and said of it."""
 
-import pytest
+from contextlib import nullcontext
 
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.models import loss_of
 from tests.runtime.job import execute, namespace, prepare, run
+from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.errors import UsageError
@@ -127,9 +133,9 @@ def test_its_variables_and_the_attribute_of_that_name_are_the_wrapper():
     run(2, names)
 
 
-def inspected(orig_params):
+def inspected(orig_params, strategy):
     prepare()
-    execute(shard(orig_params=orig_params))
+    execute(shard(orig_params=orig_params, strategy=strategy))
     execute(Step(count=2))
     recorder = rank_module._this_rank().recorder
     return inspect("blocks.0.mlp.0.weight", recorder), inspect("model.blocks.0._flat_param", recorder)
@@ -137,7 +143,7 @@ def inspected(orig_params):
 
 @pytest.mark.parametrize("orig_params", [False, True])
 def test_a_parameter_is_inspected_by_its_own_name_and_a_flat_one_as_well(orig_params):
-    results = run(2, inspected, orig_params)
+    results = run(2, inspected, orig_params, "full")
     pieces, flats = zip(*results, strict=True)
     assert sum(piece.shard.num_rows for piece in pieces) == 49 * 16
     assert {(piece.fqn, piece.model, piece.unit) for piece in pieces} == {
@@ -152,6 +158,35 @@ def test_a_parameter_is_inspected_by_its_own_name_and_a_flat_one_as_well(orig_pa
         assert optimizer.name == "opt"
         if piece.shard.num_rows:
             assert optimizer.state["exp_avg"].shape == (piece.shard.num_rows,)
+        assert piece.full.why == "not needed now: only this rank's elements are in memory"
+
+
+def inspected_in_forward(orig_params, strategy):
+    prepare()
+    execute(shard(orig_params=orig_params, strategy=strategy))
+    Door().break_at({"event": "forward", "unit": "blocks.1"})
+
+    def held(door):
+        door.until_held()
+        return door.inspect("blocks.1._flat_param"), door.inspect("blocks.1.mlp.0.weight")
+
+    return beside(held, Step())[1]
+
+
+@pytest.mark.parametrize(("orig_params", "strategy"), [(False, "full"), (True, "full"), (False, "none")])
+def test_a_flat_parameter_is_whole_where_those_in_it_are(orig_params, strategy):
+    for flat, weight in run(2, inspected_in_forward, orig_params, strategy):
+        assert flat.full.why == weight.full.why == "its forward is about to run, asked for in forward of step 0"
+        assert flat.full.values.shape == flat.global_shape == (2 * 16 + 49 * 17 + 16 * 50,)
+        assert flat.full.values.norm > weight.full.values.norm > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_nothing_is_split_a_shard_is_all_of_it(num_ranks):
+    for piece, flat in run(num_ranks, inspected, False, "none"):
+        assert (piece.shard.first_row, piece.shard.num_rows, piece.shard.of_rows) == (0, 49 * 16, 49 * 16)
+        assert flat.shard.num_rows == flat.shard.of_rows
+        assert piece.full.why == "not needed now; nothing of it is split: the shard is all of it"
 
 
 @pytest.mark.parametrize("name", ["full", "grad, pieces", "copies", "half precision", "hybrid"])
@@ -171,6 +206,33 @@ def verified(policy, verify):
     execute(Step(count=2))
     found = execute(Verify()) if verify else None
     return {"verify": found, "losses": execute(Step(count=2))["losses"]}
+
+
+def with_the_wrappers_own(strategy):
+    ns = prepare()
+    execute(shard(strategy=strategy))
+
+    def train_step():
+        for micro in range(2):
+            model, tokens = ns["model"], torch.randint(7, (4, 6), generator=ns["generator"])
+            with model.no_sync() if micro == 0 else nullcontext():
+                loss = loss_of(model, tokens)
+                loss.backward()
+        norm = ns["model"].clip_grad_norm_(0.1)
+        assert norm > 0.2
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    execute(Step(count=1))
+    return execute(Verify())
+
+
+@pytest.mark.parametrize("strategy", ["full", "none"])
+def test_a_step_that_accumulates_and_clips_with_the_wrappers_own_methods_is_verified(strategy):
+    for found in run(2, with_the_wrappers_own, strategy):
+        assert found["ok"], found
 
 
 def there_and_back(orig_params):
@@ -274,6 +336,39 @@ def straight():
 def test_a_model_goes_from_one_api_to_the_other_and_trains_as_if_it_had_not(orig_params):
     for losses, expected in zip(run(2, there_and_back, orig_params), run(2, straight), strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def without_values(strategy, orig_params):
+    ns = prepare()
+    with torch.device("meta"):
+        ns["model"] = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7, bias=False))
+    ns["opt"] = torch.optim.Adam(ns["model"].parameters(), foreach=False)
+    torch.manual_seed(ns["rank"])
+    execute(Shard(model="model", api="classic", wrap=("Linear",), strategy=strategy, orig_params=orig_params))
+    model = ns["model"]
+    begun = {name: value.clone() for name, value in model.state_dict().items()}
+    ns["train_step"] = lambda: train_on(model, ns["opt"], torch.randint(7, (4, 6), generator=ns["generator"]))
+    execute(Step(count=1))
+    return begun, dict(model.state_dict())
+
+
+def train_on(model, optimizer, tokens):
+    loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize(("strategy", "orig_params"), [("full", False), ("full", True), ("none", False)])
+def test_a_model_on_the_meta_device_begins_alike_on_all_ranks_and_its_optimizer_trains_it(strategy, orig_params):
+    (begun, then), *others = run(2, without_values, strategy, orig_params)
+    torch.manual_seed(0)  # what rank 0 draws, unit by unit from the inside out
+    inner, outer = nn.Linear(4, 7, bias=False), nn.Embedding(7, 4)
+    torch.testing.assert_close((begun["2.weight"], begun["0.weight"]), (inner.weight.data, outer.weight.data))
+    assert all(not torch.equal(before, then[name]) for name, before in begun.items())
+    for other in others:
+        torch.testing.assert_close(other, (begun, then), rtol=0, atol=0)
 
 
 def refused():

@@ -14,7 +14,7 @@ Cells = dict[tuple[str, str], str]
 """The texts of one rank by the two names of their rows: of what, and which fact of it."""
 
 SHARD = "this shard"
-_FACTS = ("rows", "state", "shape", "dtype", "device", "bytes", "norm", "mean", "max abs")
+_FACTS = ("rows", "elements", "state", "shape", "dtype", "device", "bytes", "norm", "mean", "max abs")
 _KIND = ("shape", "dtype", "device", "bytes")
 
 
@@ -58,7 +58,8 @@ def _says(name: tuple[str, str], cells: Mapping[int, Cells]) -> bool:
 
 def cells_of(found: Inspected) -> Cells:
     """Return the facts that one rank has, in the order they are read."""
-    cells = _facts(SHARD, {"rows": _rows(found.shard)} | _content(found.shard.values))
+    what = "elements" if found.shard.dim is None else "rows"
+    cells = _facts(SHARD, {what: _rows(found.shard)} | _content(found.shard.values))
     cells |= _facts("full parameter", _full(found.full))
     cells |= _facts("full gradient", _gradient(found.full_grad))
     cells |= _facts("sharded gradient", _gradient(found.sharded_grad))
@@ -73,9 +74,8 @@ def _facts(of: str, facts: Mapping[str, str]) -> Cells:
 
 def _rows(shard: ShardFacts) -> str:
     along = f" along dim {shard.dim}" if shard.dim else ""
-    what = " elements" if shard.dim is None else ""
     rows = f"{shard.first_row}-{shard.first_row + shard.num_rows - 1}" if shard.num_rows else "none"
-    return f"{rows} of {shard.of_rows}{what}{along}"
+    return f"{rows} of {shard.of_rows}{along}"
 
 
 def _full(full: FullFacts) -> dict[str, str]:

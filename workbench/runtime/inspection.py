@@ -263,7 +263,9 @@ class _Past:
         is_between = row is not None and row["phase"] == Phase.FORWARD
         if is_between and not isinstance(kept_by, bool) and kept_by < unit.shard_size:
             return f"between forward and backward it lies on {kept_by} ranks"
-        return "not needed now: only this rank's rows are in memory"
+        if unit.shard_size == 1:
+            return "not needed now; nothing of it is split: the shard is all of it"
+        return f"not needed now: only this rank's {'elements' if _is_flat(unit) else 'rows'} are in memory"
 
     def why_full(self, unit: Unit) -> str:
         gathered = (Kind.UNSHARD, Edge.BEGIN)
@@ -278,12 +280,16 @@ class _Past:
             case kind, Edge.BEGIN:
                 why = f"its {kind.words} runs"
             case Kind.FORWARD, _ if unit.reshard_after_forward is False:
-                why = "kept from forward to backward (reshard_after_forward=False)"
+                why = f"kept from forward to backward{'' if _is_flat(unit) else ' (reshard_after_forward=False)'}"
             case Kind.BACKWARD, _:
                 why = "its gradients are being taken"
             case _:
                 why = "nothing has given it up yet"
         return f"{why}{self.asked}"
+
+
+def _is_flat(unit: Unit) -> bool:
+    return any(param.parts for param in unit.params)
 
 
 def _full_grad(found: _Found) -> TensorFacts | None:

@@ -94,6 +94,8 @@ def _shard_classic(
 ) -> Sharded:
     optimizers = optimizers_of(model)
     options = wrapping.options_of(command) | {"ignored_states": ignored}
+    if any(param.is_meta for param in model.parameters()):
+        options["sync_module_states"] = True  # ranks may draw other numbers, and where there are copies stay apart
     wrapper = wrapping.wrap(model, inner, rank.groups.mesh_of(command.mesh_shape), optimizers, options)
     rebind(command.model, wrapper)
     _name_units(wrapper)

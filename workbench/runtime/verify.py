@@ -8,8 +8,9 @@ sharded training promises to equal.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
     memo: dict[int, Any] = {}
     if isinstance(model, FullyShardedDataParallel):
         reference, copied = classic_undo.plain_copy(model, memo, optimizers)
+        _take_calls_of_a_wrapper(reference)
     else:
         reference = plain_copy(model, memo)
         for optimizer in optimizers:
@@ -91,6 +93,13 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
         if name in managed and plain.requires_grad:
             plain.register_post_accumulate_grad_hook(_average)
     return reference, {id(model): reference, **copies}
+
+
+def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
+    """Let a plain copy do what a step asks of the wrapper that it is a copy of; its own attributes stay."""
+    clip = functools.partial(nn.utils.clip_grad_norm_, list(reference.parameters()))
+    calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
+    vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
 
 
 def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
