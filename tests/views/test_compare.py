@@ -108,6 +108,13 @@ def test_long_traces_stay_bounded():
     assert (fig.layout.height or 450) <= 1100
 
 
+def test_a_long_title_takes_no_room_from_curves_and_table():
+    a, b = simulate(Setup()), simulate(Setup(reshard_after_forward=False))
+    drawn = [draw(a, b, names=names).layout for names in (("A", "B"), ("a long name " * 4, "another one " * 4))]
+    assert drawn[1].margin.t > drawn[0].margin.t
+    assert drawn[1].height - drawn[1].margin.t == drawn[0].height - drawn[0].margin.t
+
+
 def test_names_are_escaped():
     found = words(draw(same_with_names(example_trace(), EVIL), example_trace(), names=(EVIL, EVIL)))
     assert "<script" not in found

@@ -61,6 +61,17 @@ def test_the_title_counts_what_is_unsharded_at_once():
     assert title(states(example_trace(steps=0))) == "Before the first step: at most 0 of 4 units unsharded at once"
 
 
+def test_where_nothing_is_split_that_is_said():
+    trace = example_trace()
+    whole = tuple(replace(unit, shard_size=1, replicate_size=4) for unit in trace.header.units)
+    fig = states(Trace(replace(trace.header, units=whole), trace.ranks))
+    assert title(fig) == "Step 2: nothing is split; at most 2 of 4 units in use at once"
+    assert "each rank holds all of every unit; a thin line: nobody computes with it" in subtitle(fig)
+    assert "shard only" not in subtitle(fig)
+    some = (replace(whole[0], shard_size=4), *whole[1:])
+    assert "each rank holds its shard only" in subtitle(states(Trace(replace(trace.header, units=some), trace.ranks)))
+
+
 def test_a_bar_says_which_unit_what_and_for_how_long():
     hover = bar(states(example_trace()), UnitState.UNSHARDED).hovertext[0]
     assert hover.startswith("<b>(root)</b> unsharded<br>")

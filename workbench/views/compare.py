@@ -34,6 +34,7 @@ NOTICED = 0.05
 
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 44, 76, 22  # pixels; a row of the table has two lines
+_BELOW = 72  # pixels below all that is drawn: the axis of a plot without a table
 _MAX_TICKS, _MAX_DETAILED = 8, 2
 
 
@@ -66,12 +67,12 @@ def draw(
     fig = theme.figure(
         sentence(found),
         _subtitle(found, names, theme.host_clock_words(a.header, b.header), (totals_of_used(a), totals_of_used(b))),
-        height=190 + _LINE + _PLOT_HEIGHT + (table_height + _GAP if rows else 0),
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
     )
     # between title and plot: the legend, and below it the mark
-    fig.update_layout(margin_t=fig.layout.margin.t + _LINE, legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
+    top, drawn = fig.layout.margin.t + _LINE, _PLOT_HEIGHT + (table_height + _GAP if rows else 0)
+    fig.update_layout(margin_t=top, height=top + drawn + _BELOW, legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
     _add_curves(fig, found, names)
     if rows:
         fig.update_layout(yaxis_domain=[below, 1])

@@ -62,8 +62,8 @@ def states(
         return theme.empty(_NOTHING)
     found = spans(drawn, units)
     fig = theme.figure(
-        _title(shown, found, units),
-        _subtitle(trace.header, drawn.rank, alike, len(units) - MAX_UNITS, cuts, clock),
+        _title(trace.header, shown, found, units),
+        _subtitle(trace.header, drawn.rank, alike, units, cuts, clock),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
         **theme.legend_below(len(UnitState) + (len(cuts) > 0)),
@@ -91,11 +91,17 @@ def _units(header: Header, drawn: RankTrace) -> list[int]:
     return [*known, *sorted(wanted - set(known))]
 
 
-def _title(shown: Window, found: StateSpans, units: Sequence[int]) -> str:
+def _title(header: Header, shown: Window, found: StateSpans, units: Sequence[int]) -> str:
     most, num_units = _most_at_once(found, units), len(units)
-    if most == num_units > 1:
-        return f"{shown}: all {num_units} units unsharded at once"
-    return f"{shown}: at most {most} of {theme.plural(num_units, 'unit')} unsharded at once"
+    some = f"all {num_units} units" if most == num_units > 1 else f"at most {most} of {theme.plural(num_units, 'unit')}"
+    if not _is_split(header, units):
+        return f"{shown}: nothing is split; {some} in use at once"
+    return f"{shown}: {some} unsharded at once"
+
+
+def _is_split(header: Header, units: Sequence[int]) -> bool:
+    """Whether one of the units lies on several ranks, each of which has a part of it."""
+    return any(unit.index in units and unit.shard_size > 1 for unit in header.units)
 
 
 def _most_at_once(found: StateSpans, units: Sequence[int]) -> int:
@@ -106,7 +112,7 @@ def _most_at_once(found: StateSpans, units: Sequence[int]) -> int:
 
 
 def _subtitle(
-    header: Header, rank: int, alike: Sequence[tuple[int, ...]], num_left_out: int, cuts: Cuts, clock: Clock
+    header: Header, rank: int, alike: Sequence[tuple[int, ...]], units: Sequence[int], cuts: Cuts, clock: Clock
 ) -> str:
     group = next((ranks for ranks in alike if rank in ranks), (rank,))
     others = [ranks for ranks in alike if ranks is not group]
@@ -114,11 +120,13 @@ def _subtitle(
     sentences = [
         f"{same[:1].upper()}{same[1:]}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
         f"differently did {several(header, others)}" if others else "",
-        "a thin line: each rank holds its shard only",
+        "a thin line: each rank holds its shard only"
+        if _is_split(header, units)
+        else "each rank holds all of every unit; a thin line: nobody computes with it",
         theme.clock_words(header, clock),
         hold_words(cuts),
-        f"{theme.plural(num_left_out, 'more unit')} not drawn: --unit draws those of a name"
-        if num_left_out > 0
+        f"{theme.plural(len(units) - MAX_UNITS, 'more unit')} not drawn: --unit draws those of a name"
+        if len(units) > MAX_UNITS
         else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
