@@ -1,38 +1,211 @@
-"""A model of the classic wrapper, by the words of ``%fsdp`` on real ranks: sharded, stopped, looked at, taken over."""
+"""A model of the classic wrapper, by the words of ``%fsdp`` on real ranks: stopped, looked at, given up, taken over."""
+
+import os
+import signal
 
 import pytest
 
+from tests.integration.keys import Pressing
 from tests.integration.model import CELL
+from tests.waiting import wait_until
 from workbench import Workbench
+from workbench.errors import RankDied, RankError
 from workbench.magics.words import parse_line
 from workbench.replay import collectives
+from workbench.reports.stopped import StopReport
+from workbench.trace import check
+from workbench.trace.columns import steps
 from workbench.views.compare import draw
 
 pytestmark = pytest.mark.cluster
 
+STEPS = 4
+FRESH = """
+import contextlib
+torch.manual_seed(0)
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+generator = torch.Generator()
+count = 0
 
-def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard():
+def train_step():
+    global count
+    for micro in range(2):
+        generator.manual_seed(1000 * count + 10 * micro + rank)
+        with model.no_sync() if micro == 0 else contextlib.nullcontext():
+            loss = model(torch.randn(8, 16, generator=generator)).square().mean()
+            loss.backward()
+    model.clip_grad_norm_(1.0)
+    opt.step()
+    opt.zero_grad()
+    count += 1  # a step that is given up is done again with the same data
+    return loss.item()
+"""
+WEIGHTS = """
+with model.summon_full_params(model, writeback=False):
+    print([p.double().sum().item() for p in model.parameters()])
+"""
+GATHERS, COPIES = "all_gather:blocks.1", "all_reduce:blocks.1"
+STRATEGIES = {
+    "full": ("--strategy full", GATHERS),
+    "full, pieces": ("--strategy full --orig-params", GATHERS),
+    "grad": ("--strategy grad", "reduce_scatter:blocks.1"),
+    "none": ("--strategy none", COPIES),
+}
+"""Flags, and a collective that each of them has."""
+
+
+@pytest.fixture(scope="module")
+def wb():
+    """Two ranks that know the model's classes."""
+    with Workbench(2, device="cpu") as bench:
+        bench.run_cell(CELL)
+        yield bench
+
+
+def say(wb, line):
+    return wb.do(parse_line(line))
+
+
+def fresh(wb, strategy):
+    """The same model, optimizer and data as the last time, whatever the test before left."""
+    if wb._session.request is not None:
+        wb.abort()
+    wb.break_clear()
+    wb.run_cell(FRESH)
+    say(wb, f"shard model --api classic --wrap Block {STRATEGIES[strategy][0]}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(wb):
+    """Of each strategy losses of the steps, and what became of the parameters."""
+    found = {}
+    for strategy in STRATEGIES:
+        fresh(wb, strategy)
+        found[strategy] = wb.step(STEPS).losses, wb.run_cell(WEIGHTS).texts
+    return found
+
+
+def assert_all_at_one_event(report):
+    assert isinstance(report, StopReport), report
+    assert report.stop.held == (0, 1)
+    assert len({p.held.place for p in report.stop.positions.values()}) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, strategy):
+    fresh(wb, strategy)
+    first = wb.step(1)
+    say(wb, f"break add {STRATEGIES[strategy][1]}")
+    say(wb, "break add forward:blocks.1 --when 'step < 3'")
+    report, said = say(wb, f"step {STEPS - 1}"), []
+    for what in ("event", "collective", "unit", "phase"):
+        assert_all_at_one_event(report)
+        said += [report, say(wb, "where --stacks"), say(wb, "inspect blocks.1.mlp.0.weight"), wb.evaluate("count")]
+        report = say(wb, f"next {what}")
+    say(wb, "break clear")
+    report = say(wb, "continue")
+    assert (first.losses + report.losses, wb.run_cell(WEIGHTS).texts) == undisturbed[strategy]
+    assert check(wb.trace) == []
+    assert "blocks.1" in "".join(map(str, said))
+    assert "_fsdp_wrapped_module" not in "".join(map(str, said))
+
+
+@pytest.mark.parametrize("event", ["forward.end:blocks.1", "backward:blocks.1", "optimizer", "a collective"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, event):
+    fresh(wb, strategy)
+    first = wb.step(2)
+    assert_all_at_one_event(wb.step(1, until=STRATEGIES[strategy][1] if event == "a collective" else event))
+    assert "ready again" in wb.abort().headline
+    wait_until(lambda: {row.state for row in wb.where().rows} == {"idle"})
+    wb.run_cell("opt.zero_grad()")
+    again = wb.step(STEPS - 2)
+    assert (first.losses + again.losses, wb.run_cell(WEIGHTS).texts) == undisturbed[strategy]
+    assert check(wb.trace) == []
+
+
+@pytest.mark.parametrize("strategy", ["full", "none"])
+def test_a_rank_that_raises_in_forward_is_named_with_the_unit_and_training_goes_on(wb, undisturbed, strategy):
+    fresh(wb, strategy)
+    first = wb.step(1)
+    wb.run_cell(
+        """
+def refuse(module, args):
+    if rank == 1: raise ValueError("no such input")
+handle = model.blocks[1].mlp.register_forward_pre_hook(refuse)
+"""
+    )
+    with pytest.raises(RankError, match=r"^rank 1 raised ValueError: no such input") as caught:
+        wb.step(1)
+    assert "forward, unit blocks.1" in str(caught.value).partition("\n")[0]
+    assert "_fsdp_wrapped_module" not in str(caught.value)
+    wb.run_cell("handle.remove()\nopt.zero_grad()")
+    again = wb.step(STEPS - 1)
+    assert (first.losses + again.losses, wb.run_cell(WEIGHTS).texts) == undisturbed[strategy]
+
+
+@pytest.mark.parametrize("strategy", ["full", "none"])
+def test_ranks_that_disagree_are_told_so_by_the_names_of_units(wb, strategy):
+    fresh(wb, strategy)
+    wb.step(1)
+    with pytest.raises(RankError, match="RanksDisagreeError: ranks are about to do different things") as caught:
+        wb.run_cell("model.blocks[rank](torch.ones(1, 16)).sum().backward()")
+    said = str(caught.value)
+    assert "of unit blocks.0 (" in said
+    assert "of unit blocks.1 (" in said
+    assert "_fsdp_wrapped_module" not in said
+    wb.run_cell("opt.zero_grad()")
+    assert wb.step(1).steps_done == 1
+
+
+def test_ctrl_c_pauses_and_a_pause_in_the_background_as_well(wb, every_rank_comes):
+    fresh(wb, "full")
+    assert_all_at_one_event(wb.step(1_000_000, on_progress=Pressing()))
+    assert "ready again" in wb.abort().headline
+    wb.step(1_000_000, background=True)
+    assert_all_at_one_event(wb.pause())
+    assert set(wb.evaluate("type(model).__name__").texts.values()) == {"'FullyShardedDataParallel'"}
+    assert "ready again" in wb.abort().headline
+    wb.run_cell("opt.zero_grad()")
+    assert wb.step(1).steps_done == 1
+
+
+def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(wb):
+    if wb._session.request is not None:
+        wb.abort()
+    wb.break_clear()
+    wb.run_cell(CELL)
+    assert "classic: one flat parameter for each unit" in str(say(wb, "shard model --api classic --wrap Block"))
+    assert ("classic", "all") in wb.status().facts()
+    say(wb, "step 2")
+    last = steps(wb.trace)[-1]
+    assert not [c for c in collectives.compare(wb.trace, last) if c.differs]
+    say(wb, "step 1 --until backward:blocks.1")
+    assert "elements" in str(say(wb, "inspect blocks.1.mlp.0.weight"))
+    assert say(wb, "layout").data
+    say(wb, "continue")
+    assert say(wb, "verify").ok
+    before, classic = wb.trace.slice(step=last), wb.status().classic
+    say(wb, "reshard model --api fully_shard")
+    assert len(wb.status().classic) == len(classic) - 4  # those of the tests before are there yet
+    say(wb, "step 2")
+    assert say(wb, "verify").ok
+    after = wb.trace.slice(step=last + 3)
+    assert "in 4 flat ones -&gt; by themselves" in (draw(before, after).layout.title.subtitle.text or "")
+    say(wb, "unshard model")
+
+
+def test_a_rank_that_is_killed_in_a_step_is_named_and_the_others_are_free():
     with Workbench(2, device="cpu") as wb:
-
-        def say(line):
-            return wb.do(parse_line(line))
-
         wb.run_cell(CELL)
-        assert "classic: one flat parameter for each unit" in str(say("shard model --api classic --wrap Block"))
-        assert ("classic", "all") in wb.status().facts()
-        say("step 2")
-        assert not [c for c in collectives.compare(wb.trace, 1) if c.differs]
-        say("step 1 --until backward:blocks.1")
-        said = str(say("inspect blocks.1.mlp.0.weight"))
-        assert "elements" in said
-        assert say("layout").data
-        say("continue")
-        assert say("verify").ok
-        before = wb.trace.slice(step=1)
-        say("reshard model --api fully_shard")
-        assert wb.status().classic == ()
-        say("step 2")
-        assert say("verify").ok
-        after = wb.trace.slice(step=4)
-        assert "in 4 flat ones -&gt; by themselves" in (draw(before, after).layout.title.subtitle.text or "")
-        say("unshard model")
+        fresh(wb, "full")
+        victims = [wb.status().ranks[1].pid]
+
+        def kill(progress):
+            if progress.done and victims:
+                os.kill(victims.pop(), signal.SIGKILL)
+
+        with pytest.raises(RankDied, match=r"^rank 1 died: the process was killed by SIGKILL"):
+            wb.step(100_000, on_progress=kill)
+        assert wb.run_cell("print(type(model).__name__)", ranks=[0]).texts == {0: "FullyShardedDataParallel\n"}
