@@ -44,6 +44,11 @@ def test_every_rank_has_its_tracks():
     ]
 
 
+def test_a_track_of_other_collectives_is_called_by_the_only_one_that_is_there():
+    found = tracks(timeline(simulate(Setup(num_ranks=2, copies=2)), rank=0))
+    assert list(found) == [("rank 0", track) for track in ("compute", "all-reduce", "wait")]
+
+
 def test_the_title_says_how_long_it_was_and_how_much_of_it_was_waiting():
     assert title(timeline(example_trace())) == "Step 2: 6.81 ms, compute waits for communication 5 to 6% of the time"
     assert title(timeline(example_trace(num_ranks=1))).endswith("compute waits for no communication")

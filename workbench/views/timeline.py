@@ -24,7 +24,7 @@ from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
-from workbench.views.tracks import LANES, TRACKS, WAIT_TRACK, Tracks, tracks
+from workbench.views.tracks import LANES, OTHER_TRACK, TRACKS, WAIT_TRACK, Tracks, tracks
 from workbench.views.who import MANY, several, who
 from workbench.views.window import Drawn, Window, one_rank, window
 
@@ -256,7 +256,13 @@ def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, b
         top = block * (len(grid.tracks) + _GAP) - 0.5
         span = {"y0": top, "y1": top + len(grid.tracks), "x0": 0, "x1": 1, "xref": "paper", "layer": "below"}
         fig.add_shape(**span, fillcolor=theme.FAINT, line_width=0)
-    _set_axes(fig, blocks, grid, axis, end_ns)
+    _set_axes(fig, blocks, grid, axis, end_ns, [_track_name(track, bars) for track in grid.tracks])
+
+
+def _track_name(track: int, bars: Rectangles) -> str:
+    """Return what a track is called; that of other collectives as the only kind of them that is there."""
+    there = np.unique(bars.colour[bars.lane // LANES % len(TRACKS) == track])
+    return Kind(int(there[0])).words if track == OTHER_TRACK and len(there) == 1 else TRACKS[track][0]
 
 
 def _legend(kind: Kind) -> str:
@@ -288,12 +294,14 @@ def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeA
     )
 
 
-def _set_axes(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, end_ns: int) -> None:
+def _set_axes(
+    fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, end_ns: int, tracks: Sequence[str]
+) -> None:
     places, names = [], []
     for number, block in enumerate(blocks):
-        for row, track in enumerate(grid.tracks):
-            places.append(number * (len(grid.tracks) + _GAP) + row)
-            names.append(("" if row else f"<b>{theme.escape(block.name)}</b>   ") + TRACKS[track][0])
+        for row, track in enumerate(tracks):
+            places.append(number * (len(tracks) + _GAP) + row)
+            names.append(("" if row else f"<b>{theme.escape(block.name)}</b>   ") + track)
     fig.update_yaxes(
         range=[grid.num_rows - _GAP - 0.4, -0.6],
         tickmode="array",

@@ -26,7 +26,7 @@ TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 )
 """Name and kinds of each track of a rank, from the top. There are copies apart, and a host, only of a device."""
 
-WAIT_TRACK = list(Track).index(Track.WAIT)
+OTHER_TRACK, WAIT_TRACK = list(Track).index(Track.OTHER), list(Track).index(Track.WAIT)
 COPY_TRACK, HOST_TRACK = len(Track), len(Track) + 1
 
 LANES = 3
