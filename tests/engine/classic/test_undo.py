@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.classic.wrapped import OURS, whole, wrap_net
+from tests.engine.classic.wrapped import OURS, adam, whole, wrap_net
 from tests.engine.models import Block, adamw, batch, loss_of, make_net
 from tests.engine.parity import average_grads, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
@@ -39,11 +39,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, p
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    """One whose numbers do not depend on how elements are spread over tensors, as a fused one's do."""
-    return torch.optim.AdamW(params, lr=1e-2, foreach=False)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:

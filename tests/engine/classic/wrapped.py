@@ -1,9 +1,10 @@
 """Wrapped models for the tests: ours and torch's by the same call, and what is compared of them."""
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
 """Where a script takes names from: a test that is given both compares them."""
 
 CPU = torch.device("cpu")
+SAME = {"rtol": 0.0, "atol": 0.0}
+"""As a tolerance: the same bits."""
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    """One whose numbers do not depend on how elements are spread over tensors, as a fused one's do."""
+    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
 
 
 def wrap_net(api: SimpleNamespace, model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
@@ -57,15 +65,46 @@ def assert_same_values(wrapped: nn.Module, plain: nn.Module, **tolerance: float)
     torch.testing.assert_close(whole(wrapped), {name: p.detach() for name, p in plain.named_parameters()}, **tolerance)
 
 
+def steps_of(
+    model: nn.Module,
+    *,
+    accumulate: int = 1,
+    defers: bool = True,
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    before_update: Callable[[nn.Module], object] = lambda model: None,
+) -> Iterator[torch.Tensor]:
+    """Train a model for ever; yields this rank's losses ``[accumulate]`` of each step.
+
+    Args:
+        model: wrapped by ours or by torch's, or plain.
+        accumulate: micro-batches a step.
+        defers: all but the last of a step are in ``no_sync``.
+        loss: of a model and the tokens of a rank.
+        make_optimizer: of parameters.
+        before_update: called when the gradients of a step are there.
+    """
+    optimizer = make_optimizer(model.parameters())
+    for first in itertools.count(0, accumulate):
+        losses = []
+        for micro in range(accumulate):
+            with model.no_sync() if defers and micro + 1 < accumulate else nullcontext():
+                losses.append(loss(model, batch(dist.get_rank(), first + micro)))
+                losses[-1].backward()
+        before_update(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield torch.stack(losses).detach()
+
+
 def compare_with_torchs(
     make: Callable[[], nn.Module],
     wrap: Callable[[SimpleNamespace, nn.Module], nn.Module],
     *,
     steps: int = 10,
-    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
-    accumulate: int = 1,
     ready: Callable[[SimpleNamespace, nn.Module], object] = lambda api, model: None,
-    **tolerance: float,
+    tolerance: Mapping[str, float] = MappingProxyType({}),
+    **how: Any,
 ) -> None:
     """Train the same with our wrapper and with torch's: losses and whole parameters stay equal.
 
@@ -73,27 +112,15 @@ def compare_with_torchs(
         make: the same model each time.
         wrap: called with :data:`OURS` or :data:`THEIRS`, and a model.
         steps: of Adam.
-        loss: of a model and the tokens of a rank.
-        accumulate: micro-batches a step, all but the last in ``no_sync``.
         ready: called with the API and the wrapped model before it is trained.
         tolerance: as of ``assert_close``; none: as for the dtype.
+        how: as of :func:`steps_of`.
     """
-    rank = dist.get_rank()
-    with warnings.catch_warnings():  # torch's says that NO_SHARD is deprecated, and where it is taken for FULL_SHARD
-        warnings.simplefilter("ignore")
-        models = [wrap(api, make()) for api in (OURS, THEIRS)]
-    for api, model in zip((OURS, THEIRS), models, strict=True):
+    runs = []
+    for api in (OURS, THEIRS):
+        with warnings.catch_warnings():  # torch's own, of NO_SHARD and of what it takes for that
+            warnings.simplefilter("ignore")
+            model = wrap(api, make())
         ready(api, model)
-    optimizers = [adamw(model.parameters()) for model in models]
-    for step in range(steps):
-        found = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for micro in range(accumulate):
-                with nullcontext() if micro == accumulate - 1 else model.no_sync():
-                    value = loss(model, batch(rank, accumulate * step + micro))
-                    value.backward()
-            found.append(value.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.testing.assert_close(*found, **tolerance)
-    torch.testing.assert_close(*map(whole, models), **tolerance)
+        runs.append((list(itertools.islice(steps_of(model, **how), steps)), whole(model)))
+    torch.testing.assert_close(*runs, **tolerance)

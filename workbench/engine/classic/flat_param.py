@@ -390,6 +390,14 @@ class FlatParam(FSDPParam):
 
     # ---- gradients
 
+    def accumulate_grad(self, dtype: torch.dtype) -> None:
+        """Move full gradients to those that wait for a reduction: in its ``dtype`` or their own, the wider one.
+
+        Torch's wrapper adds up in their own, which is coarse where that is the low precision; ``fully_shard`` in that
+        of the reduction.
+        """
+        super().accumulate_grad(torch.promote_types(dtype, self.fulls[0].param.dtype))
+
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
