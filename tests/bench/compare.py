@@ -188,7 +188,9 @@ def compare_classic(case: Case, effort: Effort) -> Tree:
         ranks: list[Bytes] = runs.on_ranks(f"bytes of {name}", case.num_ranks, measure_bytes, case, name)
         if ranks:
             found["peak_mb"][name] = max(rank.peak for rank in ranks) / 1e6
-            found["rest_mb"][name] = max(rank.rest for rank in ranks) / 1e6
+            most = max(ranks, key=lambda rank: rank.rest)
+            found["rest_mb"][name] = most.rest / 1e6
+            found[f"rest_mb of {name}"] = {what: num_bytes / 1e6 for what, num_bytes in most.rest_of.items()}
     return {
         **found,
         **_ratio("to_torch", steps_ms, CLASSIC_TORCH),

@@ -2,7 +2,8 @@
 
 ``peak`` is the most that is allocated at once within steps that follow a warm-up, in bytes: the allocator's own running
 total, which is counted from before the model is built, plus what no allocator sees: this rank's part of the shared
-memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not.
+memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not;
+``rest``, the least within these steps, is without what the engine keeps only until the system wants it.
 Everything else is in it too: activations, optimizer state, the batch. So ours and torch's differ by what the engines
 do.
 
@@ -29,6 +30,7 @@ from torch.profiler import profile
 
 from tests.bench.cases import CLASSIC, OF_OURS, Case
 from tests.bench.training import WARM_UP, Training, make_training
+from workbench.events import Category
 
 NUM_STEPS = 3
 _MAPPINGS = Path("/proc/self/smaps")
@@ -83,7 +85,8 @@ class Bytes:
         classes: the peak of each of the engine's classes; empty for torch's.
         classes_peak: the most that all classes hold together at one moment.
         comm: how units communicate, in the engine's words; empty for torch's, or if it does not say.
-        rest: the least, counted as ``peak`` is: what is there between steps.
+        rest_of: of what :attr:`rest` consists: what was ``allocated``, shared ``shards`` and ``stages``, and the
+            ``spare pages`` that the system may not take. It takes those that it may before it swaps or refuses.
     """
 
     peak: int
@@ -92,7 +95,12 @@ class Bytes:
     classes: dict[str, int]
     classes_peak: int
     comm: list[str]
-    rest: int
+    rest_of: dict[str, int]
+
+    @property
+    def rest(self) -> int:
+        """The least within the steps: what is there between them."""
+        return sum(self.rest_of.values())
 
 
 def measure_bytes(case: Case, implementation: str) -> Bytes:
@@ -104,12 +112,27 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
     with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(NUM_STEPS):  # when a thread of gloo lets go of a buffer is chance: look more than once
             training.step()
-    shared = shared_bytes(_MAPPINGS.read_text()) - before
+    mappings = _MAPPINGS.read_text()
+    shared, offered = shared_bytes(mappings) - before, offered_bytes(mappings)
     dist.barrier()  # a peer that ends takes its part of the shared memory with it
     pages = page_bytes(gc.get_objects())
     allocated = list(totals(profiler.profiler.kineto_results.experimental_event_tree()))
-    peak, rest = (total + shared + pages for total in (max(allocated), min(allocated)))
-    return Bytes(peak, shared, pages, dict(classes.peak), classes.total_peak, sorted(classes.comm - {""}), rest)
+    stages = max(0, classes.live[Category.RESERVED.name] - pages)
+    rest_of = {
+        "allocated": min(allocated),
+        "shards": shared - stages,
+        "stages": stages,
+        "spare pages": max(0, pages - offered),  # what is offered counts to the end of a page
+    }
+    return Bytes(
+        peak=max(allocated) + shared + pages,
+        shared=shared,
+        pages=pages,
+        classes=dict(classes.peak),
+        classes_peak=classes.total_peak,
+        comm=sorted(classes.comm - {""}),
+        rest_of=rest_of,
+    )
 
 
 def count_in_all_threads() -> None:
@@ -154,11 +177,21 @@ def shared_bytes(mappings: str) -> int:
 
     A page that n ranks map counts as 1/n on each, so that the ranks' sum is what the host holds.
     """
-    num_kib, is_shared = 0, False
+    return _total(mappings, "Pss:", "s")
+
+
+def offered_bytes(mappings: str) -> int:
+    """Return the bytes that a process has offered to the system, in the text of ``/proc/self/smaps``."""
+    return _total(mappings, "LazyFree:", "p")
+
+
+def _total(mappings: str, field: str, kind: str) -> int:
+    """Return the bytes that ``field`` says of all mappings of a kind: ``s`` shared, ``p`` private."""
+    num_kib, is_meant = 0, False
     for line in mappings.splitlines():
         first, *rest = line.split()
         if "-" in first and not first.endswith(":"):
-            is_shared = rest[0].endswith("s")
-        elif first == "Pss:" and is_shared:
+            is_meant = rest[0].endswith(kind)
+        elif first == field and is_meant:
             num_kib += int(rest[0])
     return 1024 * num_kib

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from tests.bench.memory import Classes, count_in_all_threads, page_bytes, shared_bytes, totals
+from tests.bench.memory import Classes, count_in_all_threads, offered_bytes, page_bytes, shared_bytes, totals
 from tests.bench.processes import on_ranks
 from workbench.engine.backends import pages
 from workbench.engine.backends.pages import Pages, SparePages
@@ -26,14 +26,20 @@ Pss_Dirty:             8 kB
 VmFlags: rd wr sh
 7f10-7f20 rw-p 00000000 00:00 0
 Pss:                 100 kB
+LazyFree:             16 kB
 7f20-7f30 r--s 00000000 00:01 13                    /dev/shm/other
 Pss:                   3 kB
+LazyFree:              0 kB
 """
 
 
 def test_shared_mappings_count_in_proportion():
     assert shared_bytes(MAPPINGS) == (32 + 3) * 1024
     assert shared_bytes("") == 0
+
+
+def test_what_is_offered_to_the_system_is_of_private_mappings():
+    assert offered_bytes(MAPPINGS) == 16 * 1024
 
 
 @pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
