@@ -198,6 +198,18 @@ def test_it_is_dark_with_a_dark_theme_and_fits_into_a_narrow_window(lab):
     run(lab, "apputils:change-theme", theme="JupyterLab Light")
 
 
+def test_the_controls_hide_what_is_scrolled_below_them_while_the_kernel_is_silent_too(lab):
+    opacities = lab.page.evaluate("""() => {
+        const body = document.querySelector(".fsdp-Panel-body"), controls = body.querySelector(".fsdp-Controls");
+        const opacity = (element) => Number(getComputedStyle(element).opacity);
+        body.classList.add("fsdp-mod-silent");
+        const found = [controls, controls.firstElementChild, body.querySelector(".fsdp-Section")].map(opacity);
+        body.classList.remove("fsdp-mod-silent");
+        return found;
+    }""")
+    assert opacities == [1, 0.55, 0.55]
+
+
 def test_abort_ends_the_step_and_the_ranks_are_ready(lab):
     tool(lab, "Abort").click()
     expect(section(lab, "Ranks").locator(".fsdp-mod-idle")).to_have_count(2)
