@@ -39,7 +39,7 @@ class Scale:
 
 
 WIDE = Scale()
-LONG = Scale(copies=64, num_units=4, steps=200)
+LONG = Scale(copies=64, num_units=3, steps=200)
 
 
 def trace_of(scale: Scale) -> Trace:

@@ -137,6 +137,11 @@ class RankTrace:
             states.append(advance(states[-1], self.rows[begin : begin + KEPT_EVERY]))
         return place // KEPT_EVERY * KEPT_EVERY, states[place // KEPT_EVERY]
 
+    def prepare(self) -> None:
+        """Find what is kept, so that who asks for it first need not wait."""
+        self.state_before(len(self.rows))
+        self.places_of(0, 0)
+
     @cached_property
     def _states(self) -> list[KeyFrame]:
         """The states before every :data:`KEPT_EVERY`-th row, as far as they are known."""

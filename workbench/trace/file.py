@@ -17,6 +17,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +28,7 @@ from numpy.lib import format as npy
 from workbench.errors import TraceError
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.header import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
-from workbench.trace.rules import check
+from workbench.trace.rules import check_header, check_rank
 from workbench.trace.schema import ROW_DTYPE, Rows
 
 MAX_ROWS = 20_000_000
@@ -40,6 +41,7 @@ _META = "trace.json"
 _COMPRESSION = 1  # zlib level; 6 takes four times as long for a tenth less
 _MAX_CONTENTS_BYTES = 8 << 20  # of the zip's table of contents: 100,000 ranks
 _PIECE_BYTES = 1 << 20
+_MAX_THREADS = 8
 _MAX_ROWS_RATIO, _MAX_META_RATIO = 50, 250  # of bytes unpacked to those of the file; traces have up to 6 and 40
 _SMALL_BYTES = 1 << 20  # that are unpacked whatever the ratio
 _NPY_START = struct.Struct("<8sH")
@@ -99,12 +101,11 @@ def load(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"cannot read {path}: it is no file but a pipe, a socket or a device")
     with Path(path).open("rb") as file:
         try:
-            trace = _read(_Pieces(file), os.fstat(file.fileno()).st_size)
+            trace, broken = _read(_Pieces(file), os.fstat(file.fileno()).st_size)
         except TraceError as error:
             raise TraceError(f"cannot read {path}: {error}") from error
         except _NOT_A_TRACE as error:
             raise TraceError(f"cannot read {path}: it is not a trace, or it is damaged or cut short") from error
-    broken = check(trace)
     if broken:
         more = f", and {len(broken) - 1} more such" if len(broken) > 1 else ""
         raise TraceError(f"cannot read {path}: it breaks a rule of traces: {broken[0][:300]}{more}")
@@ -161,7 +162,8 @@ def _member_name(rank: int) -> str:
     return f"rows_{rank}.npy"
 
 
-def _read(file: io.BufferedIOBase, file_bytes: int) -> Trace:
+def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
+    """Return what is in a file, and which rules it breaks."""
     with zipfile.ZipFile(file) as archive:
         if _META not in archive.namelist():
             raise TraceError(f"it holds no {_META}, so it is not a trace")
@@ -170,7 +172,19 @@ def _read(file: io.BufferedIOBase, file_bytes: int) -> Trace:
         version = meta["header"]["schema_version"]
         entries = [(_rank_number(entry), entry) for entry in meta["ranks"]]
         _weigh(archive, [rank for rank, _ in entries], file_bytes)
-        return Trace(header, tuple(_read_rank(archive, rank, entry, version) for rank, entry in entries))
+
+        def read(entry: tuple[int, dict[str, Any]]) -> tuple[RankTrace, list[str]]:
+            rank_trace = _read_rank(archive, *entry, version)
+            broken = check_rank(header, rank_trace)
+            if not broken:
+                rank_trace.prepare()
+            return rank_trace, broken
+
+        # what takes the time is done in zlib and numpy, of several ranks at once
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as pool:
+            found = list(pool.map(read, entries))
+    trace = Trace(header, tuple(rank_trace for rank_trace, _ in found))
+    return trace, [*check_header(header), *(sentence for _, broken in found for sentence in broken)]
 
 
 def _rank_number(entry: dict[str, Any]) -> int:

@@ -24,23 +24,29 @@ Rule = Callable[[Header, RankTrace], Iterator[str]]
 _INSTANTS = tuple(kind for kind in Kind if not kind.info.is_span)
 _TEXTS = tuple(kind for kind in Kind if kind.info.has_text)
 
+# indexed by the column ``kind``, which may hold any byte
+_IS_INSTANT, _HAS_TEXT, _IS_MOVE, _IS_COLLECTIVE, _IS_BESIDE = (
+    np.isin(np.arange(256), kinds) for kinds in (_INSTANTS, _TEXTS, MOVES, COLLECTIVES, BESIDE)
+)
+
 
 def check(trace: Trace) -> list[str]:
     """Return one sentence per broken rule and rank; a valid trace gives an empty list.
 
     A trace cut on the left may end spans it has not begun; any trace may have begun spans it does not end.
     """
-    found = list(_header_fits(trace.header))
-    for rank in trace.ranks:
-        for rule in RULES:
-            found += [f"rank {rank.rank}: {sentence}" for sentence in rule(trace.header, rank)]
-    return found
+    return [*check_header(trace.header), *(sentence for r in trace.ranks for sentence in check_rank(trace.header, r))]
+
+
+def check_rank(header: Header, rank: RankTrace) -> list[str]:
+    """Return one sentence per rule that a rank of a trace breaks."""
+    return [f"rank {rank.rank}: {sentence}" for rule in RULES for sentence in rule(header, rank)]
 
 
 def _report(rank: RankTrace, broken: NDArray[Any], what: str) -> Iterator[str]:
     """Say ``what`` of the first row for which ``broken`` holds, if there is one."""
-    places = np.flatnonzero(broken)
-    if len(places):
+    if broken.any():
+        places = np.flatnonzero(broken)
         yield f"row {rank.start.seq + places[0]}: {what} ({len(places)} such rows)"
 
 
@@ -49,8 +55,8 @@ def _listed(kinds: Sequence[Kind]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
-def _header_fits(header: Header) -> Iterator[str]:
-    """Ranks are in the world; units stand at their index; parameters add up."""
+def check_header(header: Header) -> Iterator[str]:
+    """Yield what is wrong: ranks are in the world; units stand at their index; parameters add up."""
     if not 0 <= header.world_size <= MAX_RANKS:
         yield f"the world has {header.world_size} ranks; 0 to {MAX_RANKS} can be told apart"
     named = [info.rank for info in header.ranks] + [rank for group in header.comm_groups for rank in group.ranks]
@@ -116,13 +122,13 @@ def _seq_has_no_gap(_: Header, rank: RankTrace) -> Iterator[str]:
 
 
 def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
-    for name, words in (("kind", Kind), ("edge", Edge), ("phase", Phase)):
-        yield from _report(rank, rank.rows[name] >= len(words), f"unknown {name}")
+    columns = {"kind": rank.kinds, "edge": rank.rows["edge"], "phase": rank.rows["phase"]}
+    for (name, column), words in zip(columns.items(), (Kind, Edge, Phase), strict=True):
+        yield from _report(rank, column >= len(words), f"unknown {name}")
 
 
 def _edges_fit_kinds(_: Header, rank: RankTrace) -> Iterator[str]:
-    is_instant = np.isin(rank.rows["kind"], _INSTANTS)
-    wrong = is_instant != (rank.rows["edge"] == Edge.INSTANT)
+    wrong = _IS_INSTANT[rank.kinds] != (rank.rows["edge"] == Edge.INSTANT)
     message = f"INSTANT belongs to {_listed(_INSTANTS)}, BEGIN / END to the rest"
     yield from _report(rank, wrong, message)
 
@@ -137,32 +143,33 @@ def _indices_are_in_range(header: Header, rank: RankTrace) -> Iterator[str]:
 
 def _memory_rows_fit(_: Header, rank: RankTrace) -> Iterator[str]:
     rows, category = rank.rows, rank.rows["category"]
-    is_alloc, is_free = rows["kind"] == Kind.ALLOC, rows["kind"] == Kind.FREE
+    is_alloc, is_free = rank.kinds == Kind.ALLOC, rank.kinds == Kind.FREE
     moves = is_alloc | is_free
     yield from _report(rank, moves & (category >= len(Category)), "ALLOC / FREE without a known category")
     yield from _report(rank, ~moves & (category != NO_CATEGORY), "a category on a row that is not ALLOC / FREE")
     yield from _report(rank, is_alloc & (rows["num_bytes"] <= 0), "ALLOC must have num_bytes > 0")
     yield from _report(rank, is_free & (rows["num_bytes"] >= 0), "FREE must have num_bytes < 0")
     yield from _report(rank, ~moves & (rows["num_bytes"] < 0), "num_bytes is negative")
-    is_sample = rows["kind"] == Kind.RESIDENT
+    is_sample = rank.kinds == Kind.RESIDENT
     yield from _report(rank, is_sample & (rows["num_bytes"] <= 0), "RESIDENT must have num_bytes > 0")
 
 
 def _live_bytes_stay_positive(_: Header, rank: RankTrace) -> Iterator[str]:
     rows = rank.rows
-    moves = np.flatnonzero(np.isin(rows["kind"], MOVES))
+    moves = np.flatnonzero(_IS_MOVE[rank.kinds])
     moved, deltas = rows["category"][moves], rows["num_bytes"][moves]
     for category in Category:
         own = moved == category
         live = rank.start.bytes_by_category[category] + np.cumsum(deltas[own])
-        broken = np.zeros(len(rows), np.bool_)
-        broken[moves[own][live < 0]] = True
-        yield from _report(rank, broken, f"more bytes of {category.name} were freed than were live")
+        if (live < 0).any():
+            yield from _report(
+                rank, _at(rank, moves[own][live < 0]), f"more bytes of {category.name} were freed than were live"
+            )
 
 
 def _collectives_are_numbered(_: Header, rank: RankTrace) -> Iterator[str]:
     rows = rank.rows
-    is_collective = np.isin(rows["kind"], COLLECTIVES)
+    is_collective = _IS_COLLECTIVE[rank.kinds]
     nameless = is_collective & ((rows["comm_group"] < 0) | (rows["comm_seq"] < 0))
     yield from _report(rank, nameless, "a collective without comm_group and comm_seq")
     issued = np.flatnonzero(is_collective & (rows["edge"] == Edge.BEGIN))
@@ -183,14 +190,16 @@ def _spans_close(_: Header, rank: RankTrace) -> Iterator[str]:
 
 
 def _texts_are_named(_: Header, rank: RankTrace) -> Iterator[str]:
-    nameless = np.isin(rank.rows["kind"], _TEXTS) & (rank.rows["module"] < 0)
+    nameless = _HAS_TEXT[rank.kinds] & (rank.rows["module"] < 0)
     yield from _report(rank, nameless, f"{_listed(_TEXTS)} without a string")
 
 
 def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
     """Each tells of an earlier row that a device can come to, no two of the same, and not of before it was given."""
     rows = rank.rows
-    places = np.flatnonzero(rows["kind"] == Kind.DEVICE)
+    places = np.flatnonzero(rank.kinds == Kind.DEVICE)
+    if not len(places):
+        return
     value = rows["value"][places]
     is_seq = (value >= 0) & (value < rows["seq"][places]) & (value == np.floor(value))
     told = np.where(is_seq, value, -1).astype(np.int64)
@@ -201,9 +210,9 @@ def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
     of = told - rank.start.seq
     here = is_seq & (of >= 0) & (of < places)  # the others are before the trace's left edge
     places, of = places[here], of[here]
-    wrong = np.isin(rows["kind"][of], BESIDE)
+    wrong = _IS_BESIDE[rank.kinds[of]]
     yield from _report(rank, _at(rank, places[wrong]), "DEVICE tells of what no device does")
-    ends = np.isin(rows["kind"][of], COLLECTIVES) & (rows["edge"][of] == Edge.END)  # told where it was waited for
+    ends = _IS_COLLECTIVE[rank.kinds[of]] & (rows["edge"][of] == Edge.END)  # told where it was waited for
     early = ~ends & (rows["t_ns"][places] < rows["t_ns"][of])
     yield from _report(rank, _at(rank, places[early]), "DEVICE is earlier than the row it tells of")
 

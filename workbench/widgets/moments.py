@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +37,6 @@ _T = TypeVar("_T")
 _Kept = tuple[KeyFrame, bytes]  # and what is equal for ranks that came to it in the same way
 _NEAR = 512  # rows within which an event is looked for
 _IS_BESIDE = np.isin(np.arange(256), BESIDE)
-_CHANGES = np.isin(np.arange(256), (*MOVES, *states.CHANGING_KINDS))
 
 
 class Moments:
@@ -145,24 +144,16 @@ class Moments:
     def _entries(self, trace: Trace, places: Mapping[int, int], named: Mapping[int, int]) -> Iterable[_Entry]:
         """Each rank just after its row at its place; what it does is said of the row at ``named``."""
         self._shared = _kept(self._shared, min(rank_trace.start.seq for rank_trace in trace.ranks))
-        found: dict[Hashable, KeyFrame] = {}
-        units: dict[int, tuple[int, ...]] = {}
-        doing: dict[Hashable, str] = {}
+        found: dict[Hashable, _Entry] = {}
         for rank, place in places.items():
             rank_trace = trace.rank(rank)
             seq = rank_trace.start.seq + place
             before, past = self._frame_before(rank_trace, seq)
-            key = (past, self._program(rank_trace, before.seq), seq)
-            frame = found.get(key)
-            if frame is None:
-                frame = found[key] = _advanced(rank_trace, before, seq + 1)
-                states_then = states.start(frame)
-                units[id(frame)] = tuple(int(states_then[unit.index]) for unit in trace.header.units)
-            row = rank_trace.rows[_event_at(rank_trace.rows, named[rank])]
-            said = tuple(row[name].item() for name in ("kind", "edge", "unit", "num_bytes", "phase"))
-            if said not in doing:
-                doing[said] = describe_with_phase(trace.header, row)
-            yield _Entry(rank=rank, doing=doing[said], units=units[id(frame)], num_bytes=frame.bytes_by_category)
+            key = (past, self._program(rank_trace, before.seq), seq, named[rank] - place)
+            if key not in found:
+                row = rank_trace.rows[_event_at(rank_trace.rows, named[rank])]
+                found[key] = _entry(trace.header, rank, row, _advanced(rank_trace, before, seq + 1))
+            yield replace(found[key], rank=rank)
 
     def _frame(self, rank_trace: RankTrace, seq: int) -> KeyFrame:
         """Return the state just after row ``seq``."""
@@ -185,7 +176,7 @@ class Moments:
         return frame, past
 
     def _program(self, rank_trace: RankTrace, seq: int) -> bytes:
-        """Return what is equal for ranks whose rows from ``seq`` up to the next key frame lead to the same states."""
+        """Return what is equal for ranks whose rows from ``seq`` up to the next key frame tell of the same."""
         first, end = rank_trace.start.seq, min(seq // EVERY * EVERY + EVERY, rank_trace.end_seq)
         known = self._programs[rank_trace.rank] = _kept(self._programs.get(rank_trace.rank, {}), first)
         if seq not in known or known[seq][0] != end:
@@ -209,6 +200,12 @@ class _Entry:
         )
 
 
+def _entry(header: Header, rank: int, row: np.void, frame: KeyFrame) -> _Entry:
+    found = states.start(frame)
+    units = tuple(int(found[unit.index]) for unit in header.units)
+    return _Entry(rank=rank, doing=describe_with_phase(header, row), units=units, num_bytes=frame.bytes_by_category)
+
+
 def _kept(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
     """What is known of rows that the trace still has."""
     return found if min(found, default=first_seq) >= first_seq else {k: v for k, v in found.items() if k >= first_seq}
@@ -227,12 +224,10 @@ def _past(start: KeyFrame) -> bytes:
 
 
 def _digest(rows: Rows) -> bytes:
-    """Return what is equal for rows that change states in the same way, each at its place."""
-    kind = np.ascontiguousarray(rows["kind"])
-    places = np.flatnonzero(_CHANGES[kind])
-    found = hashlib.blake2b(kind.data, digest_size=16)
-    for name in ("edge", "unit", "category", "num_bytes"):
-        found.update(rows[name][places].data)
+    """Return what is equal for rows that tell of the same, whenever it was, and of the same bytes and units."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in ("kind", "edge", "phase", "unit", "category", "num_bytes"):
+        found.update(np.ascontiguousarray(rows[name]).data)
     return found.digest()
 
 
