@@ -286,17 +286,20 @@ def test_what_is_known_more_closely_is_drawn_instead(page):
 def test_numbers_read_as_in_the_other_views(page):
     sizes = [0, 1, 1023, 1024, 1025, 1179648, 1185000, 10475274, 104_805_000, 5 * 2**29, 1100 * 2**40]
     times_us = [0, 0.125, 0.004, 1, 1.125, 9.995, 12.25, 99.95, 999.9996, 1000, 1125, 62_500, 1e6, 3.6e9]
+    ranks = [[0, 1, 2, 5], [3], list(range(0, 16, 2)), [0, 1, *range(15, 512, 15)], [*range(37), *range(38, 512)]]
     said = page.evaluate(
-        """async ([sizes, times]) => {
-            const {formatBytes, formatDuration, ranksInWords} = await load(given.format);
-            return [sizes.map(formatBytes), times.map(formatDuration), ranksInWords([0, 1, 2, 5])];
+        """async ([sizes, times, ranks]) => {
+            const {formatBytes, formatDuration, ranksInWords, ranksWithin} = await load(given.format);
+            const few = ranks.map((some) => ranksWithin(some, 13));
+            return [sizes.map(formatBytes), times.map(formatDuration), ranks.map(ranksInWords), few];
         }""",
-        [sizes, times_us],
+        [sizes, times_us, ranks],
     )
     assert said == [
         [theme.format_bytes(size) for size in sizes],
         [theme.format_duration(time_us * 1000) for time_us in times_us],
-        label([0, 1, 2, 5]),
+        [label(some) for some in ranks],
+        ["ranks 0-2, 5", "rank 3", "8 ranks", "36 ranks", "511 ranks"],
     ]
 
 

@@ -45,7 +45,8 @@ def did(header: Header, rows: Rows, more: Sequence[str] = ()) -> bytes:
 MAX_RUNS = 8
 """Runs of neighbouring ranks that are named; with more the first ones, and how many ranks there are besides."""
 
-_NAMED = 3  # runs that are named of more
+NAMED_RUNS = 3
+"""Runs that are named of more."""
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -75,7 +76,7 @@ def label(ranks: Iterable[int]) -> str:
         return "no rank"
     if len(found) <= MAX_RUNS:
         return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
-    named = [number for number in numbers if number <= found[_NAMED - 1][1]]
+    named = [number for number in numbers if number <= found[NAMED_RUNS - 1][1]]
     return f"ranks {ranges(named)} and {len(numbers) - len(named)} more"
 
 

@@ -28,8 +28,9 @@ MAX_UNFOLDED = 24
 
 MAX_ROWS = 60
 
-_ROW_HEIGHT = 38  # pixels: two lines
-_LABEL_LETTERS = 20  # of a line of what stands before the table
+_ROW_HEIGHT, _HIGHER_ROW = 38, 54  # pixels: two lines, and three
+_LABEL_LETTERS = 20  # of a name before the table
+_LINE_LETTERS = 25  # of what stands below it
 _LABEL_WIDTH = 150  # pixels of it
 _RANKS_LETTERS = 10  # of the ranks named there; more are counted
 
@@ -86,7 +87,8 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
     )
     has_times = clock is not Clock.ENQUEUED
-    fig.update_layout(height=fig.layout.margin.t + fig.layout.margin.b + _ROW_HEIGHT * (len(drawn) + 1))
+    each = _HIGHER_ROW if any(tick.count("<br>") > 1 for tick in _ticks(trace.header, drawn)) else _ROW_HEIGHT
+    fig.update_layout(height=fig.layout.margin.t + fig.layout.margin.b + each * (len(drawn) + 1))
     _add_table(fig, trace.header, drawn, [column for column in _COLUMNS if has_times or not column.is_time])
     if has_times:
         _add_bars(fig, trace.header, drawn)
@@ -295,12 +297,18 @@ def _scale(rows: list[Row]) -> tuple[int, str]:
 
 
 def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
-    """``"blocks.0"`` and below it ``"all-gather"``; over how many ranks if ``size``, and which ranks if not all."""
+    """``"blocks.0"`` and below it ``"all-gather"``; over how many ranks if ``size``, and which ranks if not all.
+
+    What is too long for that is in a third line.
+    """
     name = theme.escape(theme.shorten(_name(header, row), _LABEL_LETTERS))
     over = f" over {row.said.num_ranks}" if size else ""
-    several = f", {len(row.units)} x" if len(row.units) > 1 else ""
-    ranks = "" if all_ranks else f", {_few_letters(row.said.ranks)}"
-    return f"{name}<br>{row.said.kind.words}{over}{several}{ranks}"
+    what = f"{row.said.kind.words}{over}"
+    more = [f"{len(row.units)} x"] if len(row.units) > 1 else []
+    more += [] if all_ranks else [_few_letters(row.said.ranks)]
+    together = ", ".join([what, *more])
+    below = together if len(together) <= _LINE_LETTERS else "<br>".join([what, ", ".join(more)])
+    return f"{name}<br>{below}"
 
 
 def _few_letters(ranks: Sequence[int]) -> str:

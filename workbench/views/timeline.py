@@ -128,7 +128,7 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
     together = "; ".join(f"{who(header, ranks, everyone)} did the same" for ranks in alike[:3] if len(ranks) > 1)
     chosen = f"{together}: the ones that waited least and most are drawn" if together else ""
     odd = [rank for ranks in alike for rank in ranks if len(ranks) == 1 and rank in names]
-    apart = f"by {'itself' if len(odd) == 1 else 'themselves'}: {who(header, odd)}" if odd and together else ""
+    apart = f"otherwise did {who(header, odd)}" if odd and together else ""
     left = [ranks for ranks in alike if not names.keys() & set(ranks)]
     num_left_out = sum(map(len, left))
     left_out = f"{theme.plural(num_left_out, 'rank')} not drawn" if num_left_out else ""

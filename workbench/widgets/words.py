@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any, get_args
 
 from workbench.events import Category, Kind, UnitState
+from workbench.replay.alike import MAX_RUNS, NAMED_RUNS
 from workbench.views import theme
 from workbench.widgets.messages import About, Answer, Question
 from workbench.widgets.modules import STATIC
@@ -57,7 +58,7 @@ def _numbers(name: str, words: type[IntEnum]) -> str:
 
 
 def _tables() -> str:
-    """The columns of each table in a buffer, with their types and numbers an entry; the tracks of a rank."""
+    """The columns of each table in a buffer, with their types and numbers an entry; the tracks of a rank; its names."""
     found = {
         table: {column: [code, WIDTHS.get((table, column), 1)] for column, code in columns}
         for table, columns in COLUMNS.items()
@@ -65,8 +66,9 @@ def _tables() -> str:
     lines = "".join(f"  {table}: {json.dumps(columns)},\n" for table, columns in found.items())
     tracks = json.dumps([name for name, _ in TRACKS])
     return (
-        f"// {_HEADING.format('widgets/packing.py and workbench/widgets/spans')}\n"
+        f"// {_HEADING.format('widgets/packing.py, widgets/spans.py and workbench/replay/alike')}\n"
         f"\nexport const TABLES = {{\n{lines}}};\n\nexport const TRACKS = {tracks};\n"
+        f"\nexport const MAX_RUNS = {MAX_RUNS};\nexport const NAMED_RUNS = {NAMED_RUNS};\n"
     )
 
 

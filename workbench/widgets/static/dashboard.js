@@ -5,7 +5,7 @@
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { make, refill, swatch, write } from "./dom.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
-import { formatBytes, formatDuration, formatShare, ranksInWords } from "./format.js";
+import { formatBytes, formatDuration, formatShare, ranksInWords, ranksWithin } from "./format.js";
 import { isDark } from "./look.js";
 import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
 import { Known, Steps } from "./series.js";
@@ -883,7 +883,7 @@ class DashboardView {
    */
   drawMemoryPanel(at, memory, scene) {
     const groups = this.groups
-      .map((ranks, place) => ({ label: ranksInWords(ranks), series: memory.at(place), peak: this.peaks.at(place) }))
+      .map((ranks, place) => ({ label: ranksWithin(ranks, 13), series: memory.at(place), peak: this.peaks.at(place) }))
       .flatMap(({ label, series, peak }) => (series ? [{ label, series, peak }] : []));
     const count = Math.min(groups.length, MAX_AREAS);
     const height = Math.max(count, 1) * (count > 1 ? MEMORY_HEIGHTS.several : MEMORY_HEIGHTS.one);

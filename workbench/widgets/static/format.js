@@ -1,4 +1,6 @@
-// Numbers as Python's views write them, letter by letter: see workbench/views/theme.py.
+// Numbers as Python's views write them, letter by letter: see workbench/views/theme.py and replay/alike.py.
+
+import { MAX_RUNS, NAMED_RUNS } from "./tables.js";
 
 /**
  * `number` with so many digits after the point; what lies in the middle goes to the even digit, as in Python.
@@ -57,7 +59,7 @@ export function shorten(text, width) {
 }
 
 /**
- * `[0, 1, 2, 5]` -> `ranks 0-2, 5`.
+ * `[0, 1, 2, 5]` -> `ranks 0-2, 5`; of many runs some are counted: `ranks 0, 15, 30 and 31 more`.
  * @param {readonly number[]} ranks
  */
 export function ranksInWords(ranks) {
@@ -68,6 +70,18 @@ export function ranksInWords(ranks) {
     if (last?.[1] === rank - 1) last[1] = rank;
     else runs.push([rank, rank]);
   }
-  const said = runs.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
-  return `rank${ranks.length > 1 ? "s" : ""} ${said}`;
+  const named = runs.length > MAX_RUNS ? runs.slice(0, NAMED_RUNS) : runs;
+  const said = named.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
+  const left = ranks.length - named.reduce((sum, [first, last]) => sum + last + 1 - first, 0);
+  return `rank${ranks.length > 1 ? "s" : ""} ${said}${left ? ` and ${left} more` : ""}`;
+}
+
+/**
+ * Ranks in words where there is room for some letters: how many they are, if their numbers are longer.
+ * @param {readonly number[]} ranks
+ * @param {number} letters
+ */
+export function ranksWithin(ranks, letters) {
+  const said = ranksInWords(ranks);
+  return said.length <= letters ? said : `${ranks.length} ranks`;
 }

@@ -1,4 +1,4 @@
-// Made of workbench/widgets/packing.py and workbench/widgets/spans.py by: python -m workbench.widgets.words
+// Made of workbench/widgets/packing.py, widgets/spans.py and workbench/replay/alike.py by: python -m workbench.widgets.words
 
 export const TABLES = {
   spans: {"start": ["f8", 1], "duration": ["f4", 1], "bytes": ["f4", 1], "before": ["f4", 1], "unit": ["i2", 1], "track": ["u1", 1], "kind": ["u1", 1], "exposed": ["u1", 1]},
@@ -8,3 +8,6 @@ export const TABLES = {
 };
 
 export const TRACKS = ["compute", "all-gather", "reduce"];
+
+export const MAX_RUNS = 8;
+export const NAMED_RUNS = 3;
