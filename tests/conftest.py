@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import leaks
+from workbench.cluster.keeper import KEEPER
 
 # time is no law here: machines are shared; what CI says of a commit does not depend on chance
 settings.register_profile(
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items):
     """Files with clusters and browsers first: one of them at the very end would leave the other workers idle."""
     slow = {item.path for item in items if any(map(item.get_closest_marker, ("cluster", "browser")))}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_leaks_at_the_end():
+    with leaks.guard():
+        yield
+        KEEPER.end()
 
 
 @pytest.fixture(autouse=True, scope="module")

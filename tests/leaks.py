@@ -1,9 +1,11 @@
 """What a test may leave behind: nothing.
 
 A census counts what belongs to this test run: processes below this one (also those that lost their parent: they carry
-a marker in their environment), threads, listening ports, torch's process group.
-``tests/conftest.py`` compares the census before and after every test and every test module; processes that lost their
-parent are looked for after every module (it means to read the environment of every process of the machine).
+a marker in their environment), threads, listening ports, torch's process group. What is kept for the next start of a
+cluster is not counted while it is.
+``tests/conftest.py`` compares the census before and after every test, every test module, and all of them, when nothing
+is kept any more; processes that lost their parent are looked for after every module (it means to read the environment
+of every process of the machine).
 """
 
 import os
@@ -16,6 +18,8 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
+
+from workbench.cluster.keeper import KEEPER
 
 MARKER = "WORKBENCH_TEST_RUN"
 
@@ -43,10 +47,10 @@ def mark():
 
 
 def census(*, with_orphans=True):
-    found = _descendants() | (_orphans() if with_orphans else set())
+    found = (_descendants() | (_orphans() if with_orphans else set())).difference(KEEPER.processes)
     return Census(
         processes=frozenset(p for p in found if _is_running(p)),
-        threads=frozenset(threading.enumerate()),
+        threads=frozenset(threading.enumerate()) - {KEEPER.thread},
         ports=frozenset(c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"),
         groups=frozenset(_process_groups()),
     )

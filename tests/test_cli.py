@@ -2,9 +2,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import nbformat
 import pytest
-from jupyterlab.labapp import LabApp
 
 from workbench import __version__, cli, demo, doctor
 from workbench.demo import DemoError
@@ -34,6 +32,8 @@ def test_version(capsys):
 def test_the_tour_of_the_clone_comes_first():
     tour = cli.find_tour()
     assert tour == Path(__file__).parents[1] / "notebooks" / "01_tour.ipynb"
+    import nbformat
+
     nbformat.validate(nbformat.read(tour, as_version=4))
 
 
@@ -74,6 +74,8 @@ def test_the_user_s_folder_wins_and_has_the_tour(flags, tmp_path, monkeypatch):
     argv = opened(monkeypatch, *flags)
     assert argv == ["--ServerApp.ip=127.0.0.1", *flags, str(tmp_path / cli.TOUR)]
     assert (tmp_path / cli.TOUR).read_bytes() == cli.find_tour().read_bytes()
+    from jupyterlab.labapp import LabApp  # takes a second to import, of every worker that collects this file
+
     (app,) = (LabApp(),)
     app.parse_command_line(argv)  # "only accepts one value" where an option is given twice
     assert app.extra_args == [str(tmp_path / cli.TOUR)]

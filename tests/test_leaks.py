@@ -4,7 +4,9 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests import leaks
@@ -30,6 +32,20 @@ def test_a_process_that_lost_its_parent_is_reported():
         pid = int(parent.stdout.readline())
         parent.wait()
         assert any(f"process {pid}:" in line for line in leaks.left_over(before, deadline_s=0))
+
+
+def test_what_is_kept_for_the_next_start_is_not_reported_as_long_as_it_is_kept(monkeypatch):
+    before, end = leaks.census(), threading.Event()
+    thread = threading.Thread(target=end.wait, name="keeps it")
+    thread.start()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        keeper = SimpleNamespace(processes=(psutil.Process(process.pid),), thread=thread)
+        monkeypatch.setattr(leaks, "KEEPER", keeper)
+        assert leaks.left_over(before, deadline_s=0) == []
+        keeper.processes, keeper.thread = (), None
+        assert len(leaks.left_over(before, deadline_s=0)) == 2
+    end.set()
+    thread.join()
 
 
 def test_a_thread_is_reported():

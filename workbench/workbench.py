@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
+from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import select
 from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import UsageError
@@ -294,6 +295,7 @@ class Workbench:
             num_lost=sum(rank.lost for rank in trace.ranks),
             num_dropped=trace.num_dropped,
             record=self.record,
+            kept=tuple(process.pid for process in KEEPER.processes),
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:

@@ -17,6 +17,7 @@ from tests.waiting import PATIENCE_S, wait_until
 from workbench import ports
 from workbench.cluster import Cluster, launch
 from workbench.cluster.doors import Doors
+from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import Pending
 from workbench.cluster.processes import Watched, is_running
 from workbench.cluster.reaper import Reaper
@@ -36,17 +37,21 @@ def processes_now():
     return set(psutil.Process().children(recursive=True))
 
 
-def test_a_stop_leaves_nothing(make_cluster, private):
+def test_a_stop_leaves_nothing_but_what_is_kept(make_cluster, private):
+    KEEPER.end()
     processes, threads = processes_now(), set(threading.enumerate())
     cluster = make_cluster()
     cluster.start()
     assert cluster.is_started
     assert cluster.alive() == (True, True)
     started = processes_now() - processes
-    assert len(started) >= 4  # reaper, controller, two ranks
+    assert len(started) >= 6  # reaper, controller, two ranks, the zygote and its reaper
     cluster.stop()
+    assert set(filter(is_running, started)) == set(KEEPER.processes)
+    assert set(threading.enumerate()) == threads | {KEEPER.thread}
+    KEEPER.end()
     assert not any(map(is_running, started))
-    assert set(threading.enumerate()) == threads
+    wait_until(lambda: set(threading.enumerate()) == threads)
     assert list(private.iterdir()) == []
     assert not cluster.is_started
     assert cluster.alive() == (False, False)
@@ -71,6 +76,7 @@ def test_an_error_on_the_way_leaves_nothing_either(make_cluster, private, monkey
     with pytest.raises(RuntimeError, match="on purpose"):
         cluster.stop()
     monkeypatch.undo()
+    KEEPER.end()
     wait_until(lambda: not any(map(is_running, started)))
     assert list(private.iterdir()) == []
     assert not cluster.is_started

@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.conftest import RUNTIME, texts
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, launch, zygote
+from workbench.cluster.keeper import KEEPER
 from workbench.cluster.processes import is_running
 from workbench.cluster.zygote import can_fork
 from workbench.errors import ClusterError
@@ -67,7 +68,8 @@ def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
     assert not is_running(ranks[1])
     wait_until(lambda: cluster._place.exit_code(1) == -signal.SIGKILL)
     cluster.stop()
-    wait_until(lambda: not any(map(is_running, (parent, *ranks))))
+    KEEPER.end()
+    assert not any(map(is_running, (parent, *ranks)))
 
 
 def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):

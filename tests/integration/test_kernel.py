@@ -124,4 +124,7 @@ def test_a_person_presses_stop(kernel):
     assert "1 step, loss" in run(client, "%fsdp step")
     assert "stopped before optimizer" in run(client, "%fsdp step --until optimizer")
     assert "stopped; what was recorded is still there" in run(client, "%fsdp stop")
+    left = psutil.Process(manager.provisioner.pid).children(recursive=True)
+    assert len(left) == 2  # those that stay for the next start
+    assert all(str(process.pid) in run(client, "%fsdp status") for process in left)
     assert "there are no ranks: first %fsdp start" in execute(client, "%fsdp continue")[1]

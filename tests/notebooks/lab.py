@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import nbformat
 from playwright.sync_api import Page, sync_playwright
 
 from tests.browser import FLAGS, PATIENCE_MS
@@ -79,6 +78,8 @@ def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterato
 
 def write_notebook(path: Path, cells: Sequence[str]) -> Path:
     """Write a notebook with ``cells``."""
+    import nbformat
+
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else JupyterLab asks for one
     made = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), path)

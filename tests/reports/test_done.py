@@ -151,6 +151,13 @@ def test_status_says_what_was_let_go():
     assert "2,000,000 events, 12,345 before them let go: so many are kept" in said
 
 
+def test_status_names_the_processes_that_stay_for_the_next_start():
+    assert ("kept", "processes 4, 12, so that the next start is quick") in StatusReport(
+        running=False, kept=(4, 12)
+    ).facts()
+    assert "kept" not in dict(StatusReport(running=False).facts())
+
+
 def test_status_says_which_units_are_classic():
     both = StatusReport(running=True, units=("", "blocks.0"), classic=("", "blocks.0"))
     assert ("classic", "all") in both.facts()

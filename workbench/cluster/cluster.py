@@ -229,7 +229,8 @@ class Cluster:
     def stop(self) -> None:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
 
-        Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later.
+        Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later. The
+        process that ranks on the CPU were forked from stays for the next start of this process (keeper.py).
         """
         with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
             last.callback(self._forget)

@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 
 from workbench.cluster import processes
+from workbench.cluster.keeper import KEEPER
 from workbench.cluster.place import Place, Registered
 from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
@@ -189,16 +190,16 @@ class Launch(Place):
         self._reaper.adopt(watched.process)
 
     def _fork(self, arguments: list[list[str]], preload: list[str]) -> None:
-        self._zygote = Zygote(
+        logs = [self._log_file(rank) for rank in range(len(arguments))]
+        self._zygote = KEEPER.take(self._environment, preload, logs[0])
+        ranks = self._zygote.fork(
             arguments,
-            [self._log_file(rank) for rank in range(len(arguments))],
-            preload,
+            logs,
             environment=self._environment,
             on_born=self._reaper.adopt,
             on_exit=lambda rank, _code: self._on_exit(rank),
         )
-        self._watched |= dict(enumerate(self._zygote.ranks))
-        self._reaper.adopt(self._zygote.process)
+        self._watched |= dict(enumerate(ranks))
 
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, let the engines connect, and return its connection file for clients.
@@ -298,18 +299,20 @@ class Launch(Place):
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")
 
     def end(self) -> None:
-        """End all processes and remove all files; may be called again."""
+        """End all processes but a zygote that may be kept, and remove all files; may be called again."""
         adopted = [watched.process for watched in self._watched.values() if watched.process is not None]
-        watchers: list[Watched | Zygote] = [w for w in self._watched.values() if isinstance(w, Watched)]
-        if self._zygote is not None:
-            adopted.append(self._zygote.process)
-            watchers.append(self._zygote)
+        zygote, self._zygote = self._zygote, None
         with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
             last.callback(shutil.rmtree, self._root, ignore_errors=True)
             last.callback(self._reaper.close, STOP_GRACE_S)
-            for watcher in watchers:
-                last.callback(watcher.join, STOP_GRACE_S)
+            if zygote is not None:
+                last.callback(KEEPER.keep, zygote, STOP_GRACE_S)
+            for watched in self._watched.values():
+                if isinstance(watched, Watched):
+                    last.callback(watched.join, STOP_GRACE_S)
             last.callback(processes.end, self._id, adopted, grace_s=STOP_GRACE_S)
+            if zygote is not None and not zygote.has_made_all:
+                last.callback(zygote.end, STOP_GRACE_S)  # nobody could end ranks that it makes from now on
 
 
 def _ending(code: int) -> str:

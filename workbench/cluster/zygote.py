@@ -3,11 +3,14 @@
 The zygote imports, then forks one child per rank while it is still a single thread with no socket; each child becomes
 an engine with a session, a log file and a process id of its own. Then the zygote only waits for its children and tells
 the kernel, one JSON line each, who was born (``{"rank": 0, "pid": 12}``) and who ended (``{"rank": 0, "code": -9}``).
-A child dies with it (Linux's parent death signal), so that no rank is ever left that nobody waits for.
+A child dies with it (Linux's parent death signal), so that no rank is ever left that nobody waits for. Once all have
+ended it is idle, as it was before, and may be asked for the ranks of another cluster (keeper.py).
+
+It belongs to no cluster, but has a marker and a reaper of its own: whatever becomes of the kernel, it ends as well.
 
 Only on Linux, and only for ranks that compute on the CPU: a CUDA library does not survive a fork.
 
-Run as ``python -m workbench.cluster.zygote`` with the request, a JSON object, on its stdin.
+Run as ``python -m workbench.cluster.zygote``; each line of its stdin is a request, a JSON object.
 """
 
 from __future__ import annotations
@@ -18,25 +21,33 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
+import secrets
 import signal
+import site
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from workbench.cluster import processes
+from workbench.cluster.reaper import Reaper
 from workbench.errors import ClusterError
 
 _DIE_S = 5.0  # a process needs a moment to die of a signal
 _PR_SET_PDEATHSIG = 1
+_ENV_START = 47  # which field of /proc/PID/stat, after the name, is the address of the environment
 _NVIDIA = Path("/dev/nvidiactl")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when it is imported
+# no import looks at these; pytest writes the name of the test at hand into the last
+_OF_ONE_START = {processes.MARKER, "IPP_SESSION_KEY", "PYTEST_CURRENT_TEST"}
 
 
 def can_fork(device: str) -> bool:
@@ -67,82 +78,165 @@ class Zygote:
     """The kernel's handle on a zygote; the constructor starts it and waits for nothing.
 
     Args:
-        arguments: command line of each rank's engine, without the interpreter and the module.
-        logs: file for stdout and stderr of each rank; the first one's takes the zygote's own, too.
-        preload: modules to import before the ranks are made.
-        environment: of the zygote and the ranks.
-        on_born: called in a thread of its own with a process that a rank now has.
-        on_exit: called in that thread with a rank that has ended and its exit code.
+        environment: what it has while it imports; ranks get their own.
+        preload: modules to import before the first ranks are made.
+        log: file for what it writes until it is asked for ranks.
 
     Attributes:
-        ranks: the process of each rank.
         process: the zygote itself.
+        inherited: what decides whether it may serve another start, too.
+
+    Raises:
+        ClusterError: its reaper did not start.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[Sequence[str]],
-        logs: Sequence[Path],
-        preload: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        on_born: Callable[[psutil.Process], None],
-        on_exit: Callable[[int, int], None],
-    ) -> None:
-        self.ranks = [Forked() for _ in arguments]
-        self._on_born, self._on_exit = on_born, on_exit
-        with logs[0].open("wb") as log:
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str], log: Path) -> None:
+        marker = secrets.token_hex(8)
+        self.inherited = inherited(environment, preload)
+        self._preload = list(preload)
+        self._reaper = Reaper(marker)
+        self._ranks: list[Forked] = []
+        self._thread: threading.Thread | None = None
+        with log.open("wb") as file:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "workbench.cluster.zygote"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
-                env={**environment, **_ONE_THREAD},
+                stderr=file,
+                env={**environment, **_ONE_THREAD, processes.MARKER: marker},
                 start_new_session=True,  # a Ctrl-C in the terminal is for the kernel alone
             )
         self.process = psutil.Process(self._popen.pid)
+        try:
+            self._reaper.adopt(self.process)
+        except BaseException:
+            self.end(_DIE_S)
+            raise
+
+    @property
+    def processes(self) -> tuple[psutil.Process, ...]:
+        """The zygote and its reaper."""
+        return self.process, psutil.Process(self._reaper.pid)
+
+    @property
+    def has_made_all(self) -> bool:
+        """Whether all ranks it was asked for were born."""
+        return all(forked.process is not None or forked.returncode is not None for forked in self._ranks)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it runs and all ranks it was asked for, if any, were born and have ended."""
+        all_ended = all(forked.returncode is not None and not forked.died_with_zygote for forked in self._ranks)
+        return all_ended and self._popen.poll() is None
+
+    def fork(
+        self,
+        arguments: Sequence[Sequence[str]],
+        logs: Sequence[Path],
+        *,
+        environment: Mapping[str, str],
+        on_born: Callable[[psutil.Process], None],
+        on_exit: Callable[[int, int], None],
+    ) -> list[Forked]:
+        """Have an idle zygote make ranks; this waits for none of them.
+
+        Args:
+            arguments: command line of each rank's engine, without the interpreter and the module.
+            logs: file for stdout and stderr of each rank; the first one's takes the zygote's own, too.
+            environment: of the ranks.
+            on_born: called in a thread of its own with a process that a rank now has.
+            on_exit: called in that thread with a rank that has ended and its exit code.
+
+        Returns:
+            The process of each rank, as far as it is known.
+        """
+        self._ranks = ranks = [Forked() for _ in arguments]
         engines = [{"arguments": list(a), "log": str(log)} for a, log in zip(arguments, logs, strict=True)]
-        kept = {name: environment.get(name) for name in _ONE_THREAD}
-        request = {"preload": list(preload), "engines": engines, "environment": kept}
-        self._ask(json.dumps(request).encode())
-        self._thread = threading.Thread(target=self._listen, name=f"zygote(pid={self._popen.pid})", daemon=True)
+        self._ask({"preload": self._preload, "engines": engines, "environment": dict(environment)})
+        name = f"zygote(pid={self._popen.pid})"
+        self._thread = threading.Thread(target=self._listen, args=(ranks, on_born, on_exit), name=name, daemon=True)
         self._thread.start()
+        return ranks
 
-    def _ask(self, request: bytes) -> None:
-        pipe = self._popen.stdin
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError), pipe:  # it ended at once; its exit code will tell
-                pipe.write(request)
+    def _ask(self, request: Mapping[str, object]) -> None:
+        if self._popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code will tell
+                self._popen.stdin.write(json.dumps(request).encode() + b"\n")
+                self._popen.stdin.flush()
 
-    def _listen(self) -> None:
-        if self._popen.stdout is not None:
-            with self._popen.stdout as lines:
-                self._read(lines)
-        code = self._popen.wait()
-        processes.wait_for_end([f.process for f in self.ranks if f.returncode is None and f.process], _DIE_S)
-        for rank, forked in enumerate(self.ranks):  # those that lived died with it
-            if forked.returncode is None:
-                forked.died_with_zygote = True
-                self._ended(rank, code)
-
-    def _read(self, lines: IO[bytes]) -> None:
-        for line in lines:
+    def _listen(
+        self,
+        ranks: Sequence[Forked],
+        on_born: Callable[[psutil.Process], None],
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        """Hear of each rank until all have ended, or the zygote has."""
+        while any(forked.returncode is None for forked in ranks) and (line := self._read()):
             told = json.loads(line)
+            forked = ranks[told["rank"]]
             if "pid" in told:
                 # it has ended already: that is told next; or the reaper is gone: it stays a child of the zygote
                 with contextlib.suppress(psutil.NoSuchProcess, ClusterError):
-                    self.ranks[told["rank"]].process = process = psutil.Process(told["pid"])
-                    self._on_born(process)
+                    forked.process = process = psutil.Process(told["pid"])
+                    on_born(process)
             else:
-                self._ended(told["rank"], told["code"])
+                forked.returncode = told["code"]
+                on_exit(told["rank"], told["code"])
+        lost = {rank: forked for rank, forked in enumerate(ranks) if forked.returncode is None}
+        if not lost:
+            return
+        code = self._popen.wait()
+        processes.wait_for_end([forked.process for forked in lost.values() if forked.process], _DIE_S)
+        for rank, forked in lost.items():  # they died with it
+            forked.died_with_zygote, forked.returncode = True, code
+            on_exit(rank, code)
 
-    def _ended(self, rank: int, code: int) -> None:
-        self.ranks[rank].returncode = code
-        self._on_exit(rank, code)
+    def _read(self) -> bytes:
+        return self._popen.stdout.readline() if self._popen.stdout is not None else b""
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the zygote, and so for all ranks, to end."""
-        self._thread.join(timeout_s)
+        """Wait for all its ranks to end."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def end(self, timeout_s: float) -> None:
+        """End it, and its ranks with it; kill what takes longer than ``timeout_s`` seconds."""
+        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+            last.callback(self._reaper.close, timeout_s)
+            last.callback(self._die, timeout_s)
+            if self._popen.stdin is not None:
+                last.enter_context(contextlib.suppress(BrokenPipeError))  # what it did not read
+                last.callback(self._popen.stdin.close)
+
+    def _die(self, timeout_s: float) -> None:
+        self._popen.terminate()  # one that has ranks does not listen to that
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self.join(timeout_s)
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
+
+
+def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[object, ...]:
+    """Return all that ranks would have from a zygote that is started now, with ``environment`` and ``preload``.
+
+    One that was started when any of it was otherwise must not make these ranks: libraries look at their variables when
+    they are imported, and what a process may do it has from the one that started it.
+    """
+    status = Path("/proc/self/status").read_text()
+    installed = (*site.getsitepackages(), site.getusersitepackages())
+    return (
+        tuple(preload),
+        {name: value for name, value in environment.items() if name not in _OF_ONE_START},
+        os.readlink("/proc/self/cwd"),  # which may be gone, where os.getcwd() raises
+        re.findall(r"^(?:Umask|[UG]id|Groups|Cpus_allowed|Mems_allowed):.*$", status, re.MULTILINE),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        Path("/proc/self/limits").read_text(),
+        [os.stat(folder).st_mtime_ns for folder in installed if os.path.isdir(folder)],
+    )
 
 
 # --------------------------------------------------------------------- in the zygote
@@ -150,60 +244,95 @@ class Zygote:
 
 def main() -> None:
     """Be a zygote; in each child, be an engine (see the module's text)."""
-    request = json.loads(sys.stdin.buffer.read())
+    zygote = os.getpid()
     tell = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what an import prints is not for the kernel
-    for module in ("ipyparallel.engine.app", *request["preload"]):
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        _write_to(request["engines"][0]["log"])
+        _import(request["preload"])
+        engine = _fork(request["engines"], tell)
+        if engine is not None:
+            tell.close()
+            _become(engine, zygote, request["environment"])
+            return
+        _write_to(os.devnull)
+
+
+def _import(preload: Sequence[str]) -> None:
+    importlib.invalidate_caches()
+    for module in ("ipyparallel.engine.app", *preload):
         with contextlib.suppress(ImportError):  # the rank says so when it is asked for it
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is there now is never looked at again: the ranks share its pages
-    zygote, ranks = os.getpid(), {}
-    for rank, engine in enumerate(request["engines"]):
+
+
+def _fork(engines: Sequence[Mapping[str, Any]], tell: IO[bytes]) -> Mapping[str, Any] | None:
+    """Make a child for each engine and wait for all; return None, and in each child its engine."""
+    ranks = {}
+    for rank, engine in enumerate(engines):
         pid = os.fork()
         if pid == 0:
-            tell.close()
-            _become(engine, zygote, request["environment"])
-            return
+            return engine
         ranks[pid] = rank
         _say(tell, {"rank": rank, "pid": pid})
-    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when its ranks have: they are asked to, and may take time
-        signal.signal(number, signal.SIG_IGN)
+    # it ends when its ranks have: they are asked to, and may take time
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     while ranks:
         pid, status = os.wait()
         if pid in ranks:
             _say(tell, {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return None
 
 
 def _say(tell: IO[bytes], what: Mapping[str, int]) -> None:
     tell.write(json.dumps(what).encode() + b"\n")
 
 
-def _become(engine: Mapping[str, object], zygote: int, environment: Mapping[str, str | None]) -> None:
+def _become(engine: Mapping[str, Any], zygote: int, environment: Mapping[str, str]) -> None:
     """Turn this child into an engine that dies with the zygote, and run it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != zygote:  # it died before that took hold
         os.kill(os.getpid(), signal.SIGKILL)
     os.setsid()
-    _redirect(str(engine["log"]))
-    for name, value in environment.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    _read_nothing()
+    _write_to(engine["log"])
+    _mark(environment[processes.MARKER])
+    os.environ.clear()
+    os.environ.update(environment)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # else all ranks draw the same numbers; Python's own generator sees to it itself
-    sys.argv[1:] = [str(part) for part in engine["arguments"]]  # type: ignore[attr-defined]
+    sys.argv[1:] = engine["arguments"]
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 
-def _redirect(log: str) -> None:
-    """Read from nothing, and write to the file ``log``."""
+def _mark(cluster_id: str) -> None:
+    """Have others read the cluster's marker in this process's environment, and in those forked from it.
+
+    What ``/proc/PID/environ`` shows is the memory in which the environment lay when the zygote was started. The two
+    markers are of the same length.
+    """
+    was = b"\0" + Path("/proc/self/environ").read_bytes()
+    name = f"\0{processes.MARKER}=".encode()
+    begin = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ENV_START])
+    ctypes.memmove(begin + was.index(name) + len(name) - 1, cluster_id.encode(), len(cluster_id))
+
+
+def _read_nothing() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((nothing, 0), (file, 1), (file, 2)):
-        os.dup2(source, target)
+    os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def _write_to(log: str) -> None:
+    """Have stdout and stderr go to the file ``log``."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     os.close(file)
 
 

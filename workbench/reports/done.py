@@ -105,6 +105,7 @@ class StatusReport(Report):
         num_lost: rows overwritten on ranks before they could be read.
         num_dropped: oldest rows that were let go here, for only so many are kept.
         record: the file that is shown instead of what ranks record; empty: none.
+        kept: ids of the processes that stay without ranks, for the next start.
     """
 
     running: bool
@@ -115,6 +116,7 @@ class StatusReport(Report):
     num_lost: int = 0
     num_dropped: int = 0
     record: str = ""
+    kept: tuple[int, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -136,7 +138,10 @@ class StatusReport(Report):
             found.append(("classic", "all" if self.classic == self.units else _names(self.classic)))
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
-        return [*found, ("recorded", plural(self.num_rows, "event") + dropped + lost)]
+        found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
+        if self.kept:
+            found.append(("kept", f"processes {', '.join(map(str, self.kept))}, so that the next start is quick"))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
