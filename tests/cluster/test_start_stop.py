@@ -258,14 +258,18 @@ def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monke
 
 def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
     monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
-    wait = Pending.wait
+    wait, boot = Pending.wait, Cluster._boot
 
     def until_rank_0_has_booted(self, timeout_s, *, or_error):
         assert timeout_s < PATIENCE_S
         wait_until(lambda: self.done(0))
         return wait(self, 0, or_error=or_error)
 
-    monkeypatch.setattr(Pending, "wait", until_rank_0_has_booted)
+    def without_patience(self, *args):
+        monkeypatch.setattr(Pending, "wait", until_rank_0_has_booted)
+        return boot(self, *args)
+
+    monkeypatch.setattr(Cluster, "_boot", without_patience)
     with pytest.raises(ClusterError, match=r"rank 1 did not finish .*:boot in time"):
         make_cluster().start()
 
