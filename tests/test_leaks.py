@@ -35,6 +35,7 @@ def test_a_process_that_lost_its_parent_is_reported():
 
 
 def test_what_is_kept_for_the_next_start_is_not_reported_as_long_as_it_is_kept(monkeypatch):
+    leaks.KEEPER.end()
     before, end = leaks.census(), threading.Event()
     thread = threading.Thread(target=end.wait, name="keeps it")
     thread.start()
