@@ -1,7 +1,9 @@
 """Optimizers' state dicts: what torch's wrapper makes, into any other sharding, and into a plain model."""
 
 import copy
+import itertools
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.engine.classic.test_undo import adam, train, two_groups, wrapped
-from tests.engine.classic.wrapped import OURS, THEIRS, assert_same_values, wrap_net
+from tests.engine.classic.test_undo import train, two_groups, wrapped
+from tests.engine.classic.wrapped import OURS, THEIRS, adam, assert_same_values, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine.classic.settings import settings_of
@@ -20,11 +23,11 @@ from workbench.engine.classic.settings import settings_of
 FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType
 
 
-def tell(model: nn.Module, kind: str, **options: Any) -> None:
+def tell(model: nn.Module, kind: str, api: SimpleNamespace = OURS, **options: Any) -> None:
     """Choose a type of state dict, with options for that of the optimizer."""
-    chosen = OURS.StateDictType[kind]
-    _, config = OURS.StateDictSettings.of(chosen).configs()
-    FSDP.set_state_dict_type(model, chosen, None, config(**options))
+    _, config = OURS.StateDictSettings.of(OURS.StateDictType[kind]).configs()
+    chosen = getattr(api, config.__name__)(**options)
+    api.FullyShardedDataParallel.set_state_dict_type(model, api.StateDictType[kind], None, chosen)
 
 
 def trained_plain(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -71,38 +74,55 @@ def test_every_way_of_sharding_has_the_plain_models_state(world_size):
 
 def torchs_and_ours() -> None:
     """The same script with both: the same keys, values and groups, and each loads the other's."""
-    for use_orig_params in (False, True):
+    precisions = ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})
+    kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for use_orig_params, precision, kind in itertools.product((False, True), precisions, kinds):
         saved, models, optimizers = [], [], []
         for api in (OURS, THEIRS):
             plain = make_net()
             plain.blocks[1].requires_grad_(False)
-            model = wrap_net(api, plain, use_orig_params=use_orig_params, ignored_states=[plain.scale])
+            model = wrap_net(
+                api,
+                plain,
+                use_orig_params=use_orig_params,
+                ignored_states=[] if precision else [plain.scale],  # it would make the head's input fp32 again
+                mixed_precision=api.MixedPrecision(**precision),
+                device_mesh=mesh,  # else torch's makes ShardedTensors
+            )
             if use_orig_params:
                 optimizer = two_groups(model)
             else:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             loss_of(model, batch(dist.get_rank(), 0)).backward()
             optimizer.step()
-            if api is THEIRS:  # on the CPU what it offloads is memory that its next gather overwrites
-                settings = THEIRS.FullStateDictConfig(), THEIRS.FullOptimStateDictConfig(offload_to_cpu=False)
-                model.set_state_dict_type(model, THEIRS.StateDictType.FULL_STATE_DICT, *settings)
+            tell(model, kind, api, offload_to_cpu=False)  # torch's offloads to memory that its next gather overwrites
             models.append(model)
             optimizers.append(optimizer)
             saved.append(api.FullyShardedDataParallel.optim_state_dict(model, optimizer))
         ours, theirs = saved
-        torch.testing.assert_close(ours["state"], theirs["state"])
+        assert_same_states(ours["state"], theirs["state"])
         assert [set(g.pop("params")) for g in ours["param_groups"]] == [
             set(g.pop("params")) for g in theirs["param_groups"]
         ]
         assert ours["param_groups"] == theirs["param_groups"]
         for model, optimizer, other in zip(models, optimizers, reversed(saved), strict=True):
-            given = {"state": copy.deepcopy(other["state"])}
+            given = {"state": copy.copy(other["state"])}
             loaded = model.optim_state_dict_to_load(model, optimizer, given)
             groups = optimizer.state_dict()["param_groups"]
             optimizer.state.clear()
             optimizer.load_state_dict({**loaded, "param_groups": groups})
             again = model.optim_state_dict(model, optimizer)
-            torch.testing.assert_close(again["state"], other["state"], rtol=0, atol=0)
+            assert_same_states(again["state"], other["state"], rtol=0, atol=0)
+
+
+def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any], **tolerance: float) -> None:
+    """Equal, and split alike."""
+    assert ours.keys() == theirs.keys()
+    for name, state in ours.items():
+        assert {key: type(value) for key, value in state.items()} == {k: type(v) for k, v in theirs[name].items()}
+        for key, value in state.items():
+            torch.testing.assert_close(whole_of(value), whole_of(theirs[name][key]), **tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type.. and FSDP.set_state_dict_type:FutureWarning")

@@ -1,0 +1,146 @@
+"""An optimizer's state, saved and loaded: training goes on as if nothing had happened, and other shardings take it."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tests.engine.classic.test_optim_state import FSDP, tell
+from tests.engine.classic.test_undo import STRATEGIES, train, wrapped
+from tests.engine.classic.wrapped import OURS, SAME, adam, whole
+from tests.engine.models import make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import run_ranks
+
+FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
+LOW = OURS.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OFFLOAD = OURS.CPUOffload(offload_params=True)
+
+
+def partly_frozen() -> nn.Module:
+    """The parameters of one unit have no state."""
+    model = make_net(num_blocks=2)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, of flat parameters as of pieces and of DTensors."""
+    named = list(model.named_parameters())
+    blocks, others = ([p for name, p in named if ("blocks" in name) is wanted] for wanted in (True, False))
+    return adam([{"params": blocks, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}])
+
+
+def begun(strategy: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = wrapped(partly_frozen(), strategy, **options)
+    return model, grouped(model)
+
+
+def saved_after_two_steps(kind: str, strategy: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a model and its optimizer save; neither is there any more."""
+    model, optimizer = begun(strategy, **options)
+    tell(model, kind)
+    train(model, optimizer, range(2))
+    return model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+
+
+def goes_on(kind: str, strategy: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Load what was saved into a model that is begun anew, and go on."""
+    values, state = saved_after_two_steps(kind, strategy, **options)
+    model, optimizer = begun(strategy, **options)
+    tell(model, kind)
+    model.load_state_dict(values)
+    FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+    again = FSDP.optim_state_dict(model, optimizer)
+    torch.testing.assert_close(again["state"], state["state"], **SAME)
+    assert again["param_groups"] == state["param_groups"]
+    assert [(group["weight_decay"], group["lr"]) for group in again["param_groups"]] == [(0.1, 1e-2), (1e-2, 3e-3)]
+    assert not any("blocks.1" in str(name) for name in again["state"])
+    return train(model, optimizer, range(2, 4)), whole(model)
+
+
+def every_type_goes_on(strategy: str) -> None:
+    for precision in (None, LOW):
+        model, optimizer = begun(strategy, mixed_precision=precision)
+        losses = train(model, optimizer, range(4))[2:]
+        values = whole(model)
+        for kind, offload, use_orig_params in itertools.product((FULL, SHARDED, LOCAL), (None, OFFLOAD), (False, True)):
+            options = {"mixed_precision": precision, "cpu_offload": offload, "use_orig_params": use_orig_params}
+            found, left = goes_on(kind, strategy, **options)
+            assert found == losses, (kind, options)
+            torch.testing.assert_close(left, values, **SAME)
+
+
+CASES = [
+    (1, "NO_SHARD"),
+    *((2, strategy) for strategy in STRATEGIES),
+    *((4, strategy) for strategy in ("FULL_SHARD", "HYBRID_SHARD")),  # the others save what these or two ranks do
+]
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), CASES)
+def test_training_goes_on_bit_by_bit_from_every_type(world_size, strategy):
+    """With and without mixed precision, offload and ``use_orig_params``."""
+    run_ranks(world_size, every_type_goes_on, strategy)
+
+
+# ---- into other shardings
+
+
+def classic_relay(source: Path | None, target: Path, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Load what is in ``source``, None: train; save it in ``target``; return it whole."""
+    model, optimizer = begun(strategy, **options)
+    tell(model, SHARDED)
+    train(model, optimizer, range(2))  # what is loaded takes the place of this
+    state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    if source is not None:
+        dcp.load(state, checkpoint_id=source)
+        model.load_state_dict(state["model"])
+        FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=target)
+    tell(model, FULL)
+    return {"model": dict(model.state_dict()), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+
+
+def second_relay(source: Path, target: Path) -> None:
+    """The same with ``fully_shard``, as torch's functions for checkpoints do it."""
+    model = shard_net(partly_frozen())
+    optimizer = grouped(model)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=source)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=target)
+
+
+def test_from_four_ranks_to_two_to_one_to_fully_shard_and_back(tmp_path):
+    """Each in another way: strategy, precision, offload, flat parameters or pieces."""
+    first, *_ = run_ranks(
+        4,
+        classic_relay,
+        None,
+        tmp_path / "4",
+        "HYBRID_SHARD",
+        {"use_orig_params": True, "mixed_precision": LOW, "cpu_offload": OFFLOAD},
+    )
+    run_ranks(2, classic_relay, tmp_path / "4", tmp_path / "2", "FULL_SHARD", {"mixed_precision": LOW})
+    one = {"use_orig_params": True, "cpu_offload": OFFLOAD}
+    run_ranks(1, classic_relay, tmp_path / "2", tmp_path / "1", "NO_SHARD", one)
+    run_ranks(2, second_relay, tmp_path / "1", tmp_path / "second")
+    last, *_ = run_ranks(4, classic_relay, tmp_path / "second", tmp_path / "last", "SHARD_GRAD_OP", {})
+    torch.testing.assert_close(last["model"], first["model"], **SAME)
+    torch.testing.assert_close(last["optimizer"]["state"], first["optimizer"]["state"], **SAME)
+    assert last["optimizer"]["param_groups"] == first["optimizer"]["param_groups"]
+    assert len(first["optimizer"]["state"]) == sum(p.requires_grad for p in partly_frozen().parameters())
