@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from tests.trace.strategies import example_trace
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.messages import Event, Hold, Place, Position
-from workbench.reports.places import Stop, describe, event_words, state_of
+from workbench.reports.places import Stop, describe, event_words, param_names, state_of
 from workbench.reports.stopped import row_of
 
 UNITS = {0: "blocks.0", 1: ""}
@@ -68,3 +70,10 @@ def test_a_line_of_the_table():
     works = position(newest=Event(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD))
     assert row_of(0, works, header, 1000).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
     assert row_of(0, Position(), header, 0).cells() == ("0", "idle", "", "", "", "", "")
+
+
+def test_a_parameter_of_a_model_that_was_built_again_has_one_name():
+    header = example_trace().header
+    again = tuple(replace(unit, index=unit.index + len(header.units)) for unit in header.units)
+    assert param_names(replace(header, units=(*header.units, *again))) == param_names(header)
+    assert len(set(param_names(header))) == len(param_names(header)) > 20

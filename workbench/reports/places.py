@@ -127,6 +127,6 @@ def live_units(header: Header) -> list[Unit]:
 
 
 def param_names(header: Header) -> list[str]:
-    """Return the names of all sharded parameters, of flat ones behind those that are in them."""
+    """Return the names of all sharded parameters, each once, of flat ones behind those that are in them."""
     found = [param for unit in live_units(header) for param in unit.params]
-    return [name for param in found for name in (*(part.fqn for part in param.parts), param.fqn)]
+    return list(dict.fromkeys(name for param in found for name in (*(part.fqn for part in param.parts), param.fqn)))

@@ -34,7 +34,7 @@ NOTICED = 0.05
 
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 44, 76, 22  # pixels; a row of the table has two lines
-_BELOW = 72  # pixels below all that is drawn: the axis of a plot without a table
+_BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below all that is drawn; a plot has its axis there
 _MAX_TICKS, _MAX_DETAILED = 8, 2
 
 
@@ -71,8 +71,10 @@ def draw(
         hovermode="x unified",
     )
     # between title and plot: the legend, and below it the mark
-    top, drawn = fig.layout.margin.t + _LINE, _PLOT_HEIGHT + (table_height + _GAP if rows else 0)
-    fig.update_layout(margin_t=top, height=top + drawn + _BELOW, legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
+    top, bottom = fig.layout.margin.t + _LINE, _BELOW_TABLE if rows else _BELOW_PLOT
+    drawn = _PLOT_HEIGHT + (table_height + _GAP if rows else 0)
+    fig.update_layout(margin_t=top, margin_b=bottom, height=top + drawn + bottom)
+    fig.update_layout(legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
     _add_curves(fig, found, names)
     if rows:
         fig.update_layout(yaxis_domain=[below, 1])
