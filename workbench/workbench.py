@@ -8,8 +8,8 @@ import inspect
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
@@ -68,7 +68,7 @@ from workbench.reports.stopped import (
     WhereReport,
 )
 from workbench.session.outputs import OnOutput, written_at_once
-from workbench.session.pulse import Pulse
+from workbench.session.pulse import Exchange, Pulse
 from workbench.session.request import Listener, OnProgress, no_output, no_progress
 from workbench.session.session import ClusterLike, Session
 from workbench.session.sides import opened, side
@@ -173,6 +173,7 @@ class Workbench:
         self._in_notebook = in_notebook
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
+        self._exchange: Exchange = ""
         self._last_trace = Trace.empty()
         self._past: deque[Past] = deque(maxlen=MAX_PAST)
         self.record = ""
@@ -226,11 +227,12 @@ class Workbench:
         self.stop()
         begin = time.monotonic()
         wanted: RankSettings = {**self.settings, **settings}
-        cluster = self._factory(**wanted)
-        cluster.start(on_wait)
-        self.num_ranks, self._settings = wanted["num_ranks"], wanted
-        self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
-        self._last_trace, self.record = Trace.empty(), ""
+        with self._exchanging("start"):
+            cluster = self._factory(**wanted)
+            cluster.start(on_wait)
+            self.num_ranks, self._settings = wanted["num_ranks"], wanted
+            self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
+            self._last_trace, self.record = Trace.empty(), ""
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -241,11 +243,19 @@ class Workbench:
         session, self._session = self._session, None
         if session is None:
             return
-        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+        with self._exchanging("stop"), ExitStack() as last:  # from the last line up, each whatever became of the others
             last.callback(session.cluster.stop)
             last.callback(self._keep_trace, session)
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
+
+    @contextmanager
+    def _exchanging(self, exchange: Exchange) -> Iterator[None]:
+        self._exchange = exchange
+        try:
+            yield
+        finally:
+            self._exchange = ""
 
     def load(self, path: str | os.PathLike[str]) -> OpenReport:
         """Show a trace file (``%fsdp open``) instead of what ranks recorded; those that are all lost are stopped.
@@ -632,11 +642,11 @@ class Workbench:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
         found = Pulse(trace=self._last_trace) if session is None else session.pulse()
-        return dataclasses.replace(found, cursor=self.cursor, record=self.record)
+        return dataclasses.replace(found, cursor=self.cursor, record=self.record, exchange=self._exchange)
 
     def asked(self) -> tuple[object, ...]:
-        """Return what is different once ranks were asked something, stand, go on or have ended; no rank is asked."""
-        return () if self._session is None else self._session.asked()
+        """Return what is different once ranks come, were asked something, stand, go on or have ended; none is asked."""
+        return self._exchange, *(() if self._session is None else self._session.asked())
 
     @property
     def shown_trace(self) -> Trace:

@@ -163,7 +163,7 @@ export interface UnitInfo {
   readonly index: number;
   /** module path relative to its root, `(root)` for the root's own; its dots make the tree. */
   readonly name: string;
-  /** index of the root unit of its model. */
+  /** index of the root unit of its model; -1: all its parameters are in other units. */
   readonly root: number;
   /** parameters (tensors); those in a flat one, not that. */
   readonly num_params: number;
@@ -335,6 +335,8 @@ export interface Model {
   readonly suggested: readonly string[];
   /** how it is sharded; None: it is not. */
   readonly policy: ModelPolicy | null;
+  /** its units, by the numbers that they have in a trace. */
+  readonly units: readonly number[];
   /** that have it; a model that is not on all of them cannot be sharded. */
   readonly ranks: readonly number[];
 }
@@ -566,7 +568,9 @@ export interface Shard {
 
 /**
  * Change how a sharded model is sharded, in place; optimizers go on with their state. What is
- * not given stays as it is, and so do the parameters that `shard` left out.
+ * not given stays as it is, and so do the parameters that `shard` left out. A name such as
+ * `model.blocks.2` is that of one unit alone: it has `reshard_after_forward`, `mp` and
+ * `offload` by itself, and no other unit changes.
  */
 export interface Reshard {
   readonly word: "reshard";
@@ -589,7 +593,10 @@ export interface Reshard {
    * within a copy (default: as it is)
    */
   readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
-  /** its variable on the ranks, such as model */
+  /**
+   * its variable on the ranks, such as model; with a unit, such as model.blocks.2: that one
+   * alone
+   */
   readonly model: string;
   /**
    * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:

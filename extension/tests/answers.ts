@@ -202,6 +202,10 @@ export const ANSWERS = {
           "offload": true,
           "prefetch": 2
         },
+        "units": [
+          0,
+          1
+        ],
         "ranks": [
           0,
           1

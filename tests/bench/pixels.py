@@ -191,6 +191,8 @@ class Growing:
         parts = tuple(RankTrace(r.rank, r.rows[:count], r.start) for r in self.trace.ranks)
         doing = dict.fromkeys(range(8), {{"doing": "step", "step": 1}})
         return pulse(Trace(self.trace.header, parts), [True] * 8, doing)
+    def asked(self):
+        return ()
 
 growing = Growing()
 """,

@@ -99,6 +99,10 @@ class LongRun:
                 self.is_over.set()
             return pulse(self._collector.trace, [True] * NUM_RANKS, self._collector.positions)
 
+    def asked(self) -> tuple[object, ...]:
+        """Return that nobody is asked anything."""
+        return ()
+
     def facts(self) -> Tree:
         """Return how much there was, and how much of it is kept."""
         trace = self._collector.trace

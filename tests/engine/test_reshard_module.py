@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 
 import pytest
 import torch
@@ -26,11 +27,13 @@ from workbench.engine import (
     DefaultAllGather,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardPlacementResult,
     fully_shard,
     register_fsdp_forward_method,
     replacement,
     reshard_module,
+    reshard_unit,
     share_comm_ctx,
     unshard_module,
 )
@@ -701,6 +704,69 @@ def test_only_a_whole_root():
     backward(model, 0)
     with pytest.raises(ValueError, match="only a part of the FSDP root FSDPNet; call reshard_module on the root"):
         reshard_module(model.blocks[0], reshard_after_forward=False)
+
+
+# ---- one unit
+
+
+def one_unit() -> None:
+    """Units within others, beside a twin that stays as it was."""
+    model, twin = make_net(num_blocks=2), make_net(num_blocks=2)
+    for net in (model, twin):
+        for block in net.blocks:
+            fully_shard(block.mlp)
+            fully_shard(block)
+        fully_shard(net)
+    optimizers = [optimizer_of(net) for net in (model, twin)]
+    assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
+    by_name = {unit.name: unit for unit in units_of(states_below(model))}
+
+    def policies() -> dict[str, object]:
+        return {name: (unit.reshard_after_forward, unit.policy.offloads) for name, unit in by_name.items()}
+
+    plain, before = policies(), list(model.parameters())
+    reshard_unit(model.blocks[1], reshard_after_forward=False)
+    assert policies() == plain | {"blocks.1": (False, False)}
+    reshard_unit(model.blocks[1], offload_policy=CPUOffloadPolicy())
+    assert policies() == plain | {"blocks.1": (False, True)}
+    reshard_unit(model, reshard_after_forward=True)
+    assert policies() == plain | {"blocks.1": (False, True), "": (True, False)}
+    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
+    assert train(model, optimizers[0], range(2, 4)) == train(twin, optimizers[1], range(2, 4))
+    assert_equal(model, twin)
+    reshard_unit(model, reshard_after_forward=None)
+    reshard_unit(model.blocks[1], reshard_after_forward=None, offload_policy=OffloadPolicy())
+    assert policies() == plain
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    reshard_unit(model.blocks[1].mlp, mp_policy=low)
+    assert {name for name, unit in by_name.items() if unit.param_dtype == torch.bfloat16} == {"blocks.1.mlp"}
+    assert all(map(math.isfinite, train(model, optimizers[0], range(4, 6))))
+
+
+def test_the_policy_of_one_unit_alone():
+    run_ranks(2, one_unit)
+
+
+@on_one_rank
+def test_what_is_no_unit_or_not_to_be_changed_now():
+    model = shard_net(make_net(num_blocks=1))
+    with pytest.raises(ValueError, match="fully_shard was not called on this Linear"):
+        reshard_unit(model.head, reshard_after_forward=False)
+    with pytest.raises(TypeError, match=r"mp_policy must be a workbench\.engine\.MixedPrecisionPolicy"):
+        reshard_unit(model.blocks[0], mp_policy=torch.bfloat16)
+
+    def change(*_: object) -> None:
+        reshard_unit(model.blocks[0], reshard_after_forward=False)
+
+    handle = model.head.register_forward_hook(change)
+    with pytest.raises(RuntimeError, match=r"reshard_unit: the forward or backward of FSDPNet is under way"):
+        backward(model, 0)
+    handle.remove()
+    model.reset_iter_state()
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="3"):
+        reshard_unit(model.blocks[0], reshard_after_forward=3)
+    assert fingerprint(model) == before
 
 
 def kept_shards() -> None:

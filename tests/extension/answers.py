@@ -132,6 +132,7 @@ EXAMPLES: tuple[Answer, ...] = (
                     offload=True,
                     prefetch=2,
                 ),
+                units=(0, 1),
                 ranks=(0, 1),
             ),
         ),

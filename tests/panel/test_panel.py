@@ -175,8 +175,10 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         patched.setattr(FakeCluster, "stop", stop)
         started.comm.receive({"word": "do", "number": 50, "command": {"word": "stop"}})
         assert begun.wait(60)
-        told = started.look()["cluster"]
+        state = started.look()
+        told = state["cluster"]
         assert (told["is_running"], told["exchange"]) == (False, "stop")
+        assert state["said"] == "The ranks are being stopped; what they recorded stays."
         assert "being started or stopped at this moment" in started.do("start")["text"]
         assert exchange() == "stop"  # what was refused is not what is under way
         go_on.set()

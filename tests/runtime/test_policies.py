@@ -1,8 +1,10 @@
 """Policies on real ranks: ``shard`` and ``reshard`` with each option, what is recorded of them, and ``verify``."""
 
 import functools
+import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -265,6 +267,91 @@ def test_a_reshard_that_cannot_be_says_so_before():
         for message, part in zip(said, parts, strict=True):
             assert message.startswith("UsageError: ")
             assert part in message
+
+
+UNITS = [
+    ({"reshard_after_forward": "false"}, (False, "float32", False)),
+    ({"mp": "bf16,output=fp32"}, (False, "bfloat16", False)),
+    ({"reshard_after_forward": "auto", "mp": "off"}, (True, "float32", False)),
+    ({"offload": True, "reshard_after_forward": "false"}, (False, "float32", True)),
+]
+"""What one unit is given, and then is."""
+
+
+def reshards_of_a_unit():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    ns["trainer"] = SimpleNamespace(model=ns["model"])
+    execute(Step(count=1))
+    found = []
+    for changes, _ in UNITS:
+        command = Reshard(model="trainer.model.blocks.1", **changes)
+        before = planning.plan(command, ns["world_size"])
+        report = execute(command)
+        losses = execute(Step(count=1))["losses"]
+        found.append((before, [unit for unit in trace_here().header.units if not unit.retired], report, losses))
+    (model,) = planning.models()
+    return found, model, check(trace_here())
+
+
+def test_one_unit_gets_a_policy_of_its_own_and_the_others_keep_theirs():
+    for found, model, broken in run(2, reshards_of_a_unit):
+        plain = None
+        for (changes, wanted), (before, units, report, losses) in zip(UNITS, found, strict=True):
+            assert sorted(map(planned, before), key=str) == sorted(map(planned, units), key=str), changes
+            others = [unit for unit in units if unit.name != "blocks.1"]
+            plain = plain or others
+            assert others == plain
+            (unit,) = (unit for unit in units if unit.name == "blocks.1")
+            assert (unit.reshard_after_forward, unit.compute_dtype, unit.offload) == wanted
+            assert (report["model"], report["units"]) == ("trainer.model.blocks.1", ["blocks.1"])
+            assert report["num_elements"] == sum(math.prod(param.global_shape) for param in unit.params)
+            assert len(losses) == 1
+        assert sorted(model.units) == sorted(unit.index for unit in units)
+        assert model.policy.reshard_after_forward == ""  # units differ
+        assert broken == []
+
+
+def wrong_units():
+    prepare()
+    said = []
+
+    def refuse(**given):
+        try:
+            execute(Reshard(**given))
+        except Exception as error:  # noqa: BLE001 - the test asks which one
+            said.append(f"{type(error).__name__}: {error}")
+
+    refuse(model="model.blocks.1", reshard_after_forward="false")
+    execute(Shard(model="model", wrap=("Block",)))
+    before = trace_here().header.units
+    refuse(model="model.blocks.9")
+    refuse(model="model.blocks", mp="bf16")
+    refuse(model="model.blocks.1", mesh=(2, 1), prefetch=2)
+    refuse(model="model.blocks.1", wrap=("Linear",), mp="bf16")
+    refuse(model="model.blocks.1", reshard_after_forward=4)
+    same = before == trace_here().header.units
+    execute(Unshard(model="model"))
+    execute(Shard(model="model", wrap=("Block",), api="classic"))
+    refuse(model="model.blocks.1", strategy="grad")
+    return said, same
+
+
+def test_what_one_unit_cannot_have_is_said_and_nothing_changes():
+    for said, same in run(2, wrong_units):
+        parts = [
+            "'model.blocks.1' is not sharded; shard it first",
+            "there is no unit 'blocks.9'; the units, nearest first: blocks.",
+            "there is no unit 'blocks'; the units, nearest first: blocks.",
+            "by itself; for --mesh, --prefetch give 'model'",
+            "by itself; for --wrap give 'model'",
+            "what fits: no number; auto, true, false",
+            "'model.blocks.1' is a part of a classic model",
+        ]
+        for message, part in zip(said, parts, strict=True):
+            assert message.startswith("UsageError: ")
+            assert part in message
+        assert same
 
 
 def precision_back_and_forth():

@@ -42,13 +42,16 @@ class Pretender:
         self.positions = dict.fromkeys(range(4), RUNNING) if positions is None else positions
         self.alive = alive or [True] * 4
         self.pressed = []
-        self.cursor, self.losses, self.running = None, {}, True
+        self.cursor, self.losses, self.running, self.exchange = None, {}, True, ""
         self.on_pulse = lambda: None
 
     def pulse(self):
         self.on_pulse()
         found = replace(pulse(self.trace, self.alive, self.positions), cursor=self.cursor, losses=self.losses)
-        return found if self.running else replace(found, running=False, states={})
+        return found if self.running else replace(found, running=False, states={}, exchange=self.exchange)
+
+    def asked(self):
+        return ()
 
     def pause(self):
         self.pressed.append("pause")
@@ -371,6 +374,25 @@ def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something
     states.append("stopped")
     wait_until(lambda: told == ["running", "stopped"])
     waiting.close()
+
+
+def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
+    workbench = Pretender()
+    workbench.asked = lambda: workbench.under_way
+    workbench.under_way = ""
+    widget = made(workbench, clock=lambda: 0.0)  # it stands still: what has to rest rests for ever
+    for count, workbench.under_way in enumerate(("", "%fsdp step 40", "%fsdp pause")):
+        widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+        wait_until(lambda wanted=count + 1: len(widget.sent) == wanted)
+
+
+@pytest.mark.parametrize(("exchange", "words"), [("start", "being started"), ("stop", "being stopped")])
+def test_while_ranks_come_or_go_it_says_so(made, exchange, words):
+    workbench = Pretender()
+    widget = made(workbench)
+    ask(widget)
+    workbench.running, workbench.exchange = False, exchange
+    assert words in ask(widget)[0]["said"]
 
 
 def test_what_ranks_were_asked_is_news_where_nothing_else_is():

@@ -25,7 +25,7 @@ from workbench.engine.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInf
 from workbench.engine.module import FSDPModule, UnshardHandle
 from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from workbench.engine.reshard import reshard_module
+from workbench.engine.reshard import reshard_module, reshard_unit
 from workbench.engine.undo import unshard_module
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "rebuild_groups",
     "register_fsdp_forward_method",
     "reshard_module",
+    "reshard_unit",
     "share_comm_ctx",
     "unshard_module",
 ]

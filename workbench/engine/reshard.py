@@ -1,4 +1,4 @@
-"""``reshard_module``: another policy for a live, trained model, in place."""
+"""``reshard_module`` and ``reshard_unit``: another policy for a live, trained model, in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mes
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.replacement import Replacement, ShardCall
-from workbench.engine.state import FSDPState, state_of, states_below, units_of
+from workbench.engine.state import FSDPState, roots, state_of, states_below, units_of
 from workbench.engine.undo import NewParams, check_undoable, optimizers_in
 from workbench.events import unit_words
 
@@ -101,9 +101,51 @@ def reshard_module(
     return replacement.mapping
 
 
+@torch.no_grad()
+def reshard_unit(
+    module: nn.Module,
+    *,
+    reshard_after_forward: bool | int | Keep | None = KEEP,
+    mp_policy: MixedPrecisionPolicy | Keep = KEEP,
+    offload_policy: OffloadPolicy | Keep = KEEP,
+) -> None:
+    """Change the policy of one ``fully_shard`` call alone, in place; all ranks must call it, between iterations.
+
+    No memory, no communication, no other parameters; units below it and above it stay as they are. What is not given
+    stays as it is.
+
+    Args:
+        module: that ``fully_shard`` was called on.
+        reshard_after_forward: as for ``fully_shard``, like the two that follow.
+        mp_policy: see there; modules that run next get what ``output_dtype`` says, or what this unit computes in.
+        offload_policy: see there; it can change where shards are on the CPU anyway.
+
+    Raises:
+        TypeError, ValueError: an argument ``fully_shard`` would refuse; it was not called on ``module``; shards would
+            have to move, for which there is :func:`reshard_module`.
+        NotImplementedError: an int for parameters that tensor parallelism has split.
+        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+
+    Whatever is raised, the model is as it was.
+    """
+    change = Change(KEEP, KEEP, reshard_after_forward, mp_policy, offload_policy)
+    change.check_types()
+    state = state_of(module)
+    if state is None:
+        raise ValueError(f"reshard_unit: fully_shard was not called on this {type(module).__name__}")
+    root = next((top.modules[0] for top in roots if top.overlaps([state])), module)
+    check_undoable(root, states_below(root), "reshard_unit")
+    if change.makes_units(state._fsdp_param_groups):
+        raise ValueError(
+            f"reshard_unit: offload_policy would move shards; they move for all of {type(root).__name__} at once: call "
+            "reshard_module on it"
+        )
+    _set_policies([change.of(_call_of(state, state.modules, None))])
+
+
 @dataclass(frozen=True)
 class Change:
-    """The arguments of :func:`reshard_module`; :data:`KEEP` where nothing was given."""
+    """The arguments of :func:`reshard_module` and :func:`reshard_unit`; :data:`KEEP` where nothing was given."""
 
     wrap: Callable[[nn.Module], bool] | Keep
     mesh: DeviceMesh | Keep

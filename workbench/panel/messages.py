@@ -264,7 +264,7 @@ class UnitInfo:
     Attributes:
         index: which.
         name: module path relative to its root, ``(root)`` for the root's own; its dots make the tree.
-        root: index of the root unit of its model.
+        root: index of the root unit of its model; -1: all its parameters are in other units.
         num_params: parameters (tensors); those in a flat one, not that.
         is_flat: whether they lie in one flat parameter, of the classic API.
         bytes_unsharded: all its parameters in full.

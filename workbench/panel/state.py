@@ -172,7 +172,7 @@ def _unit(unit: Unit) -> UnitInfo:
     return UnitInfo(
         index=unit.index,
         name=unit_words(unit.name),
-        root=unit.root if unit.root >= 0 else unit.index,
+        root=unit.root,
         num_params=total.num_params,
         is_flat=total.num_flat > 0,
         bytes_unsharded=total.bytes_unsharded,

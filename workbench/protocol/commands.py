@@ -349,7 +349,9 @@ class Shard(_Sharding):
 class Reshard(_Sharding):
     """Change how a sharded model is sharded, in place; optimizers go on with their state.
 
-    What is not given stays as it is, and so do the parameters that ``shard`` left out.
+    What is not given stays as it is, and so do the parameters that ``shard`` left out. A name such as
+    ``model.blocks.2`` is that of one unit alone: it has ``reshard_after_forward``, ``mp`` and ``offload`` by itself,
+    and no other unit changes.
 
     Raises:
         ValueError: a field holds something else than it may.
@@ -357,9 +359,17 @@ class Reshard(_Sharding):
 
     word: ClassVar[str] = "reshard"
     example: ClassVar[str] = "reshard model --reshard-after-forward false"
+    more: ClassVar[str] = "`reshard model.blocks.2`: of this unit alone"
     on_ranks: ClassVar[bool] = True
     reply: ClassVar[Any] = Sharded
-    model: str = field(kw_only=False, metadata=_MODEL)
+    model: str = field(
+        kw_only=False,
+        metadata=argument(
+            "its variable on the ranks, such as model; with a unit, such as model.blocks.2: that one alone",
+            metavar="MODEL",
+            completes="modules",
+        ),
+    )
     api: str = field(default="", metadata=_policy("api"))
     strategy: str = field(default="", metadata=_policy("strategy"))
     orig_params: bool | None = field(default=None, metadata=_policy("orig_params"))

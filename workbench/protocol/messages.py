@@ -277,6 +277,7 @@ class ModelInfo:
         classes: that ``wrap`` may name, by the most elements first.
         suggested: those that ``shard`` takes if none is named.
         policy: how it is sharded; None: it is not.
+        units: its units, by the numbers that they have in a trace.
     """
 
     name: str
@@ -288,6 +289,7 @@ class ModelInfo:
     classes: tuple[WrapClass, ...]
     suggested: tuple[str, ...]
     policy: ModelPolicy | None = None
+    units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

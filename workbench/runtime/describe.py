@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import state_of, states_below, units_of
 from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
@@ -33,6 +34,22 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params),
         policy=tuple(policy_words(infos, prefetch)),
         optimizers=optimizers,
+    )
+
+
+def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> Sharded:
+    """Return the facts of some units alone, as :func:`describe` does of a model; ``name``: what the ranks call them."""
+    infos = [unit.describe() for unit in units]
+    params = [param for info in infos for param in info.params]
+    return Sharded(
+        model=name,
+        units=tuple(unit_words(info.name) for info in infos),
+        num_params=len(params),
+        num_elements=sum(math.prod(param.global_shape) for param in params),
+        bytes_unsharded=sum(math.prod(param.global_shape) * param.itemsize for param in params),
+        bytes_at_rest=sum(map(_bytes_at_rest, params)),
+        policy=tuple(policy_words(infos)),
+        optimizers=0,
     )
 
 

@@ -59,6 +59,7 @@ def _model(name: str, model: nn.Module) -> ModelInfo:
         classes=tuple(WrapClass(name=own, count=counts[own], num_elements=elements[own]) for own in ordered),
         suggested=tuple(sorted(sharding.repeated_class(model))),
         policy=sharding.policy_of(model),
+        units=tuple(unit.index for unit in units_of(states_below(model))),
     )
 
 
@@ -114,10 +115,10 @@ def _of_shard(command: Shard, world_size: int) -> tuple[Unit, ...]:
 
 
 def _of_reshard(command: Reshard, world_size: int) -> tuple[Unit, ...]:
-    model, inner = sharding.chosen_again(command)
+    model, inner, only = sharding.chosen_again(command)
     states, names = states_below(model), names_below((model,))
     managed = [param for unit in units_of(states) for param in unit.params_as_defined]
-    if sharding.is_anew(command, model):
+    if only is None and sharding.is_anew(command, model):
         parts = [part for param in managed for part in _parts_of(param, names)]
         regrouped = _regrouped(command, model, inner or sharding.units_now(model), parts)
         return _made(sharding.anew(command, model), world_size, model, regrouped)
@@ -134,7 +135,7 @@ def _of_reshard(command: Reshard, world_size: int) -> tuple[Unit, ...]:
         ]
     return tuple(
         _changed(
-            command,
+            command if only in {None, state} else Reshard(model=command.model),
             replace(unit.describe(), index=index, name=names[module], params=_described(params, names)),
             is_auto=state.auto_reshard,
             is_root=module is model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from workbench.engine import (
     OffloadPolicy,
     fully_shard,
     reshard_module,
+    reshard_unit,
     unshard_module,
 )
 from workbench.engine.classic import FullyShardedDataParallel
@@ -31,6 +32,7 @@ from workbench.engine.state import FSDPState, state_of, states_below, units_of
 from workbench.engine.tree import clean
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
+from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
 from workbench.protocol.messages import ModelPolicy
 from workbench.protocol.policy import (
@@ -45,9 +47,9 @@ from workbench.protocol.policy import (
     mesh_words,
 )
 from workbench.runtime import wrapping
-from workbench.runtime.describe import describe, sizes_of, unit_infos
+from workbench.runtime.describe import describe, describe_units, sizes_of, unit_infos
 from workbench.runtime.doing import Rank, does
-from workbench.runtime.namespace import find_module, module_names, optimizers_of, rebind
+from workbench.runtime.namespace import find_module, lookup, module_names, optimizers_of, rebind
 from workbench.runtime.prefetch import set_prefetch
 
 T = TypeVar("T")
@@ -124,13 +126,17 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 
 @does(Reshard)
 def reshard(command: Reshard, rank: Rank) -> Sharded:
-    """Give a sharded model another policy or API; collective. Optimizers go on, their state carried along.
+    """Give a sharded model another policy or API, or one of its units another policy; collective.
+
+    Optimizers go on, their state carried along.
 
     Raises:
-        UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
-            fit; what there is has no like in the other API.
+        UsageError: no such model or unit, not sharded, an unknown class to wrap, or a mesh or number of ranks that does
+            not fit; what there is has no like in the other API; what a unit has not by itself.
     """
-    model, inner = chosen_again(command)
+    model, inner, only = chosen_again(command)
+    if only is not None:
+        return _reshard_unit(command, only)
     if is_anew(command, model):
         return _shard_anew(command, rank, model, inner)
     names = {class_name(module) for module in inner}
@@ -150,25 +156,79 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
     return describe(command.model, model, prefetch=ahead, optimizers=len(optimizers))
 
 
-def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module]]:
-    """Return the model of ``command``, and the modules that become units, innermost first; none: those that are.
+def _reshard_unit(command: Reshard, only: FSDPState) -> Sharded:
+    """Give one unit another policy: no memory, no communication, no other parameters."""
+    reshard_unit(only.modules[0], **_policy(command))
+    return describe_units(command.model, units_of([only]))
+
+
+def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPState | None]:
+    """Return what ``command`` is for.
+
+    Returns:
+        the model, the modules that become units, innermost first (none: those that are), and where it is for one unit
+        alone, the call that made it.
 
     Raises:
-        UsageError: no such model, not sharded, an unknown class to wrap, or a mesh or number of ranks that does not
-            fit.
+        UsageError: no such model or unit, not sharded, an unknown class to wrap, or a mesh or number of ranks that does
+            not fit; what a unit has not by itself.
     """
+    found = _unit_in_model(command.model)
+    if found is not None:
+        whole, only = found
+        _check_of_unit(command, whole)
+        for unit in units_of([only]):
+            _check_fits(command, unit.mesh_info.shard_mesh_size)
+        return find_module(whole), [], only
     model = find_sharded(command.model)
     inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
     if is_anew(command, model):
         _check_fits(anew(command, model), dist.get_world_size())
-        return model, inner
+        return model, inner, None
     try:
         check_not_classic(command.strategy, orig_params=command.orig_params)
     except ValueError as error:
         raise UsageError(str(error)) from error
     for info in unit_infos(model):
         _check_fits(command, info.shard_size)
-    return model, inner
+    return model, inner, None
+
+
+def _unit_in_model(name: str) -> tuple[str, FSDPState] | None:
+    """Return the name of the sharded model that ``name`` begins with, and the call that made the unit of the rest.
+
+    Example: ``model.blocks.2`` -> ``model``, and the call on its module ``blocks.2``. None: no sharded model.
+
+    Raises:
+        UsageError: there is no such variable, or the model has no such unit, or is classic: it has one strategy.
+    """
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        whole, unit = ".".join(parts[:end]), ".".join(parts[end:])
+        model = lookup(whole)
+        if isinstance(model, FullyShardedDataParallel):
+            raise UsageError(f"{name!r} is a part of a classic model, which has one strategy for all: give {whole!r}")
+        if isinstance(model, FSDPModule):
+            states = {path: state_of(module) for path, module in plain_modules(model)}
+            units = {path: state for path, state in states.items() if state and units_of([state])}
+            (path,) = chosen_units(unit, list(units))
+            return whole, units[path]
+    return None
+
+
+UNIT_FIELDS = ("reshard_after_forward", "mp", "offload")
+"""Of a policy, what each unit has by itself."""
+
+
+def _check_of_unit(command: Reshard, whole: str) -> None:
+    """Raise unless a unit can have by itself what ``command`` gives it."""
+    given = [f.name for f in fields(command) if f.name != "model" and getattr(command, f.name) != f.default]
+    shared = [f"--{name.replace('_', '-')}" for name in given if name not in UNIT_FIELDS]
+    if shared:
+        own = ", ".join(f"--{name.replace('_', '-')}" for name in UNIT_FIELDS)
+        raise UsageError(
+            f"{command.model!r} is one unit, which has {own} by itself; for {', '.join(shared)} give {whole!r}"
+        )
 
 
 @does(Unshard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.messages import Position
@@ -11,6 +12,9 @@ from workbench.reports.cursor import Cursor
 from workbench.reports.follow import Progress
 from workbench.reports.places import State, state_of
 from workbench.trace.columns import Trace
+
+Exchange = Literal["", "start", "stop"]
+"""What happens to the ranks themselves at this moment; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class Pulse:
     Attributes:
         trace: what happened so far.
         running: whether there are ranks.
+        exchange: whether they are being started or stopped.
         states: of each rank, by number; none without ranks.
         positions: where each rank was when it was last heard of.
         losses: of each rank that was lost, how.
@@ -70,6 +75,7 @@ class Pulse:
 
     trace: Trace
     running: bool = False
+    exchange: Exchange = ""
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
     losses: Mapping[int, str] = field(default_factory=dict)

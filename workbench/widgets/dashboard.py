@@ -80,7 +80,7 @@ class Views:
         self._lock = threading.RLock()
         self._views: dict[str, Answers] = {}
         self._pulse: Pulse | None = None
-        self._waiting = Waiting(workbench.pulse, self._news, clock)
+        self._waiting = Waiting(workbench.pulse, self._news, clock, workbench.asked)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
         self.about: dict[str, Any] = encode(About(buttons=buttons, sizes=NEXT, panels=tuple(panels)))

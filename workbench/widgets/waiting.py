@@ -34,6 +34,9 @@ class Watched(Protocol):
     def pulse(self) -> Pulse:
         """Return how the cluster is doing."""
 
+    def asked(self) -> object:
+        """Return what is different once there is something to tell at once; no rank is asked."""
+
 
 class Waiting:
     """The views of one widget that wait.
@@ -119,7 +122,7 @@ def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
     asked = pulse.under_way, pulse.ended, pulse.breakpoints
-    return pulse.running, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor, asked
+    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor, asked
 
 
 def health(pulse: Pulse) -> tuple[HealthOfRanks, ...]:
@@ -141,8 +144,13 @@ def breakpoints(pulse: Pulse) -> tuple[BreakpointState, ...]:
     return tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints if b.id != UNTIL)
 
 
+_EXCHANGED = {"start": "Ranks are being started.", "stop": "The ranks are being stopped; what they recorded stays."}
+
+
 def said(pulse: Pulse) -> str:
     """Return a sentence about what there is to see; empty while ranks train."""
+    if pulse.exchange:
+        return _EXCHANGED[pulse.exchange]
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
     if pulse.trace.num_rows:
