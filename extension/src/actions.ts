@@ -9,10 +9,12 @@ import type { PanelModel } from "./model";
 import type { Notebooks } from "./notebooks";
 import type { Break, Command } from "./protocol";
 import type { Settings } from "./settings";
-import { type Can, can } from "./words";
+import { type Can, can, pathOf } from "./words";
 
 interface Around {
   readonly openPanel: () => void;
+  /** Show the form that shards. */
+  readonly openForm: () => void;
   readonly settings: () => Settings;
 }
 
@@ -44,7 +46,7 @@ export function addActions(
   app: JupyterFrontEnd,
   notebooks: Notebooks,
   rendermime: IRenderMimeRegistry,
-  { openPanel, settings }: Around,
+  { openPanel, openForm, settings }: Around,
 ): readonly string[] {
   for (const { id, label, able, command } of ACTIONS) {
     app.commands.addCommand(id, {
@@ -68,12 +70,17 @@ export function addActions(
     if (now !== before) app.commands.notifyCommandChanged();
     before = now;
   });
-  addUnitActions(app, notebooks, rendermime);
+  addUnitActions(app, notebooks, rendermime, openForm);
   return [...ACTIONS.map(({ id }) => id), "fsdp:start"];
 }
 
 /** What the context menu of a unit does. */
-function addUnitActions(app: JupyterFrontEnd, notebooks: Notebooks, rendermime: IRenderMimeRegistry): void {
+function addUnitActions(
+  app: JupyterFrontEnd,
+  notebooks: Notebooks,
+  rendermime: IRenderMimeRegistry,
+  openForm: () => void,
+): void {
   const unit = (): string | undefined =>
     app.contextMenuHitTest(({ dataset }) => dataset.fsdpUnit !== undefined)?.dataset.fsdpUnit;
   const breaks = [
@@ -90,6 +97,22 @@ function addUnitActions(app: JupyterFrontEnd, notebooks: Notebooks, rendermime: 
       },
     });
   }
+  const path = (): string | null => {
+    const { units, models } = notebooks.model;
+    const index = app.contextMenuHitTest(({ dataset }) => dataset.fsdpIndex !== undefined)?.dataset.fsdpIndex;
+    const found = units.find((each) => String(each.index) === index);
+    return found === undefined ? null : pathOf(found, models);
+  };
+  app.commands.addCommand("fsdp:reshard", {
+    label: "Reshard This\u2026",
+    isEnabled: () => path() !== null,
+    execute: () => {
+      const found = path();
+      if (found === null) return;
+      openForm();
+      notebooks.model.askFor(found);
+    },
+  });
   app.commands.addCommand("fsdp:show-layout", {
     label: "Show in Layout",
     execute: () => draw(app, notebooks.model, rendermime, { word: "layout", unit: unit() ?? null }),

@@ -27,7 +27,7 @@ export type Standing =
   | { readonly kind: "silent" };
 
 /** Why there is nobody to ask. */
-export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead";
+export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead" | "cut" | "connecting";
 
 type WithoutNumber<T> = T extends { number: number } ? Omit<T, "number"> : never;
 

@@ -2,7 +2,9 @@
  * A comm with the kernel of one notebook, opened again whenever it can be.
  *
  * A kernel that does not know the target closes the comm: the extension is not loaded there. It is tried again when
- * something was run, as only that can load it. A restart ends comms without a word of their own.
+ * something was run, as only that can load it. A restart ends comms without a word of their own. A socket that is closed on
+ * purpose (1000, 1001) JupyterLab never opens again by itself, nor one that it could not open after several tries: that
+ * is told, and `reconnect` opens it.
  */
 import type { ISessionContext } from "@jupyterlab/apputils";
 import type { Kernel, KernelMessage } from "@jupyterlab/services";
@@ -37,6 +39,7 @@ export class Connection implements IDisposable {
   #comm: Kernel.IComm | null = null;
   #tries = 0;
   #isNew = false; // a kernel that has restarted and was not asked yet
+  #isCut = false; // the socket is gone for good; what the comm was told meanwhile is lost
   #isDisposed = false;
 
   constructor(session: ISessionContext, target: string, listener: Listener) {
@@ -67,24 +70,37 @@ export class Connection implements IDisposable {
     if (this.#comm === null) void this.#open();
   }
 
+  /** Open the socket to the kernel again, for all that need it in this page. */
+  reconnect(): void {
+    this.#kernel?.reconnect().catch(() => undefined); // what became of it is told by the status
+  }
+
   #take(): void {
     this.#leave();
+    this.#isCut = false;
     this.#kernel = this.#session.session?.kernel ?? null;
     if (this.#kernel === null) {
       this.#listener.lost("no kernel");
       return;
     }
     this.#kernel.statusChanged.connect(this.#onStatus, this);
+    this.#kernel.connectionStatusChanged.connect(this.#onSocket, this);
     this.#kernel.iopubMessage.connect(this.#onMessage, this);
     this.open();
   }
 
   #leave(): void {
     this.#kernel?.statusChanged.disconnect(this.#onStatus, this);
+    this.#kernel?.connectionStatusChanged.disconnect(this.#onSocket, this);
     this.#kernel?.iopubMessage.disconnect(this.#onMessage, this);
+    this.#close();
+    this.#kernel = null;
+  }
+
+  /** Drop the comm, and let the kernel know. */
+  #close(): void {
     const comm = this.#drop();
     if (comm !== null && this.#kernel?.isDisposed === false && !comm.isDisposed) comm.close();
-    this.#kernel = null;
   }
 
   #drop(): Kernel.IComm | null {
@@ -138,6 +154,20 @@ export class Connection implements IDisposable {
       this.#listener.lost(why);
     } else if (status === "idle" && this.#isNew) {
       this.#isNew = false;
+      this.open();
+    }
+  }
+
+  #onSocket(kernel: Kernel.IKernelConnection, status: Kernel.ConnectionStatus): void {
+    if (kernel.isDisposed || kernel.status === "dead") return; // that is told, and so is another one that comes
+    if (status === "disconnected") {
+      this.#isCut = true;
+      this.#listener.lost("cut");
+    } else if (this.#isCut && status === "connecting") {
+      this.#listener.lost("connecting");
+    } else if (this.#isCut) {
+      this.#isCut = false;
+      this.#close();
       this.open();
     }
   }

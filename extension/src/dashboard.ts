@@ -19,6 +19,8 @@ const WHY: Readonly<Record<Away, string>> = {
   "not loaded": "has not loaded the workbench yet: run %load_ext workbench in it.",
   restarting: "has a kernel that restarts\u2026",
   dead: "has a kernel that has died.",
+  cut: "has lost its connection to the kernel, which JupyterLab does not open again by itself.",
+  connecting: "connects to its kernel\u2026",
 };
 
 /** What the program of the widget needs of a model: here a comm, there one of ipywidgets. */
@@ -53,6 +55,7 @@ class CommModel implements Model {
 export class DashboardWidget extends Widget implements Listener {
   readonly #notebooks: INotebookTracker;
   readonly #sentence = document.createElement("p");
+  readonly #again = document.createElement("button");
   readonly #box = document.createElement("div");
   #path: string;
   #connection: Connection | null = null;
@@ -66,7 +69,10 @@ export class DashboardWidget extends Widget implements Listener {
     this.#path = path;
     this.addClass("fsdp-Dashboard");
     this.#sentence.setAttribute("role", "status");
-    this.node.append(this.#sentence, this.#box);
+    this.#again.textContent = "Reconnect";
+    this.#again.className = "jp-mod-styled jp-mod-accept";
+    this.#again.onclick = () => this.#connection?.reconnect();
+    this.node.append(this.#sentence, this.#again, this.#box);
     this.lost("no notebook");
     notebooks.widgetAdded.connect(this.#find, this);
     this.#find();
@@ -91,6 +97,7 @@ export class DashboardWidget extends Widget implements Listener {
   lost(why: Away): void {
     this.#end();
     this.#sentence.textContent = `${this.#path} ${WHY[why]}`;
+    this.#again.hidden = why !== "cut";
   }
 
   override dispose(): void {
@@ -114,6 +121,7 @@ export class DashboardWidget extends Widget implements Listener {
       if (this.#model !== null) this.#send(data);
     });
     this.#sentence.textContent = "";
+    this.#again.hidden = true;
     this.#unrender = program.render({ model: this.#model, el: this.#box });
   }
 

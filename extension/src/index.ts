@@ -11,6 +11,7 @@ import { IStatusBar } from "@jupyterlab/statusbar";
 import about from "../package.json";
 import { addActions } from "./actions";
 import { DashboardWidget } from "./dashboard";
+import { returnFocus } from "./focus";
 import { shardsIcon } from "./icon";
 import { insertLoad, LOAD } from "./load";
 import { Notebooks } from "./notebooks";
@@ -42,6 +43,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     const sidebar = new Sidebar(notebooks, DEFAULTS, stored);
     app.shell.add(sidebar, "left", { rank: 600, type: "FSDP" });
     restorer?.add(sidebar, sidebar.id);
+    returnFocus(app, sidebar.node);
     followVisibility(notebooks);
 
     notebooks.restMs = DEFAULTS.restMs;
@@ -75,7 +77,11 @@ const plugin: JupyterFrontEndPlugin<void> = {
       args: ({ content }) => ({ path: content.path }),
       name: ({ content }) => content.path,
     });
-    const actions = addActions(app, notebooks, rendermime, { openPanel, settings: () => settings });
+    const openForm = (): void => {
+      openPanel();
+      sidebar.unfold("Shard");
+    };
+    const actions = addActions(app, notebooks, rendermime, { openPanel, openForm, settings: () => settings });
 
     for (const command of ["fsdp:load", "fsdp:open-panel", "fsdp:open-dashboard", ...actions]) {
       palette?.addItem({ command, category: CATEGORY });

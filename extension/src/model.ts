@@ -28,6 +28,8 @@ export class PanelModel implements IDisposable {
   #modelsText = "";
   #preview: Preview | null = null;
   #tried = 0;
+  #subject = "";
+  #isAskedFor = false;
   #spoken: readonly Spoken[] = [];
   #key = 0;
   #opened: ReadonlyMap<number, readonly ParamInfo[] | null> = new Map();
@@ -82,6 +84,29 @@ export class PanelModel implements IDisposable {
   /** What the command that was tried last would come to. */
   get preview(): Preview | null {
     return this.#preview;
+  }
+
+  /** The model, or unit such as `model.blocks.2`, that the form shards; empty: the first one there is. */
+  get subject(): string {
+    return this.#subject;
+  }
+
+  set subject(name: string) {
+    this.#subject = name;
+    this.#tell();
+  }
+
+  /** Have the form shown for a model or a unit, and give it the focus. */
+  askFor(name: string): void {
+    this.#isAskedFor = true;
+    this.subject = name;
+  }
+
+  /** Whether the form is to take the focus; once. */
+  takeAskedFor(): boolean {
+    const isAskedFor = this.#isAskedFor;
+    this.#isAskedFor = false;
+    return isAskedFor;
   }
 
   /** Commands that were asked for here, the newest first. */
@@ -221,6 +246,7 @@ export class PanelModel implements IDisposable {
       this.#models = [];
       this.#modelsText = "";
       this.#preview = null;
+      this.#subject = "";
       this.#opened = new Map();
       this.#seen = "";
     }

@@ -64,6 +64,11 @@ export class Followed implements IDisposable {
     return this.#answers();
   }
 
+  /** Open the connection to the kernel again. */
+  reconnect(): void {
+    this.#connection.reconnect();
+  }
+
   /** Start ranks, after loading the workbench where that was not done. */
   async start(command: Start): Promise<boolean> {
     return (await this.load()) && (await this.model.do(command));

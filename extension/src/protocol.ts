@@ -768,6 +768,8 @@ export interface DrawStates {
   readonly steps?: number | null;
   /** the rank to show; None: one of the largest group of alike ones. */
   readonly rank?: number | null;
+  /** draw this unit alone: a name, a pattern such as blocks.*, or (root); None: all. */
+  readonly unit?: string | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean | null;
 }
@@ -777,6 +779,8 @@ export interface DrawComms {
   readonly word: "comms";
   /** which step; None: the last one that ended. */
   readonly step?: number | null;
+  /** count those of this unit alone: a name, a pattern such as blocks.*, or (root); None: all. */
+  readonly unit?: string | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean | null;
 }

@@ -2,8 +2,10 @@
 import { Clipboard, Dialog, ReactWidget, showDialog } from "@jupyterlab/apputils";
 import type { IStateDB } from "@jupyterlab/statedb";
 import { UseSignal } from "@jupyterlab/ui-components";
+import type { Message } from "@lumino/messaging";
 import * as React from "react";
 
+import { FocusKeeper } from "./focus";
 import { shardsIcon } from "./icon";
 import type { PanelModel } from "./model";
 import type { Notebooks } from "./notebooks";
@@ -16,6 +18,7 @@ const FOLDED = "fsdp-workbench:folded";
 export class Sidebar extends ReactWidget {
   readonly #notebooks: Notebooks;
   readonly #stored: IStateDB | null;
+  readonly #focus: FocusKeeper;
   #settings: Settings;
   #folded: ReadonlySet<string> = new Set();
 
@@ -28,14 +31,31 @@ export class Sidebar extends ReactWidget {
     this.addClass("fsdp-Panel");
     this.title.icon = shardsIcon;
     this.title.caption = "FSDP";
+    this.node.tabIndex = -1; // whoever opens it by keyboard is in it: Tab goes on from its beginning
     this.node.setAttribute("role", "region");
     this.node.setAttribute("aria-label", "FSDP");
+    this.#focus = new FocusKeeper(this.node);
     void this.#restore();
+  }
+
+  override dispose(): void {
+    this.#focus.dispose();
+    super.dispose();
   }
 
   set settings(settings: Settings) {
     this.#settings = settings;
     this.update();
+  }
+
+  /** Have a section shown that may be folded. */
+  unfold(name: string): void {
+    if (this.#folded.has(name)) this.#toggle(name);
+  }
+
+  protected override onActivateRequest(message: Message): void {
+    super.onActivateRequest(message);
+    if (!this.node.contains(document.activeElement)) this.node.focus();
   }
 
   protected override render(): React.JSX.Element {
@@ -53,6 +73,7 @@ export class Sidebar extends ReactWidget {
         folding={{ folded: this.#folded, toggle: this.#toggle }}
         start={async (command) => current?.start(command)}
         load={() => void current?.load()}
+        reconnect={() => current?.reconnect()}
         stop={() => void stopRanks(model)}
         copy={(line) => {
           Clipboard.copyToSystem(line);

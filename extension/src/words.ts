@@ -1,7 +1,7 @@
 /** What a state means, in words and trees: pure functions of what the kernel told. */
 import { formatBytes } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
-import type { ParamInfo, Preview, State, UnitInfo } from "./protocol";
+import type { Model, ParamInfo, Preview, State, UnitInfo } from "./protocol";
 
 /** Which controls can be used. */
 export interface Can {
@@ -74,6 +74,19 @@ export function headline(state: State): Headline {
   return { tone: "plain", text: `${count(state.ranks.length, "rank")}, idle` };
 }
 
+/** What a screen reader is told: it changes when something else is the case, not with every step of it. */
+export function announcement(state: State): string {
+  const { tone, text, todo } = headline(state);
+  switch (tone) {
+    case "busy":
+      return state.request?.line ?? text;
+    case "bad":
+      return [text, todo].filter(Boolean).join(". ");
+    default:
+      return text;
+  }
+}
+
 /** `1 rank`, `4 ranks`. */
 export function count(number: number, noun: string): string {
   return `${number} ${noun}${number === 1 ? "" : "s"}`;
@@ -82,6 +95,7 @@ export function count(number: number, noun: string): string {
 /** What the status bar says: ranks alive, loss, steps a second, or where they stand. */
 export function statusLine(standing: Standing, state: State | null): Headline | null {
   if (standing.kind === "silent") return { tone: "bad", text: "FSDP: the kernel does not answer" };
+  if (standing.kind === "away" && standing.why === "cut") return { tone: "bad", text: "FSDP: connection lost" };
   if (state === null || (!state.cluster.is_running && state.ranks.length === 0)) return null;
   const head = headline(state);
   if (head.tone === "bad" || head.tone === "held") return { tone: head.tone, text: `FSDP: ${head.text}` };
@@ -123,7 +137,7 @@ export function lies({ flat, bytes_at_rest: kept, rows_per_rank: elements }: Par
 }
 
 /** What is said instead of a state, and what can be done about it. */
-export function explained(standing: Standing, loadError: string): { text: string; action: "load" | null } {
+export function explained(standing: Standing, loadError: string): { text: string; action: "load" | "reconnect" | null } {
   if (standing.kind === "refused") return { text: standing.text, action: null };
   if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
   if (standing.kind === "silent") {
@@ -139,6 +153,13 @@ export function explained(standing: Standing, loadError: string): { text: string
       return { text: "The kernel restarts\u2026", action: null };
     case "dead":
       return { text: "The kernel has died, and its ranks with it. Restart it to begin again.", action: null };
+    case "cut":
+      return {
+        text: "The connection to the kernel is closed, and JupyterLab does not open it again by itself. Kernel and ranks may still run.",
+        action: "reconnect",
+      };
+    case "connecting":
+      return { text: "Connecting to the kernel\u2026", action: null };
     case "not loaded":
       return { text: loadError || "Nothing is loaded in this notebook yet.", action: "load" };
   }
@@ -165,7 +186,8 @@ interface Growing {
   children: Growing[];
 }
 
-const ROOT = "(root)";
+/** Name of the unit of a model itself. */
+export const ROOT = "(root)";
 
 /**
  * The units as a tree of modules, one for each root.
@@ -202,6 +224,17 @@ function joined(node: Growing): Node {
     return joined({ ...only, label: `${node.label}.${only.label}` });
   }
   return { ...node, children: node.children.map(joined) };
+}
+
+/**
+ * What a line calls a unit, such as `model.blocks.2`, the root by the name of its model, and so units of a classic
+ * model, which has one strategy for all; null: no variable holds it.
+ */
+export function pathOf(unit: UnitInfo, models: readonly Model[]): string | null {
+  const model = models.find(({ units }) => units.includes(unit.index));
+  if (model === undefined) return null;
+  const [first] = unit.name.split(", "); // one call may have been given several modules
+  return unit.name === ROOT || unit.is_flat ? model.name : `${model.name}.${first}`;
 }
 
 /** Units inside a node, itself included. */

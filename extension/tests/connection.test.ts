@@ -33,11 +33,19 @@ class Comm {
 
 class FakeKernel {
   readonly statusChanged = new Signal<this, Kernel.Status>(this);
+  readonly connectionStatusChanged = new Signal<this, Kernel.ConnectionStatus>(this);
   readonly iopubMessage = new Signal<this, unknown>(this);
   readonly info = Promise.resolve({});
   readonly comms: Comm[] = [];
   supportsSubshells = false;
+  status: Kernel.Status = "idle";
   isDisposed = false;
+
+  reconnect(): Promise<void> {
+    this.connectionStatusChanged.emit("connecting");
+    this.connectionStatusChanged.emit("connected");
+    return Promise.resolve();
+  }
 
   createComm(): Comm {
     const comm = new Comm();
@@ -160,6 +168,43 @@ describe("a connection", () => {
     await settle();
     expect(kernel.comms.every(({ isOpen }) => !isOpen)).toBe(true);
     expect(told).toEqual(["restarting"]);
+  });
+
+  it("whose socket is never opened again says so, and opens another comm when it was opened after all", async () => {
+    const kernel = new FakeKernel();
+    const { connection, told, settle } = connected(kernel);
+    await settle();
+    const old = kernel.newest;
+    kernel.connectionStatusChanged.emit("disconnected");
+    expect(told).toEqual(["opened", "cut"]);
+    connection.reconnect();
+    await settle();
+    expect(told).toEqual(["opened", "cut", "connecting", "opened"]);
+    expect(old?.isDisposed).toBe(true); // nothing is left of it in the kernel
+    expect(kernel.comms).toHaveLength(2);
+  });
+
+  it("goes on over a socket that JupyterLab has opened again by itself", async () => {
+    const kernel = new FakeKernel();
+    const { told, settle } = connected(kernel);
+    await settle();
+    kernel.connectionStatusChanged.emit("connecting");
+    kernel.connectionStatusChanged.emit("connected");
+    await settle();
+    expect(told).toEqual(["opened"]);
+    expect(kernel.comms).toHaveLength(1);
+  });
+
+  it("to a kernel that has died or gone says nothing of its socket", async () => {
+    const kernel = new FakeKernel();
+    const { told, settle } = connected(kernel);
+    await settle();
+    kernel.status = "dead";
+    kernel.connectionStatusChanged.emit("disconnected");
+    kernel.status = "idle";
+    kernel.isDisposed = true;
+    kernel.connectionStatusChanged.emit("disconnected");
+    expect(told).toEqual(["opened"]);
   });
 
   it("closes its comm when it ends, and with its notebook", async () => {

@@ -1,12 +1,15 @@
 import { describe, expect, it } from "vitest";
 
 import {
+  announcement,
   can,
   commonState,
   exchanging,
+  explained,
   headline,
   heldAtRest,
   lies,
+  pathOf,
   ranges,
   statesOf,
   statusLine,
@@ -16,7 +19,7 @@ import {
 import { ANSWERS } from "./answers";
 import { cluster, rank, state, STEP, unit } from "./told";
 
-const STOPPED = { ...STEP, is_stopped: true, stop: "before all-gather of blocks.2, step 11", reasons: ["breakpoint 1"] };
+const STOPPED = { ...STEP, is_stopped: true, stop: "2 ranks stopped before all-gather of blocks.2, step 11", reasons: ["breakpoint 1"] };
 
 describe("the tree of units", () => {
   it("has modules inside modules, and their units in the order told", () => {
@@ -53,6 +56,26 @@ describe("the tree of units", () => {
     const [root] = tree([unit(1, "a", { root: 9 }), unit(2, "b", { root: 9 })]);
     expect(root?.unit).toBeNull();
     expect(root?.children).toHaveLength(2);
+  });
+});
+
+describe("what a line calls a unit", () => {
+  const found = ANSWERS.models.models[0];
+  const models = [{ ...found, name: "other", units: [5, 6] }, { ...found, units: [0, 1, 2] }];
+
+  it("begins with the variable of its model", () => {
+    expect(pathOf(unit(1, "blocks.0", { is_flat: false }), models)).toBe("model.blocks.0");
+    expect(pathOf(unit(6, "blocks.0", { root: 5, is_flat: false }), models)).toBe("other.blocks.0");
+  });
+
+  it("is for the root that of the model, and for a call on several modules that of the first", () => {
+    expect(pathOf(unit(0, "(root)"), models)).toBe("model");
+    expect(pathOf(unit(2, "embed, head", { is_flat: false }), models)).toBe("model.embed");
+    expect(pathOf(unit(1, "blocks.0", { is_flat: true }), models)).toBe("model"); // it has one strategy for all
+  });
+
+  it("is not there for a model that no variable holds", () => {
+    expect(pathOf(unit(9, "blocks.0"), models)).toBeNull();
   });
 });
 
@@ -130,12 +153,25 @@ describe("the headline", () => {
   it("says where and why ranks are stopped", () => {
     expect(headline(state({ request: STOPPED }))).toEqual({
       tone: "held",
-      text: "before all-gather of blocks.2, step 11 (breakpoint 1)",
+      text: "2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)",
     });
   });
 
   it("counts the steps that have ended", () => {
     expect(headline(state({ request: STEP })).text).toBe("%fsdp step 40: 11 of 40 steps");
+  });
+});
+
+describe("what a screen reader is told", () => {
+  it("is how it goes, and not each step of it", () => {
+    const first = announcement(state({ request: STEP }));
+    expect(first).toBe("%fsdp step 40");
+    expect(announcement(state({ request: { ...STEP, steps_done: 12 } }))).toBe(first);
+  });
+
+  it("is where ranks are stopped, and what to do about one that is gone", () => {
+    expect(announcement(state({ request: STOPPED }))).toBe("2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)");
+    expect(announcement(state({ ranks: [rank(0), GONE] }))).toMatch(/^rank 1 died.* Stop the ranks/);
   });
 });
 
@@ -149,6 +185,12 @@ describe("the status line", () => {
   it("is red where a rank is dead, and where nobody answers", () => {
     expect(statusLine({ kind: "live" }, state({ ranks: [rank(0, { health: "gone" })] }))?.tone).toBe("bad");
     expect(statusLine({ kind: "silent" }, state())?.tone).toBe("bad");
+  });
+
+  it("says that the connection is lost for good, and the panel what to do", () => {
+    const cut = { kind: "away", why: "cut", text: "" } as const;
+    expect(statusLine(cut, null)).toEqual({ tone: "bad", text: "FSDP: connection lost" });
+    expect(explained(cut, "").action).toBe("reconnect");
   });
 
   it("is nothing where there are no ranks", () => {

@@ -30,7 +30,9 @@ LOAD, MODEL, SHARD, STEP = range(4)
 SOCKETS = "**/api/kernels/*/channels*"
 """Between a page and its kernels."""
 LOST = 3000
-"""Code of a socket that is lost. A browser itself says 1006, which nobody else may; 1000 and 1001 mean: on purpose."""
+"""Code of a socket that is lost. A browser itself says 1006, which nobody else may."""
+ON_PURPOSE = 1001
+"""Code of one that is closed on purpose: JupyterLab does not open it again."""
 
 
 class Sockets:
@@ -44,10 +46,10 @@ class Sockets:
         socket.connect_to_server()
         self._open.append(socket)
 
-    def cut(self):
+    def cut(self, code=LOST):
         assert self._open
         while self._open:
-            self._open.pop().close(code=LOST)
+            self._open.pop().close(code=code)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,21 @@ def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_all_of_it_works_
     expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")
     train(lab)
     shot(lab, "restarted")
+
+
+@pytest.mark.parametrize("place", [panel, dashboard], ids=["panel", "dashboard"])
+def test_a_socket_that_is_not_opened_again_is_said_to_be_lost_and_opened_by_a_button(lab, place):
+    lab.sockets.cut(ON_PURPOSE)
+    for said in (panel(lab), dashboard(lab)):
+        expect(said).to_contain_text("by itself")
+        expect(said.get_by_role("button", name="Reconnect")).to_be_visible()
+    expect(section(lab, "Ranks")).to_have_count(0)
+    expect(status_bar(lab)).to_have_text("FSDP: connection lost")
+    shot(lab, "cut")
+    place(lab).get_by_role("button", name="Reconnect").click()
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+    expect(dashboard(lab).locator(".fw-badge")).to_contain_text("training")
+    expect(lab.page.get_by_role("button", name="Reconnect")).to_have_count(0)
 
 
 def test_nothing_complains(lab):

@@ -185,9 +185,9 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         wait_until(lambda: exchange() == "")
     seen = []
 
-    def start(_cluster, start=FakeCluster.start):
+    def start(_cluster, *given, start=FakeCluster.start):
         seen.append(started.look()["cluster"])
-        start(_cluster)
+        start(_cluster, *given)
 
     monkeypatch.setattr(FakeCluster, "start", start)
     started.do("start")

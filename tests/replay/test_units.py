@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 from tests.trace.strategies import example_trace
-from workbench.replay.units import unit_name
+from workbench.replay.units import model_order, unit_name
 
 
 def test_a_unit_is_called_by_its_path_and_the_root_is_called_root():
@@ -10,3 +12,11 @@ def test_a_unit_is_called_by_its_path_and_the_root_is_called_root():
 def test_a_unit_the_header_does_not_know_is_called_by_its_number():
     header = example_trace(num_units=3).header
     assert [unit_name(header, unit) for unit in (3, -1)] == ["unit 3", "unit -1"]
+
+
+def test_units_are_ordered_by_name_below_their_root_also_where_that_is_none_itself():
+    header = example_trace(num_units=3).header
+    assert model_order(header) == [2, 0, 1]
+    names = ["blocks.10", "blocks.2", "an.encoder"]
+    rootless = tuple(replace(unit, name=name, root=-1) for unit, name in zip(header.units, names, strict=True))
+    assert model_order(replace(header, units=rootless)) == [2, 1, 0]

@@ -22,9 +22,12 @@ def by_number(name: str) -> list[tuple[bool, int, str]]:
 
 
 def model_order(header: Header) -> list[int]:
-    """Return all units from the top of the model: each root, then its own by name, numbers as numbers."""
+    """Return all units from the top of the model: each root, then its own by name, numbers as numbers.
+
+    First come those whose root has no parameters, and is no unit.
+    """
 
     def key(unit: Unit) -> tuple[object, ...]:
-        return unit.root if unit.root >= 0 else unit.index, unit.index != unit.root, by_number(unit.name), unit.index
+        return unit.root, unit.index != unit.root, by_number(unit.name), unit.index
 
     return [unit.index for unit in sorted(header.units, key=key)]

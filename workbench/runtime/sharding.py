@@ -208,7 +208,7 @@ def _unit_in_model(name: str) -> tuple[str, FSDPState] | None:
         model = lookup(whole)
         if isinstance(model, FullyShardedDataParallel):
             raise UsageError(f"{name!r} is a part of a classic model, which has one strategy for all: give {whole!r}")
-        if isinstance(model, FSDPModule):
+        if isinstance(model, nn.Module) and is_sharded(model):
             states = {path: state_of(module) for path, module in plain_modules(model)}
             units = {path: state for path, state in states.items() if state and units_of([state])}
             (path,) = chosen_units(unit, list(units))

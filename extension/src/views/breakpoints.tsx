@@ -3,7 +3,7 @@ import { closeIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
 import type { PanelModel } from "../model";
-import { stands, Text } from "./parts";
+import { Action, stands, Text } from "./parts";
 
 export function Breakpoints({ model }: { readonly model: PanelModel }): React.JSX.Element {
   const breakpoints = model.state?.breakpoints ?? [];
@@ -52,9 +52,9 @@ export function Breakpoints({ model }: { readonly model: PanelModel }): React.JS
           <span className="fsdp-unseen">Event to stop before</span>
           <Text value={event} change={setEvent} placeholder="all_gather:blocks.2" />
         </label>
-        <button type="submit" className="jp-mod-styled jp-mod-minimal" disabled={event.trim() === ""}>
+        <Action className="jp-mod-styled jp-mod-minimal" isEnabled={event.trim() !== ""}>
           Add
-        </button>
+        </Action>
       </form>
     </div>
   );

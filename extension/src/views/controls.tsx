@@ -5,7 +5,7 @@ import * as React from "react";
 import { formatDuration } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import type { Command, Next, State } from "../protocol";
-import { can, headline } from "../words";
+import { announcement, can, headline } from "../words";
 import { Choice, Text, Tool } from "./parts";
 
 const SIZES = ["event", "collective", "unit", "phase"] as const;
@@ -45,9 +45,12 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
           </label>
         </span>
       </div>
-      <p className={`fsdp-Headline fsdp-mod-${head.tone}`} role="status">
+      <p className={`fsdp-Headline fsdp-mod-${head.tone}`}>
         {head.text}
         {head.todo === undefined ? null : <span className="fsdp-Todo">{head.todo}</span>}
+      </p>
+      <p className="fsdp-unseen" role="status" aria-label="state of the ranks">
+        {announcement(state)}
       </p>
       <p className="fsdp-Numbers">
         <Figure name="loss" value={state.training.loss === null ? "" : state.training.loss.toPrecision(4)} />

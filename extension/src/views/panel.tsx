@@ -9,7 +9,7 @@ import type { Settings } from "../settings";
 import { can, count, exchanging, explained } from "../words";
 import { Breakpoints } from "./breakpoints";
 import { Controls } from "./controls";
-import { type Folding, Section, stands } from "./parts";
+import { Action, type Folding, Section } from "./parts";
 import { Ranks } from "./ranks";
 import { ShardForm } from "./shard";
 import { Spoken } from "./spoken";
@@ -24,6 +24,7 @@ export interface PanelProps {
   readonly folding: Folding;
   readonly start: (command: Start) => Promise<unknown>;
   readonly load: () => void;
+  readonly reconnect: () => void;
   /** Stop the ranks, perhaps after asking whether that is meant. */
   readonly stop: () => void;
   readonly copy: (line: string) => void;
@@ -33,11 +34,12 @@ export function Panel(props: PanelProps): React.JSX.Element {
   return <UseSignal signal={props.model.changed}>{() => <Body {...props} />}</UseSignal>;
 }
 
-function Body({ model, notebook, settings, folding, start, load, stop, copy }: PanelProps): React.JSX.Element {
+function Body({ model, notebook, settings, folding, start, load, reconnect, stop, copy }: PanelProps): React.JSX.Element {
   const { standing, state } = model;
   const notice = explained(standing, model.loadError);
   const colours = UNIT_STATES.map(({ words, colour }) => settings.colours[words] ?? colour);
-  const isNotLoaded = standing.kind === "away" && standing.why === "not loaded";
+  const isNotLoaded = notice.action === "load", isCut = notice.action === "reconnect";
+  const isBad = isCut || standing.kind === "silent" || standing.kind === "refused";
   const form = (
     <StartForm
       key={`${settings.numRanks} ${settings.device}`}
@@ -54,8 +56,15 @@ function Body({ model, notebook, settings, folding, start, load, stop, copy }: P
         {notebook || "\u00a0"}
       </p>
       {notice.text ? (
-        <p className={`fsdp-Notice${standing.kind === "silent" || standing.kind === "refused" ? " fsdp-mod-bad" : ""}`} role="status">
+        <p className={`fsdp-Notice${isBad ? " fsdp-mod-bad" : ""}`} role="status">
           {notice.text}
+        </p>
+      ) : null}
+      {isCut ? (
+        <p className="fsdp-Notice">
+          <button type="button" className="jp-mod-styled jp-mod-accept" onClick={reconnect}>
+            Reconnect
+          </button>
         </p>
       ) : null}
       {isNotLoaded ? (
@@ -68,7 +77,7 @@ function Body({ model, notebook, settings, folding, start, load, stop, copy }: P
       ) : null}
       {state === null ? null : (
         <>
-          {state.said ? <p className="fsdp-Notice">{state.said}</p> : null}
+          {state.said && !exchanging(state) ? <p className="fsdp-Notice">{state.said}</p> : null}
           {state.cluster.is_running ? null : form}
           {state.cluster.is_running ? <Running model={model} colours={colours} folding={folding} stop={stop} /> : null}
         </>
@@ -99,16 +108,15 @@ function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Ele
       <Controls model={model} state={state} />
       <Section name="Ranks" note={`${ranks.length} on ${cluster.host}`} {...folding}>
         <Ranks ranks={ranks} />
-        <button
-          type="button"
+        <Action
           className="fsdp-Link"
-          disabled={!can(state).stop}
+          isEnabled={can(state).stop}
           title={exchanging(state)}
-          onClick={stop}
-          {...stands({ word: "stop" })}
+          run={stop}
+          command={{ word: "stop" }}
         >
           Stop the ranks
-        </button>
+        </Action>
       </Section>
       <Section name="Units" note={units.length > 0 ? String(units.length) : ""} {...folding}>
         {units.length > 0 ? <Units model={model} colours={colours} /> : <p className="fsdp-note">No model is sharded.</p>}

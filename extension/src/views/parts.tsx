@@ -77,6 +77,36 @@ export function Tool({ icon: Icon, label, command, isEnabled, run }: ToolProps):
   );
 }
 
+interface ActionProps {
+  /** What it does, for the line that is copied; none: it does no command. */
+  readonly command?: Command;
+  readonly isEnabled: boolean;
+  readonly className: string;
+  readonly title?: string;
+  /** What a click does; without it the form is sent. */
+  readonly run?: () => void;
+  readonly children: React.ReactNode;
+}
+
+/** A button with words. While it can do nothing it says so and keeps the focus, which a disabled one would lose. */
+export function Action({ command, isEnabled, className, title, run, children }: ActionProps): React.JSX.Element {
+  return (
+    <button
+      type={run === undefined ? "submit" : "button"}
+      className={className}
+      title={title}
+      aria-disabled={!isEnabled}
+      onClick={(event) => {
+        if (!isEnabled) event.preventDefault();
+        else run?.();
+      }}
+      {...(command === undefined ? {} : stands(command))}
+    >
+      {children}
+    </button>
+  );
+}
+
 interface FieldProps {
   readonly label: string;
   readonly hint?: string;

@@ -4,9 +4,9 @@ import * as React from "react";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import { commandOf, hasMesh, type Policy, standard } from "../policy";
-import { type Model, type Preview, type Reshard, type Shard, STRATEGIES } from "../protocol";
-import { count, heldAtRest, ranges } from "../words";
-import { Choice, Field, stands, Text } from "./parts";
+import { type Model, type Preview, type Reshard, type Shard, STRATEGIES, type UnitInfo, type Unshard } from "../protocol";
+import { count, heldAtRest, pathOf, ranges, ROOT } from "../words";
+import { Action, Choice, Field, Text } from "./parts";
 
 /** Precisions that are offered; a line typed has more. */
 const PRECISIONS = [
@@ -14,6 +14,15 @@ const PRECISIONS = [
   ["bf16", "bf16"],
   ["bf16,reduce=fp32", "bf16, fp32"],
   ["fp16", "fp16"],
+] as const;
+
+/** Likewise for a unit: what the modules behind it get stays as it is. */
+const UNIT_PRECISIONS = [
+  ["off", "that of the parameters"],
+  ["bf16,output=fp32", "bf16, hands on fp32"],
+  ["bf16,reduce=fp32,output=fp32", "bf16, fp32, hands on fp32"],
+  ["bf16", "bf16, hands on bf16"],
+  ["fp16,output=fp32", "fp16, hands on fp32"],
 ] as const;
 
 const AFTER_FORWARD = [["auto", "auto"], ["true", "reshard"], ["false", "keep"]] as const;
@@ -29,22 +38,35 @@ function offered(choices: Choices, now: string, unset: string): Choices {
 }
 
 export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.Element {
-  const [name, setName] = React.useState("");
-  const found = model.models.find((each) => each.name === name) ?? model.models[0];
+  const section = React.useRef<HTMLDivElement>(null);
+  const { models, units, subject } = model;
+  React.useEffect(() => {
+    if (section.current !== null && model.takeAskedFor()) section.current.querySelector("select")?.focus();
+  });
+  const unit = units.find((each) => each.name !== ROOT && pathOf(each, models) === subject);
+  const found = models.find((each) => each.name === subject || (unit && each.units.includes(unit.index))) ?? models[0];
   if (found === undefined) {
     return <p className="fsdp-note">{model.modelsText || "No model is found on the ranks yet: make one in a %%fsdp cell."}</p>;
   }
+  const chosen = unit === undefined ? found.name : subject;
   return (
-    <>
-      <Field label="Model" hint="a variable on the ranks">
+    <div ref={section} className="fsdp-Subject">
+      <Field label="Model" hint="a variable on the ranks, or a unit of it: the context menu of a unit chooses it">
         <Choice
-          value={found.name}
-          among={model.models.map((each) => [each.name, `${each.name} (${each.class_name})`])}
-          choose={setName}
+          value={chosen}
+          among={models.flatMap((each) => [
+            [each.name, `${each.name} (${each.class_name})`] as const,
+            ...(unit && each === found ? [[subject, `${unit.name} of ${each.name}`] as const] : []),
+          ])}
+          choose={(name) => { model.subject = name; }}
         />
       </Field>
-      <PolicyForm key={JSON.stringify([found.name, found.class_name, found.policy])} model={model} found={found} />
-    </>
+      {unit === undefined ? (
+        <PolicyForm key={JSON.stringify([found.name, found.class_name, found.policy])} model={model} found={found} />
+      ) : (
+        <UnitForm key={JSON.stringify(unit)} model={model} unit={unit} name={subject} whole={found} />
+      )}
+    </div>
   );
 }
 
@@ -55,13 +77,8 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
     setPolicy({ ...policy, ...more });
   };
   const command = commandOf(found, policy);
-  const text = JSON.stringify(command);
-  React.useEffect(() => {
-    void model.try(JSON.parse(text) as Shard | Reshard);
-    return () => {
-      void model.try(null);
-    };
-  }, [model, text]);
+  useTrial(model, command);
+  const unshard: Unshard = { word: "unshard", model: found.name };
   const isFree = model.state?.request === null;
   const isClassic = policy.api === "classic";
   // a model that is or becomes classic is sharded anew, all of its units alike
@@ -116,26 +133,17 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
       </Field>
       <Preliminary preview={model.preview} />
       <div className="fsdp-inline">
-        <button
-          type="submit"
+        <Action
           className="jp-mod-styled jp-mod-accept"
-          disabled={!isFree || (model.preview?.problem ?? "") !== ""}
-          {...stands(command)}
+          isEnabled={isFree && (model.preview?.problem ?? "") === ""}
+          command={command}
         >
           {found.is_sharded ? "Reshard" : "Shard"}
-        </button>
+        </Action>
         {found.is_sharded ? (
-          <button
-            type="button"
-            className="jp-mod-styled"
-            disabled={!isFree}
-            onClick={() => {
-              void model.do({ word: "unshard", model: found.name });
-            }}
-            {...stands({ word: "unshard", model: found.name })}
-          >
+          <Action className="jp-mod-styled" isEnabled={isFree} run={() => void model.do(unshard)} command={unshard}>
             Unshard
-          </button>
+          </Action>
         ) : null}
       </div>
     </form>
@@ -196,6 +204,84 @@ function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Ele
       ) : null}
     </>
   );
+}
+
+interface UnitFormProps {
+  readonly model: PanelModel;
+  readonly unit: UnitInfo;
+  /** What a line calls it. */
+  readonly name: string;
+  /** The model that it is of. */
+  readonly whole: Model;
+}
+
+/** What one unit has by itself. */
+function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Element {
+  const before = { reshard: unit.reshard_after_forward, mp: "", offload: unit.offload };
+  const [policy, setPolicy] = React.useState(before);
+  const command: Reshard = {
+    word: "reshard",
+    model: name,
+    ...(policy.reshard === before.reshard ? {} : { reshard_after_forward: policy.reshard }),
+    ...(policy.mp === before.mp ? {} : { mp: policy.mp }),
+    ...(policy.offload === before.offload ? {} : { offload: policy.offload }),
+  };
+  useTrial(model, command);
+  return (
+    <form
+      className="fsdp-Form"
+      onSubmit={(event) => {
+        event.preventDefault();
+        void model.do(command);
+      }}
+    >
+      <Field label="After forward" hint="whether this unit's full parameters are freed after its forward">
+        <Choice
+          value={policy.reshard}
+          among={offered(AFTER_FORWARD.filter(([value]) => value !== "auto"), before.reshard, "")}
+          choose={(reshard) => { setPolicy({ ...policy, reshard }); }}
+        />
+      </Field>
+      <Field label="Precision" hint="in which this unit computes, and what it hands on">
+        <Choice
+          value={policy.mp}
+          among={[["", `${unit.compute_dtype}, as now`], ...UNIT_PRECISIONS]}
+          choose={(mp) => { setPolicy({ ...policy, mp }); }}
+        />
+      </Field>
+      <Field label="Offload" hint="keep what is sharded of this unit in host memory">
+        <input
+          type="checkbox"
+          checked={policy.offload}
+          onChange={({ target }) => { setPolicy({ ...policy, offload: target.checked }); }}
+        />
+      </Field>
+      <p className="fsdp-note">
+        Of {unit.name} alone; what is said below is of all of {whole.name}, whose mesh, units and prefetch are chosen there.
+      </p>
+      <Preliminary preview={model.preview} />
+      <div className="fsdp-inline">
+        <Action
+          className="jp-mod-styled jp-mod-accept"
+          isEnabled={model.state?.request === null && (model.preview?.problem ?? "") === ""}
+          command={command}
+        >
+          Reshard
+        </Action>
+      </div>
+    </form>
+  );
+}
+
+/** Ask what a command would come to, as long as it is on the form. */
+function useTrial(model: PanelModel, command: Shard | Reshard): void {
+  const text = JSON.stringify(command);
+  React.useEffect(() => {
+    void model.try(JSON.parse(text) as Shard | Reshard);
+    return () => {
+      void model.try(null);
+    };
+  }, [model, text]);
 }
 
 function Preliminary({ preview }: { readonly preview: Preview | null }): React.JSX.Element {

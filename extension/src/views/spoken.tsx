@@ -11,28 +11,44 @@ interface SpokenProps {
 
 export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
   return (
-    <ol className="fsdp-Spoken" aria-live="polite">
-      {spoken.map(({ key, line, text, outcome }) => (
-        <li key={key} className={`fsdp-mod-${outcome}`}>
-          <div className="fsdp-inline">
-            <code className="fsdp-grows" title={line}>{line}</code>
-            <button
-              type="button"
-              className="fsdp-Tool"
-              title="Copy as magic"
-              aria-label={`Copy ${line}`}
-              onClick={() => {
-                copy(line);
-              }}
-            >
-              <copyIcon.react tag="span" width="14px" />
-            </button>
-          </div>
-          {outcome === "runs" || text === "" ? null : <Said line={line} text={text} />}
-        </li>
-      ))}
-    </ol>
+    <>
+      <p className="fsdp-unseen" role="status" aria-label="what came of the last command">
+        {newest(spoken)}
+      </p>
+      <ol className="fsdp-Spoken">
+        {spoken.map(({ key, line, text, outcome }) => (
+          <li key={key} className={`fsdp-mod-${outcome}`}>
+            <div className="fsdp-inline">
+              <code className="fsdp-grows" title={line}>{line}</code>
+              <button
+                type="button"
+                className="fsdp-Tool"
+                title="Copy as magic"
+                aria-label={`Copy ${line}`}
+                onClick={() => {
+                  copy(line);
+                }}
+              >
+                <copyIcon.react tag="span" width="14px" />
+              </button>
+            </div>
+            {outcome === "runs" || text === "" ? null : <Said line={line} text={text} />}
+          </li>
+        ))}
+      </ol>
+    </>
   );
+}
+
+/** Commands of which one hears in the state of the ranks what came of them. */
+const HEARD = /^%fsdp (step|pause|next|continue|abort)\b/;
+
+/** The command that ended last among the newest, and what came of it, in one line. */
+function newest(spoken: readonly One[]): string {
+  const found = spoken.find(({ outcome, line }) => outcome === "failed" || (outcome === "done" && !HEARD.test(line)));
+  if (found === undefined) return "";
+  const [first = ""] = found.text.split("\n");
+  return `${found.line}: ${first === "" ? "done" : first}`;
 }
 
 /** What came of a command: lines are wrapped, those of a table with several columns keep them and can be scrolled, by keys as well. */

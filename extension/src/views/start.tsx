@@ -3,7 +3,7 @@ import * as React from "react";
 
 import type { Start } from "../protocol";
 import { count } from "../words";
-import { Choice, Field, stands, Text } from "./parts";
+import { Action, Choice, Field, Text } from "./parts";
 
 export type Device = NonNullable<Start["device"]>;
 export const DEVICES: readonly Device[] = ["auto", "cpu", "cuda"];
@@ -29,7 +29,6 @@ export function StartForm({ numRanks, device: preset, isEnabled, why, start }: S
       className="fsdp-Form"
       onSubmit={(event) => {
         event.preventDefault();
-        if (isStarting) return;
         setIsStarting(true);
         void start(command).finally(() => {
           setIsStarting(false);
@@ -48,14 +47,13 @@ export function StartForm({ numRanks, device: preset, isEnabled, why, start }: S
           }}
         />
       </Field>
-      <button
-        type="submit"
+      <Action
         className="jp-mod-styled jp-mod-accept"
-        disabled={!isEnabled || !isValid || isStarting}
-        {...stands(command)}
+        isEnabled={isEnabled && isValid && !isStarting}
+        command={command}
       >
         {isStarting ? "Starting\u2026" : `Start ${isValid ? count(number, "rank") : "ranks"}`}
-      </button>
+      </Action>
       {why ? <p className="fsdp-note" role="status">{why}</p> : null}
     </form>
   );

@@ -34,6 +34,11 @@ export function Units({ model, colours }: UnitsProps): React.JSX.Element {
     else now.delete(node.key);
     setFolded(now);
   };
+  const open = (node: Node): void => {
+    setFocus(node.key);
+    if (node.unit !== null) void model.toggle(node.unit.index);
+    else fold(node, !folded.has(node.key));
+  };
   const go = (key: string | undefined): void => {
     if (key === undefined) return;
     setFocus(key);
@@ -41,15 +46,29 @@ export function Units({ model, colours }: UnitsProps): React.JSX.Element {
   };
   const press = (event: React.KeyboardEvent, at: number): void => {
     const node = rows[at]?.node;
-    if (node === undefined || event.target !== event.currentTarget) return;
+    if (node === undefined) return;
+    if (event.target !== event.currentTarget) { // inside of what a unit shows
+      if (event.key === "Escape") {
+        go(node.key);
+        open(node);
+      }
+      return;
+    }
     const moves: Partial<Record<string, () => void>> = {
       ArrowDown: () => { go(rows[at + 1]?.node.key); },
       ArrowUp: () => { go(rows[at - 1]?.node.key); },
       Home: () => { go(rows[0]?.node.key); },
       End: () => { go(rows.at(-1)?.node.key); },
-      ArrowRight: () => { if (node.children.length > 0) fold(node, false); },
-      ArrowLeft: () => { if (node.children.length > 0) fold(node, true); },
-      Enter: () => { if (node.unit !== null) void model.toggle(node.unit.index); },
+      ArrowRight: () => {
+        if (folded.has(node.key)) fold(node, false);
+        else go(node.children[0]?.key);
+      },
+      ArrowLeft: () => {
+        if (node.children.length > 0 && !folded.has(node.key)) fold(node, true);
+        else go(rows.find((row) => row.node.children.includes(node))?.node.key);
+      },
+      Enter: () => { open(node); },
+      " ": () => { open(node); },
     };
     const move = moves[event.key];
     if (move === undefined) return;
@@ -70,11 +89,7 @@ export function Units({ model, colours }: UnitsProps): React.JSX.Element {
             isFocused={node.key === focused}
             params={node.unit === null ? undefined : model.opened.get(node.unit.index)}
             fold={fold}
-            open={() => {
-              setFocus(node.key);
-              if (node.unit !== null) void model.toggle(node.unit.index);
-              else fold(node, !folded.has(node.key));
-            }}
+            open={() => { open(node); }}
             press={(event) => {
               press(event, at);
             }}
@@ -129,11 +144,14 @@ function UnitRow(props: UnitRowProps): React.JSX.Element {
     <li
       role="treeitem"
       aria-level={depth + 1}
+      aria-label={unit?.name ?? label}
+      aria-description={unit === null ? undefined : told(unit, state, node.place)} // may change while it has the focus
       aria-expanded={children.length > 0 ? !isFolded : undefined}
       aria-selected={params !== undefined}
       tabIndex={isFocused ? 0 : -1}
       data-key={node.key}
       data-fsdp-unit={unit?.name}
+      data-fsdp-index={unit?.index}
       className="fsdp-Unit"
       onKeyDown={press}
     >

@@ -3,7 +3,7 @@
 // see workbench/widgets/modules.py. What goes over the wire: workbench/widgets/messages.py.
 
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
-import { make, refill, swatch, write } from "./dom.js";
+import { enable, make, onPress, refill, swatch, write } from "./dom.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
 import { formatBytes, formatDuration, formatShare, ranksInWords, ranksWithin } from "./format.js";
 import { isDark } from "./look.js";
@@ -134,6 +134,10 @@ class DashboardView {
     /** @type {Map<string, HTMLButtonElement>} */
     this.buttons = new Map();
     this.sentence = make("div", "fw-said");
+    this.spoken = make("div", "fw-unseen"); // for screen readers
+    this.spokenOf = "";
+    this.peak = make("button", "fw-peak");
+    this.peakNote = make("span");
     this.ranks = make("div", "fw-ranks");
     this.body = make("div");
     this.memory = this.panel("memory in use, by class");
@@ -176,9 +180,9 @@ class DashboardView {
     root.setAttribute("aria-label", "Live dashboard. Left and right arrow keys: event by event. L: live. H: hold the last step.");
     const head = make("div", "fw-head"), state = make("div", "fw-state"), at = make("div", "fw-at");
     state.append(this.badge, this.why);
-    state.setAttribute("role", "status");
+    this.spoken.setAttribute("role", "status");
     at.append(this.when, this.event);
-    head.append(state, at, this.buildButtons());
+    head.append(state, at, this.buildButtons(), this.spoken);
     this.sentence.setAttribute("role", "status");
     this.stops.append(make("h4", "", "Breakpoints"), this.stopsList);
     this.stopsList.setAttribute("aria-label", "Breakpoints");
@@ -187,6 +191,9 @@ class DashboardView {
     if (about.panels.includes("ranks")) root.append(this.buildCards(), this.costs);
     root.append(this.body, this.foot);
     this.memory.box.append(this.memoryLegend);
+    this.peak.title = "go there";
+    this.peak.hidden = true;
+    this.memory.note.append(this.peak, this.peakNote);
     this.states.box.append(this.statesLegend);
     this.tracks.box.append(this.timelineBox);
     if (about.panels.includes("memory")) this.body.append(this.memory.box);
@@ -200,17 +207,17 @@ class DashboardView {
     const row = make("div", "fw-buttons");
     for (const word of this.about.buttons) {
       const button = make("button", `fw-${word}`, word);
-      button.disabled = true;
+      enable(button, false);
       this.buttons.set(word, button);
       if (word === "next") row.append(this.joined(button, this.buildSize(), () => this.size.value));
       else if (word === "break") row.append(this.joined(button, this.buildPlace(), () => this.place.value.trim()));
       else {
-        button.onclick = () => { this.press(word); };
+        onPress(button, () => { this.press(word); });
         row.append(button);
       }
     }
     this.oneStep.title = "stop redrawing and show the last step that all ranks finished";
-    this.oneStep.onclick = () => { this.holdStep(); };
+    onPress(this.oneStep, () => { this.holdStep(); });
     this.live.onclick = () => { this.follow(); };
     row.append(this.oneStep, this.live);
     return row;
@@ -224,7 +231,7 @@ class DashboardView {
    */
   joined(button, field, argument) {
     const both = make("span", "fw-joined");
-    button.onclick = () => { this.press(button.textContent, argument()); };
+    onPress(button, () => { this.press(button.textContent, argument()); });
     both.append(button, field);
     return both;
   }
@@ -799,14 +806,24 @@ class DashboardView {
     const isWhole = !states.has("gone"), goesOn = isHeld && isWhole;
     const can = new Map([["step", isIdle], ["pause", works], ["next", goesOn], ["continue", goesOn],
       ["abort", works || isHeld], ["break", isThere]]);
-    for (const [word, button] of this.buttons) button.disabled = !can.get(word);
-    this.size.disabled = !goesOn;
-    this.place.disabled = !isThere;
-    this.oneStep.disabled = !this.steps.length;
+    for (const [word, button] of this.buttons) enable(button, can.get(word) ?? false);
+    enable(this.oneStep, this.steps.length > 0);
     this.badge.className = `fw-badge fw-is-${status?.word ?? "untold"}`;
     write(this.badge, status === null ? "" : BADGES[status.word]);
     write(this.why, status?.why ?? "");
     this.why.title = status?.why ?? "";
+    this.speak();
+  }
+
+  /** Screen readers are told once when something else is the case, not with every number that has changed. */
+  speak() {
+    const { status } = this;
+    if (status === null) return;
+    const isPlace = status.word === "stopped" || status.word === "dead"; // another one is news
+    const of = isPlace ? `${status.word} ${status.why}` : status.word;
+    if (of === this.spokenOf) return;
+    this.spokenOf = of;
+    write(this.spoken, [status.word === "dead" ? "ranks died" : status.word, status.why].filter(Boolean).join(": "));
   }
 
   say() {
@@ -904,17 +921,14 @@ class DashboardView {
   drawPeakNote(peaks, count) {
     const top = peaks.length ? peaks.reduce((best, peak) => (peak.num_bytes > best.num_bytes ? peak : best)) : null;
     const more = count > MAX_AREAS ? `and ${count - MAX_AREAS} more groups of ranks` : "";
-    refill(this.memory.note, [top, more, this.clock], () => {
-      if (!top) return [];
-      const step = top.step >= 0 ? `, step ${top.step}` : "";
-      const button = make("button", "fw-peak", `peak ${formatBytes(top.num_bytes)}${step}`);
-      button.title = "go there";
-      button.onclick = () => {
-        this.putCursor(top.t_us);
-        this.showCursor(top.t_us);
-      };
-      return [button, ["", ...[this.clock, top.text, more].filter(Boolean)].join(" \u00b7 ")];
-    });
+    this.peak.hidden = !top;
+    write(this.peakNote, top ? ["", ...[this.clock, top.text, more].filter(Boolean)].join(" \u00b7 ") : "");
+    if (!top) return;
+    write(this.peak, `peak ${formatBytes(top.num_bytes)}${top.step >= 0 ? `, step ${top.step}` : ""}`);
+    this.peak.onclick = () => {
+      this.putCursor(top.t_us);
+      this.showCursor(top.t_us);
+    };
   }
 
   /**

@@ -25,6 +25,31 @@ export function write(element, text) {
 }
 
 /**
+ * Do something when a button is pressed, while it can be.
+ * @param {HTMLElement} button
+ * @param {() => void} act
+ */
+export function onPress(button, act) {
+  button.onclick = () => {
+    if (isEnabled(button)) act();
+  };
+}
+
+/**
+ * Say whether a button can be pressed. One that cannot is not `disabled`: it would lose the focus.
+ * @param {HTMLElement} button
+ * @param {boolean} can
+ */
+export function enable(button, can) {
+  if (isEnabled(button) !== can) button.setAttribute("aria-disabled", String(!can));
+}
+
+/** @param {HTMLElement} button */
+export function isEnabled(button) {
+  return button.getAttribute("aria-disabled") !== "true";
+}
+
+/**
  * Give `element` these children, if they say anything else than those it has: else a pressed button would vanish.
  * @param {HTMLElement} element
  * @param {unknown} key what they say

@@ -1,0 +1,78 @@
+/** Whoever works by keyboard or screen reader keeps the focus: when what has it is taken away, and when a menu closes. */
+import type { JupyterFrontEnd } from "@jupyterlab/application";
+import type { IDisposable } from "@lumino/disposable";
+
+const TABBABLE = "a[href], button, input, select, textarea, [tabindex]";
+
+/** What Tab stops at inside of an element, in that order. */
+function tabbable(node: HTMLElement): readonly HTMLElement[] {
+  return [...node.querySelectorAll<HTMLElement>(TABBABLE)].filter(({ tabIndex }) => tabIndex >= 0);
+}
+
+function isNowhere(): boolean {
+  return document.activeElement === null || document.activeElement === document.body;
+}
+
+/** Gives the focus, when what has it is taken out of an element, to what is in its place then. */
+export class FocusKeeper implements IDisposable {
+  readonly #node: HTMLElement;
+  readonly #ender = new AbortController();
+  readonly #observer: MutationObserver;
+  #last: HTMLElement | null = null;
+  #place = 0;
+
+  constructor(node: HTMLElement) {
+    this.#node = node;
+    const { signal } = this.#ender;
+    node.addEventListener("focusin", ({ target }) => { this.#take(target as HTMLElement); }, { signal });
+    node.addEventListener("focusout", () => { queueMicrotask(() => { this.#left(); }); }, { signal });
+    this.#observer = new MutationObserver(() => { this.#look(); });
+    this.#observer.observe(node, { childList: true, subtree: true });
+  }
+
+  get isDisposed(): boolean {
+    return this.#ender.signal.aborted;
+  }
+
+  dispose(): void {
+    this.#ender.abort();
+    this.#observer.disconnect();
+    this.#last = null;
+  }
+
+  #take(target: HTMLElement): void {
+    this.#last = target;
+    this.#place = Math.max(tabbable(this.#node).indexOf(target), 0);
+  }
+
+  /** It went elsewhere, if what had it is still there. */
+  #left(): void {
+    if (this.#last?.isConnected === true && document.activeElement !== this.#last) this.#last = null;
+  }
+
+  #look(): void {
+    if (this.#last === null) return;
+    if (this.#last.isConnected) {
+      this.#take(this.#last); // others may have come or gone before it
+      return;
+    }
+    this.#last = null;
+    const left = tabbable(this.#node);
+    if (isNowhere()) left[Math.min(this.#place, left.length - 1)]?.focus();
+  }
+}
+
+/** When a context menu of an element closes, and its command has not moved the focus, it goes back to where it was. */
+export function returnFocus(app: JupyterFrontEnd, node: HTMLElement): void {
+  let from: HTMLElement | null = null;
+  node.addEventListener("contextmenu", ({ target }) => {
+    from = target instanceof HTMLElement ? target.closest<HTMLElement>(TABBABLE) : null;
+  }, { capture: true });
+  app.contextMenu.menu.aboutToClose.connect(() => {
+    const back = from;
+    from = null;
+    requestAnimationFrame(() => {
+      if (isNowhere()) back?.focus();
+    });
+  });
+}
