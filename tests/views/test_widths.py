@@ -9,6 +9,7 @@ from plotly.offline import get_plotlyjs
 
 from tests.browser import open_offline
 from tests.trace.holding import stopped_before
+from tests.trace.scale import Scale, trace_of
 from tests.trace.simulation import Setup, simulate
 from workbench.events import Kind
 from workbench.trace.columns import Trace
@@ -70,7 +71,8 @@ def figures():
     kept = long_names(simulate(Setup(num_ranks=4, num_units=13, steps=3, reshard_after_forward=False)))
     held = stopped_before(long_names(simulate(Setup(num_ranks=2, num_units=4, steps=3))), Kind.BACKWARD, number=9)
     copies = long_names(simulate(Setup(num_ranks=8, copies=2, num_units=4, steps=3, compute_itemsize=2)))
-    traces = {"deep": deep, "held": held, "copies": copies}
+    many = long_names(trace_of(Scale(num_ranks=48, copies=6, num_units=28, width=64, late=30, ended=7, larger=41)))
+    traces = {"deep": deep, "held": held, "copies": copies, "many": many}
     found = {f"{name} of {what}": draw(name, trace) for name in VIEWS for what, trace in traces.items()}
     found["memory with the process"] = draw("memory", deep, process=True)
     found["memory of three steps"] = draw("memory", deep, steps=3)

@@ -85,14 +85,19 @@ def advance(state: TrainingState, rows: Rows, kind: NDArray[np.uint8] | None = N
     rows = rows[_WANTED[kind]]
     logged = rows["kind"] == Kind.METRIC
     steps_now = _step_at(rows, state.last_step)
-    spans = np.concatenate([state.pending, rows[~logged]])
+    spans = _after(state.pending, rows[~logged])
     return TrainingState(
-        values=np.concatenate([state.values, _values(rows[logged], steps_now[logged])]),
-        steps=np.concatenate([state.steps, _finished(spans)]),
+        values=_after(state.values, _values(rows[logged], steps_now[logged])),
+        steps=_after(state.steps, _finished(spans)),
         pending=_unfinished(spans),
         last_step=int(steps_now[-1]) if len(steps_now) else state.last_step,
         models=models,
     )
+
+
+def _after(known: NDArray[np.void], fresh: NDArray[np.void]) -> NDArray[np.void]:
+    """Return what was known with what is new; to put together two structured arrays takes long if they are short."""
+    return np.concatenate([known, fresh]) if len(known) else fresh
 
 
 def _first_of_steps(known: NDArray[np.void], rows: Rows, forwards: NDArray[np.int64]) -> NDArray[np.void]:
@@ -102,6 +107,8 @@ def _first_of_steps(known: NDArray[np.void], rows: Rows, forwards: NDArray[np.in
     _, first = np.unique(step[begins], return_index=True)
     fresh = np.empty(len(first), MODEL_DTYPE)
     fresh["step"], fresh["unit"] = step[begins][first], unit[begins][first]
+    if not len(known):
+        return fresh
     fresh = fresh[~np.isin(fresh["step"], known["step"])]
     found = np.concatenate([known, fresh])
     return found[np.argsort(found["step"], kind="stable")]

@@ -38,6 +38,7 @@ _HEADING_LETTERS = 40  # of a line over the bars
 _LABEL_LETTERS = 34
 
 _MAX_TICKS = 8
+_MAX_COPIES = 3  # whose ranks are named at a column; of more those of the first one
 _MAX_LINES = 8  # of what hangs at one segment
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
@@ -400,9 +401,11 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
     )
     shown = range(0, columns, -(-columns // _MAX_TICKS)) if len(num_shards) == 1 else range(0)
     labels = _columns(header, columns, shown)
+    copies = max(unit.replicate_size for unit in header.units if not unit.retired)
+    whose = f"rank of the first of {copies} copies" if copies > _MAX_COPIES else "rank"
     room = "elements" if any(_is_flat(place) for place in places) else "rows"
     fig.update_xaxes(
-        title_text=f"rank (a column: its room for {room})",
+        title_text=f"{whose} (a column: its room for {room})",
         range=[0, columns],
         tickmode="array",
         tickvals=[i + 0.5 for i in shown],
@@ -421,6 +424,8 @@ def _columns(header: Header, columns: int, shown: range) -> list[str]:
         return [_who(i, i) for i in shown]
     # a mesh is (replicate, shard): shard-rank i of every copy is rank i, i + F, i + 2 F, ...
     ranks = [range(i, columns * copies, columns) for i in shown]
+    if copies > _MAX_COPIES:
+        return [f"{same[0]}" for same in ranks]
     return [label(same) if columns * copies <= 4 else ranges(same) for same in ranks]
 
 
