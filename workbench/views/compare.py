@@ -33,7 +33,7 @@ NOTICED = 0.05
 """A step time that differs by less is not spoken of: it does so from step to step."""
 
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
-_PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 44, 76, 22  # pixels; a row of the table has two lines
+_PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the table has two lines
 _BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below all that is drawn; a plot has its axis there
 _MAX_TICKS, _MAX_DETAILED = 8, 2
 
