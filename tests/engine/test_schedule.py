@@ -252,20 +252,22 @@ def test_a_backend_that_allocates_nothing_goes_on_as_before():
 
 
 def released() -> tuple[list[int], int]:
-    """Return what the pools keep after each of four steps, and after giving it up between the second and the third."""
+    """Return what the pools keep after each of four forwards, and after giving it up in the second step."""
     with recording() as record:
         plain, model = make_net(**NET), shard_net_with(engine, make_net(**NET))
         reserved, after_release = [], 0
         for step in range(4):
-            for m in (plain, model):
-                m.zero_grad()
-                one_batch(m, step)
-            average_grads(plain)
-            assert_same_shards(model, plain)
+            plain.zero_grad()
+            model.zero_grad()
+            one_batch(plain, step)
+            loss = loss_of(model, batch(dist.get_rank(), step))
             reserved.append(record.live[Category.RESERVED])
             if step == 1:
                 model.release_buffers()
                 after_release = record.live[Category.RESERVED]
+            loss.backward()
+            average_grads(plain)
+            assert_same_shards(model, plain)
     return reserved, after_release
 
 

@@ -515,6 +515,8 @@ class FSDPParamGroup:
     def _reshard_after_backward(self) -> None:
         if self.reshard_after_backward:
             self.reshard()
+        if not self.comm_ctx.recorded:  # no backward follows that gathers: gradients can have the memory
+            self.comm_ctx.pages.release()
 
     @unrecorded
     def _reduce(self) -> None:
