@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -39,6 +39,8 @@ def of(kind):
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         return st.builds(kind, **{field.name: of(hints[field.name]) for field in dataclasses.fields(kind)})
+    if origin is Literal:
+        return st.sampled_from(args)
     if origin is tuple:
         return st.lists(of(args[0]), max_size=2).map(tuple)
     if origin is dict:
