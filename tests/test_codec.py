@@ -90,3 +90,18 @@ def test_what_is_long_is_cut():
     with pytest.raises(CodecError) as caught:
         decode(Cat, {"word": "cat", "lives": "9" * 10**6}, "cat")
     assert len(str(caught.value)) < 200
+
+
+@dataclass(frozen=True)
+class Box:
+    size: Literal["small", "large"] | Literal[""]
+
+
+@pytest.mark.parametrize("size", ["small", ""])
+def test_a_text_of_one_of_two_literals_arrives(size):
+    assert decode(Box, encode(Box(size)), "box") == Box(size)
+
+
+def test_a_text_of_none_of_two_literals_is_refused():
+    with pytest.raises(CodecError, match=r"box.size is 'huge', expected one of"):
+        decode(Box, {"size": "huge"}, "box")

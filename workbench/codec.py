@@ -115,6 +115,8 @@ def decode_named(known: Mapping[str, type], data: Any, where: str) -> Any:  # no
 
 
 def _decode_union(args: tuple[Any, ...], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
+    if any(get_origin(arg) is Literal and data in get_args(arg) for arg in args):
+        return data
     structured = [arg for arg in args if dataclasses.is_dataclass(arg) or get_origin(arg) is not None]
     plain = tuple(arg for arg in args if arg not in structured)
     if not structured or type(data) in plain:
