@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -99,6 +99,27 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     if bad:
         raise RankFailure("\n".join(bad))
     return [result for _, result in results]
+
+
+def run_cases(world_size: int, cases: Mapping[Any, Callable[[], Any]]) -> list[dict[Any, Any]]:
+    """Call every case on every rank, one after another in the same processes; returns results per rank, by name.
+
+    What a rank works out once, such as how DTensor acts on an operation, it does for all of them. An error says in
+    which case it was.
+    """
+    return run_ranks(world_size, in_turn, cases)
+
+
+def in_turn(cases: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Call every case on this rank; see :func:`run_cases`."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case()
+        except Exception as error:
+            error.add_note(f"case: {name}")
+            raise
+    return found
 
 
 def on_one_rank(test: Callable[..., None]) -> Callable[..., None]:

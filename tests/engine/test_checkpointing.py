@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.engine.comparison import DIM, compare, data, squares
 from tests.engine.models import Block
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import run_cases, run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from workbench import engine
 from workbench.events import Category, Kind
@@ -125,9 +125,8 @@ KINDS = {
 }
 
 
-def beside_torchs(kind: str, reentrant: bool, patch: pytest.MonkeyPatch) -> Recording:
+def beside_torchs(kind: str, reentrant: bool) -> Recording:
     """Train ours and torch's alike: the same bits, and collectives; returns our last step's record."""
-    patch.setenv("WORKBENCH_COMM", "default")  # the calls of c10d that torch's makes
     make, shard = KINDS[kind]
     steps: list[list[tuple[Counter[object], list[torch.Tensor]]]] = []
     with recording() as record:
@@ -159,12 +158,14 @@ def by_block(counts: Counter[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_run_again_is_gathered_as_often_as_by_torch(kind, reentrant, monkeypatch):
-    for record in run_ranks(2, beside_torchs, kind, reentrant, monkeypatch):
-        assert by_block(record.count(Kind.ALL_GATHER)) == dict.fromkeys(UNITS, 2) | {ROOT: 1}
-        assert by_block(record.count(Kind.REDUCE_SCATTER)) == dict.fromkeys(UNITS, 1)
-        assert set(record.alive) == {Category.SHARDED_PARAMS}  # zero_grad came last
+def test_what_is_run_again_is_gathered_as_often_as_by_torch(reentrant, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMM", "default")  # the calls of c10d that torch's makes
+    cases = {kind: functools.partial(beside_torchs, kind, reentrant) for kind in KINDS}
+    for found in run_cases(2, cases):
+        for kind, record in found.items():
+            assert by_block(record.count(Kind.ALL_GATHER)) == dict.fromkeys(UNITS, 2) | {ROOT: 1}, kind
+            assert by_block(record.count(Kind.REDUCE_SCATTER)) == dict.fromkeys(UNITS, 1), kind
+            assert set(record.alive) == {Category.SHARDED_PARAMS}, kind  # zero_grad came last
 
 
 def order_of_gathers(reentrant: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.engine.both import newer_torch
 from tests.engine.huggingface import batch, blocks, loss_of, make, shard, transformers
 from tests.engine.models import adamw
 from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import run_cases, run_ranks
 from workbench.engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 # 1e-4: some gradients are zero but for rounding (a key's bias); Adam must not make a step of them
@@ -85,12 +86,12 @@ def tied(model: nn.Module) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.filterwarnings(VIEWS)
-@pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("name", ["Llama", "Llama, checkpointed", "GPT-2", "Mixtral", "T5"])
-def test_five_steps_beside_torchs_own_and_the_unsharded_model(name, reshard):
-    losses = run_ranks(2, five_steps, name, reshard)
-    assert all(math.isfinite(loss) for loss in losses[0])
-    assert losses[0] != losses[1]  # each rank has data of its own
+def test_five_steps_beside_torchs_own_and_the_unsharded_model(name):
+    first, second = run_cases(2, {reshard: partial(five_steps, name, reshard) for reshard in (None, False)})
+    for reshard, losses in first.items():
+        assert all(math.isfinite(loss) for loss in losses)
+        assert losses != second[reshard]  # each rank has data of its own
 
 
 def with_precision(name: str) -> list[float]:
@@ -112,13 +113,6 @@ def with_precision(name: str) -> list[float]:
     return losses
 
 
-@pytest.mark.filterwarnings(VIEWS)
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
-def test_five_steps_in_bfloat16_beside_torchs_own(name):
-    losses = run_ranks(2, with_precision, name)
-    assert all(math.isfinite(loss) for loss in losses[0])
-
-
 def generates(name: str) -> None:
     plain = make(name).eval()
     sharded = shard(copy.deepcopy(plain), fully_shard)
@@ -133,8 +127,10 @@ def generates(name: str) -> None:
 
 @pytest.mark.filterwarnings(VIEWS)
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
-def test_generates_what_the_unsharded_model_does(name):
-    run_ranks(2, generates, name)
+def test_five_steps_in_bfloat16_beside_torchs_own_and_what_the_unsharded_model_generates(name):
+    cases = {"in bfloat16": partial(with_precision, name), "generates": partial(generates, name)}
+    found, *_ = run_cases(2, cases)
+    assert all(math.isfinite(loss) for loss in found["in bfloat16"])
 
 
 def few_tokens(step: int) -> torch.Tensor:

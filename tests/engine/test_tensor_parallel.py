@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.engine.models import adamw
-from tests.engine.ranks import run_ranks, simulated_rank, simulating
+from tests.engine.ranks import run_cases, run_ranks, simulated_rank, simulating
 from workbench.engine import fully_shard
 
 FSDP_TP = (("dp", "tp"), (2, 2))
@@ -106,7 +107,9 @@ def assert_whole(name: str, dtensor: torch.Tensor, plain: torch.Tensor) -> None:
     torch.testing.assert_close(dtensor.full_tensor(), plain, msg=lambda said: f"{name}: {said}")
 
 
-def five_steps(names: tuple[str, ...], shape: tuple[int, ...], reshard: bool | None, clip: float) -> None:
+def five_steps(
+    names: tuple[str, ...], shape: tuple[int, ...], reshard: bool | None = None, *, clip: float = 0.1
+) -> None:
     dp, tp = meshes(names, shape)
     plain = make()
     sharded = shard(split(copy.deepcopy(plain), tp), dp, fully_shard, reshard_after_forward=reshard)
@@ -132,18 +135,16 @@ def five_steps(names: tuple[str, ...], shape: tuple[int, ...], reshard: bool | N
         assert_whole(name, value, expected[name])
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_fsdp_with_tensor_parallelism_equals_the_plain_model(reshard):
-    run_ranks(4, five_steps, *FSDP_TP, reshard, 0.1)
+def test_fsdp_with_tensor_parallelism_equals_the_plain_model():
+    run_cases(4, {reshard: partial(five_steps, *FSDP_TP, reshard) for reshard in (None, True, False)})
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
-def test_hsdp_with_tensor_parallelism_equals_the_plain_model(shape):
-    run_ranks(4, five_steps, HSDP_TP, shape, None, 0.1)
+def test_hsdp_with_tensor_parallelism_equals_the_plain_model():
+    run_cases(4, {shape: partial(five_steps, HSDP_TP, shape) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1))})
 
 
 def test_hsdp_with_tensor_parallelism_on_eight_ranks_where_nothing_is_clipped():
-    run_ranks(8, five_steps, HSDP_TP, (2, 2, 2), None, 100.0)
+    run_ranks(8, partial(five_steps, HSDP_TP, (2, 2, 2), clip=100.0))
 
 
 # ---- the layout beside torch's own
@@ -179,16 +180,16 @@ def both_layouts(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, di
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own warns of a view as output
-@pytest.mark.parametrize(("names", "shape"), [FSDP_TP, (HSDP_TP, (2, 1, 2)), (HSDP_TP, (1, 2, 2))])
-def test_meshes_placements_and_shards_are_torchs(names, shape):
-    found = run_ranks(4, both_layouts, names, shape)[0]
-    replicate = "Replicate(), " if len(names) == 3 else ""
-    assert {name: value["names"] for name, value in found.items()} == dict.fromkeys(found, names)
-    placed = {name: value["text"].replace("dim=", "").replace("sf=", "") for name, value in found.items()}
-    assert placed["blocks.0.norm.weight"] == f"({replicate}Shard(0), Replicate())"
-    assert placed["blocks.0.down.weight"] == f"({replicate}Shard(0), Shard(1))"
-    for name in ("blocks.0.up.weight", "blocks.0.up.bias", "embed.weight", "head.weight"):
-        assert placed[name] == f"({replicate}_StridedShard(0, 2), Shard(0))"
+def test_meshes_placements_and_shards_are_torchs():
+    cases = (FSDP_TP, (HSDP_TP, (2, 1, 2)), (HSDP_TP, (1, 2, 2)))
+    for (names, _), found in run_cases(4, {case: partial(both_layouts, *case) for case in cases})[0].items():
+        replicate = "Replicate(), " if len(names) == 3 else ""
+        assert {name: value["names"] for name, value in found.items()} == dict.fromkeys(found, names)
+        placed = {name: value["text"].replace("dim=", "").replace("sf=", "") for name, value in found.items()}
+        assert placed["blocks.0.norm.weight"] == f"({replicate}Shard(0), Replicate())"
+        assert placed["blocks.0.down.weight"] == f"({replicate}Shard(0), Shard(1))"
+        for name in ("blocks.0.up.weight", "blocks.0.up.bias", "embed.weight", "head.weight"):
+            assert placed[name] == f"({replicate}_StridedShard(0, 2), Shard(0))"
 
 
 class PartlySplit(nn.Module):
@@ -231,9 +232,8 @@ def partly_split(frozen: bool) -> None:
         assert_whole(name, s, p)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_unit_with_split_and_whole_parameters(frozen):
-    run_ranks(4, partly_split, frozen)
+def test_a_unit_with_split_and_whole_parameters():
+    run_cases(4, {frozen: partial(partly_split, frozen) for frozen in (False, True)})
 
 
 # ---- who registers what, when

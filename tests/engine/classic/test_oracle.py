@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from tests.engine import huggingface as hf
 from tests.engine.classic.wrapped import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
 from tests.engine.models import Block, adamw, batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
+from tests.engine.ranks import in_turn, run_ranks
 
 BF16 = torch.bfloat16
 SMALL = functools.partial(make_net, dim=8, num_blocks=2)
@@ -26,15 +26,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def run_all(cases):
-    """Run every case; an error says which one it was."""
-    for name, case in cases:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of its deprecated choices
-            try:
-                case()
-            except Exception as error:
-                error.add_note(f"case: {name}")
-                raise
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its deprecated choices
+        in_turn(dict(cases))
 
 
 def pairs_of_groups():
@@ -43,16 +37,8 @@ def pairs_of_groups():
     mesh = dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)), mesh_dim_names=("repeat", "shard"))
     pair = mesh.get_group("shard"), mesh.get_group("repeat")
     for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        yield (
-            strategy,
-            functools.partial(
-                compare_with_torchs,
-                SMALL,
-                lambda api, net: wrap_net(api, net, strategy, process_group=pair),  # noqa: B023 - called at once
-                steps=2,
-                accumulate=2,
-            ),
-        )
+        wrapped = functools.partial(_wrapped, wrap=wrap_net, options={"strategy": strategy, "process_group": pair})
+        yield strategy, functools.partial(compare_with_torchs, SMALL, wrapped, steps=2, accumulate=2)
 
 
 def every_pair():
