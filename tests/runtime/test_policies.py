@@ -75,15 +75,20 @@ def planned(unit):
 
 
 @functools.cache
+def trained(name):
+    return run(ranks_for(POLICIES[name]), train, POLICIES[name])
+
+
+@functools.cache
 def plainly(num_ranks):
-    return run(num_ranks, train, {})
+    return trained("plain") if num_ranks == ranks_for({}) else run(num_ranks, train, {})
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_trains_is_recorded_as_its_closed_form_says_and_verifies(name):
     policy = POLICIES[name]
     num_ranks = ranks_for(policy)
-    results = run(num_ranks, train, policy) if policy else plainly(num_ranks)
+    results = trained(name)
     for out in results:
         assert out["rules"] == []
         assert out["verify"]["ok"], out["verify"]
@@ -115,14 +120,9 @@ WORDS = {
 }
 
 
-def words(policy):
-    prepare()
-    return execute(Shard(model="model", **policy))["policy"]
-
-
 @pytest.mark.parametrize("name", WORDS)
 def test_a_policy_is_put_in_words(name):
-    assert run(ranks_for(POLICIES[name]), words, POLICIES[name])[0][: len(WORDS[name])] == WORDS[name]
+    assert trained(name)[0]["shard"]["policy"][: len(WORDS[name])] == WORDS[name]
 
 
 def change(first, second, clip):
@@ -161,9 +161,16 @@ CHANGES = [
 ]
 
 
+def unchanged(policy, clip):
+    """Losses of as many steps with the first policy alone."""
+    prepare(clip=clip)
+    execute(Shard(model="model", wrap=("Block",), **policy))
+    return execute(Step(count=5))["losses"]
+
+
 @functools.cache
 def losses_unchanged(num_ranks, clip, **policy):
-    return [losses for losses, *_ in run(num_ranks, change, policy, {}, clip)]
+    return run(num_ranks, unchanged, policy, clip)
 
 
 @pytest.mark.parametrize(("first", "second"), CHANGES, ids=str)
