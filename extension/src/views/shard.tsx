@@ -56,7 +56,7 @@ export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.
           value={chosen}
           among={models.flatMap((each) => [
             [each.name, `${each.name} (${each.class_name})`] as const,
-            ...(unit && each === found ? [[subject, `${unit.name} of ${each.name}`] as const] : []),
+            ...(unit && each === found ? [[subject, `unit ${unit.name}`] as const] : []),
           ])}
           choose={(name) => { model.subject = name; }}
         />
