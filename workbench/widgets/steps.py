@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from workbench.events import Edge, Kind
 from workbench.replay import training
 from workbench.replay.holds import Cuts, clock_offset_ns
+from workbench.replay.spans import chosen
 from workbench.replay.training import TrainingState
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Rows
@@ -92,7 +93,7 @@ class Steps:
 
 def _add_waits(waits_ns: dict[int, int], rows: Rows) -> None:
     """Add to each step how long its waits in ``rows`` take: when they end, without when they begin."""
-    waits = rows[(rows["kind"] == Kind.WAIT) & (rows["step"] >= 0)]
+    waits = chosen(rows, (rows["kind"] == Kind.WAIT) & (rows["step"] >= 0))
     steps, place = np.unique(waits["step"], return_inverse=True)
     signed = np.where(waits["edge"] == Edge.END, waits["t_ns"], -waits["t_ns"])
     sums = np.zeros(len(steps), np.int64)
