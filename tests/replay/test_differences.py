@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.trace.strategies import Setup, example_trace, simulate, traces
 from workbench.events import Category, Edge, Kind, Phase
@@ -110,3 +111,19 @@ def test_what_was_there_before_is_nobodys_in_particular():
     found = differences(trace.slice(step=0), trace.slice(step=2)).peak
     assert found.category is Category.OPTIMIZER_STATE
     assert found.units == ()
+
+
+@given(traces(whole=True), st.data())
+def test_of_ranks_that_did_the_same_one_is_looked_at(trace, data):
+    """The rank that is found is the one that would be if each of them were."""
+    odd = data.draw(st.sampled_from([None, *(rank.rank for rank in trace.ranks)]))
+    other = Trace(trace.header, tuple(with_more_bytes(rank) if rank.rank == odd else rank for rank in trace.ranks))
+    alone = [found for rank in trace.ranks if (found := differences(trace, other, rank.rank)) is not None]
+    heaviest = max(alone, key=lambda f: (abs(f.peak.after - f.peak.before), f.aligned.first_difference >= 0, -f.rank))
+    assert differences(trace, other).rank == heaviest.rank
+
+
+def with_more_bytes(rank):
+    rows = rank.rows.copy()
+    rows["num_bytes"] *= 2
+    return RankTrace(rank.rank, rows, rank.start)

@@ -6,19 +6,22 @@ counted from the first of each side, and only steps that both have count. Arrays
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.events import MOVES, WORK, Category, Kind, Phase
+from workbench.events import BESIDE, MOVES, WORK, Category, Kind, Phase
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
-from workbench.replay.spans import Ints, closed, exclusive, of_kind, spans
+from workbench.replay.alike import did
+from workbench.replay.spans import Ints, closed, exclusive, of_kind, rows_of, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import Header
 
+_COUNTED = tuple(kind for kind in Kind if kind not in BESIDE or kind in MOVES)
 _TELLING = 0.01  # of the step: less exposed time more or less is noise
 
 
@@ -119,7 +122,8 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
     ranks = tuple(sorted(told[0] & told[1]))
     if not ranks:
         return None
-    found = {r: align(*((part.header, part.rank(r)) for part in parts)) for r in (ranks if rank is None else (rank,))}
+    looked_at = _unlike(parts, ranks) if rank is None else (rank,)
+    found = {r: align(*((part.header, part.rank(r)) for part in parts)) for r in looked_at}
     shown = max(found, key=lambda r: (*_weight(found[r]), -r))
     aligned, rows = found[shown], [part.rank(shown) for part in parts]
     step_ns = training.summary(parts[0]).step_ns, training.summary(parts[1]).step_ns
@@ -140,6 +144,20 @@ def _first_steps(trace: Trace, count: int) -> Trace:
     """The first ``count`` steps of a trace; for none of them what is before all steps."""
     found = steps(trace)
     return trace.slice(first=found[0], last=found[count - 1]) if count else trace.slice(last=-1)
+
+
+def _unlike(parts: list[Trace], ranks: tuple[int, ...]) -> list[int]:
+    """Return the first of those ranks that have equally much to say: they did the same, with as many bytes, in both."""
+    found: dict[tuple[object, ...], int] = {}
+    for rank in ranks:
+        sides = [part.rank(rank) for part in parts]
+        programs = [
+            did(part.header, rows_of(side, _COUNTED), ("step", "num_bytes", "category"))
+            for part, side in zip(parts, sides, strict=True)
+        ]
+        key = (*(side.start.bytes_by_category for side in sides), *(hashlib.sha256(p).digest() for p in programs))
+        found.setdefault(key, rank)
+    return list(found.values())
 
 
 def _weight(aligned: Alignment) -> tuple[int, bool]:
