@@ -313,6 +313,13 @@ class FakeCluster:
         self._check_started()
         return [Connected(rank=r, host="<here>", device="cpu", pid=100 + r) for r in range(self.num_ranks)]
 
+    held_by = ""
+    outlives = False
+
+    def detach(self) -> None:
+        self.started = False
+        self.log.append(("detach",))
+
     def start(self, on_wait: Callable[[str], None] = lambda sentence: None) -> None:
         on_wait("they are being started")
         if self.started:

@@ -644,3 +644,17 @@ def test_help_explains_methods(wb):
 def test_the_notebooks_process_never_loads_torch():
     code = "import sys, workbench.magics; from workbench import Workbench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_mesh_of_hosts_comes_to_the_ranks_in_numbers(wb):
+    class OnTwoHosts(FakeCluster):
+        @property
+        def rank_info(self):
+            return [replace(info, host="a" if info.rank < 2 else "b") for info in super().rank_info]
+
+    with Workbench(4, cluster_factory=OnTwoHosts) as bench:
+        fake = bench._session.cluster
+        fake.script["shard"] = raises("UsageError", "not today")
+        with pytest.raises(UsageError, match="not today"):
+            bench.shard("model", mesh="hosts")
+        assert [entry[1].mesh for entry in fake.log if entry[0] == "execute"] == [(2, 2)]

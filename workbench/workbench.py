@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
+from workbench.cluster.attached import Target
 from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import select
 from workbench.cluster.place import OnWait, no_wait
@@ -70,7 +71,7 @@ from workbench.reports.stopped import (
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.pulse import Exchange, Pulse
 from workbench.session.request import Listener, OnProgress, no_output, no_progress
-from workbench.session.session import ClusterLike, Session
+from workbench.session.session import ClusterLike, Session, busy_sentence
 from workbench.session.sides import opened, side
 from workbench.session.standing import OnStanding, no_standing
 from workbench.session.watch import ASK_S
@@ -185,8 +186,16 @@ class Workbench:
         workbench.load(path)
         return workbench
 
+    @classmethod
+    def attach(cls, num_ranks: int | None = None, **which: Any) -> Self:  # noqa: ANN401 - as :meth:`join`
+        """Return a workbench whose ranks are engines that run already: arguments and errors as of :meth:`join`."""
+        workbench = cls()
+        workbench.join(num_ranks, **which)
+        return workbench
+
     def __enter__(self) -> Self:
-        self.start()
+        if not self.running:
+            self.start()
         return self
 
     def __exit__(
@@ -230,21 +239,102 @@ class Workbench:
         with self._exchanging("start"):
             cluster = self._factory(**wanted)
             cluster.start(on_wait)
-            self.num_ranks, self._settings = wanted["num_ranks"], wanted
-            self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
-            self._last_trace, self.record = Trace.empty(), ""
+            self._settings = wanted
+            return self._take(cluster, "started", begin)
+
+    def join(
+        self,
+        num_ranks: int | None = None,
+        *,
+        profile: str | None = None,
+        cluster_id: str = "",
+        file: str | os.PathLike[str] = "",
+        device: str = "auto",
+        interface: str = "",
+        take: bool = False,
+    ) -> StartReport:
+        """Have engines that run already as ranks (``%fsdp attach``); forgets what earlier ones recorded.
+
+        Engines that are ranks already keep their variables. If another notebook has them, views and the dashboard show
+        what they do, and commands are refused.
+
+        Args:
+            num_ranks: how many of the engines; None: all.
+            profile: IPython profile that the cluster was started with; None: the default one.
+            cluster_id: which of that profile's; empty: the only one.
+            file: its connection file for clients; empty: is looked for in the profile.
+            device: as of the constructor.
+            interface: as of the constructor.
+            take: take the ranks from a notebook that is gone.
+
+        Raises:
+            UsageError: ranks run here, or there is no such cluster, or it has fewer engines.
+            ClusterError: the cluster does not answer, or its engines do not fit together.
+        """
+        self._check_replaceable("%fsdp attach")
+        self.stop()
+        begin = time.monotonic()
+        target = Target(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
+        with self._exchanging("start"):
+            cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
+            cluster.start()
+            return self._take(cluster, "attached", begin)
+
+    def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:
+        """Have a cluster that was just started, or found."""
+        self.num_ranks = cluster.num_ranks
+        self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
+        self._last_trace, self.record = Trace.empty(), ""
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
-        return StartReport(num_ranks=self.num_ranks, devices=devices, seconds=time.monotonic() - begin, notice=notice)
+        return StartReport(
+            num_ranks=self.num_ranks,
+            devices=devices,
+            seconds=time.monotonic() - begin,
+            notice=notice,
+            how=how,
+            holder=cluster.held_by,
+        )
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the ranks' processes were there before, and stay."""
+        return self._session is not None and self._session.cluster.outlives
 
     def stop(self) -> None:
-        """Stop the ranks; nothing happens when none run. The trace stays."""
+        """Stop the ranks; nothing happens when none run. The trace stays.
+
+        Ranks that were attached become plain engines again: their processes are not ended.
+        """
+        if self._session is not None:
+            self._leave(self._session.cluster.stop)
+
+    def detach(self) -> None:
+        """Leave attached ranks as they are, with their variables; the trace stays.
+
+        Raises:
+            UsageError: there are none, they were started here, or they are at work.
+        """
+        session = self._started()
+        if session.request is not None and session.cluster.outlives:
+            raise UsageError(f"{busy_sentence(session.request)}; then %fsdp detach")
+        if not session.cluster.outlives:
+            session.cluster.detach()  # says what there is instead
+        self._leave(session.cluster.detach)
+
+    def close(self) -> None:
+        """Detach from ranks that stay, giving up what they do, and stop those that do not; may be called again."""
+        if self._session is not None:
+            cluster = self._session.cluster
+            self._leave(cluster.detach if cluster.outlives else cluster.stop)
+
+    def _leave(self, end: Callable[[], None]) -> None:
         session, self._session = self._session, None
         if session is None:
             return
         with self._exchanging("stop"), ExitStack() as last:  # from the last line up, each whatever became of the others
-            last.callback(session.cluster.stop)
+            last.callback(end)
             last.callback(self._keep_trace, session)
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
@@ -306,6 +396,7 @@ class Workbench:
             num_dropped=trace.num_dropped,
             record=self.record,
             kept=tuple(process.pid for process in KEEPER.processes),
+            holder="" if self._session is None else self._session.cluster.held_by,
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:

@@ -512,9 +512,33 @@ export interface Start {
   readonly interface?: string;
 }
 
+/** Have engines that run already as ranks; those that are ranks already keep their variables. */
+export interface Attach {
+  readonly word: "attach";
+  /** ranks (default: all) */
+  readonly num_ranks?: number | null;
+  /** IPython profile that it was started with */
+  readonly profile?: string | null;
+  /** which of that profile's */
+  readonly cluster_id?: string;
+  /** its connection file for clients, instead */
+  readonly file?: string;
+  /** where ranks compute (default auto) */
+  readonly device?: "auto" | "cpu" | "cuda";
+  /** network interface on which hosts reach each other (default: that of the route between them) */
+  readonly interface?: string;
+  /** take ranks from a notebook that is gone */
+  readonly take?: boolean;
+}
+
 /** Say where the ranks are, what is sharded, and what is recorded. */
 export interface Status {
   readonly word: "status";
+}
+
+/** Leave attached ranks as they are, with their variables, for whoever attaches next. */
+export interface Detach {
+  readonly word: "detach";
 }
 
 /** Stop the ranks; what was recorded stays. */
@@ -532,7 +556,10 @@ export interface Shard {
   readonly word: "shard";
   /** module classes of which each instance becomes a unit (default: chosen from the model) */
   readonly wrap?: readonly string[];
-  /** ranks that share a copy, or copies x ranks that share one (default: all ranks share one) */
+  /**
+   * ranks that share a copy, or copies x ranks that share one; hosts: a copy on each host
+   * (default: all ranks share one)
+   */
   readonly mesh?: number | string | readonly number[];
   /**
    * free full parameters after forward; auto: all but the root's; K: K ranks share them
@@ -576,7 +603,10 @@ export interface Reshard {
   readonly word: "reshard";
   /** module classes of which each instance becomes a unit (default: as it is) */
   readonly wrap?: readonly string[];
-  /** ranks that share a copy, or copies x ranks that share one (default: as it is) */
+  /**
+   * ranks that share a copy, or copies x ranks that share one; hosts: a copy on each host
+   * (default: as it is)
+   */
   readonly mesh?: number | string | readonly number[];
   /**
    * free full parameters after forward; auto: all but the root's; K: K ranks share them
@@ -864,7 +894,9 @@ export type Answer =
 
 export type Command =
   | Start
+  | Attach
   | Status
+  | Detach
   | Stop
   | Dashboard
   | Shard

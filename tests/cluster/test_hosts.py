@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.cluster import survey
-from workbench.cluster.hosts import Surveyed, boots, seats
+from workbench.cluster.hosts import Surveyed, boots, misfits, seats
 from workbench.codec import decode
 from workbench.errors import UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
@@ -18,6 +18,7 @@ HERE = Surveyed(
     pid=1,
     host="a",
     identity="id of a",
+    executable="/usr/bin/python3",
     python="3.11",
     torch="2.13.0",
     workbench="0.1.0",
@@ -111,6 +112,34 @@ def test_a_host_that_the_others_cannot_reach_is_named(address):
         boots(seats(found), "cpu", "ib0")
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"python": "3.12"}, "Python 3.12, and most have 3.11: give its engines that version"),
+        ({"workbench": ""}, "no workbench: install version 0.1.0"),
+        ({"workbench": "0.0.9"}, "workbench 0.0.9, and this notebook 0.1.0: install that version"),
+        ({"torch": ""}, "no torch: install version 2.13.0"),
+        ({"torch": "2.11.0+cpu"}, "torch 2.11.0+cpu, and most have 2.13.0: install that version"),
+    ],
+)
+def test_a_host_that_does_not_fit_is_named_once_with_what_to_do(other, said):
+    found = {"0": on("a"), "1": on("a", torch="2.13.0+cu130"), "2": on("b", **other), "3": on("b", **other)}
+    found["4"] = found["5"] = on("c")
+    assert misfits(seats(found), "0.1.0") == [f"b has {said} (its engines run /usr/bin/python3)"]
+
+
+def test_hosts_that_fit_are_not_spoken_of():
+    assert misfits(seats({"0": on("a"), "1": on("b", torch="2.13.0+cpu")}), "0.1.0") == []
+
+
+def test_no_torch_anywhere_is_said_of_each_host():
+    found = {"0": on("a", torch=""), "1": on("b", torch="")}
+    assert [sentence.partition(" (")[0] for sentence in misfits(seats(found), "0.1.0")] == [
+        "a has no torch: install it",
+        "b has no torch: install it",
+    ]
+
+
 # ---- what an engine says
 
 
@@ -133,7 +162,7 @@ def said(**more):
 def test_what_a_process_says_of_itself(registered_at):
     registered_at("127.0.0.1")
     found = said()
-    assert found.identity == survey._identity()
+    assert found.identity == survey.identity()
     assert (found.python.count("."), found.num_gpus) == (1, 0)
     assert LOOPBACK_INTERFACE in found.interfaces
     assert found.torch.startswith("2.")

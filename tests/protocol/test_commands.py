@@ -223,3 +223,23 @@ def test_what_is_said_of_a_word_is_one_line(word):
     assert summary(word)
     assert "`" not in summary(word)
     assert len(summary(word)) <= 110
+
+
+@pytest.mark.parametrize(("ranks_per_host", "mesh"), [([2, 2, 2], (3, 2)), ([4], (4,)), ([1, 1], (2, 1))])
+def test_a_mesh_of_hosts_has_a_copy_on_each(ranks_per_host, mesh):
+    command = Shard("m", mesh="hosts")
+    assert to_text(command) == "shard m --mesh hosts"
+    assert command.on_hosts(ranks_per_host) == Shard("m", mesh=mesh)
+    assert Reshard("m", mesh="2x2").on_hosts(ranks_per_host).mesh == (2, 2)
+
+
+def test_hosts_with_different_numbers_of_ranks_make_no_mesh():
+    with pytest.raises(ValueError, match="equally many ranks on every host, and there are 2, 1"):
+        Shard("m", mesh="hosts").on_hosts([2, 1])
+
+
+def test_a_strategy_is_checked_once_it_is_known_what_hosts_there_are():
+    hybrid = Shard("m", api="classic", strategy="hybrid", mesh="hosts")
+    assert hybrid.on_hosts([2, 2]).mesh == (2, 2)
+    with pytest.raises(ValueError, match="needs copies x ranks"):
+        hybrid.on_hosts([4])

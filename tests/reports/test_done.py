@@ -163,3 +163,19 @@ def test_status_says_which_units_are_classic():
     assert ("classic", "all") in both.facts()
     assert ("classic", "blocks.0") in StatusReport(running=True, units=("", "blocks.0"), classic=("blocks.0",)).facts()
     assert "classic" not in str(StatusReport(running=True, units=("",)))
+
+
+def test_ranks_of_several_hosts_are_grouped_by_host():
+    ranks = tuple(
+        RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank, doing="idle")
+        for rank, host in enumerate(["a", "a", "b"])
+    )
+    grouped = StatusReport(running=True, ranks=ranks).facts()[:5]
+    assert grouped == [
+        ("a", "ranks 0-1"),
+        ("  rank 0", "cpu, pid 10; idle"),
+        ("  rank 1", "cpu, pid 11; idle"),
+        ("b", "rank 2"),
+        ("  rank 2", "cpu, pid 12; idle"),
+    ]
+    assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")

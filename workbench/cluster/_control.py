@@ -29,7 +29,7 @@ from workbench.cluster.pending import Answer, Output, OutputKind, settle
 from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
 from workbench.errors import ClusterError, RankError
 
-REQUEST, REPLY, INTERRUPT = "workbench_request", "workbench_reply", "workbench_interrupt"
+REQUEST, REPLY, INTERRUPT, HOLD = "workbench_request", "workbench_reply", "workbench_interrupt", "workbench_hold"
 INSTALL = f"{__name__}:install"
 ERROR_MIME = "application/vnd.workbench.error+json"
 
@@ -76,15 +76,21 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
             return answer
 
 
-def install(handler_name: str) -> None:
+standing: dict[str, Any] = {"world": None}
+"""On an engine, what it is part of: a :class:`~workbench.protocol.starting.World`, as data; None: it is no rank."""
+
+
+def install(handler_name: str, world: dict[str, Any]) -> None:
     """Open the side door of this engine.
 
     Args:
         handler_name: ``"module:function"`` that takes the request (JSON data) and returns the reply (JSON data) and
             what goes beside it. It is called in the control thread and must not block.
+        world: what this engine is part of now.
     """
     kernel = _kernel()
     handler = resolve(handler_name)
+    standing["world"] = world
 
     def serving(handle: Callable[..., Any]) -> Callable[..., Any]:
         async def serve(stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own
@@ -96,7 +102,14 @@ def install(handler_name: str) -> None:
 
         return serve
 
-    kernel.control_handlers.update({REQUEST: serving(handler), INTERRUPT: serving(_interrupt)})
+    is_first = REQUEST not in kernel.control_handlers
+    kernel.control_handlers.update({REQUEST: serving(handler), INTERRUPT: serving(_interrupt), HOLD: serving(_hold)})
+    if is_first:  # it may have been a rank before
+        _adapt(kernel)
+
+
+def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
+    """Have an engine's kernel do what a rank's must."""
     _serve_without_ado(kernel)
     kernel.shell.events.register("post_run_cell", _publish_error)
     _repair_await(kernel)
@@ -108,6 +121,20 @@ def _interrupt(_: dict[str, Any]) -> tuple[None, list[memoryview]]:
     # a cell that awaits is cancelled by a callback that ipykernel's handler adds without waking the loop
     _kernel().io_loop.add_callback(lambda: None)
     return None, []
+
+
+def _hold(asked: dict[str, Any]) -> tuple[Any, list[memoryview]]:
+    """Return the world that this engine is part of, after what was asked: one who holds it, or that nobody does.
+
+    ``{}``: nothing is asked. ``{"holder": H, "take": False}``: H holds it if nobody else does; ``take``: all the same.
+    ``{"holder": None, "take": True}``: nobody does. ``{"leave": True}``: it is no rank any more.
+    """
+    world = standing["world"]
+    if asked.get("leave"):
+        standing["world"] = None
+    elif world is not None and "holder" in asked and (world["holder"] is None or asked["take"]):
+        world["holder"] = asked["holder"]
+    return standing["world"], []
 
 
 def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
@@ -264,6 +291,10 @@ class Wire:
     def forget(self, message_id: str) -> None:
         """Stop waiting for the reply to a side-door request."""
         self._client._futures.pop(message_id, None)
+
+    def shut_down_engines(self) -> None:
+        """Have every engine end its process, as soon as it has done what it does; nothing is waited for."""
+        self._client.shutdown(block=False)
 
     def close(self) -> None:
         """Close the connection; what was not sent yet is dropped."""

@@ -14,8 +14,9 @@ from typing import Any, Self, TypeVar
 
 from workbench.cluster import survey
 from workbench.cluster._control import INSTALL, Wire
+from workbench.cluster.attached import Attached, Target, holder_here, is_gone
 from workbench.cluster.doors import Doors
-from workbench.cluster.hosts import Surveyed, boots, seats
+from workbench.cluster.hosts import Surveyed, boots, misfits, seats
 from workbench.cluster.launch import Launch
 from workbench.cluster.launched import Launched, check_launcher, configures_launcher
 from workbench.cluster.pending import Pending, select
@@ -23,7 +24,7 @@ from workbench.cluster.place import OnWait, Place, no_wait
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Request
-from workbench.protocol.starting import Boot, Connect, Connected
+from workbench.protocol.starting import Boot, Connect, Connected, Holder, World
 
 R = TypeVar("R")
 
@@ -34,6 +35,8 @@ MAX_RANKS = 64
 DEVICES = ("auto", "cpu", "cuda")
 _SHUTDOWN_S = 2.0
 _INTERRUPT_S = 1.0
+_PATIENCE_S = 1.0
+_HOLD_S = 2.0
 
 PROGRAM = Path(survey.__file__).read_text(encoding="utf-8")
 """Runs on every engine before it is a rank: it need not have the workbench."""
@@ -86,12 +89,36 @@ class Cluster:
         self._interface = interface
         self._runtime = runtime
         self._start_timeout_s = start_timeout_s
+        self._target: Target | None = None
+        self._takes = False
+        self._num_wanted: int | None = num_ranks
+        self._holder: Holder | None = None
         self._place: Place | None = None
         self._doors: Doors | None = None
         self._engines: tuple[str, ...] = ()
         self._rank_info: tuple[Connected, ...] = ()
         self._engine_ids: tuple[int, ...] = ()
         self._losses: dict[int, str] = {}
+
+    @classmethod
+    def attached(cls, target: Target, num_ranks: int | None = None, *, take: bool = False, **settings: Any) -> Self:  # noqa: ANN401
+        """Return a cluster whose engines run already; :meth:`start` finds them, :meth:`stop` ends no process.
+
+        Engines that are ranks already, and that nobody holds, keep their variables. Those that another notebook holds
+        can be looked at alone: :attr:`held_by`.
+
+        Args:
+            target: which cluster.
+            num_ranks: how many of its engines become ranks; None: all.
+            take: the notebook that holds them is gone.
+            settings: ``device, interface, runtime, start_timeout_s``, as of the constructor.
+
+        Raises:
+            UsageError: an argument that cannot be.
+        """
+        made = cls(1 if num_ranks is None else num_ranks, engines="", profile="", **settings)
+        made._target, made._takes, made._num_wanted = target, take, num_ranks
+        return made
 
     def __enter__(self) -> Self:
         self.start()
@@ -121,7 +148,7 @@ class Cluster:
         try:
             self._place = place = self._open(on_wait)
             wire = self._connect(place)
-            self._rank_info = self._boot(place, self._seat(place, wire))
+            self._rank_info = self._join(place, wire) or self._boot(place, self._seat(place, wire))
         except KeyboardInterrupt as interrupt:
             raise Interrupted("the start was given up: nothing of it is left") from interrupt
         finally:
@@ -130,6 +157,8 @@ class Cluster:
 
     def _open(self, on_wait: OnWait) -> Place:
         """Begin to start processes; nothing is waited for."""
+        if self._target is not None:
+            return Attached(self._target, self._num_wanted, self._start_timeout_s)
         if self._launcher or (self._profile is not None and configures_launcher(self._profile)):
             return Launched(
                 self.num_ranks,
@@ -170,14 +199,71 @@ class Cluster:
             if not place.is_running(rank):
                 self._on_exit(rank)
 
+    def _join(self, place: Place, wire: Wire) -> tuple[Connected, ...]:
+        """Hold the ranks that engines are already, or look at them; return what these say, nothing if there are none.
+
+        Raises:
+            UsageError: there are not as many as were asked for.
+            ClusterError: an engine does not answer.
+        """
+        if self._target is None:
+            return ()
+        world = self._find_world(place)
+        if world is None:
+            return ()
+        if self._num_wanted not in {None, len(world.engines)}:
+            raise UsageError(
+                f"{len(world.engines)} of its engines are ranks already, and keep their variables: attach without -n; "
+                "or attach, %fsdp stop, which ends no engine, and attach again"
+            )
+        self._engines, self.num_ranks = world.engines, len(world.engines)
+        self._open_doors(place, wire)
+        here = wire.engines()
+        self._engine_ids = tuple(here.get(engine, -1) for engine in self._engines)
+        for engine in set(self._engines) - set(here):
+            self._on_gone(engine)
+        takes = self._takes or (world.holder is not None and is_gone(world.holder))
+        holders = self._hold({"holder": encode(holder_here()), "take": takes})
+        self._holder = next((holder for holder in holders if holder not in {None, holder_here()}), None)
+        return world.ranks
+
+    def _find_world(self, place: Place) -> World | None:
+        """Return what the engines are part of; those that are busy are asked through their side doors."""
+        doors = self._reach()
+        answers = self._survey(doors)
+        answers.wait(_PATIENCE_S)
+        late = [rank for rank in answers.ranks if not answers.done(rank)]
+        worlds = list(doors.hold({}, late, _HOLD_S).values())
+        if silent := [error for error in worlds if isinstance(error, Exception)]:
+            raise ClusterError(f"{len(silent)} of {len(self._engines)} engines do not answer{place.advice(None)}")
+        found = [world for world in worlds if isinstance(world, World)]
+        found += [one.world for one in self._said(answers, set(answers.ranks) - set(late)) if one.world is not None]
+        return max(found, key=lambda world: len(world.engines), default=None)
+
+    def _hold(self, asked: dict[str, Any]) -> list[Holder | None]:
+        """Have all ranks held, or let go, and return who holds each then."""
+        doors = self._reach()
+        living = [rank for rank in range(len(self._engines)) if not doors.is_lost(rank)]
+        replies = doors.hold(asked, living, _HOLD_S).values()
+        return [world.holder for world in replies if isinstance(world, World)]
+
+    def _survey(self, doors: Doors) -> Pending:
+        wants_gpus = self.device != "cpu"
+        return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_gpus={wants_gpus})")
+
+    @staticmethod
+    def _said(answers: Pending, ranks: Iterable[int]) -> list[Surveyed]:
+        return [decode(Surveyed, json.loads(answers.result(rank)), f"engine {rank}") for rank in sorted(ranks)]
+
     def _seat(self, place: Place, wire: Wire) -> dict[int, Boot]:
         """Ask the engines who they are, let each become a rank, and return what makes it one."""
-        wants_gpus = self.device != "cpu"
-        answers = self._reach().evaluate(PROGRAM, f"survey({self._interface!r}, count_gpus={wants_gpus})")
+        answers = self._survey(self._reach())
         self._wait(place, answers, "say who it is")
-        said = {rank: json.loads(answer) for rank, answer in answers.results().items()}
-        found = {self._engines[rank]: decode(Surveyed, one, f"engine {rank}") for rank, one in said.items()}
-        seated = seats(found)
+        found = dict(zip(self._engines, self._said(answers, answers.ranks), strict=True))
+        seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
+        self.num_ranks = len(seated)
+        if wrong := misfits(seated, survey.workbench_version()):
+            raise ClusterError("\n".join(wrong))
         self._engines = tuple(seat.engine for seat in seated)
         if self._engines != tuple(found):
             self._open_doors(place, wire)
@@ -192,8 +278,10 @@ class Cluster:
         if address is None:
             raise ClusterError("rank 0 did not say where the ranks meet")
         connected = self._begin(place, dict.fromkeys(asked, Connect(address=address)))
-        self._on_all(place, INSTALL, dict.fromkeys(asked, (f"{self._runtime}:side_door",)))
-        return tuple(connected.values())
+        info = tuple(connected.values())
+        world = encode(World(engines=self._engines, ranks=info, holder=holder_here()))
+        self._on_all(place, INSTALL, dict.fromkeys(asked, (f"{self._runtime}:side_door", world)))
+        return info
 
     def _begin(self, place: Place, requests: Mapping[int, Request[R]]) -> dict[int, R]:
         """Have every rank do its request while starting, in its main thread."""
@@ -238,21 +326,48 @@ class Cluster:
                 last.callback(self._place.end)
             if self._doors is not None:
                 last.callback(self._doors.close)
+                if self._place is not None and self._place.is_remote:
+                    last.callback(self._doors.shut_down_engines)
                 last.callback(self._shut_down, self._doors)
+
+    def detach(self) -> None:
+        """Leave the ranks as they are, with their variables, and nobody's; :meth:`attached` finds them again.
+
+        Raises:
+            UsageError: they are not started, or were started here.
+        """
+        self._reach()
+        if self._target is None:
+            raise UsageError(
+                "these ranks were started here, and end with this notebook: %fsdp stop. Those that outlive it are "
+                "started by ipcluster start, and joined with %fsdp attach"
+            )
+        with ExitStack() as last:
+            last.callback(self._forget)
+            last.callback(self._reach().close)
+            if self._holder is None:
+                last.callback(self._hold, {"holder": None, "take": True})
 
     def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
+        self._holder = None
         self._place = self._doors = None
         self._rank_info = self._engine_ids = self._engines = ()
         self._losses = {}
 
     def _shut_down(self, doors: Doors) -> None:
-        if self._rank_info:
+        if self._rank_info and self._holder is None:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
             doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ())).wait(_SHUTDOWN_S)
+            if self._target is not None:
+                self._hold({"leave": True})
 
     def _stop_at_exit(self, pid: int) -> None:
-        if os.getpid() == pid:  # not in a forked child, whose ranks they are not
+        if os.getpid() != pid:  # in a forked child, whose ranks they are not
+            return
+        if self._target is not None and self.is_started:
+            self.detach()
+        else:
             self.stop()
 
     def _on_exit(self, rank: int | None) -> None:
@@ -284,6 +399,23 @@ class Cluster:
     def is_started(self) -> bool:
         """Whether the ranks are started and not stopped."""
         return bool(self._rank_info)
+
+    @property
+    def held_by(self) -> str:
+        """Who else commands these ranks, in words; they can then be looked at, and nothing else. Empty: nobody."""
+        return "" if self._holder is None else str(self._holder)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the engines were there before, and stay."""
+        return self._target is not None
+
+    def _check_held(self) -> None:
+        if self._holder is not None:
+            raise UsageError(
+                f"{self._holder} has the ranks, and here they can be looked at: views, the dashboard, %fsdp status. To "
+                "have them: %fsdp detach there, then %fsdp attach here; if it is gone: %fsdp attach --take"
+            )
 
     @property
     def rank_info(self) -> tuple[Connected, ...]:
@@ -322,6 +454,7 @@ class Cluster:
             UsageError: the ranks are not started, or there is no such rank.
         """
         doors = self._reach()
+        self._check_held()
         return doors.call(name, dict.fromkeys(self._select(ranks), args))
 
     def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
@@ -330,7 +463,9 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        return self._reach().cell(code, self._select(ranks))
+        doors = self._reach()
+        self._check_held()
+        return doors.cell(code, self._select(ranks))
 
     def ask(
         self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
@@ -350,7 +485,10 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        return self._reach().ask(request, self._select(ranks, may_be_none=True), timeout_s)
+        doors = self._reach()
+        if not request.looks:
+            self._check_held()
+        return doors.ask(request, self._select(ranks, may_be_none=True), timeout_s)
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
         """Send SIGINT to ``ranks`` (default: all; may be none); a rank that runs nothing ignores it.
@@ -358,7 +496,9 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        self._reach().interrupt(self._select(ranks, may_be_none=True), _INTERRUPT_S)
+        doors = self._reach()
+        self._check_held()
+        doors.interrupt(self._select(ranks, may_be_none=True), _INTERRUPT_S)
 
     def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         return select(ranks, self.num_ranks, may_be_none=may_be_none)

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from workbench.cluster._control import INTERRUPT, REQUEST, Wire
+from workbench.cluster._control import HOLD, INTERRUPT, REQUEST, Wire
 from workbench.cluster.pending import Answer, Pending, settle
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError
 from workbench.protocol.commands import Request
+from workbench.protocol.starting import World
 
 R = TypeVar("R")
 
@@ -73,6 +74,16 @@ class Doors:
         """
         self._put(INTERRUPT, {}, ranks, timeout_s)
 
+    def hold(
+        self, asked: dict[str, Any], ranks: Iterable[int], timeout_s: float
+    ) -> dict[int, World | Exception | None]:
+        """Ask engines who holds them, or to be held or let go (:func:`workbench.cluster._control._hold`).
+
+        Returns:
+            Per rank the world it is part of then, None if of none, or why it did not answer.
+        """
+        return {rank: _world(rank, future) for rank, future in self._put(HOLD, asked, ranks, timeout_s).items()}
+
     def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
         """Put something to the control thread of each of ``ranks``; every future that is returned is complete."""
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
@@ -120,11 +131,24 @@ class Doors:
         with self._lock:
             return rank in self._lost
 
+    def shut_down_engines(self) -> None:
+        """Have every engine end its process, on whichever host it is; nothing is waited for."""
+        with self._sending:
+            self._wire.shut_down_engines()
+
     def close(self) -> None:
         """Close the connection; every request still open completes with an error."""
         for rank in range(len(self._engines)):
             self.lose(rank, ClusterError(f"rank {rank} was stopped"))
         self._wire.close()
+
+
+def _world(rank: int, future: Future[Any]) -> World | Exception | None:
+    error = future.exception()
+    if isinstance(error, Exception):
+        return error
+    found: World | None = decode(World | None, future.result()[0], f"what rank {rank} is part of")
+    return found
 
 
 def _outcome(request: Request[R], rank: int, future: Future[Any]) -> R | Exception:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from workbench.errors import UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
-from workbench.protocol.starting import Boot, Host
+from workbench.protocol.starting import Boot, Host, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Surveyed:
         pid: of its process.
         host: name of its machine.
         identity: of its host; engines with an equal one share memory and the loopback interface.
+        executable: path of its Python.
         python: version, such as ``3.12``.
         torch: version; empty: there is none.
         workbench: version; empty: there is none.
@@ -28,11 +29,13 @@ class Surveyed:
         address: of its host, for other hosts; empty: there is none on that interface.
         interface: that has this address.
         interfaces: names of all that have one.
+        world: what it is part of, if it is a rank already.
     """
 
     pid: int
     host: str
     identity: str
+    executable: str
     python: str
     torch: str
     workbench: str
@@ -40,6 +43,7 @@ class Surveyed:
     address: str
     interface: str
     interfaces: tuple[str, ...]
+    world: World | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,48 @@ def _labels(said: Iterable[Surveyed]) -> dict[str, str]:
         identity: one.host if count[one.host] == 1 else f"{one.host} ({one.address or identity})"
         for identity, one in hosts.items()
     }
+
+
+def misfits(seated: Sequence[Seat], workbench: str) -> list[str]:
+    """Say which hosts cannot take part, and what to do: a sentence each.
+
+    Args:
+        seated: the engines.
+        workbench: the notebook's version, which all must have.
+    """
+    python = _most(seat.said.python for seat in seated)
+    torch = _most(_public(seat.said.torch) for seat in seated if seat.said.torch)
+    sentences = [
+        f"{seat.label} has {problem} (its engines run {seat.said.executable})"
+        for seat in seated
+        if (problem := _misfit(seat.said, workbench, python, torch))
+    ]
+    return list(dict.fromkeys(sentences))
+
+
+def _misfit(said: Surveyed, workbench: str, python: str, torch: str) -> str:
+    """Say what is wrong with an engine, and what to install; empty: nothing."""
+    if said.python != python:
+        return f"Python {said.python}, and most have {python}: give its engines that version"
+    if not said.workbench:
+        return f"no workbench: install version {workbench}"
+    if said.workbench != workbench:
+        return f"workbench {said.workbench}, and this notebook {workbench}: install that version"
+    if not said.torch:
+        return f"no torch: install {f'version {torch}' if torch else 'it'}"
+    if _public(said.torch) != torch:
+        return f"torch {said.torch}, and most have {torch}: install that version"
+    return ""
+
+
+def _most(versions: Iterable[str]) -> str:
+    """Return the version that most have; of those that equally many have the first; none: empty."""
+    return next((version for version, _ in Counter(versions).most_common(1)), "")
+
+
+def _public(version: str) -> str:
+    """Return a version without its local part: ``2.13.0+cu130`` -> ``2.13.0``."""
+    return version.partition("+")[0]
 
 
 def boots(seated: Sequence[Seat], device: str, interface: str = "") -> dict[int, Boot]:

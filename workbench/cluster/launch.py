@@ -146,6 +146,8 @@ class Launch(Place):
         ClusterError: the reaper did not start.
     """
 
+    is_remote = False
+
     def __init__(
         self,
         num_ranks: int,

@@ -39,12 +39,13 @@ from workbench.errors import ClusterError, UsageError
 LAUNCHERS = "ipyparallel.engine_launchers"
 """Entry points that name launchers of engines."""
 
-STOP_S = 20.0
+STOP_S = 60.0
 """How long launchers may take to end what they have started, in seconds."""
 
 TELL_S = 0.5
 """How often it is told what is waited for, in seconds."""
 
+_INNARDS = "Create ShellCommandSend object"  # what ipyparallel says of an SSH connection
 _GRACE_S = 2.0
 _POLL_S = 0.02
 _LINES = 12
@@ -105,7 +106,8 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the lines of ``record``."""
-        self.lines.extend(line.rstrip() for line in record.getMessage().splitlines() if line.strip())
+        lines = record.getMessage().splitlines()
+        self.lines.extend(line.rstrip() for line in lines if line.strip() and not line.startswith(_INNARDS))
 
 
 class EventLoop:
@@ -138,7 +140,7 @@ class Launched(Place):
         num_ranks: number of engines.
         engines: name of the launcher; empty: the profile's.
         profile: name of the IPython profile whose configuration applies; None: the default one's.
-        timeout_s: time in seconds the start may take, besides waiting in a queue.
+        timeout_s: time in seconds after which nothing more is expected of what has not gone on; in a queue none is.
         interface: that engines of other hosts reach the controller on; empty: the one on the route to them.
         on_exit: called in a thread of its own with None when the controller has ended.
         on_wait: is told what is waited for.
@@ -146,6 +148,8 @@ class Launched(Place):
     Raises:
         UsageError: there is no such launcher, profile or interface.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -161,6 +165,7 @@ class Launched(Place):
         self._began = self._tell_at = time.monotonic()
         self.deadline = self._began + timeout_s
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
+        self._waits_for = ""
         self._on_exit, self._on_wait = on_exit, on_wait
         self._said, log = Said(), logging.Logger("ipyparallel")
         log.addHandler(self._said)
@@ -259,7 +264,8 @@ class Launched(Place):
             ClusterError: some did not come, or the launcher refused; the message has what it said.
         """
         while not self._engines_started.done():
-            self._wait_a_moment("engines are being started")
+            begun = len(getattr(self._cluster.engine_set, "launchers", ()))  # one after the other, over SSH
+            self._wait_a_moment(f"{begun} of {self._num_ranks} engines are being started")
         self._check(self._engines_started, f"start {self._num_ranks} engines")
         engine_set = self._cluster.engine_set
         if engine_set.n < self._num_ranks:
@@ -282,9 +288,11 @@ class Launched(Place):
             self._wait_a_moment(what)
 
     def _wait_a_moment(self, what: str) -> None:
-        """Sleep for a moment, and tell what is waited for, unless it takes too long."""
+        """Sleep for a moment, and tell what is waited for, unless nothing has come of it for too long."""
+        if what != self._waits_for:
+            self._waits_for, self.deadline = what, max(self.deadline, time.monotonic() + self._timeout_s)
         if time.monotonic() > self.deadline:
-            raise ClusterError(f"{what}, and no more came within {self._timeout_s:.0f} s{self.advice(None)}")
+            raise ClusterError(f"{what}, and no more for {self._timeout_s:.0f} s{self.advice(None)}")
         now = time.monotonic()
         if now >= self._tell_at:
             self._tell_at = now + TELL_S

@@ -25,9 +25,11 @@ class Place(Protocol):
 
     Attributes:
         deadline: time (monotonic clock, s) at which what is waited for has taken too long.
+        is_remote: whether its engines are to be told to end before :meth:`end`, which may not reach them at once.
     """
 
     deadline: float
+    is_remote: bool
 
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, and return its connection file for clients.

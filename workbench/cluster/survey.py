@@ -30,19 +30,27 @@ def survey(interface: str, *, count_gpus: bool) -> str:
     said: dict[str, Any] = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "identity": _identity(),
+        "identity": identity(),
+        "executable": sys.executable,
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "torch": _torch(),
-        "workbench": _workbench(),
+        "workbench": workbench_version(),
         "num_gpus": _num_gpus() if count_gpus else 0,
         "address": address,
         "interface": next((name for name, own in interfaces.items() if own == address), ""),
         "interfaces": sorted(interfaces),
+        "world": _world(),
     }
     return json.dumps(said)
 
 
-def _identity() -> str:
+def _world() -> Any:  # noqa: ANN401 - JSON data
+    """Return what this engine is part of, if it is a rank already."""
+    control = sys.modules.get("workbench.cluster._control")
+    return None if control is None else control.standing["world"]
+
+
+def identity() -> str:
     """Name this host: processes on it share memory and its loopback interface.
 
     A network namespace counts as a host of its own, as a container's does: what listens on loopback in one cannot be
@@ -89,7 +97,8 @@ def _torch() -> str:
         return ""
 
 
-def _workbench() -> str:
+def workbench_version() -> str:
+    """Return the version of the workbench here; empty: there is none."""
     return str(import_module("workbench").__version__) if util.find_spec("workbench") else ""
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import UsageError
 from workbench.magics.words import WORDS, overview, parse_line, parser_for
-from workbench.protocol.commands import Command, Continue, Help, Open, Start, Step, Stop
+from workbench.protocol.commands import Attach, Command, Continue, Detach, Help, Open, Start, Step, Stop
 from workbench.reports.done import Report, Source
 from workbench.workbench import RankSettings, Workbench
 
@@ -58,17 +58,28 @@ class Notebook:
             WorkbenchError: as :meth:`workbench.workbench.Workbench.do`.
         """
         self.shown().note(command, source)
+        if isinstance(command, Help):
+            tell(_help(command))
+            return None
+        exchange = self._exchange_of(command, tell, on_wait)
+        if exchange is not None:
+            return self._alone(*exchange)
+        return run(self.running() if command.waits_for_start else self.shown(), command)
+
+    def _exchange_of(self, command: Command, tell: Tell, on_wait: OnWait) -> tuple[Exchange, Callable[[], Any]] | None:
+        """Return what a command does that exchanges the ranks, or what is shown instead of them."""
         match command:
             case Start():
-                return self._alone("start", lambda: self._start(command, tell, on_wait))
+                return "start", lambda: self._start(command, tell, on_wait)
+            case Attach():
+                return "start", lambda: self._open(command)
+            case Detach():
+                return "stop", lambda: self._detach(tell)
             case Stop():
-                return self._alone("stop", lambda: self._stop(tell))
+                return "stop", lambda: self._stop(tell)
             case Open():
-                return self._alone("open", lambda: self._open(command))
-            case Help():
-                tell(_help(command))
-                return None
-        return run(self.running() if command.waits_for_start else self.shown(), command)
+                return "open", lambda: self._open(command)
+        return None
 
     def running(self) -> Workbench:
         """Return the workbench that was started or that shows a file.
@@ -95,7 +106,8 @@ class Notebook:
         """Do what is to be done at the end, and stop the ranks."""
         while self._last:
             self._last.pop()()
-        self._stop_ranks()
+        if self.workbench is not None:
+            self.workbench.close()
 
     def _stop_ranks(self) -> None:
         if self.workbench is not None:
@@ -114,14 +126,19 @@ class Notebook:
     def _start(self, command: Start, tell: Tell, on_wait: OnWait) -> Report:
         wanted: RankSettings = command.call()[1]  # type: ignore[assignment]
         workbench = self.shown()
-        if workbench.running and workbench.settings == wanted and not workbench.losses:
+        is_the_same = workbench.settings == wanted and not workbench.outlives
+        if workbench.running and is_the_same and not workbench.losses:
             tell("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
             return workbench.status()
         report = workbench.start(on_wait, **wanted)
         self.workbench = workbench
         return report
 
-    def _open(self, command: Open) -> Report:
+    def _detach(self, tell: Tell) -> None:
+        self.running().detach()
+        tell("detached; the ranks keep their variables: %fsdp attach finds them again")
+
+    def _open(self, command: Open | Attach) -> Report:
         workbench = self.shown()
         report: Report = workbench.do(command)
         self.workbench = workbench

@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from workbench.codec import decode_named, encode
 from workbench.errors import UsageError
@@ -38,6 +38,7 @@ from workbench.protocol.policy import (
     APIS,
     CLASSIC,
     DTYPES,
+    HOSTS,
     OFF,
     RESHARD_AFTER_FORWARD,
     STRATEGIES,
@@ -53,6 +54,7 @@ from workbench.protocol.policy import (
     check_reshard_after_forward,
     check_reshard_fits,
     check_strategy_fits,
+    read_mesh,
 )
 
 R_co = TypeVar("R_co", covariant=True)
@@ -107,10 +109,12 @@ class Request(Generic[R_co]):
     Attributes:
         word: names it on its way.
         reply: type of the answer; None: it is answered when it is done.
+        looks: whether it changes nothing, so that everybody may ask it.
     """
 
     word: ClassVar[str]
     reply: ClassVar[Any] = NoneType
+    looks: ClassVar[bool] = False
 
 
 # ---- the ranks
@@ -151,6 +155,37 @@ class Start(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attach(Command):
+    """Have engines that run already as ranks; those that are ranks already keep their variables."""
+
+    word: ClassVar[str] = "attach"
+    example: ClassVar[str] = "attach --profile mine"
+    more: ClassVar[str] = (
+        "of the cluster with `--cluster-id ID` or `--file ipcontroller-client.json`; what another notebook has can be "
+        "looked at"
+    )
+    method: ClassVar[str] = "join"
+    needs_ranks: ClassVar[bool] = False
+    num_ranks: int | None = field(
+        default=None, metadata=argument("ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number)
+    )
+    profile: str | None = field(default=None, metadata=argument("IPython profile that it was started with"))
+    cluster_id: str = field(default="", metadata=argument("which of that profile's", metavar="ID"))
+    file: str = field(
+        default="", metadata=argument("its connection file for clients, instead", metavar="FILE", flags=("--file",))
+    )
+    device: str = field(default="auto", metadata=argument("where ranks compute (default auto)", choices=DEVICES))
+    interface: str = field(
+        default="",
+        metadata=argument(
+            "network interface on which hosts reach each other (default: that of the route between them)",
+            metavar="NAME",
+        ),
+    )
+    take: bool = field(default=False, metadata=argument("take ranks from a notebook that is gone"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status(Command):
     """Say where the ranks are, what is sharded, and what is recorded."""
 
@@ -165,6 +200,14 @@ class Stop(Command):
     word: ClassVar[str] = "stop"
     example: ClassVar[str] = "stop"
     needs_ranks: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detach(Command):
+    """Leave attached ranks as they are, with their variables, for whoever attaches next."""
+
+    word: ClassVar[str] = "detach"
+    example: ClassVar[str] = "detach"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +238,11 @@ _POLICY = {
         completes="classes",
     ),
     "mesh": Argument(
-        about="ranks that share a copy, or copies x ranks that share one", metavar="4|2x2", read=as_mesh, joint="x"
+        about="ranks that share a copy, or copies x ranks that share one; hosts: a copy on each host",
+        metavar="4|2x2|hosts",
+        read=read_mesh,
+        completes=(HOSTS,),
+        joint="x",
     ),
     "reshard_after_forward": Argument(
         about="free full parameters after forward; auto: all but the root's; K: K ranks share them",
@@ -235,8 +282,28 @@ class _Sharding(Command):
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """``(F,)``: all F ranks share one copy; ``(R, F)``: R copies, each shared by F ranks. Empty: none is given."""
+        """``(F,)``: all F ranks share one copy; ``(R, F)``: R copies, each shared by F ranks. Empty: none is given.
+
+        There is none of ``hosts`` until :meth:`on_hosts` has said what it is.
+        """
         return as_mesh(self.mesh)
+
+    def on_hosts(self, ranks_per_host: Sequence[int]) -> Self:
+        """Return the same with the mesh ``hosts`` in numbers: copies across hosts, shards within.
+
+        Args:
+            ranks_per_host: number of ranks on each host; ranks of a host are neighbours.
+
+        Raises:
+            ValueError: hosts have different numbers of ranks, or something else that is given needs another mesh.
+        """
+        if self.mesh != HOSTS:
+            return self
+        if len(set(ranks_per_host)) > 1:
+            there = ", ".join(map(str, ranks_per_host))
+            raise ValueError(f"mesh {HOSTS} needs equally many ranks on every host, and there are {there}")
+        mesh = (len(ranks_per_host), ranks_per_host[0]) if len(ranks_per_host) > 1 else tuple(ranks_per_host)
+        return replace(self, mesh=mesh)
 
     def check_fits(self, world_size: int, shard_size: int) -> None:
         """Check that the mesh holds all ranks and a number of ranks splits a copy.
@@ -256,11 +323,11 @@ class _Sharding(Command):
     def _check(self, model: str) -> None:
         """Raise unless the fields hold what they may, or their default."""
         _check_model(model)
-        _set(self, wrap=_tuple(self.wrap), mesh=as_mesh(self.mesh))
+        _set(self, wrap=_tuple(self.wrap), mesh=read_mesh(self.mesh))
         for cls in self.wrap:
             if not _is_name(cls):
                 raise ValueError(f"wrap takes names of module classes such as Block, not {cls!r}")
-        if self.mesh:
+        if self.mesh and self.mesh != HOSTS:
             check_mesh(self.mesh_shape)
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         default = {f.name: f.default for f in dataclasses.fields(self)}
@@ -341,7 +408,7 @@ class Shard(_Sharding):
             raise ValueError(
                 f"ignore takes patterns of names without commas or outer spaces, such as *.bias, not {self.ignore}"
             )
-        if self.api == CLASSIC:
+        if self.api == CLASSIC and self.mesh != HOSTS:
             check_strategy_fits(self.strategy or "full", self.mesh_shape)
 
 
@@ -822,7 +889,24 @@ class Cell(Command):
 
 
 _ALL: tuple[type[Command], ...] = (
-    *(Start, Status, Stop, Dashboard, Shard, Reshard, Unshard, Step, Pause, Next, Continue, Abort, Where, Break),
+    *(
+        Start,
+        Attach,
+        Status,
+        Detach,
+        Stop,
+        Dashboard,
+        Shard,
+        Reshard,
+        Unshard,
+        Step,
+        Pause,
+        Next,
+        Continue,
+        Abort,
+        Where,
+        Break,
+    ),
     *(Inspect, Evaluate, Back, Verify, Compare, Export, Open, History, Help),
 )
 COMMANDS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL}

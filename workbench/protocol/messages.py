@@ -133,6 +133,7 @@ class Locate(Request[Position]):
     """Asks where a rank is."""
 
     word: ClassVar[str] = "locate"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = Position
 
 
@@ -172,6 +173,7 @@ class Stacks(Request[tuple[Thread, ...]]):
     """Asks what a rank's Python threads run, the main one first."""
 
     word: ClassVar[str] = "stacks"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = tuple[Thread, ...]
 
 
@@ -195,6 +197,7 @@ class Line(Request[CellLine | None]):
     """Asks at which line of a cell the main thread is; None: no code of a cell runs."""
 
     word: ClassVar[str] = "line"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = CellLine | None
 
 
@@ -218,6 +221,7 @@ class ListNames(Request[Names]):
     """Asks what a rank's namespace holds."""
 
     word: ClassVar[str] = "names"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = Names
 
 
@@ -297,6 +301,7 @@ class ListModels(Request[tuple[ModelInfo, ...]]):
     """Asks which models a rank's cells have made."""
 
     word: ClassVar[str] = "models"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = tuple[ModelInfo, ...]
 
 
@@ -309,6 +314,7 @@ class Plan(Request[tuple[Unit, ...]]):
     """
 
     word: ClassVar[str] = "plan"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = tuple[Unit, ...]
     command: Shard | Reshard
 
@@ -355,6 +361,7 @@ class Drain(Request[Recorded]):
     """
 
     word: ClassVar[str] = "drain"
+    looks: ClassVar[bool] = True
     reply: ClassVar[Any] = Recorded
     known: dict[int, Known]
 

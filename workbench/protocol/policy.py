@@ -17,6 +17,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 OFF = "off"
 
+HOSTS = "hosts"
+"""The mesh with a copy on every host, which its ranks share; how many of both there are says who knows the ranks."""
+
 Api = Literal["fully_shard", "classic"]
 """Which of the two a model is sharded with: one DTensor a parameter, or a wrapper with one flat parameter."""
 
@@ -95,6 +98,15 @@ def as_mesh(value: object) -> tuple[int, ...]:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value)
     raise ValueError(_wrong_mesh(value))
+
+
+def read_mesh(value: object) -> tuple[int, ...] | str:
+    """Return a mesh, or :data:`HOSTS`, from what people write.
+
+    Raises:
+        ValueError: it is nothing of the sort.
+    """
+    return HOSTS if value == HOSTS else as_mesh(value)
 
 
 def mesh_words(copies: int, shard_size: int) -> str:
@@ -253,4 +265,7 @@ def check_strategy_fits(strategy: str, mesh: Sequence[int]) -> None:
 
 
 def _wrong_mesh(value: object) -> str:
-    return f"mesh is a number of ranks, or copies x ranks that share one, such as 4 or 2x2, not {str(value)!r:.60}"
+    return (
+        f"mesh is {HOSTS} (a copy on each host), a number of ranks, or copies x ranks that share one, such as 4 or "
+        f"2x2, not {str(value)!r:.60}"
+    )

@@ -81,6 +81,44 @@ class Connected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process that commands ranks, mostly a notebook's kernel.
+
+    Attributes:
+        user: whose it is.
+        host: name of its machine.
+        identity: of that machine.
+        pid: of the process.
+        created_s: when it began, in seconds since 1970; with ``pid`` it names the process for good.
+    """
+
+    user: str
+    host: str
+    identity: str
+    pid: int
+    created_s: float
+
+    def __str__(self) -> str:
+        """Name it, as in messages."""
+        return f"the notebook of {self.user} on {self.host} (process {self.pid})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What each rank knows of all of them, to tell those who come later.
+
+    Attributes:
+        engines: session id of the engine of each rank.
+        ranks: what each says of itself.
+        holder: who commands them; None: nobody does any more, and they keep their variables.
+    """
+
+    engines: tuple[str, ...]
+    ranks: tuple[Connected, ...]
+    holder: Holder | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Connect(Request[Connected]):
     """Has a rank join the others; all ranks together.
 

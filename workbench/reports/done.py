@@ -9,9 +9,9 @@ import html
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -88,8 +88,17 @@ class RankStatus:
     loss: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.device} on {self.host}, pid {self.pid}"
+        return self.words(with_host=True)
+
+    def words(self, *, with_host: bool) -> str:
+        """Say where it is, its host's name only if asked to, and what it does."""
+        place = f"{self.device}{f' on {self.host}' if with_host else ''}, pid {self.pid}"
         return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
+
+
+def _held(holder: str) -> list[tuple[str, str]]:
+    """Return the fact that somebody else has the ranks."""
+    return [("held by", f"{holder}: here they can be looked at")] if holder else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,7 @@ class StatusReport(Report):
         num_dropped: oldest rows that were let go here, for only so many are kept.
         record: the file that is shown instead of what ranks record; empty: none.
         kept: ids of the processes that stay without ranks, for the next start.
+        holder: who else has the ranks, so that they can be looked at only; empty: nobody.
     """
 
     running: bool
@@ -117,6 +127,7 @@ class StatusReport(Report):
     num_dropped: int = 0
     record: str = ""
     kept: tuple[int, ...] = ()
+    holder: str = ""
 
     @property
     def headline(self) -> str:
@@ -131,7 +142,7 @@ class StatusReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
-        found = [(f"rank {r.rank}", str(r)) for r in self.ranks]
+        found = [*_held(self.holder), *self._ranks_of_hosts()]
         if self.running or self.record:
             found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
         if self.classic:
@@ -142,6 +153,16 @@ class StatusReport(Report):
         if self.kept:
             found.append(("kept", f"processes {', '.join(map(str, self.kept))}, so that the next start is quick"))
         return found
+
+    def _ranks_of_hosts(self) -> Iterator[tuple[str, str]]:
+        """Yield a fact of each rank, and of each host before its ranks if there are several."""
+        has_several = len({r.host for r in self.ranks}) > 1
+        for host, own in groupby(self.ranks, key=lambda r: r.host):
+            ranks = list(own)
+            if has_several:
+                yield host, label([r.rank for r in ranks])
+            for r in ranks:
+                yield f"{'  ' * has_several}rank {r.rank}", r.words(with_host=not has_several)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,22 +405,26 @@ class StartReport(Report):
         devices: of each rank.
         seconds: how long it took.
         notice: a sentence that the ranks have for the user; empty if they have none.
+        how: ``started`` or ``attached``.
+        holder: who else has them, so that they can be looked at only; empty: nobody.
     """
 
     num_ranks: int
     devices: tuple[str, ...]
     seconds: float
     notice: str = ""
+    how: str = "started"
+    holder: str = ""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
         devices = _by_rank(list(self.devices))
-        return f"{plural(self.num_ranks, 'rank')} started in {self.seconds:.1f} s: {devices}"
+        return f"{plural(self.num_ranks, 'rank')} {self.how} in {self.seconds:.1f} s: {devices}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the notice."""
-        return [("notice", self.notice)] if self.notice else []
+        """Return who has them, and the notice."""
+        return [*_held(self.holder), *([("notice", self.notice)] if self.notice else [])]
 
 
 Source = Literal["cell", "panel"]

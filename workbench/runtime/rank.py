@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks are forked, not in each of them
+from torch.utils.hooks import RemovableHandle
 
 from workbench.codec import decode, encode
 from workbench.engine import groups
@@ -67,6 +69,7 @@ class RankRuntime:
         recorder: what it records into.
         gate: what may hold it.
         trainer: what runs its steps.
+        hooks: with which it watches every optimizer.
         doing: the word of the command under way, empty between commands.
         commands: how many commands it has begun.
     """
@@ -75,6 +78,7 @@ class RankRuntime:
     recorder: Recorder
     gate: Gate
     trainer: Trainer
+    hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
     commands: int = 0
 
@@ -219,10 +223,10 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.local_world_size))
     recorder = Recorder(Header(world_size=asked.world_size))
     trainer = Trainer(recorder)
-    trainer.install()
+    hooks = trainer.install()
     gate = Gate(recorder, asked.rank, Quiet(backend_of(process_groups.device)))
     gate.install()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer)
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if asked.rank == 0 else None)
 
@@ -295,6 +299,8 @@ def shutdown() -> None:
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
         _runtime.gate.uninstall()
+        for hook in _runtime.hooks:  # the process may become another rank
+            hook.remove()
         _runtime.groups.leave()
         _runtime = None
 

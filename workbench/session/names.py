@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import chosen_units, nearest
 from workbench.protocol.commands import Command, Reshard, Shard, Step, Verify
 from workbench.protocol.messages import Names
+from workbench.protocol.starting import Connected
 from workbench.replay.alike import label
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header
+
+C = TypeVar("C", bound=Command)
 
 
 def everywhere(names: Mapping[int, Names], kind: str) -> list[str]:
@@ -81,6 +86,20 @@ def _instead(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}the ranks have {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}"
+
+
+def on_hosts(command: C, ranks: Sequence[Connected]) -> C:
+    """Return ``command`` with what it says of hosts in numbers.
+
+    Raises:
+        UsageError: these ranks do not fit.
+    """
+    if not isinstance(command, (Shard, Reshard)):
+        return command
+    try:
+        return cast(C, command.on_hosts(list(Counter(rank.host for rank in ranks).values())))
+    except ValueError as error:
+        raise UsageError(f"%fsdp {command.word}: {error}") from error
 
 
 def check(

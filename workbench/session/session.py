@@ -50,7 +50,7 @@ from workbench.session.breakpoints import Breakpoints
 from workbench.session.collect import Collector, answers
 from workbench.session.jobs import Company, Inner, Jobs, check_held
 from workbench.session.jobs import to_error as to_error_of_jobs
-from workbench.session.names import check, check_parameter
+from workbench.session.names import check, check_parameter, on_hosts
 from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import Standing, no_standing, who_works
@@ -90,6 +90,17 @@ class ClusterLike(Interruptible, Protocol):
     @property
     def rank_info(self) -> Sequence[Connected]:
         """What each rank said of itself when it joined."""
+
+    @property
+    def held_by(self) -> str:
+        """Who else commands these ranks; empty: nobody."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the engines were there before, and stay."""
+
+    def detach(self) -> None:
+        """Leave the ranks as they are, for whoever comes next."""
 
     def start(self, on_wait: OnWait = no_wait) -> None:
         """Start all ranks; ``on_wait`` is told what is waited for."""
@@ -238,6 +249,7 @@ class Session:
         Raises:
             UsageError: it cannot be done; the message says what to write instead.
         """
+        command = on_hosts(command, self.cluster.rank_info)
         check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
         reply = self.cluster.ask(Plan(command=command), self.living()[:1], timeout_s=ASK_S)
         for found in reply.values():
@@ -307,6 +319,7 @@ class Session:
         num_ranks = self.cluster.num_ranks
         with self._changed:
             mark = self._ready(range(num_ranks))
+            command = on_hosts(command, self.cluster.rank_info)
             check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
             before = self.trace
             pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))

@@ -1,0 +1,169 @@
+"""Engines that somebody else started: attached, left, looked at from a second notebook."""
+
+import json
+import os
+import subprocess
+import sys
+
+import ipyparallel
+import psutil
+import pytest
+
+from tests.cluster.conftest import RUNTIME, texts, wait_until_held
+from tests.cluster.fake_rank import Look, Release
+from tests.waiting import PATIENCE_S, wait_until
+from workbench.cluster import Cluster
+from workbench.cluster.attached import Target, holder_here, is_gone
+from workbench.errors import UsageError
+from workbench.protocol.messages import Locate
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """A profile in whose directory a cluster of three engines runs."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        directory = tmp_path_factory.mktemp("ipython")
+        monkeypatch.setenv("IPYTHONDIR", str(directory))
+        (directory / "profile_running" / "startup").mkdir(parents=True)
+        command = [
+            sys.executable,
+            "-m",
+            "ipyparallel.cluster",
+            "start",
+            "-n",
+            "3",
+            "--profile=running",
+            "--cluster-id=one",
+        ]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
+            for line in started.stderr:
+                if "engines appear to have started" in line.lower():
+                    break
+            file = directory / "profile_running" / "security" / "ipcontroller-one-client.json"
+            wait_until(lambda: file.exists() and len(ipyparallel_ids(file)) == 3)
+            yield directory / "profile_running"
+            started.terminate()
+            started.stderr.read()
+
+
+def ipyparallel_ids(file):
+    with ipyparallel.Client(str(file)) as client:
+        return client.ids
+
+
+def attached(num_ranks=None, **more):
+    return Cluster.attached(Target(profile="running"), num_ranks, device="cpu", runtime=RUNTIME, **more)
+
+
+def engines_of(cluster):
+    return [psutil.Process(info.pid) for info in cluster.rank_info]
+
+
+def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profile):
+    first = attached()
+    first.start()
+    processes = engines_of(first)
+    first.run_cell("x = 10 + rank").results(PATIENCE_S)
+    first.detach()
+    assert not first.is_started
+    assert all(process.is_running() for process in processes)
+    with attached() as second:
+        assert engines_of(second) == processes
+        assert second.held_by == ""
+        pending = second.run_cell("print(rank, x)")
+        pending.results(PATIENCE_S)
+        assert [texts(pending, rank) for rank in range(3)] == ["0 10\n", "1 11\n", "2 12\n"]
+        assert [reply.thread for reply in second.ask(Look(), timeout_s=PATIENCE_S).values()] == ["Control"] * 3
+    assert all(process.is_running() for process in processes)
+
+
+def test_after_a_stop_engines_are_plain_ones_and_may_become_other_ranks(profile):
+    with attached(2) as cluster:
+        assert [info.rank for info in cluster.rank_info] == [0, 1]
+    with attached() as cluster:
+        assert cluster.num_ranks == 3
+
+
+def test_ranks_that_were_left_are_taken_as_they_are_or_not_at_all(profile):
+    with attached(2) as cluster:
+        cluster.detach()
+    with pytest.raises(UsageError, match="2 of its engines are ranks already, and keep their variables"):
+        attached(3).start()
+    with attached() as cluster:
+        assert cluster.num_ranks == 2
+
+
+OTHER = f"""
+import json, sys
+from workbench.cluster import Cluster
+from workbench.cluster.attached import Target
+cluster = Cluster.attached(Target(profile="running"), device="cpu", runtime="{RUNTIME}")
+cluster.start()
+pending = cluster.apply("{RUNTIME}:hold")
+print(json.dumps([info.pid for info in cluster.rank_info]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profile):
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        pids = json.loads(other.stdout.readline())
+        with attached() as looking:  # though all ranks are busy
+            assert [info.pid for info in looking.rank_info] == pids
+            assert f"(process {other.pid})" in looking.held_by
+            assert [reply.rank for reply in looking.ask(Locate(), timeout_s=PATIENCE_S).values()] == [0, 1, 2]
+            for command in (
+                lambda: looking.run_cell("x = 1"),
+                lambda: looking.apply(f"{RUNTIME}:echo"),
+                lambda: looking.ask(Release()),
+                looking.interrupt,
+            ):
+                with pytest.raises(UsageError, match=r"has the ranks, and here they can be looked at.*attach --take"):
+                    command()
+        other.kill()
+    with attached() as taking:
+        assert taking.held_by == ""
+        wait_until_held(taking)
+        taking.ask(Release(), timeout_s=PATIENCE_S)
+
+
+def test_what_is_no_cluster_is_said(profile, tmp_path):
+    security = profile / "security"
+    for target, said in (
+        (
+            Target(profile="running", cluster_id="two"),
+            "no cluster with the id 'two' .*; there are: one; --cluster-id ID",
+        ),
+        (Target(file=str(tmp_path / "none.json")), "none.json cannot be read: No such file"),
+        (Target(file=str(security / "ipcontroller-one-engine.json")), "not ipyparallel's connection file for clients"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            Cluster.attached(target, device="cpu").start()
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UsageError, match="is no connection file"):
+        Cluster.attached(Target(file=str(tmp_path / "broken.json"))).start()
+    with pytest.raises(UsageError, match="has 3 engines, not 4: ipcluster engines -n N starts more"):
+        attached(4).start()
+    file = security / "ipcontroller-one-client.json"
+    with Cluster.attached(Target(file=str(file)), device="cpu", runtime=RUNTIME) as cluster:
+        assert cluster.num_ranks == 3
+
+
+def test_what_was_started_here_cannot_be_left(make_cluster):
+    cluster = make_cluster(1)
+    cluster.start()
+    with pytest.raises(UsageError, match="these ranks were started here, and end with this notebook"):
+        cluster.detach()
+    assert cluster.is_started
+
+
+def test_a_holder_is_gone_if_its_process_is():
+    me = holder_here()
+    assert me.pid == os.getpid()
+    assert not is_gone(me)
+    assert is_gone(type(me)(**{**vars(me), "created_s": 1.5}))
+    assert not is_gone(type(me)(**{**vars(me), "created_s": 1.5, "identity": "another host"}))

@@ -1,0 +1,150 @@
+"""A cluster that runs already: its controller and engines were started by somebody else, and outlive us."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from workbench.cluster.launch import profile_directory
+from workbench.cluster.place import Place, Registered
+from workbench.cluster.survey import identity
+from workbench.errors import UsageError
+from workbench.protocol.starting import Holder
+
+
+def holder_here() -> Holder:
+    """Return this process as one that holds ranks."""
+    me = psutil.Process()
+    return Holder(
+        user=getpass.getuser(),
+        host=socket.gethostname(),
+        identity=identity(),
+        pid=me.pid,
+        created_s=me.create_time(),
+    )
+
+
+def is_gone(holder: Holder) -> bool:
+    """Tell whether a process is known to have ended: one of another host is not."""
+    if holder.identity != identity():
+        return False
+    try:
+        return psutil.Process(holder.pid).create_time() != holder.created_s
+    except psutil.NoSuchProcess:
+        return True
+
+
+_CLIENT = "ipcontroller{}-client.json"
+_NEEDED = {"interface", "registration", "notification", "control", "signature_scheme"}
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Which cluster is meant; with no field given the only one of the default profile.
+
+    Attributes:
+        profile: IPython profile in whose directory its connection files are; None: the default one.
+        cluster_id: as ipyparallel calls it; empty: the only one there.
+        file: its connection file for clients, ``ipcontroller-client.json``; empty: is looked for in the profile.
+    """
+
+    profile: str | None = None
+    cluster_id: str = ""
+    file: str = ""
+
+    def connection_file(self) -> Path:
+        """Return its connection file for clients.
+
+        Raises:
+            UsageError: there is none, it is another kind of file, or it is not clear which is meant.
+        """
+        found = Path(self.file).expanduser() if self.file else self._in_profile()
+        try:
+            known = json.loads(found.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{found} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise UsageError(f"{found} is no connection file of ipyparallel") from error
+        if not isinstance(known, dict) or not known.keys() >= _NEEDED:
+            raise UsageError(f"{found} is not ipyparallel's connection file for clients, {_CLIENT.format('')}")
+        return found
+
+    def _in_profile(self) -> Path:
+        name = self.profile or "default"
+        security = profile_directory(name) / "security"
+        wanted = security / _CLIENT.format(f"-{self.cluster_id}" if self.cluster_id else "")
+        there = sorted(security.glob(_CLIENT.format("*")))
+        if wanted.exists() or (there == [wanted]):
+            return wanted
+        if len(there) == 1 and not self.cluster_id:
+            return there[0]
+        ids = [path.name.removeprefix("ipcontroller-").removesuffix("-client.json") for path in there]
+        known = (
+            f"there are: {', '.join(ids)}; --cluster-id ID" if ids else "start one with ipcluster start, or --file F"
+        )
+        asked = f" with the id {self.cluster_id!r}" if self.cluster_id else ""
+        if ids and not asked:
+            raise UsageError(f"several clusters of profile {name!r} run, and it is not clear which is meant; {known}")
+        raise UsageError(f"no cluster{asked} of profile {name!r} runs; {known}")
+
+
+class Attached(Place):
+    """Engines that run already.
+
+    Args:
+        target: which cluster.
+        num_ranks: how many of its engines are needed; None: one at least.
+        timeout_s: time in seconds it may take to find them.
+    """
+
+    is_remote = False  # and nothing of it is ended
+
+    def __init__(self, target: Target, num_ranks: int | None, timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self._num_ranks = num_ranks
+        self._file = target.connection_file()
+
+    def wait_for_controller(self) -> Path:
+        """Return the controller's connection file for clients."""
+        return self._file
+
+    def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
+        """Return the session id of every engine there is.
+
+        Raises:
+            UsageError: there are fewer than needed.
+        """
+        engines = registered()
+        if len(engines) < (self._num_ranks or 1):
+            what = f"{len(engines)} engines, not {self._num_ranks}" if engines else "no engines"
+            raise UsageError(f"the cluster of {self._file} has {what}: ipcluster engines -n N starts more")
+        return tuple(sorted(engines, key=engines.__getitem__))
+
+    def is_running(self, _rank: int) -> bool:
+        """Tell whether nothing is known of an end: that is the controller's to say."""
+        return True
+
+    def ending(self, _rank: int | None) -> str:
+        """Say nothing: these processes are not ours."""
+        return ""
+
+    def log_tail(self, _rank: int | None) -> str:
+        """Return nothing: their logs are not ours."""
+        return ""
+
+    def advice(self, _rank: int | None) -> str:
+        """Return what there is to look at, and to do, when the cluster does not answer."""
+        return (
+            f"; is it running, and can it be reached from here? {self._file} says where it listens; what engines do "
+            "besides, as for another notebook, has to end first"
+        )
+
+    def end(self) -> None:
+        """Leave all as it is."""
