@@ -5,6 +5,7 @@ parameters while ``use_orig_params`` is off, and collectives are c10d's own here
 ours, and is summed over ranks in the same order.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.engine.classic.wrapped import OURS, SAME, THEIRS, adam, steps_of, whole, wrap_net
 from tests.engine.models import make_net
@@ -54,10 +56,16 @@ def make() -> nn.Module:
     return make_net(dim=8, num_blocks=1)
 
 
+@functools.cache
+def copies_of_shards() -> DeviceMesh:
+    """Made once on a rank; with one rank to shard over torch's leaves copies unreduced: there it is no oracle."""
+    size = dist.get_world_size()
+    return dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)))
+
+
 def wrap(api: SimpleNamespace, strategy: str, precision: dict[str, Any], **options: Any) -> nn.Module:
-    if "HYBRID" in strategy:  # with one rank to shard over torch's leaves copies unreduced: there it is no oracle
-        size = dist.get_world_size()
-        options["device_mesh"] = dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)))
+    if "HYBRID" in strategy:
+        options["device_mesh"] = copies_of_shards()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its deprecated choices
         return wrap_net(api, make(), strategy, mixed_precision=api.MixedPrecision(**precision), **options)
