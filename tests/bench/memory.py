@@ -2,8 +2,7 @@
 
 ``peak`` is the most that is allocated at once within steps that follow a warm-up, in bytes: the allocator's own running
 total, which is counted from before the model is built, plus what no allocator sees: this rank's part of the shared
-memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not;
-``rest``, the least within these steps, is without what the engine keeps only until the system wants it.
+memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not.
 Everything else is in it too: activations, optimizer state, the batch. So ours and torch's differ by what the engines
 do.
 
@@ -14,8 +13,8 @@ thread that started it, but many a buffer dies in one of gloo's. So the allocato
 import ctypes
 import gc
 import os
-import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -85,8 +84,7 @@ class Bytes:
         classes: the peak of each of the engine's classes; empty for torch's.
         classes_peak: the most that all classes hold together at one moment.
         comm: how units communicate, in the engine's words; empty for torch's, or if it does not say.
-        rest_of: of what :attr:`rest` consists: what was ``allocated``, shared ``shards`` and ``stages``, and the
-            ``spare pages`` that the system may not take. It takes those that it may before it swaps or refuses.
+        rest_of: of what :attr:`rest` consists: what was ``allocated``, and shared ``shards`` and ``stages``.
     """
 
     peak: int
@@ -108,26 +106,21 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
     count_in_all_threads()
     before = shared_bytes(_MAPPINGS.read_text())
     classes = Classes()
+    pages = noted_pages() if implementation in {*OF_OURS, CLASSIC} else [(0, 0)]
     training = _warm(case, implementation, classes)
+    del pages[:-1]
     with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(NUM_STEPS):  # when a thread of gloo lets go of a buffer is chance: look more than once
             training.step()
-    mappings = _MAPPINGS.read_text()
-    shared, offered = shared_bytes(mappings) - before, offered_bytes(mappings)
+    shared = shared_bytes(_MAPPINGS.read_text()) - before
     dist.barrier()  # a peer that ends takes its part of the shared memory with it
-    pages = page_bytes(gc.get_objects())
-    allocated = list(totals(profiler.profiler.kineto_results.experimental_event_tree()))
-    stages = max(0, classes.live[Category.RESERVED.name] - pages)
-    rest_of = {
-        "allocated": min(allocated),
-        "shards": shared - stages,
-        "stages": stages,
-        "spare pages": max(0, pages - offered),  # what is offered counts to the end of a page
-    }
+    stages = classes.live[Category.RESERVED.name] - pages[-1][1]
+    sums = list(added(totals(profiler.profiler.kineto_results.experimental_event_tree()), pages))
+    rest_of = {"allocated": min(sums), "shards": shared - stages, "stages": stages}
     return Bytes(
-        peak=max(allocated) + shared + pages,
+        peak=max(sums) + shared,
         shared=shared,
-        pages=pages,
+        pages=max(num_bytes for _, num_bytes in pages),
         classes=dict(classes.peak),
         classes_peak=classes.total_peak,
         comm=sorted(classes.comm - {""}),
@@ -156,20 +149,53 @@ def _warm(case: Case, implementation: str, classes: Classes) -> Training:
     return training
 
 
-def totals(events: Iterable[Any]) -> Iterator[int]:
-    """Yield the allocator's total, in bytes, at each allocation and each end of one in a profiler's tree of events."""
+def totals(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Yield when something was allocated or freed in a profiler's tree of events, and the allocator's total then.
+
+    In nanoseconds of the system's clock, and in bytes; in no order.
+    """
     todo = list(events)
     while todo:
         event = todo.pop()
         todo += event.children
         if event.tag == _EventType.Allocation:
-            yield event.extra_fields.total_allocated
+            yield event.start_time_ns, event.extra_fields.total_allocated
 
 
-def page_bytes(objects: Iterable[object]) -> int:
-    """Return the bytes of the engine's pages of full parameters among all objects; they are as many in every step."""
-    pages = sys.modules.get("workbench.engine.backends.pages")
-    return 0 if pages is None else sum(each.num_bytes for each in objects if type(each) is pages.KeptPages)
+def noted_pages() -> list[tuple[int, int]]:
+    """Return a list that will hold, from now on, when the engine came to have how many bytes of full parameters' pages.
+
+    In nanoseconds of the system's clock; used or not.
+    """
+    from workbench.engine.backends import pages
+
+    noted = [(0, 0)]
+
+    class NotedPages(pages.KeptPages):
+        def __init__(self, num_bytes: int) -> None:
+            super().__init__(num_bytes)
+            noted.append((time.time_ns(), noted[-1][1] + num_bytes))
+
+        def __del__(self) -> None:
+            super().__del__()
+            noted.append((time.time_ns(), noted[-1][1] - self.num_bytes))
+
+    pages.KeptPages = NotedPages
+    return noted
+
+
+def added(*quantities: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Yield the sum of quantities whenever one of them changes, from when all of them are known.
+
+    Args:
+        quantities: of each, when it came to have which value.
+    """
+    changes = sorted((t, which, value) for which, moments in enumerate(quantities) for t, value in moments)
+    present: dict[int, int] = {}
+    for _, which, value in changes:
+        present[which] = value
+        if len(present) == len(quantities):
+            yield sum(present.values())
 
 
 def shared_bytes(mappings: str) -> int:
@@ -177,21 +203,11 @@ def shared_bytes(mappings: str) -> int:
 
     A page that n ranks map counts as 1/n on each, so that the ranks' sum is what the host holds.
     """
-    return _total(mappings, "Pss:", "s")
-
-
-def offered_bytes(mappings: str) -> int:
-    """Return the bytes that a process has offered to the system, in the text of ``/proc/self/smaps``."""
-    return _total(mappings, "LazyFree:", "p")
-
-
-def _total(mappings: str, field: str, kind: str) -> int:
-    """Return the bytes that ``field`` says of all mappings of a kind: ``s`` shared, ``p`` private."""
-    num_kib, is_meant = 0, False
+    num_kib, is_shared = 0, False
     for line in mappings.splitlines():
         first, *rest = line.split()
         if "-" in first and not first.endswith(":"):
-            is_meant = rest[0].endswith(kind)
-        elif first == field and is_meant:
+            is_shared = rest[0].endswith("s")
+        elif first == "Pss:" and is_shared:
             num_kib += int(rest[0])
     return 1024 * num_kib

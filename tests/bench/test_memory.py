@@ -1,6 +1,5 @@
 """Bytes: of mappings, of classes, of a process whose buffers die in other threads."""
 
-import gc
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from tests.bench.memory import Classes, count_in_all_threads, offered_bytes, page_bytes, shared_bytes, totals
+from tests.bench.memory import Classes, added, count_in_all_threads, noted_pages, shared_bytes, totals
 from tests.bench.processes import on_ranks
 from workbench.engine.backends import pages
 from workbench.engine.backends.pages import Pages, SparePages
@@ -26,10 +25,8 @@ Pss_Dirty:             8 kB
 VmFlags: rd wr sh
 7f10-7f20 rw-p 00000000 00:00 0
 Pss:                 100 kB
-LazyFree:             16 kB
 7f20-7f30 r--s 00000000 00:01 13                    /dev/shm/other
 Pss:                   3 kB
-LazyFree:              0 kB
 """
 
 
@@ -38,21 +35,27 @@ def test_shared_mappings_count_in_proportion():
     assert shared_bytes("") == 0
 
 
-def test_what_is_offered_to_the_system_is_of_private_mappings():
-    assert offered_bytes(MAPPINGS) == 16 * 1024
+def test_quantities_are_added_at_every_moment():
+    assert list(added([(3, 10), (1, 4)], [(0, 100), (2, 200), (5, 0)])) == [104, 204, 210, 10]
+    assert list(added([(3, 10)], [])) == []
+
+
+def bytes_of_pages() -> list[int]:
+    noted, spare = noted_pages(), SparePages()
+    used, unused = (Pages(numel, torch.float32) for numel in (7, 5))
+    for memory in (used, unused):
+        memory.fill(spare)
+    unused.empty(spare)
+    unused.fill(spare)
+    unused.empty(spare)
+    spare.release()
+    assert [t for t, _ in noted] == sorted(t for t, _ in noted)
+    return [num_bytes for _, num_bytes in noted]
 
 
 @pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
 def test_pages_of_full_parameters_count_used_or_not():
-    spare, (used, unused) = SparePages(), (Pages(numel, torch.float32) for numel in (7, 5))
-    for memory in (used, unused):
-        memory.fill(spare)
-    unused.empty(spare)
-    kept = [used._kept, *spare._free]
-    assert page_bytes([*kept, spare, "others"]) == (7 + 5) * 4
-    assert page_bytes(gc.get_objects()) >= (7 + 5) * 4
-    spare.release()
-    assert page_bytes([kept[0]]) == 7 * 4
+    assert on_ranks(1, bytes_of_pages) == [[0, 7 * 4, (7 + 5) * 4, 7 * 4]]
 
 
 def test_classes_know_their_peaks_and_that_of_all_together():
@@ -86,8 +89,8 @@ def totals_while_a_buffer_dies_elsewhere() -> list[int]:
         thread.join()
         kept = torch.empty(70, dtype=torch.uint8)
     del kept
-    return sorted(totals(profiler.profiler.kineto_results.experimental_event_tree()))
+    return [total for _, total in sorted(totals(profiler.profiler.kineto_results.experimental_event_tree()))]
 
 
 def test_a_buffer_that_dies_in_another_thread_is_counted_as_dead():
-    assert on_ranks(1, totals_while_a_buffer_dies_elsewhere) == [[70, 570, 1500]]
+    assert on_ranks(1, totals_while_a_buffer_dies_elsewhere) == [[1500, 570, 70]]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.memory import offered_bytes
 from tests.engine.ranks import on_one_rank
 from tests.engine.recording import recording
 from workbench.engine.backends import pages
@@ -103,32 +102,6 @@ def test_empty_memory_takes_no_pages_once_the_spare_ones_are_released():
     memory.empty(spare)
     spare.release()
     assert resident_bytes() < before + num_bytes // 2
-
-
-@pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
-@on_one_rank
-def test_spare_pages_are_the_systems_to_take_until_they_are_used_again():
-    spare, memory = SparePages(), Pages(5 * pages._ALIGNMENT // 4 + 5, torch.float32)
-    page = os.sysconf("SC_PAGE_SIZE")
-    late = 64 * page  # the system takes note of so many later
-
-    def offered() -> int:
-        return offered_bytes(Path("/proc/self/smaps").read_text())
-
-    for value in (1.0, 2.0):
-        memory.fill(spare)
-        memory.tensor.fill_(value)
-        memory.empty(spare)
-        assert offered() == 0
-        spare.offer()
-        assert memory.tensor.nbytes - late <= offered() <= memory.tensor.nbytes + page
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    memory.fill(spare)
-    memory.tensor.fill_(3.0)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < memory.tensor.nbytes // page // 10
-    spare.offer()  # what is used is not spare
-    assert offered() == 0
-    assert memory.tensor.eq(3.0).all()
 
 
 @pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")

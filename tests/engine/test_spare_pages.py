@@ -1,7 +1,6 @@
 """Pages of full parameters that one unit leaves to the next: how many are kept, and what happens on another order."""
 
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.bench.memory import offered_bytes
 from tests.engine.comparison import DIM, Outer, UsesInner, data, shard_each
 from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import shard_net
@@ -101,22 +99,6 @@ def test_a_unit_inside_of_another_needs_pages_of_its_own():
 
 def slots_of(module: nn.Module) -> int:
     return slots(2, tuple(tuple(p.shape) for p in module.parameters()))
-
-
-def offered_between_steps() -> tuple[int, int]:
-    """Bytes of full parameters that are kept between steps, and what the system may take of them."""
-    with recording() as record:
-        model = shard_net(make_net(dim=256, num_blocks=2))
-        for number in range(2):
-            step(model, number)
-        return record.reserved, offered_bytes(Path("/proc/self/smaps").read_text())
-
-
-@pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
-def test_the_system_may_take_between_steps_what_is_kept():
-    for kept, offered in run_ranks(2, offered_between_steps):
-        assert kept > 2**20
-        assert offered > 0.8 * kept  # some it takes note of later
 
 
 # ---- numbers

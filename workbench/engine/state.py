@@ -575,7 +575,6 @@ class RootContext:
             unit.wait_for_host()
         if self.is_last_backward:
             self.forget_forwards(ctx)
-            ctx.pages.offer()
             groups.end_iteration()
         probe.phase(Phase.IDLE)
 

@@ -35,15 +35,10 @@ class _Range:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         size = num_bytes + (_ALIGNMENT if num_bytes >= _ALIGNMENT else 0)
-        self._mapping = mmap.mmap(-1, size, flags=_ANONYMOUS)
-        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._begin = -whole.data_ptr() % _ALIGNMENT if size > num_bytes else 0
-        self.memory = whole[self._begin : self._begin + num_bytes]
+        whole = torch.frombuffer(mmap.mmap(-1, size, flags=_ANONYMOUS), dtype=torch.uint8)
+        begin = -whole.data_ptr() % _ALIGNMENT if size > num_bytes else 0
+        self.memory = whole[begin : begin + num_bytes]
         self.address = self.memory.data_ptr()
-
-    def offer(self) -> None:
-        """Let the system take the pages when it is short of them; what was in them is not needed any more."""
-        self._mapping.madvise(mmap.MADV_FREE, self._begin, self.num_bytes)
 
 
 class KeptPages:
@@ -76,10 +71,6 @@ class KeptPages:
             self._probe, self._told = probe.active, 0
         self._tell(self.num_bytes)
 
-    def offer(self) -> None:
-        """Let the system take them when it needs some, until they are used again."""
-        self.range.offer()
-
     def _tell(self, num_bytes: int) -> None:
         probe.memory(Category.RESERVED, probe.NO_UNIT, num_bytes - self._told)
         self._told = num_bytes
@@ -110,11 +101,6 @@ class SparePages:
         """Take back what :meth:`take` gave out."""
         self._free.append(kept)
         kept.unused()
-
-    def offer(self) -> None:
-        """Let the system have them if it is short of memory; else the next range finds them, without a page fault."""
-        for kept in self._free:
-            kept.offer()
 
     def release(self) -> None:
         """Give them back to the system."""
