@@ -147,6 +147,28 @@ DRESS = """() => {
 INKED = "(ink) => [...document.querySelectorAll('.gtitle, .legendtext')].every((e) => getComputedStyle(e).fill !== ink)"
 
 
+# of what has the focus: what it is called, where it is, and whether that is seen
+FOCUSED = """() => {
+  const found = document.activeElement, {x, y} = found.getBoundingClientRect(), style = getComputedStyle(found);
+  const isShown = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+  return [found.ariaLabel ?? found.innerText, y + scrollY, x, isShown];
+}"""
+
+
+@pytest.mark.browser
+def test_all_of_it_is_reached_by_keyboard_in_the_order_in_which_one_reads(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace(num_ranks=4)) as opened:
+        opened.page.wait_for_selector(".fw-peak:not([hidden])")
+        found = []
+        while len(found) < 5:
+            opened.page.keyboard.press("Tab")
+            found.append(opened.page.evaluate(FOCUSED))
+        names = [name.partition(".")[0].partition(" ")[0] for name, *_ in found]
+        assert names == ["Live", "hold", "\u25cb", "peak", "Timeline"]
+        assert [place for _, *place, _ in found] == sorted(place for _, *place, _ in found)
+        assert all(is_shown for *_, is_shown in found)
+
+
 @pytest.mark.browser
 def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace()) as opened:
