@@ -1,0 +1,171 @@
+"""Several hosts on one machine: network namespaces that a bridge joins, with a name, an address and an sshd each.
+
+Each is a host to whatever looks at the network: of the others it reaches what listens on their address, and nothing of
+their loopback interface. Files, memory and processes are those of the machine.
+"""
+
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.waiting import wait_until
+
+NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "unshare")
+NETWORK = "10.203.7"  # of a private range; no route of the machine is touched but the one to it
+PORT = 22
+BRIDGE = "wbtest0"
+
+SSHD = """
+Port {port}
+ListenAddress {address}
+HostKey {directory}/host_key
+AuthorizedKeysFile {directory}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin yes
+Subsystem sftp internal-sftp
+SetEnv HOME={directory}
+"""
+
+SSH = """
+Host {network}.*
+  User root
+  IdentityFile {directory}/key
+  IdentitiesOnly yes
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+  BatchMode yes
+"""
+
+
+@functools.cache
+def why_not() -> str:
+    """Say what of this machine prevents it; empty: nothing."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if os.getuid() != 0:
+        return "only root can make network namespaces"
+    missing = [name for name in NEEDED if find(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}; on Debian: apt-get install iproute2 openssh-server openssh-client"
+    name = f"wbtry{os.getpid()}"  # several may try at the same time
+    tried = subprocess.run([find("ip") or "ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"no network namespace can be made here: {tried.stderr.strip()}"
+    _run("ip", "netns", "delete", name)
+    return ""
+
+
+def find(program: str) -> str | None:
+    """Return the path of a program; those of administrators count."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts.
+
+    Attributes:
+        names: host name of each.
+        addresses: address of each on the network that joins them, by which ssh reaches it.
+        here: address of this machine on that network.
+        bridge: name of this machine's interface to it.
+        ssh_config: file for ``ssh -F``, with which ssh reaches them without a password.
+    """
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    here: str
+    bridge: str
+    ssh_config: Path
+
+
+@contextmanager
+def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
+    """Make hosts, and leave nothing of them."""
+    names = tuple(f"wbhost{number}" for number in range(1, num_hosts + 1))
+    addresses = tuple(f"{NETWORK}.{number + 1}" for number in range(1, num_hosts + 1))
+    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd's children are confined; of its package
+    for key in ("host_key", "key"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key))
+    config = directory / "ssh_config"
+    config.write_text(SSH.format(network=NETWORK, directory=directory))
+    with ExitStack() as last:
+        _run("ip", "link", "add", BRIDGE, "type", "bridge")
+        last.callback(_run, "ip", "link", "delete", BRIDGE)
+        _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+        _run("ip", "link", "set", BRIDGE, "up")
+        for name, address in zip(names, addresses, strict=True):
+            _join(last, name, address)
+            _serve(last, name, address, directory)
+        yield Hosts(names, addresses, f"{NETWORK}.1", BRIDGE, config)
+
+
+def _join(last: ExitStack, name: str, address: str) -> None:
+    """Make the network namespace ``name``, and join it to the bridge."""
+    _run("ip", "netns", "add", name)
+    last.callback(_run, "ip", "netns", "delete", name)
+    last.callback(_clear, name)
+    outer = f"wb{name[-6:]}"
+    _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+    _run("ip", "link", "set", outer, "master", BRIDGE, "up")
+    for words in (
+        ("address", "add", f"{address}/24", "dev", "eth0"),
+        ("link", "set", "eth0", "up"),
+        ("link", "set", "lo", "up"),
+    ):
+        _run("ip", "-n", name, *words)
+
+
+def _serve(last: ExitStack, name: str, address: str, directory: Path) -> None:
+    """Start an sshd on the host ``name``, which has this name of its own."""
+    config = directory / f"sshd_config.{name}"
+    config.write_text(SSHD.format(port=PORT, address=address, directory=directory))
+    serve = f"hostname {name} && exec {find('sshd')} -D -e -f {config}"
+    log = last.enter_context((directory / f"sshd.{name}.log").open("wb"))
+    command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", serve]
+    sshd = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    last.callback(_end, psutil.Process(sshd.pid), sshd)
+    wait_until(lambda: _is_open(address) or sshd.poll() is not None)
+    if sshd.poll() is not None:
+        raise RuntimeError((directory / f"sshd.{name}.log").read_text())
+
+
+def _clear(name: str) -> None:
+    """End what still runs on a host: it would keep the network namespace."""
+    found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+    for pid in map(int, found.stdout.split()):
+        if psutil.pid_exists(pid):
+            psutil.Process(pid).kill()
+
+
+def _is_open(address: str) -> bool:
+    try:
+        socket.create_connection((address, PORT), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _end(process: psutil.Process, popen: subprocess.Popen[bytes]) -> None:
+    """End a process of ours and all below it."""
+    for each in (*process.children(recursive=True), process):
+        if each.is_running():
+            each.kill()
+    popen.wait()
+
+
+def _run(program: str, *words: str) -> None:
+    subprocess.run([find(program) or program, *words], check=True, capture_output=True)

@@ -1,0 +1,163 @@
+"""Three hosts that a network joins, two ranks on each, started over SSH: the same training as on one machine."""
+
+import os
+import sys
+
+import psutil
+import pytest
+
+from tests import hosts
+from tests.integration.model import CELL
+from tests.waiting import PATIENCE_S, wait_until
+from workbench.errors import ClusterError, UsageError
+from workbench.workbench import Workbench
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "they can be made"),
+    pytest.mark.timeout(900),  # SSH starts one engine after the other, each with three Pythons before it
+]
+
+CONFIG = """
+c = get_config()
+c.SSHLauncher.ssh_cmd = ["ssh", "-F", {ssh!r}]
+c.SSHLauncher.scp_cmd = ["scp", "-F", {ssh!r}]
+c.SSHLauncher.remote_python = {python!r}
+c.SSHEngineSetLauncher.engines = {engines!r}
+c.SSHEngineSetLauncher.environment = {environment!r}
+"""
+
+TRIES = 3
+"""ipyparallel gives a host 10 s for its first word, which a busy machine may need for itself."""
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    with hosts.network_of(3, tmp_path_factory.mktemp("network")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def profile(network, tmp_path_factory):
+    """The directory of a profile that says how the hosts are reached."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ipython = tmp_path_factory.mktemp("ipython")
+        monkeypatch.setenv("IPYTHONDIR", str(ipython))
+        directory = ipython / "profile_hosts"
+        (directory / "startup").mkdir(parents=True)
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        config = CONFIG.format(
+            ssh=str(network.ssh_config),
+            python=sys.executable,
+            engines=dict.fromkeys(network.addresses, 2),
+            environment={"PYTHONPATH": path, "IPYTHONDIR": str(ipython), "OMP_NUM_THREADS": "1"},
+        )
+        (directory / "ipcluster_config.py").write_text(config)
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def bench(profile):
+    bench = Workbench(6, device="cpu", profile="hosts", engines="ssh")
+    for tries_left in reversed(range(TRIES)):
+        try:
+            bench.start()
+            break
+        except ClusterError as error:
+            if not tries_left or "Timeout of 10s" not in str(error):
+                raise
+    yield bench
+    bench.stop()
+
+
+def told_by(bench, expression, rank):
+    written = []
+    bench.run_cell(f"print({expression})", [rank], on_output=written.append)
+    return "".join(output.text for output in written).strip()
+
+
+def test_ranks_of_a_host_are_neighbours_and_status_says_which(bench, network):
+    status = bench.status()
+    assert [rank.host for rank in status.ranks] == [name for name in network.names for _ in range(2)]
+    lines = [name for name, _ in status.facts()]
+    a, b, c = network.names
+    assert lines[:9] == [a, "  rank 0", "  rank 1", b, "  rank 2", "  rank 3", c, "  rank 4", "  rank 5"]
+
+
+def test_ranks_have_the_environment_that_torchrun_would_set(bench, network):
+    bench.run_cell("import os\nenvironment = lambda *names: ' '.join(os.environ.get(name, '-') for name in names)")
+    names = "'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME'"
+    for rank in range(6):
+        expected = f"{rank} {rank % 2} 6 2 {network.addresses[0]} eth0"
+        assert told_by(bench, f"environment({names})", rank) == expected
+
+
+LISTENING = """
+import psutil
+listening = lambda: sorted({c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == 'LISTEN'})
+"""
+
+
+def test_no_rank_listens_on_all_interfaces(bench, network):
+    bench.run_cell(LISTENING)
+    for rank in range(6):
+        assert set(told_by(bench, "*listening()", rank).split()) <= {network.addresses[rank // 2], "127.0.0.1"}
+
+
+def losses_of(bench, **mesh):
+    bench.run_cell(CELL)
+    bench.shard("model", wrap="Block", **mesh)
+    return bench.step(3).losses
+
+
+@pytest.fixture(scope="module")
+def on_one_machine():
+    with Workbench(6, device="cpu") as bench:
+        return {"": losses_of(bench), "hosts": losses_of(bench, mesh="3x2")}
+
+
+@pytest.mark.parametrize("mesh", ["", "hosts"])
+def test_it_trains_as_on_one_machine(bench, on_one_machine, mesh):
+    assert losses_of(bench, **({"mesh": mesh} if mesh else {})) == pytest.approx(on_one_machine[mesh], rel=1e-5)
+
+
+def test_copies_are_across_hosts_and_shards_within(bench):
+    losses_of(bench, mesh="hosts")
+    newest = bench.trace.header.units[-4:]  # those of the tests before are there as well
+    assert {(unit.replicate_size, unit.shard_size) for unit in newest} == {(3, 2)}
+
+
+SHARED = """
+from workbench.engine import groups
+from workbench.engine.backends.shared_memory import SharedMemory
+first = rank - rank % 2
+within = SharedMemory.connect(groups.group_of((first, first + 1))) is not None
+across = SharedMemory.connect(groups.group_of(tuple(range(6)))) is not None
+"""
+
+
+def test_memory_is_shared_within_a_host_and_not_between_hosts(bench):
+    bench.run_cell(SHARED)
+    assert [told_by(bench, "within, across", rank) for rank in range(6)] == ["True False"] * 6
+
+
+def test_an_interface_that_hosts_lack_is_refused_with_what_they_have(profile, network):
+    with pytest.raises(UsageError, match=rf"this machine has no address on 'ib0'; it has .*{network.bridge}"):
+        Workbench(6, device="cpu", profile="hosts", engines="ssh", interface="ib0").start()
+
+
+def test_an_interrupt_reaches_a_rank_of_another_host(bench):
+    cluster = bench._session.cluster
+    pending = cluster.run_cell("import time\nwhile True: time.sleep(0.01)", [5])
+    cluster.interrupt([5])
+    while not pending.wait(1.0):
+        cluster.interrupt([5])  # it may have been too early, before the cell began
+    assert pending.error(5).ename == "KeyboardInterrupt"
+
+
+def test_a_stop_leaves_nothing_on_any_host(bench, profile):
+    pids = {info.pid for info in bench._session.cluster.rank_info}
+    assert all(map(psutil.pid_exists, pids))
+    bench.stop()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), PATIENCE_S)
+    assert [path for path in profile.glob("security/*") if path.is_file()] == []
