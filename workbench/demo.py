@@ -143,7 +143,7 @@ def communication(trace: Trace) -> Communication:
     It is the first rank that differs from the closed form, rank 0 if none does. Every unit counts in the steps in
     which it was in use, also one that was undone later.
     """
-    in_use = replace(trace.header, units=tuple(replace(unit, retired=False) for unit in trace.header.units))
+    in_use = replace(trace.header, units=tuple(replace(unit, retired=False, gone=False) for unit in trace.header.units))
     found = [c for step in steps(trace) for c in collectives.compare(Trace(in_use, trace.ranks), step)]
     rank = next((c.ranks[0] for c in found if c.differs), 0)
     own = [c for c in found if rank in c.ranks]

@@ -404,6 +404,7 @@ class Unit:
         comm: what carries its collectives: ``"gloo"``, ``"shared memory"``, ``"c10d"``, ``"custom"``; ``""`` on one
             rank or not known.
         retired: True once the unit was undone by ``unshard_module``.
+        gone: True once nobody holds its model any more, as when the cell that makes it was run again.
     """
 
     index: int
@@ -420,6 +421,12 @@ class Unit:
     offload: bool = False
     comm: str = ""
     retired: bool = False
+    gone: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it can still do something."""
+        return not (self.retired or self.gone)
 
 
 ROOT = "(root)"
@@ -466,6 +473,9 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """What it is called; it has no comma."""
+
+    def has(self, unit: int) -> bool:
+        """Tell whether a unit is one of the source's, and still there."""
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return what the rank has of the parameters of a unit, by their names; empty if it is none of the source's.

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,10 +118,11 @@ def test_totals_follow_the_closed_form(setup):
     assert found.num_params == len(every)
 
 
-def test_retired_units_hold_nothing():
+@pytest.mark.parametrize("how", ["retired", "gone"])
+def test_units_that_are_not_in_use_hold_nothing(how):
     header = example_trace().header
-    retired = replace(header, units=tuple(replace(unit, retired=True) for unit in header.units))
-    assert shards(retired) == ()
+    unused = replace(header, units=tuple(replace(unit, **{how: True}) for unit in header.units))
+    assert shards(unused) == ()
     assert shards(Header()) == ()
     assert totals(()) == replay_shards.Totals(
         num_params=0, num_flat=0, num_elements=0, bytes_unsharded=0, bytes_at_rest=0, bytes_wasted=0, num_empty=0

@@ -28,6 +28,9 @@ class OnRank:
     def __init__(self, loop: "PlainLoop", rank: int):
         self._loop, self._rank = loop, rank
 
+    def has(self, unit: int) -> bool:
+        return bool(self.tensors(unit))
+
     def tensors(self, unit: int) -> dict[str, ParamTensors]:
         return self._loop.tensors(self._rank, unit)
 

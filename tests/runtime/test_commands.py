@@ -251,6 +251,25 @@ def test_a_loss_that_is_a_dtensor_is_refused():
     assert "full_tensor().item()" in run(1, returns, "dtensor")[0]
 
 
+def made_again():
+    """Run what a cell does that makes a model, twice: units in use after each, and after a step."""
+    found = []
+    for _ in range(2):
+        prepare()
+        execute(Shard(model="model", wrap=("Block",)))
+        found.append([unit.name for unit in trace_of(*drain()).header.units if unit.in_use])
+    execute(Step(count=1))
+    units = trace_of(*drain()).header.units
+    return [*found, [unit.name for unit in units if unit.in_use]], [unit.gone for unit in units]
+
+
+def test_a_model_that_was_made_again_takes_the_place_of_the_one_before():
+    for (first, second, after), gone in run(2, made_again):
+        assert len(first) == len(set(after)) == len(after)
+        assert len(second) == len(first)
+        assert gone == [True] * len(first) + [False] * len(first)
+
+
 def position_and_names():
     prepare()
     where, names = Door()(Locate()), Door()(ListNames())

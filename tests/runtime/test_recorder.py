@@ -1,5 +1,6 @@
 """The ring and its key frames."""
 
+import dataclasses
 import gc
 import threading
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device import FakeDevice
+from tests.trace.strategies import example_trace
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import RankTrace, Trace, advance, check
@@ -234,6 +236,37 @@ def test_units_are_described_and_replaced():
     assert (unit.name, unit.retired) == ("blocks.0", True)
     assert {name: getattr(unit, name) for name in policy} == policy
     assert vars(unit.params[0]) == vars(param)
+    assert recorder.header_version > version
+
+
+class Known:
+    """A source of some units."""
+
+    def __init__(self, name, *units):
+        self.name, self.units = name, set(units)
+
+    def has(self, unit):
+        return unit in self.units
+
+    def tensors(self, unit):
+        raise AssertionError("nobody asks for tensors here")
+
+
+def test_units_that_no_source_has_any_more_are_gone():
+    recorder, first, second = Recorder(Header()), Known("first", 0, 1), Known("second", 2)
+    for index in range(3):
+        recorder.unit(dataclasses.replace(example_trace().header.units[0], index=index))
+    recorder.note_gone()
+    assert all(unit.in_use for unit in recorder.header.units)  # there is nobody to know better
+    recorder.source(first)
+    recorder.source(second)
+    version = recorder.header_version
+    recorder.note_gone()
+    assert recorder.header_version == version
+    first.units.remove(1)
+    recorder.begin_step()
+    assert [unit.gone for unit in recorder.header.units] == [False, True, False]
+    assert [unit.in_use for unit in recorder.header.units] == [True, False, True]
     assert recorder.header_version > version
 
 

@@ -135,6 +135,7 @@ _units = st.builds(
     offload=st.booleans(),
     comm=_names,
     retired=st.booleans(),
+    gone=st.booleans(),
 )
 
 _rank_infos = st.builds(

@@ -13,6 +13,10 @@ class EngineSource:
 
     name = "workbench.engine"
 
+    def has(self, unit: int) -> bool:
+        """Tell whether a unit is there, undone or not."""
+        return unit in units
+
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return what this rank has of the parameters of a unit, by their names."""
         found = units.get(unit)

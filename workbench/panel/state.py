@@ -163,7 +163,7 @@ def _where(pulse: Pulse, rank: int) -> str:
 def units_of(header: Header) -> tuple[UnitInfo, ...]:
     """Return all units that were not undone, from the top of each model."""
     live = (header.units[index] for index in model_order(header))
-    return tuple(_unit(unit) for unit in live if not unit.retired)
+    return tuple(_unit(unit) for unit in live if unit.in_use)
 
 
 def _unit(unit: Unit) -> UnitInfo:
@@ -189,7 +189,7 @@ def _unit(unit: Unit) -> UnitInfo:
 
 def params_of(header: Header, unit: int) -> tuple[ParamInfo, ...]:
     """Return the parameters of a unit, flat ones before those in them; none if there is no such unit any more."""
-    found = [part for other in header.units if other.index == unit and not other.retired for part in unit_shards(other)]
+    found = [part for other in header.units if other.index == unit and other.in_use for part in unit_shards(other)]
     return tuple(info for split in found for info in (_param(split), *_parts(split.param)))
 
 

@@ -272,7 +272,7 @@ def closed_form(header: Header, full: Collection[int] = ()) -> tuple[Expected, .
 
     Example: G units, only the root kept unsharded after forward -> 2 G - 1 all-gathers and G reduce-scatters.
     """
-    live = (unit for unit in header.units if not unit.retired)
+    live = (unit for unit in header.units if unit.in_use)
     return tuple(expected for unit in live for expected in _closed_form(unit, is_full=unit.index in full))
 
 

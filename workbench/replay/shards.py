@@ -101,7 +101,7 @@ class Totals:
 
 def shards(header: Header) -> tuple[ParamShards, ...]:
     """Return how every parameter is split, units and parameters in the header's order; retired units left out."""
-    return tuple(part for unit in header.units if not unit.retired for part in unit_shards(unit))
+    return tuple(part for unit in header.units if unit.in_use for part in unit_shards(unit))
 
 
 def unit_shards(unit: Unit) -> tuple[ParamShards, ...]:

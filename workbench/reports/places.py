@@ -123,7 +123,7 @@ def unit_names(header: Header) -> dict[int, str]:
 
 def live_units(header: Header) -> list[Unit]:
     """Return the units that were not undone."""
-    return [unit for unit in header.units if not unit.retired]
+    return [unit for unit in header.units if unit.in_use]
 
 
 def param_names(header: Header) -> list[str]:

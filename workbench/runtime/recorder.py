@@ -193,6 +193,17 @@ class Recorder:
         units = tuple(sorted((*others, info), key=lambda u: u.index))
         self._change(dataclasses.replace(self.header, units=units))
 
+    def note_gone(self) -> None:
+        """Put into the header which units are not there any more; the main thread calls it, as all that tells of units.
+
+        A model is forgotten without a word: the cell that makes it is run again.
+        """
+        sources = self._sources.values()
+        gone = {u.index for u in self.header.units if u.in_use and not any(each.has(u.index) for each in sources)}
+        if gone and sources:
+            units = tuple(dataclasses.replace(u, gone=u.index in gone or u.gone) for u in self.header.units)
+            self._change(dataclasses.replace(self.header, units=units))
+
     def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
         """Put a new communication group into the header."""
         known = self.header.comm_groups
@@ -203,6 +214,7 @@ class Recorder:
     def begin_step(self) -> None:
         """Open the next step; one that is still open ends."""
         self.end_step()
+        self.note_gone()
         if self.device_clock is not None:
             with self._lock:
                 self._take_marks(self.device_clock)

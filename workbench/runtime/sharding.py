@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -72,7 +73,10 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     """
     model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
-    return _shard(command, rank, model, inner, ignored)
+    sharded = _shard(command, rank, model, inner, ignored)
+    gc.collect()  # what this model takes the place of refers to itself
+    rank.recorder.note_gone()
+    return sharded
 
 
 def _shard(

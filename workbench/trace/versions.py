@@ -1,6 +1,6 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
-Version 5 added to a parameter ``use_orig_params``, and to each of its parts ``trainable``.
+Version 5 added to a unit ``gone``, to a parameter ``use_orig_params``, and to each of its parts ``trainable``.
 
 Version 4 added to a parameter ``parts``: those that a flat one stands for. Before there were no flat ones.
 
@@ -37,7 +37,9 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
     try:
         data = _second(data) if version == 1 else data
         ranks = [{"device_error_ns": 0} | rank for rank in data["ranks"]]
-        units = [unit | {"params": [_param(param) for param in unit["params"]]} for unit in data["units"]]
+        units = [
+            {"gone": False} | unit | {"params": [_param(param) for param in unit["params"]]} for unit in data["units"]
+        ]
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
         raise TraceError(f"header says schema version {version}, and its {what} are not") from error

@@ -115,7 +115,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
 
 def _only(header: Header, unit: str) -> Header:
     """Return ``header`` with the units alone that are meant by ``unit``."""
-    return replace(header, units=meant([each for each in header.units if not each.retired], unit))
+    return replace(header, units=meant([each for each in header.units if each.in_use], unit))
 
 
 def _largest(groups: list[Group], columns: int) -> tuple[list[Group], int]:
@@ -133,7 +133,7 @@ def _title(header: Header, total: Totals, params: str) -> str:
 
 
 def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
-    live = [unit for unit in header.units if not unit.retired]
+    live = [unit for unit in header.units if unit.in_use]
     copies = max(unit.replicate_size for unit in live)
     each = f" in each of {copies} copies" if copies > 1 else ""
     whole = max(total.bytes_unsharded, 1)
@@ -163,7 +163,7 @@ def _in_training(header: Header) -> str:
 
 def _fullest(header: Header) -> range:
     """Return shard-ranks of which one holds the most: the first has no fewer rows than another, maybe frozen ones."""
-    params = [param for unit in header.units if not unit.retired for param in unit.params]
+    params = [param for unit in header.units if unit.in_use for param in unit.params]
     return range(max(len(param.rows_per_rank) for param in params) if any(p.use_orig_params for p in params) else 1)
 
 
@@ -401,7 +401,7 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
     )
     shown = range(0, columns, -(-columns // _MAX_TICKS)) if len(num_shards) == 1 else range(0)
     labels = _columns(header, columns, shown)
-    copies = max(unit.replicate_size for unit in header.units if not unit.retired)
+    copies = max(unit.replicate_size for unit in header.units if unit.in_use)
     whose = f"rank of the first of {copies} copies" if copies > _MAX_COPIES else "rank"
     room = "elements" if any(_is_flat(place) for place in places) else "rows"
     fig.update_xaxes(
@@ -419,7 +419,7 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
 
 def _columns(header: Header, columns: int, shown: range) -> list[str]:
     """Return who each column stands for: the ranks with the same shard, or the shard-rank under tensor parallelism."""
-    copies = max(unit.replicate_size for unit in header.units if not unit.retired)
+    copies = max(unit.replicate_size for unit in header.units if unit.in_use)
     if columns * copies != max(header.world_size, columns):
         return [_who(i, i) for i in shown]
     # a mesh is (replicate, shard): shard-rank i of every copy is rank i, i + F, i + 2 F, ...

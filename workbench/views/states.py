@@ -86,7 +86,7 @@ def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[
 def _units(header: Header, drawn: RankTrace) -> list[int]:
     """Return the units to draw from the top of the model; a retired one only if it did anything."""
     did = drawn.rows["unit"][of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
-    wanted = {*did.tolist(), *(unit.index for unit in header.units if not unit.retired)}
+    wanted = {*did.tolist(), *(unit.index for unit in header.units if unit.in_use)}
     known = [unit for unit in model_order(header) if unit in wanted]
     return [*known, *sorted(wanted - set(known))]
 

@@ -191,7 +191,7 @@ class Answers:
 
 def _order(header: Header) -> tuple[int, ...]:
     """The units that were not undone, from the top."""
-    return tuple(unit for unit in model_order(header) if not header.units[unit].retired)
+    return tuple(unit for unit in model_order(header) if header.units[unit].in_use)
 
 
 def _clock(header: Header) -> tuple[str, str]:

@@ -126,7 +126,7 @@ def slowest(step: np.void) -> str:
 
 def knobs(header: Header) -> tuple[Unit, ...]:
     """Return the units in force, without what is no knob: equal as long as nobody has turned one."""
-    return tuple(replace(unit, index=0, root=0, params=(), comm="") for unit in header.units if not unit.retired)
+    return tuple(replace(unit, index=0, root=0, params=(), comm="") for unit in header.units if unit.in_use)
 
 
 def turned(before: tuple[Unit, ...], after: tuple[Unit, ...]) -> str:
