@@ -16,6 +16,7 @@ from tests.widgets.timeline_page import as_sent
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
+from workbench.session.pulse import UnderWay
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import STATIC, joined
 
@@ -202,6 +203,9 @@ def test_at_a_glance(shown):
 
 def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
     class Stops(Pretender):
+        def pulse(self):
+            return replace(super().pulse(), under_way=UnderWay(words="%fsdp step 40", is_stopped=True))
+
         def next(self, what, *, background):
             self.pressed.append(("next", what, background))
 

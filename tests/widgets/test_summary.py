@@ -129,3 +129,6 @@ def test_how_far_a_command_is_and_why_ranks_stopped():
     held = pulse(TRACE, [True] * 4, dict.fromkeys(range(4), HELD))
     stopped = replace(held, under_way=UnderWay(words="%fsdp step 40", reasons=("breakpoint 1: all_gather",)))
     assert status(stopped, 0.0).why.endswith("before all-gather of blocks.1, step 1 (breakpoint 1: all_gather)")
+    assert not status(held, 0.0).can_go_on
+    assert not status(stopped, 0.0).can_go_on  # the notebook does not know yet that they stand
+    assert status(replace(stopped, under_way=replace(stopped.under_way, is_stopped=True)), 0.0).can_go_on

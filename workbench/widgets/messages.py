@@ -277,10 +277,12 @@ class Status:
     Attributes:
         word: ``empty``: nothing is recorded yet; ``over``: there are no ranks any more, and this is what they recorded.
         why: in words; empty: there is no more to say.
+        can_go_on: whether the notebook knows of the stop, and ranks can be let go on; it learns of it after they stand.
     """
 
     word: Literal["training", "stuck", "stopped", "idle", "over", "dead", "empty"]
     why: str
+    can_go_on: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

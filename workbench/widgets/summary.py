@@ -58,7 +58,8 @@ def status(pulse: Pulse, quiet_s: float) -> Status:
     if not pulse.running:
         return Status(word="over" if pulse.trace.num_rows else "empty", why="")
     if "held" in states:
-        return Status(word="stopped", why=_stops(pulse))
+        can_go_on = pulse.under_way is not None and pulse.under_way.is_stopped
+        return Status(word="stopped", why=_stops(pulse), can_go_on=can_go_on)
     if not states & {"running", "waiting"}:
         return Status(word="idle" if pulse.trace.num_rows else "empty", why=_last_step(pulse))
     if "waiting" in states and quiet_s >= STUCK_S:

@@ -803,7 +803,7 @@ class DashboardView {
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
     write(this.live, isOver ? "\u25cb newest" : this.isLive ? "\u25cf live" : "\u25cb live");
     const works = this.works(), isHeld = states.has("held"), isIdle = isThere && !works && !isHeld;
-    const isWhole = !states.has("gone"), goesOn = isHeld && isWhole;
+    const isWhole = !states.has("gone"), goesOn = isWhole && status?.can_go_on === true;
     const can = new Map([["step", isIdle], ["pause", works], ["next", goesOn], ["continue", goesOn],
       ["abort", works || isHeld], ["break", isThere]]);
     for (const [word, button] of this.buttons) enable(button, can.get(word) ?? false);

@@ -126,6 +126,11 @@ export interface Status {
   readonly word: "training" | "stuck" | "stopped" | "idle" | "over" | "dead" | "empty";
   /** in words; empty: there is no more to say. */
   readonly why: string;
+  /**
+   * whether the notebook knows of the stop, and ranks can be let go on; it learns of it after
+   * they stand.
+   */
+  readonly can_go_on: boolean;
 }
 
 /** Ranks that were alike at a moment. */
