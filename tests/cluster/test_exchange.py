@@ -116,4 +116,4 @@ def test_a_controller_that_does_not_answer_is_not_waited_for_forever(tmp_path):
     coding = {"pack": "json", "unpack": "json", "signature_scheme": "hmac-sha256"}
     file.write_text(json.dumps({**info, **coding, **dict.fromkeys(ports, 1)}))
     with pytest.raises(TimeoutError):
-        Wire(file, 0.01)
+        Wire(file, 0.01, lambda engine: None)

@@ -28,7 +28,7 @@ from workbench.workbench import Workbench, on_ranks
 
 
 def test_every_view_has_its_word_and_every_word_its_method_with_its_arguments():
-    assert list(WORDS) == [*[*COMMANDS][:18], *VIEWS, *[*COMMANDS][18:]]
+    assert list(WORDS) == [*[*COMMANDS][:20], *VIEWS, *[*COMMANDS][20:]]
     for name, word in WORDS.items():
         command = parse_line(word.example)
         method, arguments = command.call()
@@ -98,7 +98,7 @@ def test_lines_become_commands(line, command):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("shrad model", "no word 'shrad', did you mean 'shard'?\nusage: %fsdp {start,status"),
+        ("shrad model", "no word 'shrad', did you mean 'shard'?\nusage: %fsdp {start,attach,status"),
         ("memroy", "did you mean 'memory'"),
         ("xyzzy", "no word 'xyzzy'\n"),
         ("shard model --rwap Block", "unknown flag '--rwap', did you mean '--wrap'?\nusage: %fsdp shard"),
@@ -151,6 +151,7 @@ def test_nothing_means_help(line):
 
 EXPANDED = {
     "start": ("start -n {n}", "num_ranks", 3),
+    "attach": ("attach --profile {m}", "profile", "net"),
     "shard": ("shard {m} --prefetch {n}", "prefetch", 3),
     "reshard": ("reshard {m}", "model", "net"),
     "unshard": ("unshard {m}", "model", "net"),

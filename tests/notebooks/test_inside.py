@@ -49,7 +49,8 @@ def test_it_is_kept_without_outputs():
 
 
 def test_the_notebooks_together_show_every_word():
-    assert set(words.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"}
+    elsewhere = {"attach", "detach"}  # they need engines that somebody else has started
+    assert set(words.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"} | elsewhere
 
 
 def test_all_ranks_stop_at_the_breakpoint(ran):

@@ -21,7 +21,7 @@ def test_without_any_step_the_whole_trace_is_shown():
     found = window(trace, None, 1)
     assert str(found) == "Before the first step"
     assert found.cut(trace.rank(0)) == trace.rank(0)
-    assert found.has_ended(trace.rank(0).rows)
+    assert found.has_ended(trace.rank(0))
 
 
 def test_a_step_with_nothing_but_bookkeeping_is_not_the_last_one():
@@ -39,8 +39,9 @@ def test_cut_and_stateless_hold_the_rows_of_the_steps():
     assert found.cut(rank) == trace.slice(step=1).rank(2)
     assert found.stateless(rank).rows.tobytes() == found.cut(rank).rows.tobytes()
     assert found.stateless(rank).start.seq == found.cut(rank).start.seq
-    assert found.has_ended(found.cut(rank).rows)
-    assert not found.has_ended(found.cut(rank).rows[:-1])
+    begin, end = found.places(rank)
+    assert found.has_ended(found.cut(rank))
+    assert not found.has_ended(rank.cut(rank.start.seq + begin, rank.start.seq + end - 1))
 
 
 def test_a_rank_without_rows_in_the_window_has_none():
