@@ -23,6 +23,7 @@ c = get_config()
 c.SSHLauncher.ssh_cmd = ["ssh", "-F", {ssh!r}]
 c.SSHLauncher.scp_cmd = ["scp", "-F", {ssh!r}]
 c.SSHLauncher.remote_python = {python!r}
+c.SSHLauncher.poll_seconds = 3600  # it waits for each engine in a process of its own, and every minute in a new one
 c.SSHEngineSetLauncher.engines = {engines!r}
 c.SSHEngineSetLauncher.environment = {environment!r}
 """
