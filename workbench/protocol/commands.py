@@ -120,6 +120,11 @@ class Request(Generic[R_co]):
 # ---- the ranks
 
 
+_INTERFACE = argument(
+    "network interface on which hosts reach each other (default: that of the route between them)", metavar="NAME"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start(Command):
     """Start ranks."""
@@ -145,13 +150,7 @@ class Start(Command):
             completes="launchers",
         ),
     )
-    interface: str = field(
-        default="",
-        metadata=argument(
-            "network interface on which hosts reach each other (default: that of the route between them)",
-            metavar="NAME",
-        ),
-    )
+    interface: str = field(default="", metadata=_INTERFACE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +174,7 @@ class Attach(Command):
         default="", metadata=argument("its connection file for clients, instead", metavar="FILE", flags=("--file",))
     )
     device: str = field(default="auto", metadata=argument("where ranks compute (default auto)", choices=DEVICES))
-    interface: str = field(
-        default="",
-        metadata=argument(
-            "network interface on which hosts reach each other (default: that of the route between them)",
-            metavar="NAME",
-        ),
-    )
+    interface: str = field(default="", metadata=_INTERFACE)
     take: bool = field(default=False, metadata=argument("take ranks from a notebook that is gone"))
 
 
