@@ -77,20 +77,13 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
     setPolicy({ ...policy, ...more });
   };
   const command = commandOf(found, policy);
-  useTrial(model, command);
   const unshard: Unshard = { word: "unshard", model: found.name };
   const isFree = model.state?.request === null;
   const isClassic = policy.api === "classic";
   // a model that is or becomes classic is sharded anew, all of its units alike
   const unset = isClassic || before.api === "classic" ? "to be chosen" : "as each unit is";
   return (
-    <form
-      className="fsdp-Form"
-      onSubmit={(event) => {
-        event.preventDefault();
-        void model.do(command);
-      }}
-    >
+    <CommandForm model={model} command={command}>
       <Field label="API" hint="fully_shard: each parameter by its rows; classic: FullyShardedDataParallel, one flat parameter for each unit">
         <Choice value={policy.api} among={APIS} choose={(api) => { set({ api }); }} />
       </Field>
@@ -146,7 +139,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
           </Action>
         ) : null}
       </div>
-    </form>
+    </CommandForm>
   );
 }
 
@@ -226,15 +219,8 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
     ...(policy.mp === before.mp ? {} : { mp: policy.mp }),
     ...(policy.offload === before.offload ? {} : { offload: policy.offload }),
   };
-  useTrial(model, command);
   return (
-    <form
-      className="fsdp-Form"
-      onSubmit={(event) => {
-        event.preventDefault();
-        void model.do(command);
-      }}
-    >
+    <CommandForm model={model} command={command}>
       <Field label="After forward" hint="whether this unit's full parameters are freed after its forward">
         <Choice
           value={policy.reshard}
@@ -269,12 +255,16 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
           Reshard
         </Action>
       </div>
-    </form>
+    </CommandForm>
   );
 }
 
-/** Ask what a command would come to, as long as it is on the form. */
-function useTrial(model: PanelModel, command: Shard | Reshard): void {
+/** A form that does a command, and has asked what that would come to as long as it is there. */
+function CommandForm({ model, command, children }: {
+  readonly model: PanelModel;
+  readonly command: Shard | Reshard;
+  readonly children: React.ReactNode;
+}): React.JSX.Element {
   const text = JSON.stringify(command);
   React.useEffect(() => {
     void model.try(JSON.parse(text) as Shard | Reshard);
@@ -282,6 +272,17 @@ function useTrial(model: PanelModel, command: Shard | Reshard): void {
       void model.try(null);
     };
   }, [model, text]);
+  return (
+    <form
+      className="fsdp-Form"
+      onSubmit={(event) => {
+        event.preventDefault();
+        void model.do(command);
+      }}
+    >
+      {children}
+    </form>
+  );
 }
 
 function Preliminary({ preview }: { readonly preview: Preview | null }): React.JSX.Element {
