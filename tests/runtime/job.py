@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.models import Block, adamw, batch, loss_of, make_net
 from workbench.codec import decode, encode
+from workbench.errors import UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.protocol import commands
 from workbench.protocol.messages import Drain, Known, Recorded
@@ -131,4 +132,11 @@ def _result(answer, process, rank, deadline):
     return value
 
 
-__all__ = ["Block", "batch", "drain", "execute", "namespace", "prepare", "run"]
+def assert_refused(said, parts):
+    """Each message is that of a UsageError, and has the part that stands at its place."""
+    for message, part in zip(said, parts, strict=True):
+        assert message.startswith(f"{UsageError.__name__}: "), message
+        assert part in message
+
+
+__all__ = ["Block", "assert_refused", "batch", "drain", "execute", "namespace", "prepare", "run"]
