@@ -1,4 +1,4 @@
-"""The cell that the tests run on real ranks: a small model, its optimizer, a step."""
+"""Cells that the tests run on real ranks: a small model, its optimizer, a step."""
 
 CELL = """
 import torch
@@ -35,5 +35,38 @@ def train_step():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     opt.step()
     opt.zero_grad()
+    return loss.item()
+"""
+
+
+def fresh_cell(*, optimizer: str, synced: str, clip: str) -> str:
+    """Return a cell that makes the same model and optimizer again, and a step of two micro-batches.
+
+    A step that is given up is done again with the same data.
+
+    Args:
+        optimizer: options of AdamW.
+        synced: a context for the micro-batch ``micro``, whose gradients are reduced with it if it is the last one.
+        clip: what limits the gradients' norm.
+    """
+    return f"""
+import contextlib
+torch.manual_seed(0)
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), {optimizer})
+generator = torch.Generator()
+count = 0
+
+def train_step():
+    global count
+    for micro in range(2):
+        generator.manual_seed(1000 * count + 10 * micro + rank)
+        with {synced}:
+            loss = model(torch.randn(8, 16, generator=generator)).square().mean()
+            loss.backward()
+    {clip}
+    opt.step()
+    opt.zero_grad()
+    count += 1
     return loss.item()
 """

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.integration.keys import Pressing
-from tests.integration.model import CELL
+from tests.integration.model import CELL, fresh_cell
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, RankError
@@ -20,27 +20,11 @@ from workbench.views.compare import draw
 pytestmark = pytest.mark.cluster
 
 STEPS = 4
-FRESH = """
-import contextlib
-torch.manual_seed(0)
-model = Net()
-opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-generator = torch.Generator()
-count = 0
-
-def train_step():
-    global count
-    for micro in range(2):
-        generator.manual_seed(1000 * count + 10 * micro + rank)
-        with model.no_sync() if micro == 0 else contextlib.nullcontext():
-            loss = model(torch.randn(8, 16, generator=generator)).square().mean()
-            loss.backward()
-    model.clip_grad_norm_(1.0)
-    opt.step()
-    opt.zero_grad()
-    count += 1  # a step that is given up is done again with the same data
-    return loss.item()
-"""
+FRESH = fresh_cell(
+    optimizer="lr=1e-2",
+    synced="model.no_sync() if micro == 0 else contextlib.nullcontext()",
+    clip="model.clip_grad_norm_(1.0)",
+)
 WEIGHTS = """
 with model.summon_full_params(model, writeback=False):
     print([p.double().sum().item() for p in model.parameters()])

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tests.integration.model import CELL
+from tests.integration.model import CELL, fresh_cell
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.replay import memory, states, training
@@ -18,26 +18,11 @@ from workbench.trace.keyframe import advance
 pytestmark = pytest.mark.cluster
 
 STEPS = 4
-FRESH = """
-torch.manual_seed(0)
-model = Net()
-opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-generator = torch.Generator()
-count = 0
-
-def train_step():
-    global count
-    for micro in range(2):
-        generator.manual_seed(1000 * count + 10 * micro + rank)
-        model.set_requires_gradient_sync(micro == 1)
-        loss = model(torch.randn(8, 16, generator=generator)).square().mean()
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    opt.step()
-    opt.zero_grad()
-    count += 1  # a step that is given up is done again with the same data
-    return loss.item()
-"""
+FRESH = fresh_cell(
+    optimizer="lr=1e-2, fused=True",
+    synced="contextlib.nullcontext(model.set_requires_gradient_sync(micro == 1))",
+    clip="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+)
 WEIGHTS = (
     "print([p.full_tensor().double().sum().item() for p in model.parameters()], opt.state_dict()['state'][0]['step'])"
 )
