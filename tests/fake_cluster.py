@@ -440,7 +440,11 @@ class FakeCluster:
 
     def _planned(self, rank: int, request: ListModels | Plan) -> Any:
         if isinstance(request, ListModels):
-            return tuple(example_model(name) for name in self.modules[rank])
+            units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first
+            return tuple(
+                replace(example_model(name), units=() if place else units)
+                for place, name in enumerate(self.modules[rank])
+            )
         if request.command.wrap == ("Blcok",):
             raise UsageError("the model holds no Blcok; its classes are: Block (2)")
         return self.job.header.units

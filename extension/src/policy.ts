@@ -57,11 +57,21 @@ export function commandOf(model: Model, policy: Policy): Shard | Reshard {
     ...(policy.api === "classic" ? ofClassic(policy, before) : ofFullyShard(policy, before)),
     ...(policy.wrap.length === 0 || sameNames(policy.wrap, before.wrap) ? {} : { wrap: policy.wrap }),
     ...(!hasMesh(policy) || mesh === "" || mesh === before.mesh ? {} : { mesh }),
-    ...(policy.mp === before.mp ? {} : { mp: policy.mp }),
+    ...(policy.mp === before.mp ? {} : { mp: isSharded ? instead(policy.mp, before.mp) : policy.mp }),
     ...(policy.offload === null || policy.offload === before.offload ? {} : { offload: policy.offload }),
     ...(prefetch === null || prefetch === unitsAhead(before.prefetch) ? {} : { prefetch }),
     ...(!isSharded && ignore.length > 0 ? { ignore } : {}),
   };
+}
+
+/** A precision in the place of another: what that one names besides is off, as a field that is not named stays. */
+function instead(mp: string, before: string): string {
+  if (mp === "off") return mp;
+  const given = mp.split(","), had = before === "" ? ["reduce=", "output="] : before.split(","); // units differ
+  const others = ["reduce", "output"].filter(
+    (name) => had.some((each) => each.startsWith(`${name}=`)) && !given.some((each) => each.startsWith(`${name}=`)),
+  );
+  return [...given, ...others.map((name) => `${name}=off`)].join();
 }
 
 /** What only the classic API takes. */

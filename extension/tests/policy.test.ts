@@ -76,6 +76,18 @@ it("what the units do not have in common is left to them, until it is chosen", (
   expect(commandOf(mixed, { ...standard(mixed), offload: false, mp: "off" })).toMatchObject({ offload: false, mp: "off" });
 });
 
+it("a precision takes the place of another: what that one names besides is off", () => {
+  const chosen = (mp: string, before: string): unknown => {
+    const model = { ...SHARDED, policy: { ...NOW, mp: before } };
+    return commandOf(model, { ...standard(model), mp }).mp;
+  };
+  expect(chosen("bf16", "bf16,reduce=fp32")).toBe("bf16,reduce=off");
+  expect(chosen("fp16", "bf16")).toBe("fp16");
+  expect(chosen("bf16,reduce=fp32", "bf16,output=fp32")).toBe("bf16,reduce=fp32,output=off");
+  expect(chosen("bf16", "")).toBe("bf16,reduce=off,output=off");
+  expect(chosen("off", "bf16,reduce=fp32")).toBe("off");
+});
+
 it("classes in another order are the same classes", () => {
   const both = { ...SHARDED, policy: { ...NOW, wrap: ["A", "B"] } };
   expect(commandOf(both, { ...standard(both), wrap: ["B", "A"] })).not.toHaveProperty("wrap");

@@ -7,7 +7,12 @@ POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--api"
 SWITCHES = ["--no-offload", "--no-orig-params", "--offload", "--orig-params"]
 SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", *SWITCHES]
 RESHARD_FLAGS = [*POLICY_FLAGS, *SWITCHES]
-NAMES = {"modules": ["model", "encoder"], "variables": ["train_step", "model"], "units": ["blocks.0", "(root)"]}
+NAMES = {
+    "modules": ["model", "encoder"],
+    "parts": ["model", "encoder", "model.blocks.0"],
+    "variables": ["train_step", "model"],
+    "units": ["blocks.0", "(root)"],
+}
 
 
 def names(kind):
@@ -27,7 +32,8 @@ def refuse(kind):
         ("%fsdp shard --wrap Block ", "", ["model", "encoder", *SHARD_FLAGS]),
         ("%fsdp shard model ", "", SHARD_FLAGS),
         ("%fsdp shard model --o", "--o", ["--offload", "--orig-params"]),
-        ("%fsdp reshard --no-offload ", "", ["model", "encoder", *RESHARD_FLAGS]),
+        ("%fsdp reshard --no-offload ", "", ["model", "encoder", "model.blocks.0", *RESHARD_FLAGS]),
+        ("%fsdp reshard model.", "model.", ["model.blocks.0"]),
         ("%fsdp shard model --api ", "", ["fully_shard", "classic"]),
         ("%fsdp shard model --reshard-after-forward ", "", ["auto", "true", "false"]),
         ("%fsdp reshard model --mp=f", "f", ["fp16", "fp32", "fp64"]),

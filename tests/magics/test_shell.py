@@ -261,11 +261,16 @@ def test_completion_waits_for_a_rank_that_does_not_answer_a_moment_only(sharded)
     assert {seconds for _, seconds in sharded.fake.patience} == {ASK_S}
 
 
-def test_unit_names_complete_the_path_of_the_only_model(sharded):
-    assert set(sharded.complete("%fsdp unshard model.b")) == {"model.blocks.0", "model.blocks.1"}
-    sharded.fake.modules[1] = ["model", "teacher"]
+def test_units_complete_the_model_that_is_resharded(sharded):
+    units = ["model.blocks.0", "model.blocks.1"]
+    assert sharded.complete("%fsdp reshard model.") == units
+    assert sharded.complete("%fsdp reshard model.b") == units
+    assert sharded.complete("%fsdp reshard --mp bf16 model.blocks.1") == units[1:]
+    sharded.fake.modules[1] = ["model", "teacher"]  # of several models too, each its own
+    assert sharded.complete("%fsdp reshard model.blocks.") == units
+    assert sharded.complete("%fsdp reshard teacher.") == []
     assert set(sharded.complete("%fsdp unshard ")) >= {"model", "teacher"}
-    assert "model.blocks.0" not in sharded.complete("%fsdp unshard ")
+    assert sharded.complete("%fsdp unshard model.") == []  # only a whole one can be
 
 
 def test_completion_in_a_fresh_shell_and_after_nonsense(bare):

@@ -30,6 +30,19 @@ def test_mixed_precision_is_read(text, expected):
     assert MixedPrecision.parse(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fp16", MixedPrecision(param="fp16", reduce="fp32", output="fp64")),
+        ("reduce=off", MixedPrecision(param="bf16", output="fp64")),
+        ("off,output=fp32", MixedPrecision(reduce="fp32", output="fp32")),
+        ("off", MixedPrecision()),
+    ],
+)
+def test_what_a_text_does_not_name_stays(text, expected):
+    assert MixedPrecision(param="bf16", reduce="fp32", output="fp64").changed(text) == expected
+
+
 @given(*[st.sampled_from(["", *DTYPES])] * 3)
 def test_what_is_written_for_a_precision_is_read_as_it(param, reduce, output):
     precision = MixedPrecision(param=param, reduce=reduce, output=output)

@@ -18,7 +18,7 @@ from workbench.protocol.messages import ModelPolicy
 from workbench.protocol.policy import mesh_words
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import planning, prefetch
+from workbench.runtime import planning, prefetch, sharding
 from workbench.trace import header_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.rules import check
@@ -315,6 +315,62 @@ def test_one_unit_gets_a_policy_of_its_own_and_the_others_keep_theirs():
         assert sorted(model.units) == sorted(unit.index for unit in units)
         assert model.policy.reshard_after_forward == ""  # units differ
         assert broken == []
+
+
+PRECISIONS = [
+    (
+        "model.blocks.1",
+        {"mp": "bf16,reduce=fp32,output=fp32"},
+        ["bf16,output=fp32", "bf16", "bf16,reduce=fp32,output=fp32"],
+    ),
+    ("model.blocks.1", {"mp": "fp16"}, ["bf16,output=fp32", "bf16", "fp16,reduce=fp32,output=fp32"]),
+    (
+        "model",
+        {"mp": "reduce=fp64"},
+        ["bf16,reduce=fp64,output=fp32", "bf16,reduce=fp64", "fp16,reduce=fp64,output=fp32"],
+    ),
+    (
+        "model",
+        {"wrap": ("Block", "Linear")},
+        ["bf16,reduce=fp64,output=fp32", "bf16,reduce=fp64", "fp16,reduce=fp64,output=fp32", "fp16,reduce=fp64"],
+    ),
+    (
+        "model.blocks.1",
+        {"mp": "reduce=off"},
+        ["bf16,reduce=fp64,output=fp32", "bf16,reduce=fp64", "fp16,output=fp32", "fp16,reduce=fp64"],
+    ),
+    (
+        "model",
+        {"mp": "bf16,output=fp64"},
+        ["bf16,reduce=fp64,output=fp64", "bf16,reduce=fp64", "bf16", "bf16,reduce=fp64"],
+    ),
+    ("model", {"mp": "off"}, ["off"] * 4),
+]
+"""What is given to the whole or to a unit, and the precision then of the whole, ``blocks.0``, ``blocks.1``, a layer."""
+
+
+def precisions_field_by_field():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), mp="bf16,output=fp32"))
+    found = []
+    for name, changes, expected in PRECISIONS:
+        command = Reshard(model=name, **changes)
+        before = planning.plan(command, ns["world_size"])
+        execute(command)
+        units = [unit for unit in trace_here().header.units if not unit.retired]
+        model = ns["model"]
+        modules = [model, *model.blocks[:2], model.blocks[1].mlp[0]][: len(expected)]
+        found.append(
+            (before, units, [sharding._precision_words(module._get_fsdp_state().mp_policy) for module in modules])
+        )
+    return found
+
+
+def test_of_a_precision_what_is_not_named_stays():
+    for found in run(2, precisions_field_by_field):
+        for (name, changes, expected), (before, units, precisions) in zip(PRECISIONS, found, strict=True):
+            assert precisions == expected, (name, changes)
+            assert sorted(map(planned, before), key=str) == sorted(map(planned, units), key=str), (name, changes)
 
 
 def wrong_units():

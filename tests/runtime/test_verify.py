@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.models import loss_of
 from tests.runtime.job import drain, execute, namespace, prepare, run
 from workbench.events import Category, Kind, UnitState
 from workbench.protocol.commands import Shard, Step, Verify
@@ -116,6 +117,39 @@ def test_parameters_and_gradients_stay_and_where_they_are_is_told():
         assert after.bytes_by_category[Category.SHARDED_GRADS] == before.bytes_by_category[Category.SHARDED_GRADS]
         assert UnitState.UNSHARDED in before.unit_states.values()
         assert after.unit_states == {}
+
+
+def accumulates_without_sync():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), mesh=(2, 1)))
+    model, opt = ns["model"], ns["opt"]
+
+    def train_step():
+        handle = ns["model"].blocks[0].unshard(async_op=True)
+        handle.wait()
+        for is_last in (False, True):
+            ns["model"].set_requires_gradient_sync(is_last)
+            ns["model"].set_requires_all_reduce(is_last, recurse=True)
+            ns["model"].set_is_last_backward(is_last)
+            loss = loss_of(ns["model"], torch.randint(7, (4, 6), generator=ns["generator"]))
+            loss.backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    execute(Step(count=1))
+    verified = execute(Verify())
+    assert ns["model"] is model
+    assert ns["opt"] is opt
+    return verified, execute(Step(count=1))["steps_done"]
+
+
+def test_a_step_that_says_something_to_fsdp_modules_is_compared_as_any_other():
+    for verified, steps in run(2, accumulates_without_sync):
+        assert verified["ok"]
+        assert verified["max_abs_diff"] < 1e-6
+        assert steps == 1
 
 
 def a_verify_that_raises():

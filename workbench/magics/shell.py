@@ -32,7 +32,7 @@ from workbench.protocol.commands import Cell, Command, Continue, Next, Start, St
 from workbench.reports.done import CellReport
 from workbench.reports.places import live_units, param_names
 from workbench.reports.stopped import StopReport
-from workbench.session.names import everywhere
+from workbench.session.names import everywhere, unit_paths
 from workbench.session.sides import LAST
 from workbench.widgets.progress import ProgressDisplay
 from workbench.widgets.standing import StandingLine
@@ -147,7 +147,7 @@ class FsdpMagics(Magics):
         return ",".join(map(str, value)) if is_several else str(value)
 
     def _lookup(self, kind: Names) -> Sequence[str]:
-        """Return names on the ranks; a model alone brings the paths of its units along."""
+        """Return names on the ranks, or what else there is of a kind."""
         if kind in _KNOWN_HERE:
             return _KNOWN_HERE[kind]()
         if kind in {"traces", "records", "files"}:
@@ -155,18 +155,20 @@ class FsdpMagics(Magics):
             files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)
             return [LAST, *files] if kind == "traces" else files
         workbench = self.notebook.workbench
-        if workbench is None:
-            return []
-        header = workbench.pulse().trace.header  # which waits for a busy rank a moment only
-        units = live_units(header)
-        if kind == "units":
-            return [unit_words(unit.name) for unit in units]
-        if kind == "fqns":
-            return param_names(header)
-        names = everywhere(workbench.names(), kind)
-        if kind == "modules" and len(names) == 1:
-            names += [f"{names[0]}.{unit.name}" for unit in units if unit.name]
-        return names
+        return [] if workbench is None else _names_of(workbench, kind)
+
+
+def _names_of(workbench: Workbench, kind: Names) -> Sequence[str]:
+    """Return names of one kind that there are on the ranks, or in what they recorded."""
+    header = workbench.pulse().trace.header  # which waits for a busy rank a moment only
+    units = live_units(header)
+    if kind == "units":
+        return [unit_words(unit.name) for unit in units]
+    if kind == "fqns":
+        return param_names(header)
+    if kind == "parts":
+        return [*everywhere(workbench.names(), "modules"), *unit_paths(workbench.models(), units)]
+    return everywhere(workbench.names(), kind)
 
 
 def register(shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> FsdpMagics:

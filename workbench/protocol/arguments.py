@@ -10,6 +10,7 @@ from typing import Any, Literal
 Names = Literal[
     "",
     "modules",
+    "parts",
     "variables",
     "classes",
     "events",
@@ -21,8 +22,9 @@ Names = Literal[
     "words",
     "launchers",
 ]
-"""Which names an argument takes: what the ranks' namespaces hold, stop events, units, parameters, what ``compare``
-takes, trace files, all files that ``export`` writes, the words of ``%fsdp``, launchers of ipyparallel."""
+"""Which names an argument takes: what the ranks' namespaces hold, models with the paths of their units, stop events,
+units, parameters, what ``compare`` takes, trace files, all files that ``export`` writes, the words of ``%fsdp``,
+launchers of ipyparallel."""
 
 
 Variable = Callable[[str], str]

@@ -244,7 +244,7 @@ _POLICY = {
         completes=RESHARD_AFTER_FORWARD,
     ),
     "mp": Argument(
-        about=f"compute and reduce in {', '.join(DTYPES)}; or {OFF}",
+        about=f"compute and reduce in {', '.join(DTYPES)}; or {OFF}, also of one: reduce={OFF}",
         metavar="DTYPE[,reduce=DTYPE][,output=DTYPE]",
         completes=(*DTYPES, OFF),
     ),
@@ -409,9 +409,9 @@ class Shard(_Sharding):
 class Reshard(_Sharding):
     """Change how a sharded model is sharded, in place; optimizers go on with their state.
 
-    What is not given stays as it is, and so do the parameters that ``shard`` left out. A name such as
-    ``model.blocks.2`` is that of one unit alone: it has ``reshard_after_forward``, ``mp`` and ``offload`` by itself,
-    and no other unit changes.
+    What is not given stays as it is, of ``mp`` as well, and so do the parameters that ``shard`` left out. A name such
+    as ``model.blocks.2`` is that of one unit alone: it has ``reshard_after_forward``, ``mp`` and ``offload`` by
+    itself, and no other unit changes.
 
     Raises:
         ValueError: a field holds something else than it may.
@@ -427,7 +427,7 @@ class Reshard(_Sharding):
         metadata=argument(
             "its variable on the ranks, such as model; with a unit, such as model.blocks.2: that one alone",
             metavar="MODEL",
-            completes="modules",
+            completes="parts",
         ),
     )
     api: str = field(default="", metadata=_policy("api"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 RESHARD_AFTER_FORWARD = ("auto", "true", "false")
@@ -61,21 +61,37 @@ class MixedPrecision:
         Example: ``"bf16,reduce=fp32"`` -> ``MixedPrecision(param="bf16", reduce="fp32")``; ``"off"`` -> all none.
 
         Raises:
+            ValueError: as :meth:`named`.
+        """
+        return cls().changed(text)
+
+    def changed(self, text: str) -> Self:
+        """Return this with what ``text`` names; what it does not name stays. Raises as :meth:`named`."""
+        return replace(self, **self.named(text))
+
+    @staticmethod
+    def named(text: str) -> dict[str, str]:
+        """Return the attributes that ``text`` names: ``off`` alone names all.
+
+        Example: ``"bf16,output=off"`` -> ``{"param": "bf16", "output": ""}``.
+
+        Raises:
             ValueError: ``text`` says something else.
         """
         if text == OFF:
-            return cls()
+            return {"param": "", "reduce": "", "output": ""}
         found: dict[str, str] = {}
         for place, part in enumerate(text.split(",") if isinstance(text, str) else [""]):
             name, has_name, dtype = part.strip().rpartition("=")
             name = name.strip() if has_name else ("param" if place == 0 else "")
-            if name not in ("param", "reduce", "output") or name in found or dtype.strip() not in DTYPES:
+            if name not in ("param", "reduce", "output") or name in found or dtype.strip() not in {*DTYPES, OFF}:
                 raise ValueError(
                     f"mp is a dtype, with reduce= and output= where those differ, such as bf16 or "
-                    f"bf16,reduce=fp32,output=fp32; or {OFF}. Dtypes are {', '.join(DTYPES)}. Not {text!r}"
+                    f"bf16,reduce=fp32,output=fp32; or {OFF}, also for one of them: reduce={OFF}. Dtypes are "
+                    f"{', '.join(DTYPES)}. Not {text!r}"
                 )
-            found[name] = dtype.strip()
-        return cls(**found)
+            found[name] = dtype.strip().replace(OFF, "")
+        return found
 
     def __str__(self) -> str:
         """What :meth:`parse` reads as this."""
@@ -236,7 +252,8 @@ def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) 
         )
     if mp and MixedPrecision.parse(mp).output:
         raise ValueError(
-            f"mp {mp!r}: with --api classic outputs stay as they come; leave output= out, or cast in the model"
+            f"mp {mp!r}: with --api classic outputs stay as they come; leave output= out, or cast in the model; "
+            f"output={OFF} takes away one that is set"
         )
     if prefetch is not None and prefetch > 1:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from workbench.engine import MixedPrecisionPolicy
 from workbench.engine.classic.flat_param import FLAT_PARAM
 from workbench.engine.classic.state import KEEPS_AFTER_FORWARD
 from workbench.engine.classic.undo import check_in_one_group
@@ -30,7 +31,7 @@ from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.messages import ModelInfo, WrapClass
-from workbench.protocol.policy import CLASSIC, DTYPES, STRATEGIES, MixedPrecision
+from workbench.protocol.policy import CLASSIC, STRATEGIES
 from workbench.runtime import sharding
 from workbench.runtime.describe import sizes_of
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
@@ -137,6 +138,7 @@ def _of_reshard(command: Reshard, world_size: int) -> tuple[Unit, ...]:
         _changed(
             command if only in {None, state} else Reshard(model=command.model),
             replace(unit.describe(), index=index, name=names[module], params=_described(params, names)),
+            state.mp_policy,
             is_auto=state.auto_reshard,
             is_root=module is model,
         )
@@ -252,13 +254,13 @@ def _name_of(info: ParamModuleInfo, names: Names) -> str:
     return full_name(names, info.module, info.name)
 
 
-def _changed(command: Reshard, unit: Unit, *, is_auto: bool, is_root: bool) -> Unit:
-    """Return ``unit`` with what ``command`` gives; all else stays as it is."""
+def _changed(command: Reshard, unit: Unit, now: MixedPrecisionPolicy, *, is_auto: bool, is_root: bool) -> Unit:
+    """Return ``unit``, of the precision ``now``, with what ``command`` gives; all else stays as it is."""
     copies, size = (1, *command.mesh_shape)[-2:] if command.mesh_shape else (unit.replicate_size, unit.shard_size)
     after_forward = command.reshard_after_forward or ("auto" if is_auto else unit.reshard_after_forward)
     policy: dict[str, Any] = {"reshard_after_forward": _after_forward(after_forward, is_root=is_root)}
     if command.mp:
-        policy |= _precision(command.mp, getattr(torch, unit.params[0].dtype))
+        policy |= _precision(sharding.changed_precision(now, command.mp), getattr(torch, unit.params[0].dtype))
     if command.offload is not None:
         policy["offload"] = command.offload
     params = tuple(replace(param, **_rows(torch.Size(param.shape), param.shard_dim, size)) for param in unit.params)
@@ -290,8 +292,9 @@ def _rows(shape: torch.Size, dim: int, size: int) -> dict[str, Any]:
 def _policy(command: Shard, own: torch.dtype, *, is_root: bool) -> dict[str, Any]:
     """Return the policy of a unit whose parameters are of dtype ``own``, as its description has it."""
     keeps = STRATEGIES.get(command.strategy, "") in {strategy.name for strategy in KEEPS_AFTER_FORWARD}
+    precision = sharding.changed_precision(MixedPrecisionPolicy(), command.mp)
     after_forward = _after_forward("false" if keeps else command.reshard_after_forward, is_root=is_root)
-    return {"reshard_after_forward": after_forward, "offload": command.offload, **_precision(command.mp, own)}
+    return {"reshard_after_forward": after_forward, "offload": command.offload, **_precision(precision, own)}
 
 
 def _after_forward(policy: str | int, *, is_root: bool) -> bool | int:
@@ -299,10 +302,9 @@ def _after_forward(policy: str | int, *, is_root: bool) -> bool | int:
     return words[policy] if isinstance(policy, str) else policy
 
 
-def _precision(mp: str, own: torch.dtype) -> dict[str, Any]:
-    wanted = MixedPrecision.parse(mp)
-    compute = getattr(torch, DTYPES[wanted.param]) if wanted.param and own.is_floating_point else own
-    reduce = getattr(torch, DTYPES[wanted.reduce]) if wanted.reduce else compute
+def _precision(wanted: MixedPrecisionPolicy, own: torch.dtype) -> dict[str, Any]:
+    compute = wanted.param_dtype if wanted.param_dtype is not None and own.is_floating_point else own
+    reduce = wanted.reduce_dtype or compute
     return {
         **{"compute_dtype": _name(compute), "compute_itemsize": compute.itemsize},
         **{"reduce_dtype": _name(reduce), "reduce_itemsize": reduce.itemsize},

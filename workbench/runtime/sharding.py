@@ -41,6 +41,7 @@ from workbench.protocol.policy import (
     DTYPES,
     FULLY_SHARD,
     HYBRID,
+    OFF,
     Api,
     MixedPrecision,
     as_mesh,
@@ -86,6 +87,7 @@ def _shard(
     if command.api == CLASSIC:
         return _shard_classic(command, rank, model, inner, ignored)
     policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
+    policy["mp_policy"] = changed_precision(MixedPrecisionPolicy(), command.mp)
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
     _apply(model, inner, policy)
     mapping = {before.pop(name): param for name, param in model.named_parameters()}
@@ -150,8 +152,7 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
     if names:
         policy["wrap"] = lambda module: class_name(module) in names
     if command.wrap or command.mp:
-        given = policy.get("mp_policy")
-        policy["mp_policy"] = lambda module, now: _cast_only_at(model, given or now, module)
+        policy["mp_policy"] = lambda module, now: precision_again(command, model, module, now)
     optimizers = optimizers_of(model)
     reshard_module(model, **policy, optimizers=optimizers)
     _name_units(model)
@@ -162,7 +163,10 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
 
 def _reshard_unit(command: Reshard, only: FSDPState) -> Sharded:
     """Give one unit another policy: no memory, no communication, no other parameters."""
-    reshard_unit(only.modules[0], **_policy(command))
+    policy = _policy(command)
+    if command.mp:
+        policy["mp_policy"] = changed_precision(only.mp_policy, command.mp)
+    reshard_unit(only.modules[0], **policy)
     return describe_units(command.model, units_of([only]))
 
 
@@ -303,7 +307,7 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
     assert policy is not None
     found: dict[str, Any] = {
         "api": api,
-        "mp": command.mp or policy.mp,
+        "mp": str(MixedPrecision.parse(policy.mp or OFF).changed(command.mp)) if command.mp else policy.mp,
         "offload": policy.offload if command.offload is None else command.offload,
         "prefetch": policy.prefetch if command.prefetch is None else command.prefetch,
         "mesh": command.mesh or (as_mesh(policy.mesh) if policy.mesh else ""),
@@ -354,15 +358,11 @@ def _check_fits(command: Shard | Reshard, shard_size: int) -> None:
 
 
 def _policy(command: Shard | Reshard) -> dict[str, Any]:
-    """Return the engine's arguments for what the command asks for; what stands at its default is left out."""
+    """Return the engine's arguments for what the command asks for, but for precision; what is not given is left out."""
     found: dict[str, Any] = {}
     if command.reshard_after_forward != type(command).reshard_after_forward:
         word = command.reshard_after_forward
         found["reshard_after_forward"] = _RESHARD[word] if isinstance(word, str) else word
-    if command.mp != type(command).mp:
-        dtypes = vars(MixedPrecision.parse(command.mp))
-        named = {f"{what}_dtype": getattr(torch, DTYPES[dtype]) for what, dtype in dtypes.items() if dtype}
-        found["mp_policy"] = MixedPrecisionPolicy(**named)
     if command.offload is not type(command).offload:
         found["offload_policy"] = CPUOffloadPolicy() if command.offload else OffloadPolicy()
     return found
@@ -424,6 +424,28 @@ def _precision_words(policy: MixedPrecisionPolicy) -> str:
     return str(MixedPrecision(param=param, reduce=reduce, output=output))
 
 
+def changed_precision(now: MixedPrecisionPolicy, mp: str) -> MixedPrecisionPolicy:
+    """Return ``now`` with the dtypes that ``mp`` names; those that it does not name stay."""
+    named = MixedPrecision.named(mp).items()
+    return replace(now, **{f"{what}_dtype": getattr(torch, DTYPES[dtype]) if dtype else None for what, dtype in named})
+
+
+def precision_again(
+    command: Reshard, model: nn.Module, module: nn.Module, now: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """Return what ``command``, for all of ``model``, makes of the precision of one of its units.
+
+    Args:
+        command: may name some dtypes, that of the result among them: what inner units hand on is theirs no more then.
+        model: sharded.
+        module: that is a unit, or becomes one.
+        now: its own, or that of the unit it is in.
+    """
+    given = changed_precision(now, command.mp) if command.mp else now
+    keeps = state_of(module) is not None and (not command.mp or "output" not in MixedPrecision.named(command.mp))
+    return given if keeps else _cast_only_at(model, given, module)
+
+
 def _cast_only_at(model: nn.Module, policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
     """Return the policy of ``module``: what inner units hand to each other stays as it is, the result is cast."""
     return policy if module is model else replace(policy, output_dtype=None)
@@ -455,8 +477,7 @@ def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any])
     """Shard inner modules first; if one refuses, the model is as it was."""
     try:
         for module in [*inner, model]:
-            mp_policy = _cast_only_at(model, policy.get("mp_policy", MixedPrecisionPolicy()), module)
-            fully_shard(module, **{**policy, "mp_policy": mp_policy})
+            fully_shard(module, **{**policy, "mp_policy": _cast_only_at(model, policy["mp_policy"], module)})
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         if any(state_of(m) is not None for m in model.modules()):
             unshard_module(model)

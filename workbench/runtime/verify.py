@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from workbench.engine import FSDPModule, UnshardHandle
 from workbench.engine._torch import local_of
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import undo as classic_undo
@@ -83,6 +84,7 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
         _take_calls_of_a_wrapper(reference)
     else:
         reference = plain_copy(model, memo)
+        _take_setters(model, memo)
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 memo |= {id(v): full_tensor(v) for v in state.values() if isinstance(v, DTensor)}
@@ -100,6 +102,29 @@ def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
     clip = functools.partial(nn.utils.clip_grad_norm_, list(reference.parameters()))
     calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
     vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
+
+
+def _take_setters(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Let the copies of sharded modules take what a step says to an :class:`FSDPModule`; nothing comes of it there.
+
+    A copy averages at once whatever is synchronised, or gathered, when.
+    """
+    calls: dict[str, Callable[..., object]] = {
+        name: _nothing for name, call in vars(FSDPModule).items() if callable(call) and not name.startswith("_")
+    }
+    calls["unshard"] = _gathered
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            plain = memo[id(module)]
+            vars(plain).update({name: call for name, call in calls.items() if not hasattr(plain, name)})
+
+
+def _nothing(*_args: object, **_settings: object) -> None:
+    """Stand for a setter of a module whose parameters are whole anyway."""
+
+
+def _gathered(async_op: bool = False) -> UnshardHandle | None:
+    return UnshardHandle(()) if async_op else None
 
 
 def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

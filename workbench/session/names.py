@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from workbench.errors import UsageError
+from workbench.events import Unit
 from workbench.protocol.breakpoints import chosen_units, nearest
 from workbench.protocol.commands import Command, Reshard, Shard, Step, Verify
-from workbench.protocol.messages import Names
+from workbench.protocol.messages import ModelInfo, Names
 from workbench.protocol.starting import Connected
 from workbench.replay.alike import label
 from workbench.reports.places import live_units
@@ -23,6 +24,25 @@ C = TypeVar("C", bound=Command)
 def everywhere(names: Mapping[int, Names], kind: str) -> list[str]:
     """Return the names of one kind (a field of :class:`Names`) that any rank has, sorted, without ``_private`` ones."""
     return sorted({name for own in names.values() for name in getattr(own, kind) if not name.startswith("_")})
+
+
+def unit_paths(models: Mapping[int, Iterable[ModelInfo]], units: Iterable[Unit]) -> list[str]:
+    """Return what a line calls each unit that can be resharded alone, such as ``model.blocks.2``, in their order.
+
+    Args:
+        models: of each rank.
+        units: all that are in use; one of several modules is called by the first, and a classic model's have no
+            policy of their own.
+    """
+    having = {model.name: set(model.units) for found in models.values() for model in found}
+    alone = [unit for unit in units if unit.name and not any(param.parts for param in unit.params)]
+    return [
+        f"{name}.{unit.name.partition(', ')[0]}"
+        for name, indices in sorted(having.items())
+        if not name.startswith("_")
+        for unit in alone
+        if unit.index in indices
+    ]
 
 
 def check_model(names: Mapping[int, Names], model: str, in_notebook: Callable[[str], bool]) -> None:

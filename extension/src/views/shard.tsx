@@ -16,13 +16,13 @@ const PRECISIONS = [
   ["fp16", "fp16"],
 ] as const;
 
-/** Likewise for a unit: what the modules behind it get stays as it is. */
+/** Likewise for a unit, each field named: one that is not stays as it is, and which it has is not known here. */
 const UNIT_PRECISIONS = [
   ["off", "that of the parameters"],
-  ["bf16,output=fp32", "bf16, hands on fp32"],
+  ["bf16,reduce=off,output=fp32", "bf16, hands on fp32"],
   ["bf16,reduce=fp32,output=fp32", "bf16, fp32, hands on fp32"],
-  ["bf16", "bf16, hands on bf16"],
-  ["fp16,output=fp32", "fp16, hands on fp32"],
+  ["bf16,reduce=off,output=off", "bf16, hands on bf16"],
+  ["fp16,reduce=off,output=fp32", "fp16, hands on fp32"],
 ] as const;
 
 const AFTER_FORWARD = [["auto", "auto"], ["true", "reshard"], ["false", "keep"]] as const;

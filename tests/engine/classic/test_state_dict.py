@@ -389,6 +389,26 @@ def takes_functions():
             assert set_model_state_dict(model, dict(given), options=options) == (["head.weight"], [])
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_functions_of_torchs_checkpoints_leave_frozen_parameters_out(use_orig_params):
+    run_ranks(2, leaves_frozen_out, use_orig_params)
+
+
+def leaves_frozen_out(use_orig_params):
+    without_frozen = StateDictOptions(ignore_frozen_params=True)
+    plain = make_net(num_blocks=2)
+    plain.blocks[0].requires_grad_(False)
+    plain.extra = nn.Linear(3, 3).requires_grad_(False)  # ignored: whole on every rank
+    kept = {name for name in plain.state_dict() if not name.startswith(("blocks.0.", "extra."))}
+    model = wrap_net(OURS, plain, use_orig_params=use_orig_params, ignored_modules=[plain.extra])
+    for kind in (FULL, SHARDED):
+        set_type(model, kind)
+        assert set(get_model_state_dict(model, options=without_frozen)) == kept
+    set_type(model, FULL, rank0_only=True)
+    found = get_model_state_dict(model, options=without_frozen)
+    assert set(found) == (kept if dist.get_rank() == 0 else set())
+
+
 def test_the_functions_of_torchs_checkpoints_refuse_optimizers():
     run_ranks(2, refuses_optimizers)
 

@@ -38,6 +38,7 @@ from workbench.engine.classic.state_dict import (
     finish,
     is_kept,
     key_of,
+    named_holders,
     named_pieces,
     own_values,
     shown,
@@ -221,10 +222,14 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
         """Yield parameters; within ``summon_full_params`` by the names they have without wrappers."""
-        if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
-            yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self.state))
+        registered = super().named_parameters(*args, **kwargs)
+        if is_asked_by_checkpoints():
+            if kwargs.get("recurse") is False:
+                yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self.state))
+            elif is_kept(self.state):  # elsewhere nothing can be taken out
+                yield from named_holders(self, registered)
             return
-        for name, param in super().named_parameters(*args, **kwargs):
+        for name, param in registered:
             yield clean(name) if self._is_summoned else name, param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
