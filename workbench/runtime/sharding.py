@@ -427,7 +427,8 @@ def _precision_words(policy: MixedPrecisionPolicy) -> str:
 def changed_precision(now: MixedPrecisionPolicy, mp: str) -> MixedPrecisionPolicy:
     """Return ``now`` with the dtypes that ``mp`` names; those that it does not name stay."""
     named = MixedPrecision.named(mp).items()
-    return replace(now, **{f"{what}_dtype": getattr(torch, DTYPES[dtype]) if dtype else None for what, dtype in named})
+    given: dict[str, Any] = {f"{what}_dtype": getattr(torch, DTYPES[name]) if name else None for what, name in named}
+    return replace(now, **given)
 
 
 def precision_again(
