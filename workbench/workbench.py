@@ -397,6 +397,7 @@ class Workbench:
             record=self.record,
             kept=tuple(process.pid for process in KEEPER.processes),
             holder="" if self._session is None else self._session.cluster.held_by,
+            clocks=trace.header.clocks,
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:

@@ -9,7 +9,7 @@ from tests.trace.strategies import example_trace, traces
 from workbench.events import Edge, Kind, Phase
 from workbench.replay.holds import GrowingCuts, cuts, without_holds
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
+from workbench.trace.schema import ROW_DTYPE, Header
 
 BEGIN, END = Edge.BEGIN, Edge.END
 STEP, GATE, WAIT = Kind.STEP, Kind.GATE, Kind.WAIT
@@ -73,18 +73,6 @@ def test_a_forward_outside_of_a_step_is_work():
         rows["step"], rows["phase"] = -1, Phase.FORWARD
         object.__setattr__(rank_trace, "rows", rows)
     assert pairs(cuts(Trace(Header(world_size=2), (held, works)))) == [(30, 90)]
-
-
-def test_clocks_that_differ_are_one_clock():
-    first = rank_of(0, (STEP, BEGIN, 0), (GATE, BEGIN, 10), (GATE, END, 50), (STEP, END, 60))
-    second = rank_of(1, (STEP, BEGIN, 1000), (GATE, BEGIN, 1014), (GATE, END, 1052), (STEP, END, 1060))
-    known = {"host": "a", "device": "cpu", "pid": 1}
-    infos = (RankInfo(rank=0, **known), RankInfo(rank=1, clock_offset_ns=1000, **known))
-    trace = Trace(Header(world_size=2, ranks=infos), (first, second))
-    shown, found = without_holds(trace)
-    assert pairs(found) == [(14, 50)]
-    assert shown.rank(0).rows["t_ns"].tolist() == [0, 10, 14, 24]
-    assert shown.rank(1).rows["t_ns"].tolist() == [1000, 1014, 1016, 1024]
 
 
 def test_a_trace_without_a_stop_is_left_as_it_is():

@@ -19,6 +19,7 @@ from workbench.reports.done import (
     VerifyReport,
 )
 from workbench.reports.stopped import EndReport
+from workbench.trace.schema import HostClock, Reading
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(
@@ -178,4 +179,24 @@ def test_ranks_of_several_hosts_are_grouped_by_host():
         ("b", "rank 2"),
         ("  rank 2", "cpu, pid 12; idle"),
     ]
+
+
+def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
+    ranks = tuple(
+        RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank) for rank, host in enumerate("aabc")
+    )
+    clocks = tuple(
+        HostClock(
+            ranks=(rank,),
+            readings=(
+                Reading(t_ns=1, offset_ns=1, error_ns=1),
+                Reading(t_ns=2, offset_ns=offset_ns, error_ns=400_000),
+            ),
+        )
+        for rank, offset_ns in ((2, 7_200_000_000_000), (3, -5_000_000))
+    )
+    told = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
+    assert told["a"] == "ranks 0-1"
+    assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, give or take 400 µs"
+    assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, give or take 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")

@@ -65,11 +65,11 @@ def test_a_rank_in_a_wait_is_where_the_others_come_to():
 def test_a_line_of_the_table():
     header = example_trace(num_ranks=1, num_units=2).header
     name = header.units[0].name
-    stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD)), header, 3_000_001)
+    stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD), now_ns=3_000_001), header)
     assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
-    works = position(newest=Event(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD))
-    assert row_of(0, works, header, 1000).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
-    assert row_of(0, Position(), header, 0).cells() == ("0", "idle", "", "", "", "", "")
+    works = position(newest=Event(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD), now_ns=1000)
+    assert row_of(0, works, header).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
+    assert row_of(0, Position(), header).cells() == ("0", "idle", "", "", "", "", "")
 
 
 def test_a_parameter_of_a_model_that_was_built_again_has_one_name():

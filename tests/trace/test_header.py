@@ -12,7 +12,7 @@ from workbench.errors import TraceError
 from workbench.events import UnitState
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.header import join, translate
-from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, RankInfo
+from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, HostClock, KeyFrame, RankInfo, Reading
 
 
 @given(any_headers())
@@ -51,6 +51,18 @@ def test_a_file_that_does_not_say_who_has_the_pieces_loads():
         del part["trainable"]
     (read,) = header_from_dict(data).units[0].params
     assert (read.use_orig_params, [part.trainable for part in read.parts]) == (False, [False, False])
+
+
+def test_a_file_from_before_clocks_were_compared_loads():
+    header = Header(world_size=1, ranks=(RankInfo(rank=0, host="a", device="cpu", pid=1),))
+    data = json.loads(json.dumps(header_to_dict(header)))
+    data["schema_version"] = 5
+    del data["clocks"]
+    data["ranks"][0] |= {"clock_offset_ns": 0, "clock_error_ns": 0}
+    assert header_from_dict(data) == header
+    data["ranks"][0]["clock_offset_ns"] = 7  # no workbench wrote that
+    with pytest.raises(TraceError, match="rank 0 says that its clock differs from rank 0's"):
+        header_from_dict(data)
 
 
 def test_a_newer_schema_is_refused_whatever_else_it_holds():
@@ -129,6 +141,15 @@ def test_join_keeps_places_and_lets_the_newer_win():
     assert [r.host for r in both.ranks] == ["y", "x"]
     assert both.producer == "p"
     assert join(both, Header(strings=("d",))).producer == "p"
+
+
+def test_join_keeps_every_reading_of_a_clock_once_in_the_order_of_their_times():
+    first, second, third = (Reading(t_ns=t_ns, offset_ns=1, error_ns=1) for t_ns in (1, 2, 3))
+    old = Header(clocks=(HostClock(ranks=(2, 3), readings=(first, third)),))
+    new = Header(clocks=(HostClock(ranks=(1,), readings=(first,)), HostClock(ranks=(2, 3), readings=(second, third))))
+    found = (HostClock(ranks=(1,), readings=(first,)), HostClock(ranks=(2, 3), readings=(first, second, third)))
+    assert join(old, new).clocks == join(new, old).clocks == found
+    assert join(old, Header()).clocks == join(Header(), old).clocks == old.clocks
 
 
 def test_rows_are_translated_to_the_joined_tables():

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 
@@ -125,16 +124,6 @@ def test_logged_texts_are_marks_and_numbers_without_a_json_word_are_left_out():
     trace = Trace(Header(strings=("loss", "</script>")), (RankTrace(0, rows),))
     assert [(e["name"], e["ts"]) for e in events_of(trace, "i")] == [("</script>", 0.0)]
     assert [e["args"] for e in events_of(trace, "C")] == [{"value": 2.5}]
-
-
-def test_times_are_on_rank_0s_clock():
-    trace = example_trace(num_ranks=2, steps=1)
-    ahead = dataclasses.replace(trace.header.ranks[1], clock_offset_ns=5_000_000)
-    header = dataclasses.replace(trace.header, ranks=(trace.header.ranks[0], ahead))
-    rows = trace.rank(1).rows.copy()
-    rows["t_ns"] += 5_000_000
-    shifted = Trace(header, (trace.rank(0), RankTrace(1, rows)))
-    assert to_perfetto(shifted) == to_perfetto(trace)
 
 
 def spans_by_track(events, rank=0):

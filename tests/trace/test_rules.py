@@ -1,6 +1,7 @@
 """At least one broken trace per rule, and sound ones that look suspicious."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from tests.trace.strategies import any_traces, example_trace
 from workbench.events import Category, Edge, Kind
 from workbench.trace import RankTrace, Trace, check
-from workbench.trace.schema import Header, KeyFrame, Rows
+from workbench.trace.schema import Header, HostClock, KeyFrame, Reading, Rows
 
 EXAMPLE = example_trace(num_ranks=2, num_units=2, steps=1)
 
@@ -167,6 +168,27 @@ def test_a_header_that_does_not_add_up_is_reported(changes, sentence):
     found = check(Trace(header_with(**changes)))
     assert len(found) == 1
     assert sentence in found[0]
+
+
+READING = Reading(t_ns=5, offset_ns=-3, error_ns=1)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "sentence"),
+    [
+        ([HostClock(ranks=(0,), readings=(READING,))], "that of rank 0 is not among those that differ from it"),
+        ([HostClock(ranks=(1, 1), readings=(READING,))], "each rank has one clock"),
+        ([HostClock(ranks=(1,), readings=())], "the clock of ranks (1,) has no readings"),
+        ([HostClock(ranks=(1,), readings=(READING, replace(READING, t_ns=4)))], "not in the order of their times"),
+        ([HostClock(ranks=(1,), readings=(replace(READING, error_ns=-1),))], "is off by less than nothing"),
+        ([HostClock(ranks=(2,), readings=(READING,))], "the world has 2 ranks, and rank 2 is spoken of"),
+    ],
+)
+def test_clocks_that_cannot_be_are_reported(clocks, sentence):
+    found = check(Trace(replace(EXAMPLE.header, clocks=tuple(clocks))))
+    assert len(found) == 1
+    assert sentence in found[0]
+    assert check(Trace(replace(EXAMPLE.header, clocks=(HostClock(ranks=(1,), readings=(READING,)),)))) == []
 
 
 def test_a_device_may_end_a_collective_before_the_host_waits_for_it():

@@ -10,6 +10,7 @@ from workbench.errors import UsageError
 from workbench.events import Edge, Kind
 from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import HostClock, Reading
 from workbench.views.timeline import MAX_ARROWS, MAX_RANKS, timeline
 
 
@@ -185,20 +186,17 @@ def test_a_step_given_up_does_not_cover_the_next_one():
         assert ((drawn.base + drawn.x)[before] <= begin + 0.02).all(), name
 
 
-def test_clocks_of_several_hosts_are_brought_together():
-    trace = example_trace(num_ranks=2)
-    infos = tuple(
-        replace(i, clock_offset_ns=i.rank * 10**9, clock_error_ns=i.rank * 30_000) for i in trace.header.ranks
+def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
+    trace = example_trace(num_ranks=4, steps=2)
+    begin_ns = int(trace.rank(0).rows["t_ns"][0])
+    readings = tuple(
+        Reading(t_ns=begin_ns + at_ns, offset_ns=10**12, error_ns=error_ns)
+        for at_ns, error_ns in ((0, 30_000), (10**12, 5_000_000))
     )
-    shifted = []
-    for rank in trace.ranks:
-        rows = rank.rows.copy()
-        rows["t_ns"] += rank.rank * 10**9
-        shifted.append(RankTrace(rank.rank, rows))
-    fig = timeline(Trace(replace(trace.header, ranks=infos), tuple(shifted)))
-    for name, drawn in bars(timeline(trace)).items():
-        assert np.array(bars(fig)[name].base) == pytest.approx(np.array(drawn.base), abs=1e-9)
-    assert "differences below 30.0 µs mean nothing" in subtitle(fig)
+    hosts = Trace(replace(trace.header, clocks=(HostClock(ranks=(2, 3), readings=readings),)), trace.ranks)
+    assert "between hosts, differences below 5.00 ms mean nothing" in subtitle(timeline(hosts)).lower()
+    assert "mean nothing" not in subtitle(timeline(hosts, rank=2)).lower()
+    assert "mean nothing" not in subtitle(timeline(trace)).lower()
 
 
 def test_what_does_not_exist_is_named():

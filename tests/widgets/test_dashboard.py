@@ -23,6 +23,7 @@ from workbench.protocol.messages import Hold, Place, Position
 from workbench.reports.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import HostClock, Reading
 from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace
@@ -571,3 +572,11 @@ def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
     timeline, others = ask(made(Pretender(hosts)))[0]["clock"]
     assert timeline.startswith("times are when the host enqueued work")
     assert others == "in the host's order, at its times"
+
+
+def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made):
+    trace = example_trace(num_ranks=2)
+    reading = Reading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
+    clocks = (HostClock(ranks=(1,), readings=(reading,)),)
+    told = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
+    assert told == ["between hosts, differences below 4.00 ms mean nothing", ""]

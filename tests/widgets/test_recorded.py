@@ -3,7 +3,6 @@
 import base64
 import json
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,17 +43,6 @@ function ask([run, questions]) {
 """
 
 
-def clocks_apart(trace):
-    """The same, on clocks of which each is a second ahead of the one before."""
-    infos = tuple(replace(info, clock_offset_ns=info.rank * 10**9) for info in trace.header.ranks)
-    ranks = []
-    for r in trace.ranks:
-        rows = r.rows.copy()
-        rows["t_ns"] += r.rank * 10**9
-        ranks.append(replace(r, rows=rows))
-    return Trace(replace(trace.header, ranks=infos), tuple(ranks))
-
-
 def one_behind(trace):
     """The same, of which rank 1 has recorded less: a hang."""
     return Trace(trace.header, tuple(prefix(trace, 150).rank(r.rank) if r.rank == 1 else r for r in trace.ranks))
@@ -66,7 +54,6 @@ RUNS = {
     "a second one": lambda: example_trace().slice(first=1),
     "held": lambda: stopped_before(example_trace(), Kind.ALL_GATHER, number=4),
     "on devices": lambda: on_devices(example_trace()),
-    "on other clocks": lambda: clocks_apart(stopped_before(example_trace(num_ranks=2), Kind.FORWARD, number=3)),
     "hangs": lambda: one_behind(example_trace()),
     "one rank": lambda: example_trace(num_ranks=1),
     "nothing": Trace.empty,

@@ -13,7 +13,7 @@ from workbench.replay import memory
 from workbench.trace import advance
 from workbench.trace.columns import Trace
 from workbench.widgets import moments
-from workbench.widgets.feed import Feed, offset_ns
+from workbench.widgets.feed import Feed
 from workbench.widgets.moments import Moments
 from workbench.widgets.spans import RankSpans
 from workbench.widgets.window import MOST, MOST_SPANS, window
@@ -32,8 +32,8 @@ def windows(draw):
 
 
 def known_ns(trace, rank):
-    """When each row was known, on rank 0's clock."""
-    return np.maximum.accumulate(trace.rank(rank).rows["t_ns"]) - offset_ns(trace, rank)
+    """When each row was known."""
+    return np.maximum.accumulate(trace.rank(rank).rows["t_ns"])
 
 
 def drawn_bytes(found, group, t_ns):

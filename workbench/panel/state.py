@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +154,7 @@ def _where(pulse: Pulse, rank: int) -> str:
         return pulse.losses.get(rank, "died")
     if health in {"no answer", "idle"} or rank not in pulse.positions:
         return ""
-    row = row_of(rank, pulse.positions[rank], pulse.trace.header, time.monotonic_ns(), state=health)
+    row = row_of(rank, pulse.positions[rank], pulse.trace.header, state=health)
     of = f" of {row.unit}" if row.unit else ""
     return ", ".join(filter(None, (f"{row.event}{of}" if row.event else "", f"step {row.step}" if row.step else "")))
 

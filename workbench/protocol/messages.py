@@ -105,6 +105,7 @@ class Position:
 
     Attributes:
         rank: which.
+        now_ns: what its clock shows.
         doing: word of the command under way, empty between commands.
         commands: how many it has begun.
         place: the event before which it is held, else the one that comes next.
@@ -117,6 +118,7 @@ class Position:
     """
 
     rank: int = 0
+    now_ns: int = 0
     doing: str = ""
     commands: int = 0
     place: Place = NOWHERE

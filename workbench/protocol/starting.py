@@ -70,6 +70,7 @@ class Connected:
         host: name of its machine.
         device: where it computes, such as ``cpu`` or ``cuda:1``.
         pid: of its process.
+        clock: which it reads (:func:`workbench.clock.clock_here`).
         notice: what the user should know, a sentence; empty: nothing.
     """
 
@@ -77,6 +78,7 @@ class Connected:
     host: str
     device: str
     pid: int
+    clock: str = ""
     notice: str = ""
 
 

@@ -8,7 +8,7 @@ all ranks, so the order of events across ranks stays as it was.
 Example: rank 0 is held from 10 to 50; rank 1 works until 14, is held from then on to 52. From 14 to 50 nobody works
 and that is cut out: 14 and 50 are the same place, 52 lies 2 after it. Rank 0 is still drawn as held from 10 to 14.
 
-Arrays: ``C`` cuts, ``N`` times. Times are nanoseconds; of several ranks, of rank 0's clock.
+Arrays: ``C`` cuts, ``N`` times. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from workbench.events import WORK, Edge, Kind, Phase
 from workbench.replay.spans import Ints, chosen, of_kind, within_ns
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header, Rows
+from workbench.trace.schema import Rows
 
 _TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, *WORK, Kind.RESET)
 
@@ -65,16 +65,12 @@ class Cuts:
         return shown_ns + int(self.lengths_ns[:past].sum())
 
     def rows(self, rows: Rows) -> Rows:
-        """Return rows, whose clock is that of the cuts, with the times at which they are shown."""
+        """Return rows with the times at which they are shown."""
         if not len(self):
             return rows
         moved = rows.copy()
         moved["t_ns"] = self.shown(rows["t_ns"])
         return moved
-
-    def on_clock(self, offset_ns: int) -> Cuts:
-        """Return them on a clock that is ahead of rank 0's."""
-        return Cuts(begin_ns=self.begin_ns + offset_ns, end_ns=self.end_ns + offset_ns) if offset_ns else self
 
     def joined(self) -> Cuts:
         """Return them with those that follow each other without a gap as one."""
@@ -94,7 +90,7 @@ class _Stance:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Changes:
-    """When a rank may have changed its stance, on rank 0's clock, ascending, and what it is from then on."""
+    """When a rank may have changed its stance, ascending, and what it is from then on."""
 
     t_ns: Ints
     is_held: NDArray[np.bool_]
@@ -106,8 +102,7 @@ def without_holds(trace: Trace) -> tuple[Trace, Cuts]:
     found = cuts(trace)
     if not len(found):
         return trace, found
-    offsets = _offsets(trace)
-    ranks = (replace(r, rows=found.on_clock(offsets.get(r.rank, 0)).rows(r.rows)) for r in trace.ranks)
+    ranks = (replace(r, rows=found.rows(r.rows)) for r in trace.ranks)
     return Trace(trace.header, tuple(ranks)), found
 
 
@@ -115,9 +110,8 @@ def cuts(trace: Trace) -> Cuts:
     """Return what is to be cut out of a trace's time axis."""
     if not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
         return Cuts()
-    offsets = _offsets(trace)
-    changes = [_changes(r.rows, _Stance(), offsets.get(r.rank, 0))[0] for r in trace.ranks]
-    return _cuts(changes, _last_ns(trace, offsets)).joined()
+    changes = [_changes(r.rows, _Stance())[0] for r in trace.ranks]
+    return _cuts(changes, _last_ns(trace)).joined()
 
 
 class GrowingCuts:
@@ -132,10 +126,9 @@ class GrowingCuts:
 
     def update(self, trace: Trace) -> Cuts:
         """Return the cuts of ``trace``, a later state of the same one."""
-        offsets = _offsets(trace)
         for rank_trace in trace.ranks:
-            self._read(rank_trace, offsets.get(rank_trace.rank, 0))
-        last_ns = _last_ns(trace, offsets)
+            self._read(rank_trace)
+        last_ns = _last_ns(trace)
         if any(changes.is_held.any() for changes in self._pending.values()):
             self._add(_cuts(list(self._pending.values()), last_ns))
         self._until_ns = max(self._until_ns, last_ns)
@@ -143,10 +136,10 @@ class GrowingCuts:
             self._pending = {rank: _tail(changes) for rank, changes in self._pending.items()}
         return self.cuts
 
-    def _read(self, rank_trace: RankTrace, offset_ns: int) -> None:
+    def _read(self, rank_trace: RankTrace) -> None:
         rank = rank_trace.rank
         rows = rank_trace.rows[max(self._seen.get(rank, 0) - rank_trace.start.seq, 0) :]
-        found, self._stances[rank] = _changes(rows, self._stances.get(rank, _Stance()), offset_ns)
+        found, self._stances[rank] = _changes(rows, self._stances.get(rank, _Stance()))
         before = self._pending.get(rank)
         self._pending[rank] = found if before is None else _together(before, found)
         self._seen[rank] = rank_trace.end_seq
@@ -160,22 +153,11 @@ class GrowingCuts:
         )
 
 
-def clock_offset_ns(header: Header, rank: int) -> int:
-    """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
-    info = header.info_of.get(rank)
-    return 0 if info is None else info.clock_offset_ns
+def _last_ns(trace: Trace) -> int:
+    return max((int(r.rows["t_ns"][-1]) for r in trace.ranks if len(r.rows)), default=0)
 
 
-def _offsets(trace: Trace) -> dict[int, int]:
-    return {info.rank: info.clock_offset_ns for info in trace.header.ranks}
-
-
-def _last_ns(trace: Trace, offsets: dict[int, int]) -> int:
-    tails = ((r.rows["t_ns"][-1], offsets.get(r.rank, 0)) for r in trace.ranks if len(r.rows))
-    return max((int(t_ns) - offset_ns for t_ns, offset_ns in tails), default=0)
-
-
-def _changes(rows: Rows, before: _Stance, offset_ns: int) -> tuple[_Changes, _Stance]:
+def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
     """Return what a rank is at from each telling row on, and after all of them."""
     rows = chosen(rows, of_kind(rows, _TELLING))
     kind, begins = rows["kind"], rows["edge"] == Edge.BEGIN
@@ -185,7 +167,7 @@ def _changes(rows: Rows, before: _Stance, offset_ns: int) -> tuple[_Changes, _St
     ends_step = new_step & ~begins
     is_at_it = ((rows["step"] >= 0) | (rows["phase"] != Phase.IDLE)) & ~ends_step
     works = is_at_it & ~is_held & ~is_waiting
-    t_ns = np.maximum.accumulate(rows["t_ns"] - offset_ns) if len(rows) else rows["t_ns"]
+    t_ns = np.maximum.accumulate(rows["t_ns"]) if len(rows) else rows["t_ns"]
     after = (
         _Stance(is_held=bool(is_held[-1]), is_waiting=bool(is_waiting[-1]), works=bool(works[-1]))
         if len(rows)

@@ -30,6 +30,7 @@ from workbench.protocol.commands import (
     Verify,
 )
 from workbench.replay.alike import label, ranges
+from workbench.trace.schema import HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
@@ -116,6 +117,7 @@ class StatusReport(Report):
         record: the file that is shown instead of what ranks record; empty: none.
         kept: ids of the processes that stay without ranks, for the next start.
         holder: who else has the ranks, so that they can be looked at only; empty: nobody.
+        clocks: those of hosts that do not read rank 0's.
     """
 
     running: bool
@@ -128,6 +130,7 @@ class StatusReport(Report):
     record: str = ""
     kept: tuple[int, ...] = ()
     holder: str = ""
+    clocks: tuple[HostClock, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -160,9 +163,18 @@ class StatusReport(Report):
         for host, own in groupby(self.ranks, key=lambda r: r.host):
             ranks = list(own)
             if has_several:
-                yield host, label([r.rank for r in ranks])
+                yield host, f"{label([r.rank for r in ranks])}{self._clock_of(ranks[0].rank)}"
             for r in ranks:
                 yield f"{'  ' * has_several}rank {r.rank}", r.words(with_host=not has_several)
+
+    def _clock_of(self, rank: int) -> str:
+        """Say what the clock of a rank was found to differ by from rank 0's; empty: it is the same, or nobody knows."""
+        readings = [clock.readings[-1] for clock in self.clocks if rank in clock.ranks]
+        if not readings:
+            return ""
+        ahead = "ahead of" if readings[0].offset_ns >= 0 else "behind"
+        apart, error = format_duration(abs(readings[0].offset_ns)), format_duration(readings[0].error_ns)
+        return f"; its clock is {apart} {ahead} rank 0's, give or take {error}"
 
 
 @dataclass(frozen=True, kw_only=True)

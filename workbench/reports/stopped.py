@@ -116,7 +116,6 @@ def row_of(
     rank: int,
     position: Position,
     header: Header,
-    now_ns: int,
     stacks: tuple[Thread, ...] = (),
     state: State | None = None,
 ) -> WhereRow:
@@ -126,7 +125,6 @@ def row_of(
         rank: whose.
         position: where it is.
         header: of its trace.
-        now_ns: of the clock that the ranks of this machine share, in nanoseconds.
         stacks: its Python threads.
         state: what it is doing; None: what the position says.
     """
@@ -147,7 +145,7 @@ def row_of(
         phase=event.phase.words,
         unit="" if unit is None else unit_words(unit),
         event=f"{prefix}{event_words(event.kind, event.edge, None)}{synchronised}",
-        since=format_duration(max(now_ns - event.since_ns, 0)),
+        since=format_duration(max(position.now_ns - event.since_ns, 0)),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch
 import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks are forked, not in each of them
 from torch.utils.hooks import RemovableHandle
 
+from workbench.clock import clock_here
 from workbench.codec import decode, encode
 from workbench.engine import groups
 from workbench.engine._torch import untried
@@ -108,6 +110,7 @@ class RankRuntime:
         held, recorder = self.gate.held, self.recorder
         return Position(
             rank=self.groups.rank,
+            now_ns=time.monotonic_ns(),
             doing=self.doing,
             commands=self.commands,
             place=Place(recorder.step, recorder.ordinal) if held is None else held.place,
@@ -259,7 +262,16 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         mesh=runtime.groups.mesh,
         log_metric=runtime.recorder.metric,
     )
-    return encode(Connected(rank=mine.rank, host=mine.host, device=mine.device, pid=mine.pid, notice=untried()))
+    return encode(
+        Connected(
+            rank=mine.rank,
+            host=mine.host,
+            device=mine.device,
+            pid=mine.pid,
+            clock=clock_here(),
+            notice=untried(),
+        )
+    )
 
 
 def _sample_memory(runtime: RankRuntime) -> int:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Iterable
 
 from workbench.events import Category
-from workbench.protocol.commands import Request
 from workbench.protocol.messages import Drain, Known, Position, Recorded
+from workbench.session.clocks import Clocks
+from workbench.session.door import SideDoor, answers
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
 from workbench.trace.wire import from_wire
-
-R = TypeVar("R")
 
 LEISURE = 2
 """While ranks work, they are left alone for so many times as long as it takes them to answer."""
@@ -24,23 +22,11 @@ MAX_LEISURE_S = 0.25
 """But not for longer, in seconds: a rank may be in code that lets nobody answer."""
 
 
-class SideDoor(Protocol):
-    """What of a cluster is needed here."""
-
-    def ask(
-        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = ...
-    ) -> Mapping[int, R | Exception]:
-        """Put one request to the side doors of ``ranks`` at the same time."""
-
-
-def answers(door: SideDoor, request: Request[R], ranks: Iterable[int], *, timeout_s: float) -> dict[int, R]:
-    """Return what ``ranks`` answer at their side doors; one that does not in time is left out."""
-    replies = door.ask(request, ranks, timeout_s=timeout_s)
-    return {rank: reply for rank, reply in replies.items() if not isinstance(reply, Exception)}
-
-
 class Collector:
     """The trace of one cluster so far, and where each rank was when it was last heard of. Thread-safe.
+
+    Args:
+        clocks: bring the times of all ranks to rank 0's clock; None: it is the clock of all.
 
     Attributes:
         positions: by rank, the newest answer to "where".
@@ -48,7 +34,8 @@ class Collector:
         gradient_bytes: by rank, sharded gradients it had when it was last heard of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clocks: Clocks | None = None) -> None:
+        self._clocks = Clocks() if clocks is None else clocks
         self.positions: dict[int, Position] = {}
         self.heard: dict[int, Position] = {}
         self.gradient_bytes: dict[int, int] = {}
@@ -71,6 +58,8 @@ class Collector:
     def drain(self, door: SideDoor, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0) -> None:
         """Take what ``ranks`` recorded since the last time; one that does not answer in time is left out.
 
+        So is one whose clock could not be compared with rank 0's yet: what it recorded stays with it.
+
         Args:
             door: their side doors.
             ranks: who is asked.
@@ -83,12 +72,18 @@ class Collector:
             begin = time.monotonic()
             if max_age_s and begin - self._drained_at < max(max_age_s, min(LEISURE * self._took_s, MAX_LEISURE_S)):
                 return
+            ranks = tuple(ranks)
+            if self._clocks.compare(door, ranks, timeout_s=timeout_s):
+                self._builder.set_clocks(self._clocks.readings)
+            begin = time.monotonic()
             # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
             # for the last request comes again
             known = {
-                r: Known(next_seq=self._next_seq.get(r, 0), header_version=self._versions.get(r, 0)) for r in ranks
+                r: Known(next_seq=self._next_seq.get(r, 0), header_version=self._versions.get(r, 0))
+                for r in ranks
+                if self._clocks.knows(r)
             }
-            drained = answers(door, Drain(known=known), ranks, timeout_s=timeout_s)
+            drained = answers(door, Drain(known=known), known, timeout_s=timeout_s)
             for rank, recorded in drained.items():
                 self._take(rank, recorded)
             self.heard = {rank: recorded.position for rank, recorded in drained.items()}
@@ -101,6 +96,7 @@ class Collector:
         self._versions[rank] = recorded.header_version
         key_frame = key_frame_from_dict(recorded.key_frame)
         self._next_seq[rank] = key_frame.seq
-        self._builder.append(rank, from_wire(recorded.rows), lost=recorded.lost, key_frame=key_frame)
+        packed = self._clocks.on_rank_0s(rank, from_wire(recorded.rows))
+        self._builder.append(rank, packed, lost=recorded.lost, key_frame=key_frame)
         self.positions[rank] = recorded.position
         self.gradient_bytes[rank] = key_frame.bytes_by_category[Category.SHARDED_GRADS]

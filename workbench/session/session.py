@@ -47,7 +47,9 @@ from workbench.reports.places import State, Stop, live_units, param_names, state
 from workbench.reports.stopped import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.until import came
 from workbench.session.breakpoints import Breakpoints
-from workbench.session.collect import Collector, answers
+from workbench.session.clocks import Clocks
+from workbench.session.collect import Collector
+from workbench.session.door import answers
 from workbench.session.jobs import Company, Inner, Jobs, check_held
 from workbench.session.jobs import to_error as to_error_of_jobs
 from workbench.session.names import check, check_parameter, on_hosts
@@ -175,7 +177,8 @@ class Session:
         self._pulsed: tuple[object, ...] | None = None  # what was asked at the last pulse
         self.ended: Ending | None = None
         self.is_closed = False
-        self._collector = Collector()
+        self._clocks = Clocks({info.rank: info.clock for info in cluster.rank_info})
+        self._collector = Collector(self._clocks)
         self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
         self._generation = 0
         self._needs_recovery = False
@@ -270,13 +273,13 @@ class Session:
         timeout_s = PATIENT_S if stop is not None and not stop.is_late else WHERE_S
         positions = self.positions(timeout_s=timeout_s)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
-        header, now_ns = self.trace.header, time.monotonic_ns()
+        header = self.trace.header
         rows = []
         for rank, alive in enumerate(self.cluster.alive()):
             found = threads.get(rank, ())
             if rank in positions:
                 state = self.state(rank, positions[rank])
-                rows.append(row_of(rank, positions[rank], header, now_ns, found, state))
+                rows.append(row_of(rank, positions[rank], header, found, state))
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
         return WhereReport(rows=tuple(rows))

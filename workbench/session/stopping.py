@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from workbench.protocol.commands import Continue, Next, Pause, Request
 from workbench.protocol.messages import Hold, Locate, Place, Position, RunTo
 from workbench.reports.places import Stop, state_of
-from workbench.session.collect import SideDoor, answers
+from workbench.session.door import SideDoor, answers
 
 R = TypeVar("R")
 

@@ -16,7 +16,7 @@ from workbench.errors import RankDied, RankError
 from workbench.protocol.messages import GiveUp, Position, Shut
 from workbench.reports.failures import Failure
 from workbench.reports.places import Stop
-from workbench.session.collect import SideDoor
+from workbench.session.door import SideDoor
 from workbench.session.stopping import Stopper
 
 SLICE_S = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import threading
 
@@ -11,7 +12,7 @@ from workbench.errors import TraceError
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.header import join, translate
 from workbench.trace.keyframe import advance
-from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
+from workbench.trace.schema import ROW_DTYPE, Header, HostClock, KeyFrame, Rows
 
 MAX_ROWS = 2_000_000
 _SPARE = 4
@@ -49,6 +50,11 @@ class TraceBuilder:
             self._header = join(self._header, header)
             if rank is not None:
                 self._headers[rank] = header
+
+    def set_clocks(self, clocks: tuple[HostClock, ...]) -> None:
+        """Put what is known of clocks into the header, in the place of what it said before."""
+        with self._lock:
+            self._header = dataclasses.replace(self._header, clocks=clocks)
 
     def append(self, rank: int, packed: bytes | memoryview, *, lost: int = 0, key_frame: KeyFrame) -> None:
         """Add the rows of one drain.

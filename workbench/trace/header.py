@@ -13,7 +13,7 @@ import numpy as np
 from workbench.codec import CodecError, decode, encode
 from workbench.errors import TraceError
 from workbench.events import Category
-from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, KeyFrame, Rows
+from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, HostClock, KeyFrame, Reading, Rows
 from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def key_frame_from_dict(data: dict[str, Any], version: int = SCHEMA_VERSION) -> 
 
 
 def join(first: Header, second: Header) -> Header:
-    """Return one header for rows of both: every string, group, unit and rank of either.
+    """Return one header for rows of both: every string, group, unit, rank and reading of a clock of either.
 
     Indices into ``first``'s tables stay valid; rows written against ``second`` go through :func:`translate`. Where
     both describe the same unit or rank, or the run as a whole, ``second`` is the newer and wins.
@@ -74,6 +74,7 @@ def join(first: Header, second: Header) -> Header:
     return dataclasses.replace(
         run,
         ranks=tuple(v for _, v in sorted({r.rank: r for r in first.ranks + second.ranks}.items())),
+        clocks=_clocks(first.clocks, second.clocks),
         units=tuple(v for _, v in sorted({u.index: u for u in first.units + second.units}.items())),
         comm_groups=_union(first.comm_groups, second.comm_groups),
         strings=_union(first.strings, second.strings),
@@ -101,6 +102,16 @@ def _moved(rows: Rows, column: str, old: tuple[Entry, ...], new: tuple[Entry, ..
     rows = rows.copy()
     rows[column] = moved[rows[column]]
     return rows
+
+
+def _clocks(first: tuple[HostClock, ...], second: tuple[HostClock, ...]) -> tuple[HostClock, ...]:
+    """All readings of either, of each clock in the order of their times."""
+    if not second:
+        return first
+    readings: dict[tuple[int, ...], set[Reading]] = {}
+    for clock in first + second:
+        readings.setdefault(clock.ranks, set()).update(clock.readings)
+    return tuple(HostClock(ranks=ranks, readings=tuple(sorted(found))) for ranks, found in sorted(readings.items()))
 
 
 def _union(first: tuple[Entry, ...], second: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -35,12 +35,10 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     A span that was never ended reaches to the rank's last row and says ``"unfinished": true``; one that began before
     the trace's left edge is left out.
     """
-    offsets = {info.rank: info.clock_offset_ns for info in trace.header.ranks}
-    clocks = [rank.rows["t_ns"] - offsets.get(rank.rank, 0) for rank in trace.ranks]
-    start_ns = min((int(clock.min()) for clock in clocks if len(clock)), default=0)
+    start_ns = min((int(rank.rows["t_ns"].min()) for rank in trace.ranks if len(rank.rows)), default=0)
     events: list[Event] = []
-    for rank, clock in zip(trace.ranks, clocks, strict=True):
-        events += _rank_events(_process(trace.header, rank, clock - start_ns))
+    for rank in trace.ranks:
+        events += _rank_events(_process(trace.header, rank, rank.rows["t_ns"] - start_ns))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": trace.header.producer}}
 
 

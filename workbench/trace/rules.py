@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from workbench.events import BESIDE, COLLECTIVES, MOVES, Category, Edge, Kind, Param, Phase
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
-from workbench.trace.schema import NO_CATEGORY, Header
+from workbench.trace.schema import NO_CATEGORY, Header, HostClock
 
 MAX_RANKS = 2**16
 """Ranks of a world; views go through all of them."""
@@ -60,11 +60,13 @@ def check_header(header: Header) -> Iterator[str]:
     if not 0 <= header.world_size <= MAX_RANKS:
         yield f"the world has {header.world_size} ranks; 0 to {MAX_RANKS} can be told apart"
     named = [info.rank for info in header.ranks] + [rank for group in header.comm_groups for rank in group.ranks]
+    named += [rank for clock in header.clocks for rank in clock.ranks]
     strangers = sorted({rank for rank in named if not 0 <= rank < header.world_size})
     if strangers:
         yield f"the world has {header.world_size} ranks, and rank {strangers[0]} is spoken of"
     if min(header.mesh_shape, default=1) < 1 or len(header.mesh_axes) != len(header.mesh_shape):
         yield f"the mesh has the shape {header.mesh_shape} and the axes {header.mesh_axes}"
+    yield from _clocks_fit(header.clocks)
     for place, unit in enumerate(header.units):
         if unit.index != place:
             yield f"unit {unit.name!r} has index {unit.index} but stands at {place}"
@@ -79,6 +81,17 @@ def check_header(header: Header) -> Iterator[str]:
             yield f"unit {unit.name!r} has elements of {unit.compute_itemsize} and {unit.reduce_itemsize} bytes"
         for param in unit.params:
             yield from _param_fits(param, unit.shard_size)
+
+
+def _clocks_fit(clocks: Sequence[HostClock]) -> Iterator[str]:
+    ranks = sorted(rank for clock in clocks for rank in clock.ranks)
+    if 0 in ranks or len(set(ranks)) < len(ranks):
+        yield f"each rank has one clock, and that of rank 0 is not among those that differ from it: {ranks[:8]}"
+    for clock in clocks:
+        if not clock.readings or list(clock.readings) != sorted(clock.readings):
+            yield f"the clock of ranks {clock.ranks[:8]} has no readings, or they are not in the order of their times"
+        if min((reading.error_ns for reading in clock.readings), default=0) < 0:
+            yield f"a reading of the clock of ranks {clock.ranks[:8]} is off by less than nothing"
 
 
 def _param_fits(param: Param, shard_size: int) -> Iterator[str]:

@@ -3,6 +3,9 @@
 One row is one *instant* on one rank. A span is a BEGIN row and an END row, never one finished record, so that a
 hang shows what was begun. Rows are packed with :data:`ROW` on the rank and read as :data:`ROW_DTYPE` in the kernel;
 the two describe the same 52 bytes.
+
+A rank tells times of its own clock. In a trace all times are of rank 0's: whoever collects rows converts them once, as
+they come (:mod:`workbench.session.clocks`), and says in the header what the clocks were found to differ by.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Category, Unit, UnitState
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 ROW = struct.Struct("<qqqdiiihhBBBB")
 """One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""
@@ -25,7 +28,7 @@ ROW = struct.Struct("<qqqdiiihhBBBB")
 ROW_DTYPE = np.dtype(
     [
         ("seq", "<i8"),  # gap-free per rank, from 0
-        ("t_ns", "<i8"),  # the rank's monotonic clock; an END, or DEVICE, may be earlier than the row before it
+        ("t_ns", "<i8"),  # monotonic; an END, or DEVICE, may be earlier than the row before it
         ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; of RESIDENT; else 0
         ("value", "<f8"),  # METRIC: the number logged; DEVICE: seq of the row it tells of; else NaN
         ("step", "<i4"),  # training step, from 0; -1 outside any step
@@ -68,8 +71,6 @@ class RankInfo:
         host: its machine.
         device: e.g. ``"cpu"`` or ``"cuda:0"``.
         pid: of its process.
-        clock_offset_ns: its clock relative to rank 0's; 0 on one host.
-        clock_error_ns: how far that may be off; 0 on one host.
         baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if not known.
         device_error_ns: how far times of DEVICE rows may be off the rank's clock; 0 where the host computes.
     """
@@ -78,10 +79,37 @@ class RankInfo:
     host: str
     device: str
     pid: int
-    clock_offset_ns: int = 0
-    clock_error_ns: int = 0
     baseline_bytes: int = 0
     device_error_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Reading:
+    """What a comparison of a clock with rank 0's has found.
+
+    Attributes:
+        t_ns: when, on rank 0's clock.
+        offset_ns: by how many nanoseconds the clock was ahead of rank 0's.
+        error_ns: how far that may be off.
+    """
+
+    t_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostClock:
+    """A clock that is not rank 0's.
+
+    Attributes:
+        ranks: those that read it, ascending.
+        readings: in the order of their times, at least one. From each on until the next, times of these ranks were
+            converted by what it has found.
+    """
+
+    ranks: tuple[int, ...]
+    readings: tuple[Reading, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +122,7 @@ class Header:
         mesh_shape: ranks along each axis of the mesh.
         mesh_axes: names of these axes.
         ranks: where those that are known live.
+        clocks: those that are not rank 0's; of a rank that has none of them the clock is rank 0's.
         units: all there ever were, by index.
         comm_groups: what the column ``comm_group`` counts.
         strings: what the column ``module`` counts.
@@ -105,6 +134,7 @@ class Header:
     mesh_shape: tuple[int, ...] = ()
     mesh_axes: tuple[str, ...] = ()
     ranks: tuple[RankInfo, ...] = ()
+    clocks: tuple[HostClock, ...] = ()
     units: tuple[Unit, ...] = ()
     comm_groups: tuple[CommGroup, ...] = ()
     strings: tuple[str, ...] = ()

@@ -1,5 +1,8 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
+Version 6 added to a header ``clocks``, by which times were converted. Before, a rank said by how much its own was ahead
+of rank 0's: by 0, for nobody compared them.
+
 Version 5 added to a unit ``gone``, to a parameter ``use_orig_params``, and to each of its parts ``trainable``.
 
 Version 4 added to a parameter ``parts``: those that a flat one stands for. Before there were no flat ones.
@@ -32,18 +35,25 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
         TraceError: it says to be of an older version and is not like it.
     """
     version = data.get("schema_version")
-    if version not in (1, 2, 3, 4):
+    if version not in (1, 2, 3, 4, 5):
         return data
     try:
         data = _second(data) if version == 1 else data
-        ranks = [{"device_error_ns": 0} | rank for rank in data["ranks"]]
+        ranks = [_rank(rank) for rank in data["ranks"]]
         units = [
             {"gone": False} | unit | {"params": [_param(param) for param in unit["params"]]} for unit in data["units"]
         ]
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
         raise TraceError(f"header says schema version {version}, and its {what} are not") from error
-    return data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
+    return {"clocks": []} | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
+
+
+def _rank(data: dict[str, Any]) -> dict[str, Any]:
+    found = {"device_error_ns": 0} | data
+    if any([found.pop("clock_offset_ns", 0), found.pop("clock_error_ns", 0)]):
+        raise TraceError(f"rank {data['rank']} says that its clock differs from rank 0's, which nobody measured then")
+    return found
 
 
 def _param(data: dict[str, Any]) -> dict[str, Any]:

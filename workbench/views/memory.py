@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from workbench.events import Category, Edge, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.alike import label
-from workbench.replay.holds import Cuts, clock_offset_ns
+from workbench.replay.holds import Cuts
 from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, last_ns
@@ -343,12 +343,10 @@ def _add_unsharded(fig: go.Figure, panel: Panel, unsharded: int, scale: Scale, r
 
 
 def _add_holds(fig: go.Figure, header: Header, panel: Panel, cuts: Cuts, scale: Scale, high: float, row: int) -> None:
-    own = cuts.on_clock(clock_offset_ns(header, panel.shown.rank))
-
     def place(t_ns: Ints) -> NDArray[np.float64]:
         return np.asarray((t_ns - _origin_ns(panel)) / scale.ns)
 
-    add_holds(fig, own, place, (0.0, high / scale.num_bytes), legendgroup="held", showlegend=row == 1, row=row, col=1)
+    add_holds(fig, cuts, place, (0.0, high / scale.num_bytes), legendgroup="held", showlegend=row == 1, row=row, col=1)
 
 
 def _add_steps(fig: go.Figure, panel: Panel, scale: Scale, row: int) -> None:

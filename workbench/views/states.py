@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from workbench.events import Kind, UnitState
 from workbench.replay.alike import did, groups
 from workbench.replay.device import Clock, on_device
-from workbench.replay.holds import Cuts, clock_offset_ns
+from workbench.replay.holds import Cuts
 from workbench.replay.spans import last_ns, of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
@@ -56,31 +56,30 @@ def states(
     alike = groups(seen.trace, lambda part: did(trace.header, rows_of(part, CHANGING_KINDS)))
     if rank is None and not alike:
         return theme.empty(_NOTHING)
-    drawn, cuts, clock = _drawn(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))
+    drawn, clock = _drawn(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))
     units = [each for each in _units(trace.header, drawn) if unit is None or each in chosen]
     if not units or not len(drawn.rows):
         return theme.empty(_NOTHING)
     found = spans(drawn, units)
     fig = theme.figure(
         _title(trace.header, shown, found, units),
-        _subtitle(trace.header, drawn.rank, alike, units, cuts, clock),
+        _subtitle(trace.header, drawn.rank, alike, units, seen.cuts, clock),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
-        **theme.legend_below(len(UnitState) + (len(cuts) > 0)),
+        **theme.legend_below(len(UnitState) + (len(seen.cuts) > 0)),
     )
     axis = _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
-    add_holds(fig, cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
+    add_holds(fig, seen.cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
     return fig
 
 
-def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[RankTrace, Cuts, Clock]:
-    """Return one rank's rows with the exact state before them, what is cut out on its clock, and whose times it has."""
+def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[RankTrace, Clock]:
+    """Return one rank's rows with the exact state before them, at the times at which they are shown, and whose."""
     part = shown.cut(whole)
     told = on_device(whole, part, trace.header)
     clock = Clock.ENQUEUED if told is None and seen.clock is Clock.DEVICE else seen.clock
     part = part if told is None else told.part
-    cuts = seen.cuts.on_clock(clock_offset_ns(trace.header, whole.rank))
-    return replace(part, rows=cuts.rows(part.rows)), cuts, clock
+    return replace(part, rows=seen.cuts.rows(part.rows)), clock
 
 
 def _units(header: Header, drawn: RankTrace) -> list[int]:

@@ -260,6 +260,11 @@ def host_clock_words(*headers: Header) -> str:
     return "step times are the host's, which hands work to the GPU and goes on" if enqueued else ""
 
 
+def error_words(error_ns: int) -> str:
+    """Return what times of ranks on different hosts mean, which may be wrong by that; nothing where all are exact."""
+    return f"between hosts, differences below {format_duration(error_ns)} mean nothing" if error_ns else ""
+
+
 def clock_words(header: Header, clock: Clock) -> str:
     """Return what times mean where a device computes; nothing on the CPU."""
     if clock is Clock.ENQUEUED:

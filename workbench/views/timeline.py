@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind
 from workbench.replay.alike import did, groups, label
+from workbench.replay.clocks import error_ns
 from workbench.replay.device import Clock
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
@@ -98,7 +99,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
         _title(drawn.clock, shown, parts, blocks),
-        _subtitle(trace.header, drawn, folded, has_collectives=len(grid.tracks) > 1),
+        _subtitle(trace.header, drawn, folded, _error_ns(trace, shown, only), has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
         **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
     )
@@ -106,6 +107,11 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
     _draw(fig, trace.header, blocks, grid, bars, cuts)
     return fig
+
+
+def _error_ns(trace: Trace, shown: Window, only: int | None) -> int:
+    parts = (shown.stateless(rank_trace) for rank_trace in trace.ranks if only in (None, rank_trace.rank))
+    return error_ns(Trace(trace.header, tuple(parts)))
 
 
 # -- which ranks
@@ -141,21 +147,14 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
 
 
 def _blocks(drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict[int, str]) -> list[Block]:
-    offsets = {info.rank: info.clock_offset_ns for info in drawn.trace.header.ranks}
-    begin_ns = min((int(part.rows["t_ns"].min()) - offsets.get(part.rank, 0) for part in parts), default=0)
-    end_ns = max((last_ns(part.rows) - offsets.get(part.rank, 0) for part in parts), default=0)
+    begin_ns = min((int(part.rows["t_ns"].min()) for part in parts), default=0)
+    end_ns = max((last_ns(part.rows) for part in parts), default=0)
     if not all(shown.has_ended(part) for part in parts):
         end_ns += max(int(_OPEN * (end_ns - begin_ns)), 1)
     return [
         Block(
             name=names[part.rank],
-            tracks=tracks(
-                part,
-                offsets.get(part.rank, 0),
-                end_ns,
-                copies=drawn.copies.get(part.rank),
-                host=drawn.host.get(part.rank),
-            ),
+            tracks=tracks(part, end_ns, copies=drawn.copies.get(part.rank), host=drawn.host.get(part.rank)),
         )
         for part in parts
     ]
@@ -176,8 +175,7 @@ def _title(clock: Clock, shown: Window, parts: Sequence[RankTrace], blocks: Sequ
     return f"{begun} on the host" if clock is Clock.ENQUEUED else f"{begun}, compute waits {waits}"
 
 
-def _subtitle(header: Header, drawn: Drawn, folded: str, *, has_collectives: bool) -> str:
-    error_ns = max((info.clock_error_ns for info in header.ranks), default=0)
+def _subtitle(header: Header, drawn: Drawn, folded: str, error_ns: int, *, has_collectives: bool) -> str:
     is_enqueued = drawn.clock is Clock.ENQUEUED
     reaches = "the host's wait for it" if is_enqueued else "its last byte, its arrow to the wait for it"
     sentences = [
@@ -187,7 +185,7 @@ def _subtitle(header: Header, drawn: Drawn, folded: str, *, has_collectives: boo
         f"a collective reaches from its issue to {reaches}" if has_collectives else "",
         "compute is each unit's own, without the units inside it",
         hold_words(drawn.cuts),
-        f"between hosts, differences below {theme.format_duration(error_ns)} mean nothing" if error_ns else "",
+        theme.error_words(error_ns),
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
     return text[:1].upper() + text[1:]

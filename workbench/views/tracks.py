@@ -37,7 +37,7 @@ _MASKING = (Kind.STEP, Kind.WAIT)  # no compute, but what goes on within is no c
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tracks:
-    """One rank's part of a timeline; times are nanoseconds of rank 0's clock. Arrays: ``W`` waits.
+    """One rank's part of a timeline; times are nanoseconds. Arrays: ``W`` waits.
 
     Attributes:
         rank: which rank.
@@ -62,7 +62,6 @@ class Tracks:
 
 def tracks(
     part: RankTrace,
-    offset_ns: int,
     open_until_ns: int,
     *,
     copies: Rows | None = None,
@@ -72,32 +71,30 @@ def tracks(
 
     Args:
         part: the rank's rows to draw. Collectives issued before them, and the waits for those, are left out.
-        offset_ns: what the rank's clock is ahead of rank 0's.
-        open_until_ns: up to where to draw what has not ended, on rank 0's clock.
+        open_until_ns: up to where to draw what has not ended.
         copies: where the rows are a device's, those of its streams beside compute.
         host: where they are, what the host did.
     """
     rows, found = part.rows, table(part)
     lane = _lanes(found)
-    parts = [_compute(part, open_until_ns + offset_ns), _collectives(found, lane), _waits(found)]
+    parts = [_compute(part, open_until_ns), _collectives(found, lane), _waits(found)]
     if copies is not None:
         parts.append(_copies(copies))
     if host is not None:
         handed = _compute(host, last_ns(host.rows))
         parts.append(replace(handed, lane=handed.lane + LANES * HOST_TRACK))
     bars = joined(parts)
-    bars = replace(bars, begin_ns=bars.begin_ns - offset_ns, end_ns=bars.end_ns - offset_ns)
-    goes_on = (bars.ended == 0) & (bars.end_ns >= last_ns(rows) - offset_ns)
+    goes_on = (bars.ended == 0) & (bars.end_ns >= last_ns(rows))
     bars = replace(bars, end_ns=np.where(goes_on, open_until_ns, bars.end_ns))
     waited = found.wait_begin_ns >= 0
     return Tracks(
         rank=part.rank,
         bars=bars[bars.end_ns > bars.begin_ns],
         issued_lane=lane[waited],
-        issued_ns=found.issue_ns[waited] - offset_ns,
-        waited_ns=found.wait_begin_ns[waited] - offset_ns,
+        issued_ns=found.issue_ns[waited],
+        waited_ns=found.wait_begin_ns[waited],
         wait_ns=found.wait_ns[waited],
-        begin_ns=int((rows if host is None else host.rows)["t_ns"][0]) - offset_ns,
+        begin_ns=int((rows if host is None else host.rows)["t_ns"][0]),
         total_ns=int(durations_ns(rows, rows["t_ns"][:1], np.array([last_ns(rows)]))[0]),
     )
 

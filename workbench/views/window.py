@@ -9,7 +9,7 @@ from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, WORK, Edge, Kind
 from workbench.replay.alike import ranges
 from workbench.replay.device import Clock, on_device
-from workbench.replay.holds import Cuts, clock_offset_ns, without_holds
+from workbench.replay.holds import Cuts, without_holds
 from workbench.replay.spans import of_kind, rows_of
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
@@ -92,15 +92,14 @@ class Window:
             clock = Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
             return Drawn(trace=host, cuts=cuts, clock=clock)
         ends = {part.rank: part.end_seq for part in host.ranks}
-        offsets = {told.part.rank: cuts.on_clock(clock_offset_ns(trace.header, told.part.rank)) for told in found}
-        ranks = (replace(t.part, rows=offsets[t.part.rank].rows(t.part.rows)) for t in found)
+        ranks = (replace(told.part, rows=cuts.rows(told.part.rows)) for told in found)
         return Drawn(
             trace=Trace(trace.header, tuple(ranks)),
             cuts=cuts,
             clock=Clock.DEVICE,
             is_whole=len(found) == len(host.ranks) and all(told.end_seq == ends[told.part.rank] for told in found),
             host={part.rank: part for part in host.ranks},
-            copies={t.part.rank: offsets[t.part.rank].rows(t.copies) for t in found},
+            copies={told.part.rank: cuts.rows(told.copies) for told in found},
         )
 
     def has_ended(self, part: RankTrace) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from workbench.codec import encode
+from workbench.replay.clocks import error_ns
 from workbench.replay.device import Clock, clock_of
 from workbench.replay.holds import Cuts
 from workbench.replay.units import model_order, unit_name
@@ -69,12 +70,12 @@ class Answers:
 
     @property
     def origin_ns(self) -> int:
-        """The time that the view calls 0, on rank 0's clock."""
+        """The time that the view calls 0, in nanoseconds."""
         return self._origin_ns
 
     @property
     def cuts(self) -> Cuts:
-        """What is cut out of the view's time axis, on rank 0's clock."""
+        """What is cut out of the view's time axis."""
         return self._feed.cuts
 
     def answer(
@@ -147,7 +148,7 @@ class Answers:
             late=slowest(new.steps[-1]) if len(new.steps) else None,
             change=change,
             said=said(pulse),
-            clock=_clock(header),
+            clock=_clock(trace),
             units=tuple(unit_name(header, unit.index) for unit in header.units) if are_units_new else None,
             order=_order(header) if are_units_new else None,
             holds=told_holds(self._feed.cuts, self._origin_ns) if are_holds_new else None,
@@ -194,10 +195,11 @@ def _order(header: Header) -> tuple[int, ...]:
     return tuple(unit for unit in model_order(header) if header.units[unit].in_use)
 
 
-def _clock(header: Header) -> tuple[str, str]:
-    """Whose times the timeline has, and whose the panels of memory and units; nothing where a host computes."""
-    clock = clock_of(header)
-    return ("", "") if clock is Clock.HOST else (theme.clock_words(header, clock), "in the host's order, at its times")
+def _clock(trace: Trace) -> tuple[str, str]:
+    """Whose times the timeline has, and whose the panels of memory and units; nothing where one host computes."""
+    clock = clock_of(trace.header)
+    timeline = filter(None, (theme.clock_words(trace.header, clock), theme.error_words(error_ns(trace))))
+    return " · ".join(timeline), "" if clock is Clock.HOST else "in the host's order, at its times"
 
 
 def _origin_ns(trace: Trace) -> int:

@@ -7,8 +7,8 @@ thinned out, short spans are merged (their ``count`` says of how many), and of m
 ends are kept.
 
 Words: a *group* is ranks that behave alike, and the first of them is drawn for all; a *track* is a lane of the
-timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds of rank 0's clock, as they are shown: without
-the time in which ranks were held (:mod:`workbench.replay.holds`). Arrays: ``N`` entries.
+timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds, as they are shown: without the time in which
+ranks were held (:mod:`workbench.replay.holds`). Arrays: ``N`` entries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Category
 from workbench.replay import memory, states
-from workbench.replay.holds import Cuts, GrowingCuts, clock_offset_ns
+from workbench.replay.holds import Cuts, GrowingCuts
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import KeyFrame
@@ -156,18 +156,15 @@ class Feed:
             part = rank_trace.cut(rank_trace.end_seq - self._history_rows, rank_trace.end_seq)
         else:
             part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
-        return shown_part(part, trace, self.cuts, is_first=before is None)
+        return shown_part(part, self.cuts, is_first=before is None)
 
     def _take_spans(self, trace: Trace, ranks: Sequence[int]) -> NDArray[np.void]:
         parts = [np.empty(0, SPAN_DTYPE)]
         for place, rank in enumerate(ranks):
             rank_trace = trace.rank(rank)
             reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - self._history_rows))
-            ahead_ns, first_track = offset_ns(trace, rank), place * len(TRACKS)
-            found = reader.take(
-                rank_trace, header=trace.header, first_track=first_track, offset_ns=ahead_ns, cuts=self.cuts
-            )
-            parts.append(found)
+            first_track = place * len(TRACKS)
+            parts.append(reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=self.cuts))
         return np.concatenate(parts)
 
 
@@ -177,25 +174,16 @@ class Part:
 
     Attributes:
         part: rows that the view does not know, at the times at which they are shown, with the state before them.
-        offset_ns: what the rank's clock is ahead.
         is_first: the view knows nothing of the state before them.
     """
 
     part: RankTrace
-    offset_ns: int
     is_first: bool
 
 
-def shown_part(part: RankTrace, trace: Trace, cuts: Cuts, *, is_first: bool) -> Part:
-    """Return a part of ``trace`` as it is told to a view whose axis leaves out ``cuts``."""
-    ahead_ns = offset_ns(trace, part.rank)
-    rows = cuts.on_clock(ahead_ns).rows(part.rows)
-    return Part(part=replace(part, rows=rows), offset_ns=ahead_ns, is_first=is_first)
-
-
-def offset_ns(trace: Trace, rank: int) -> int:
-    """Return by how many nanoseconds a rank's clock is ahead of rank 0's."""
-    return clock_offset_ns(trace.header, rank)
+def shown_part(part: RankTrace, cuts: Cuts, *, is_first: bool) -> Part:
+    """Return a part of a rank's trace as it is told to a view whose axis leaves out ``cuts``."""
+    return Part(part=replace(part, rows=cuts.rows(part.rows)), is_first=is_first)
 
 
 def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:
@@ -235,7 +223,7 @@ def memory_of(parts: Sequence[Part], limit: int | None) -> tuple[NDArray[np.void
         begin = 0 if new.is_first else 1  # else the state before is known
         told = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
         told["group"], told["num_bytes"] = group, series.num_bytes[begin:]
-        told["t_ns"] = series.t_ns[begin:] - new.offset_ns
+        told["t_ns"] = series.t_ns[begin:]
         found.append(told)
         is_exact = is_exact and series.is_exact
     return np.concatenate(found), is_exact
@@ -255,7 +243,7 @@ def states_of(parts: Sequence[Part], num_units: int, limit: int | None) -> tuple
         kept = spans.begin_seq >= (new.part.start.seq - 1 if new.is_first else new.part.start.seq)
         told = np.empty(int(kept.sum()), STATE_DTYPE)
         told["group"], told["unit"], told["state"] = group, spans.unit[kept], spans.state[kept]
-        told["t_ns"] = spans.begin_ns[kept] - new.offset_ns
+        told["t_ns"] = spans.begin_ns[kept]
         found.append(told if limit is None else _last_of_bins(told, limit // (max(num_units, 1) * len(parts))))
         is_exact = is_exact and len(found[-1]) == len(told)
     return np.concatenate(found), is_exact

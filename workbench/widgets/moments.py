@@ -2,7 +2,7 @@
 
 Key frames are kept along the way, so that a moment late in a long trace costs no more than one at its beginning. Of
 ranks that did the same up to the same row the state is found once: of many ranks few do otherwise.
-Times are nanoseconds of rank 0's clock. A row counts from the time it was *known*: its own, or that of a row before it
+Times are nanoseconds. A row counts from the time it was *known*: its own, or that of a row before it
 if that is later (an arrival may bear an earlier time than what was recorded before it), as for ``%fsdp back``. So a
 moment is a time, whatever led to it, and what is drawn over time (:mod:`workbench.widgets.window`) agrees with it.
 """
@@ -27,7 +27,6 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 from workbench.views import theme
 from workbench.widgets.alike import ALIKE
-from workbench.widgets.feed import offset_ns
 from workbench.widgets.known import Known
 
 EVERY = 16_384
@@ -85,40 +84,37 @@ class Moments:
         return end - begin
 
     def between(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return the positions in ``rank`` between which are the rows that were known from ``begin_ns`` to ``end_ns``.
-
-        Both times are on rank 0's clock.
-        """
-        rank_trace, ahead_ns = trace.rank(rank), offset_ns(trace, rank)
-        return self._count(rank_trace, begin_ns + ahead_ns), self._count(rank_trace, end_ns + ahead_ns)
+        """Return the positions in ``rank`` between which are the rows known from ``begin_ns`` to ``end_ns``."""
+        rank_trace = trace.rank(rank)
+        return self._count(rank_trace, begin_ns), self._count(rank_trace, end_ns)
 
     def part(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> RankTrace:
-        """Return the rows that moved bytes or changed a unit from ``begin_ns`` to ``end_ns``, both on rank 0's clock.
+        """Return the rows that moved bytes or changed a unit from ``begin_ns`` to ``end_ns``.
 
-        Their times are when they were known, on the rank's clock. A row that says nothing stands before them at
+        Their times are when they were known. A row that says nothing stands before them at
         ``begin_ns``, or at the rank's first row if that is later; so the state then is where every series begins.
         """
-        rank_trace, ahead_ns = trace.rank(rank), offset_ns(trace, rank)
+        rank_trace = trace.rank(rank)
         begin, end = self.between(trace, rank, begin_ns, end_ns)
         rows = rank_trace.rows[begin:end]
         told = of_kind(rows, (*MOVES, *states.CHANGING_KINDS))
         found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[told]])
         found["kind"][0], found["unit"][0] = Kind.LOG, -1
-        found["t_ns"][0] = max(begin_ns + ahead_ns, int(rank_trace.rows["t_ns"][0]))
+        found["t_ns"][0] = max(begin_ns, int(rank_trace.rows["t_ns"][0]))
         found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[told]  # none before them is later than begin_ns
         return RankTrace(rank, found, self._frame(rank_trace, rank_trace.start.seq + begin - 1))
 
     def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
         """Position in each rank of the last row up to ``t_ns``: before its first later one; at least the first row."""
-        return {r.rank: max(self._count(r, t_ns + offset_ns(trace, r.rank)) - 1, 0) for r in trace.ranks if len(r.rows)}
+        return {r.rank: max(self._count(r, t_ns) - 1, 0) for r in trace.ranks if len(r.rows)}
 
     def _count(self, rank_trace: RankTrace, t_ns: int) -> int:
-        """How many of its first rows were known at ``t_ns`` of the rank's own clock."""
+        """How many of its first rows were known at ``t_ns``."""
         return self._times(rank_trace).count(t_ns)
 
     def _known_ns(self, trace: Trace, rank: int, place: int) -> int:
         """When the row at ``place`` was known."""
-        return self._times(trace.rank(rank)).at(place) - offset_ns(trace, rank)
+        return self._times(trace.rank(rank)).at(place)
 
     def _times(self, rank_trace: RankTrace) -> Known:
         known = self._known.get(rank_trace.rank)

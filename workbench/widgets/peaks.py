@@ -7,7 +7,6 @@ from typing import Any
 from workbench.replay import memory
 from workbench.replay.memory import MemoryState
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.feed import offset_ns
 
 AROUND = 2_000
 """Rows before and after a peak that are looked at to say what was going on."""
@@ -21,7 +20,7 @@ class Peaks:
         self._named: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def of(self, trace: Trace, rank: int) -> dict[str, Any]:
-        """Return the highest peak of ``rank``: ``num_bytes``, ``t_ns`` on rank 0's clock, ``step``, ``text``."""
+        """Return the highest peak of ``rank``: ``num_bytes``, ``t_ns``, ``step``, ``text``."""
         rank_trace = trace.rank(rank)
         next_seq, state = self._states.get(rank, (rank_trace.start.seq, memory.start(rank_trace.start)))
         if not rank_trace.start.seq <= next_seq <= rank_trace.end_seq:  # begun anew
@@ -42,7 +41,7 @@ def _named(trace: Trace, rank_trace: RankTrace, peak_seq: int) -> dict[str, Any]
     found = memory.peak(rank_trace.cut(max(peak_seq - AROUND, rank_trace.start.seq), peak_seq + AROUND))
     return {
         "num_bytes": found.num_bytes,
-        "t_ns": found.t_ns - offset_ns(trace, rank_trace.rank),
+        "t_ns": found.t_ns,
         "step": found.step,
         "text": memory.describe_peak(trace.header, found),
     }

@@ -30,7 +30,6 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 from workbench.widgets.alike import ALIKE
 from workbench.widgets.answers import Answers
-from workbench.widgets.feed import offset_ns
 from workbench.widgets.messages import About, Panel
 from workbench.widgets.moments import describe, describe_with_phase, events_up_to
 
@@ -65,10 +64,10 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
     """Return a record as data for JSON and columns.
 
     The columns of rank ``r`` are named ``r.name``. Per row: ``known`` and ``hidden``, by how many nanoseconds the time
-    at which the row was known, on rank 0's clock, lies after that of the row before it, and how much more was cut out
-    of the axis until then (of the first row: after the origin, and before it); ``step``; ``back``, how many rows before
-    it the event lies that is named for it; ``event``, 1 if it is one; of that row ``text`` and ``doing``, places in the
-    lists of that name. Of changes of bytes ``bytes.row``, the row after which it is so, -1 before all; ``bytes.value``;
+    at which the row was known lies after that of the row before it, and how much more was cut out of the axis until
+    then (of the first row: after the origin, and before it); ``step``; ``back``, how many rows before it the event lies
+    that is named for it; ``event``, 1 if it is one; of that row ``text`` and ``doing``, places in the lists of that
+    name. Of changes of bytes ``bytes.row``, the row after which it is so, -1 before all; ``bytes.value``;
     and of each class ``bytes.ends``, where its changes end. Of units ``units.row``, ``units.value``, ``units.ends``.
     """
     answers = Answers(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
@@ -108,7 +107,7 @@ class _Texts:
 
 def _rows(trace: Trace, rank_trace: RankTrace, answers: Answers, texts: _Texts, doings: _Texts) -> Columns:
     rows = rank_trace.rows
-    known_ns = np.maximum.accumulate(rows["t_ns"]) - offset_ns(trace, rank_trace.rank)
+    known_ns = np.maximum.accumulate(rows["t_ns"])
     events = events_up_to(rows)
     of_event, of_row = np.unique(events, return_inverse=True)
     told = rows[of_event]

@@ -72,7 +72,6 @@ class RankSpans:
         *,
         header: Header = NO_HEADER,
         first_track: int = 0,
-        offset_ns: int = 0,
         cuts: Cuts | None = None,
         until_seq: int | None = None,
     ) -> NDArray[np.void]:
@@ -83,8 +82,7 @@ class RankSpans:
             header: of the trace. Where it says that devices tell when they did what, spans are theirs, and told once
                 the device has come to their end.
             first_track: number of the rank's first track.
-            offset_ns: what its clock is ahead.
-            cuts: what is cut out of the time axis, on rank 0's clock; times are those at which spans are shown.
+            cuts: what is cut out of the time axis; times are those at which spans are shown.
             until_seq: the row before which to stop; None: read all.
         """
         end_seq = until_seq = rank_trace.end_seq if until_seq is None else until_seq
@@ -94,15 +92,13 @@ class RankSpans:
         rows = rank_trace.rows[first_seq - rank_trace.start.seq : until_seq - rank_trace.start.seq]
         if clock_of(header) is Clock.DEVICE:
             rows, end_seq = _of_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
-        rows = rows if cuts is None else cuts.on_clock(offset_ns).rows(rows)
+        rows = rows if cuts is None else cuts.rows(rows)
         every = spans(rows, _READ)  # found once: it is what takes the time
         parts = [self._compute(rows, every), *(self._collectives(rows, every, track) for track in self._told)]
         self._from_seq, self._end_seq = _oldest_open(rows, every, end_seq), until_seq
         ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
         for found in (ended, self.open):
             found["track"] += first_track
-            for name in ("begin_ns", "end_ns", "issue_ns"):
-                found[name] -= np.where(found[name] < 0, 0, offset_ns)
         return ended
 
     def _compute(self, rows: Rows, every: Spans) -> _Parts:

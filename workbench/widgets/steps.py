@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Edge, Kind
 from workbench.replay import training
-from workbench.replay.holds import Cuts, clock_offset_ns
+from workbench.replay.holds import Cuts
 from workbench.replay.spans import chosen
 from workbench.replay.training import TrainingState
 from workbench.trace.columns import Trace
@@ -47,13 +47,13 @@ class Steps:
         """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
 
         The loss is the mean over ranks, NaN if none was logged; times are those of the slowest rank, as they are
-        shown: without ``cuts``, which are on rank 0's clock.
+        shown: without ``cuts``.
         """
         for rank_trace in trace.ranks:
             rank = rank_trace.rank
             rows = rank_trace.rows[max(self._seen.get(rank, 0) - rank_trace.start.seq, 0) :]
             if cuts is not None:
-                rows = cuts.on_clock(clock_offset_ns(trace.header, rank)).rows(rows)
+                rows = cuts.rows(rows)
             self._states[rank] = training.advance(self._states.get(rank, training.start()), rows)
             _add_waits(self._waits_ns.setdefault(rank, {}), rows)
             self._seen[rank] = rank_trace.end_seq

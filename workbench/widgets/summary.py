@@ -1,7 +1,7 @@
 """What one wants to know at a glance: whether ranks train and why not, what it costs, and what a knob has changed.
 
-Pure: of a pulse, the steps that were told so far, and the record. Times are nanoseconds of rank 0's clock as they are
-shown, without time in which ranks were held.
+Pure: of a pulse, the steps that were told so far, and the record. Times are nanoseconds as they are shown, without time
+in which ranks were held.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The feed keeps only extremes of memory and states, and nothing of what is long ago. Drawn under a cursor they would
 contradict the numbers that
 :class:`~workbench.widgets.moments.Moments` gives for it. Here the same rows are read from the same key frames, so at
-any time of the window what is drawn is what those numbers say. Times are nanoseconds of rank 0's clock.
+any time of the window what is drawn is what those numbers say. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workbench.replay.holds import Cuts
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
-from workbench.widgets.feed import Increment, memory_of, offset_ns, shown_part, states_of
+from workbench.widgets.feed import Increment, memory_of, shown_part, states_of
 from workbench.widgets.moments import Moments
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 from workbench.widgets.steps import LEARNED_DTYPE
@@ -57,8 +57,7 @@ def window(
     recorded = {rank_trace.rank for rank_trace in trace.ranks if len(rank_trace.rows)}
     told = groups if recorded.issuperset(group[0] for group in groups) else ()  # else it is told of another job soon
     parts = [
-        shown_part(moments.part(trace, group[0], begin_ns, end_ns), trace, cuts or Cuts(), is_first=True)
-        for group in told
+        shown_part(moments.part(trace, group[0], begin_ns, end_ns), cuts or Cuts(), is_first=True) for group in told
     ]
     limit = None if all(_is_few(new.part) for new in parts) else MOST * len(parts)
     told_memory, all_memory = memory_of(parts, limit)
@@ -88,15 +87,8 @@ def _spans(
         first, last = _rolled(rank_trace.rows, *moments.between(trace, rank, *between_ns))
         first_seq, until_seq = rank_trace.start.seq + first, rank_trace.start.seq + last
         reader = RankSpans(first_seq)
-        ahead_ns, first_track = offset_ns(trace, rank), place * len(TRACKS)
-        found = reader.take(
-            rank_trace,
-            header=trace.header,
-            first_track=first_track,
-            offset_ns=ahead_ns,
-            cuts=cuts,
-            until_seq=until_seq,
-        )
+        first_track = place * len(TRACKS)
+        found = reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=cuts, until_seq=until_seq)
         parts += [found, reader.open] if until_seq < rank_trace.end_seq else [found]
     every = np.concatenate(parts)
     begin_ns, end_ns = (cuts.shown_at(t_ns) for t_ns in between_ns)

@@ -94,7 +94,7 @@ class RankRecord {
   constructor(rank, seq, column) {
     this.rank = rank;
     this.seq = seq;
-    this.known = summed(column("known")); // when each row was known, on rank 0's clock
+    this.known = summed(column("known")); // when each row was known
     const hidden = summed(column("hidden"));
     this.shown = this.known.map((t, k) => t - sure(hidden[k])); // where that is on the axis
     this.step = summed(column("step"));

@@ -1,0 +1,101 @@
+"""Ranks whose clocks show other times, as those of other machines do: in time namespaces, which are hours apart."""
+
+import functools
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from tests.cluster.test_attached import ipyparallel_ids
+from tests.integration.collected import late_ends
+from tests.integration.model import CELL
+from tests.waiting import wait_until
+from workbench.events import Kind
+from workbench.replay.clocks import error_ns
+from workbench.trace import load
+from workbench.workbench import Workbench
+
+HOURS = (5, 0, 26)
+"""How far the clock of each rank is ahead of this process's."""
+
+S = 10**9
+
+
+@functools.cache
+def why_not() -> str:
+    """Say what of this machine prevents it; empty: nothing."""
+    if shutil.which("unshare") is None:
+        return "not installed: unshare; on Debian: apt-get install util-linux"
+    tried = subprocess.run([*ahead_by(1), "true"], capture_output=True, text=True, check=False)
+    return f"no time namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def ahead_by(hours: int) -> list[str]:
+    """Return with what a command begins whose clock is to be ahead."""
+    seconds = str(3600 * hours)
+    return ["unshare", "--time", "--fork", "--kill-child", "--monotonic", seconds, "--boottime", seconds]
+
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(why_not()), reason=why_not() or "they can be made")]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """Ranks on engines that were started one after the other, each with a clock of its own."""
+    with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as last:
+        directory = tmp_path_factory.mktemp("ipython")
+        monkeypatch.setenv("IPYTHONDIR", str(directory))
+        (directory / "profile_clocks" / "startup").mkdir(parents=True)
+        file = directory / "profile_clocks" / "security" / "ipcontroller-client.json"
+        last.callback(start(last, [], "controller").terminate)  # it has processes of its own
+        wait_until(file.exists)
+        for number, hours in enumerate(HOURS):
+            last.callback(start(last, ahead_by(hours) if hours else [], "engine").kill)  # unshare lets SIGTERM pass by
+            wait_until(lambda number=number: len(ipyparallel_ids(file)) == number + 1)
+        with Workbench.attach(profile="clocks", device="cpu") as attached:
+            attached.run_cell(CELL)
+            attached.shard("model", wrap="Block")
+            attached.step(3)
+            yield attached
+
+
+def start(last: ExitStack, before: list[str], module: str) -> subprocess.Popen[bytes]:
+    command = [*before, sys.executable, "-m", f"ipyparallel.{module}", "--profile=clocks"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    last.callback(process.wait)
+    return process
+
+
+def test_what_is_found_of_each_clock_is_as_exact_as_it_says(bench):
+    found = bench.trace.header.clocks
+    assert [clock.ranks for clock in found] == [(1,), (2,)]
+    for clock in found:
+        true_ns = 3600 * S * (HOURS[clock.ranks[0]] - HOURS[0])
+        for reading in clock.readings:
+            assert abs(reading.offset_ns - true_ns) <= reading.error_ns < 3600 * S
+
+
+def test_rows_of_all_ranks_are_on_one_clock(bench):
+    trace = bench.trace
+    assert late_ends(trace, (Kind.REDUCE_SCATTER,)) == []  # memory that is shared is gathered without waiting
+    begins = [int(rank.rows["t_ns"][rank.rows["kind"] == Kind.STEP][0]) for rank in trace.ranks]
+    assert max(begins) - min(begins) < 3600 * S
+
+
+def test_a_file_says_what_the_live_record_said(bench, tmp_path):
+    bench.export(tmp_path / "hosts.trace")
+    loaded, live = load(tmp_path / "hosts.trace"), bench.trace
+    assert loaded.header.clocks == live.header.clocks[: len(loaded.header.clocks)]
+    assert late_ends(loaded, (Kind.REDUCE_SCATTER,)) == []
+    assert 0 < error_ns(loaded) < 3600 * S
+
+
+def test_since_when_a_rank_stands_is_told_by_its_own_clock(bench):
+    bench.step(1, until="forward")
+    try:
+        sinces = [row.since.split() for row in bench.where().rows]
+    finally:
+        bench.abort()
+    assert all(unit != "s" or float(number) < 3600 for number, unit in sinces)
