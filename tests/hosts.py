@@ -1,7 +1,8 @@
 """Several hosts on one machine: network namespaces that a bridge joins, with a name, an address and an sshd each.
 
 Each is a host to whatever looks at the network: of the others it reaches what listens on their address, and nothing of
-their loopback interface. Files, memory and processes are those of the machine.
+their loopback interface. So it is to whatever looks at the clock, as each is in a time namespace in which the machine
+was started some hours earlier. Files, memory and processes are those of the machine.
 """
 
 import functools
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -23,6 +25,8 @@ NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "unshare")
 NETWORK = "10.203.7"  # of a private range; no route of the machine is touched but the one to it
 PORT = 22
 BRIDGE = "wbtest0"
+HOURS = (7, 3, 26)
+"""How far the clocks of the first hosts are ahead of this machine's, and of those that follow likewise."""
 
 SSHD = """
 Port {port}
@@ -65,7 +69,14 @@ def why_not() -> str:
     if tried.returncode:
         return f"no network namespace can be made here: {tried.stderr.strip()}"
     _run("ip", "netns", "delete", name)
-    return ""
+    tried = subprocess.run([*ahead_by(1), "true"], capture_output=True, text=True, check=False)
+    return f"no time namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def ahead_by(hours: int) -> list[str]:
+    """Return with what a command begins whose clock is to be ahead of this machine's."""
+    seconds = str(3600 * hours)
+    return ["unshare", "--time", "--fork", "--kill-child", "--monotonic", seconds, "--boottime", seconds]
 
 
 def find(program: str) -> str | None:
@@ -107,9 +118,9 @@ def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
         last.callback(_run, "ip", "link", "delete", BRIDGE)
         _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
-        for name, address in zip(names, addresses, strict=True):
+        for name, address, hours in zip(names, addresses, cycle(HOURS), strict=False):
             _join(last, name, address)
-            _serve(last, name, address, directory)
+            _serve(last, name, address, directory, hours)
         yield Hosts(names, addresses, f"{NETWORK}.1", BRIDGE, config)
 
 
@@ -129,13 +140,13 @@ def _join(last: ExitStack, name: str, address: str) -> None:
         _run("ip", "-n", name, *words)
 
 
-def _serve(last: ExitStack, name: str, address: str, directory: Path) -> None:
+def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int) -> None:
     """Start an sshd on the host ``name``, which has this name of its own."""
     config = directory / f"sshd_config.{name}"
     config.write_text(SSHD.format(port=PORT, address=address, directory=directory))
     serve = f"hostname {name} && exec {find('sshd')} -D -e -f {config}"
     log = last.enter_context((directory / f"sshd.{name}.log").open("wb"))
-    command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", serve]
+    command = ["ip", "netns", "exec", name, *ahead_by(hours), "unshare", "--uts", "sh", "-c", serve]
     sshd = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     last.callback(_end, psutil.Process(sshd.pid), sshd)
     wait_until(lambda: _is_open(address) or sshd.poll() is not None)

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 import pytest
 
 from tests.cluster.test_attached import ipyparallel_ids
+from tests.hosts import ahead_by
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
 from tests.waiting import wait_until
-from workbench.events import Kind
+from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clocks import error_ns
 from workbench.trace import load
 from workbench.workbench import Workbench
@@ -30,12 +31,6 @@ def why_not() -> str:
         return "not installed: unshare; on Debian: apt-get install util-linux"
     tried = subprocess.run([*ahead_by(1), "true"], capture_output=True, text=True, check=False)
     return f"no time namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-def ahead_by(hours: int) -> list[str]:
-    """Return with what a command begins whose clock is to be ahead."""
-    seconds = str(3600 * hours)
-    return ["unshare", "--time", "--fork", "--kill-child", "--monotonic", seconds, "--boottime", seconds]
 
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(why_not()), reason=why_not() or "they can be made")]
@@ -79,7 +74,7 @@ def test_what_is_found_of_each_clock_is_as_exact_as_it_says(bench):
 
 def test_rows_of_all_ranks_are_on_one_clock(bench):
     trace = bench.trace
-    assert late_ends(trace, (Kind.REDUCE_SCATTER,)) == []  # memory that is shared is gathered without waiting
+    assert late_ends(trace, REDUCTIONS) == []  # memory that is shared is gathered without waiting
     begins = [int(rank.rows["t_ns"][rank.rows["kind"] == Kind.STEP][0]) for rank in trace.ranks]
     assert max(begins) - min(begins) < 3600 * S
 
@@ -88,7 +83,7 @@ def test_a_file_says_what_the_live_record_said(bench, tmp_path):
     bench.export(tmp_path / "hosts.trace")
     loaded, live = load(tmp_path / "hosts.trace"), bench.trace
     assert loaded.header.clocks == live.header.clocks[: len(loaded.header.clocks)]
-    assert late_ends(loaded, (Kind.REDUCE_SCATTER,)) == []
+    assert late_ends(loaded, REDUCTIONS) == []
     assert 0 < error_ns(loaded) < 3600 * S
 
 

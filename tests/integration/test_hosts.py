@@ -7,9 +7,12 @@ import psutil
 import pytest
 
 from tests import hosts
+from tests.integration.collected import late_ends
 from tests.integration.model import CELL
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.errors import ClusterError, UsageError
+from workbench.events import REDUCTIONS
+from workbench.replay.clocks import error_ns
 from workbench.workbench import Workbench
 
 pytestmark = [
@@ -120,6 +123,19 @@ def on_one_machine():
 @pytest.mark.parametrize("mesh", ["", "hosts"])
 def test_it_trains_as_on_one_machine(bench, on_one_machine, mesh):
     assert losses_of(bench, **({"mesh": mesh} if mesh else {})) == pytest.approx(on_one_machine[mesh], rel=1e-5)
+
+
+def test_collectives_of_hosts_whose_clocks_are_hours_apart_are_at_the_same_time(bench, network):
+    losses_of(bench)
+    trace = bench.trace
+    assert [clock.ranks for clock in trace.header.clocks] == [(2, 3), (4, 5)]
+    assert late_ends(trace, REDUCTIONS) == []
+    assert 0 < error_ns(trace) < 3600 * 10**9
+    told = dict(bench.status().facts())
+    assert told[network.names[0]] == "ranks 0-1"
+    for name, hours in zip(network.names[1:], hosts.HOURS[1:], strict=True):
+        apart_s = 3600 * (hours - hosts.HOURS[0])
+        assert f"its clock is {abs(apart_s)} s {'ahead of' if apart_s > 0 else 'behind'} rank 0's" in told[name]
 
 
 def test_copies_are_across_hosts_and_shards_within(bench):

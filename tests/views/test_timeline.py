@@ -199,6 +199,43 @@ def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
     assert "mean nothing" not in subtitle(timeline(trace)).lower()
 
 
+def on_another_clock(trace, ranks, *, moved_ns=0, error_ns=0):
+    """The same, of which some ranks read a clock of their own, by which their times are moved."""
+    reading = Reading(t_ns=int(trace.rank(0).rows["t_ns"][0]), offset_ns=0, error_ns=error_ns)
+    moved = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["t_ns"] += moved_ns if rank.rank in ranks else 0
+        moved.append(replace(rank, rows=rows))
+    clocks = (HostClock(ranks=tuple(ranks), readings=(reading,)),)
+    return Trace(replace(trace.header, clocks=clocks), tuple(moved))
+
+
+def hovers(fig):
+    return [text for drawn in bars(fig).values() for text in drawn.hovertext]
+
+
+def test_a_collective_says_who_came_last_unless_the_clocks_do_not_tell():
+    trace = simulate(Setup(num_ranks=2, late=1, steps=1))
+    lines = [line for text in hovers(timeline(trace)) for line in text.split("<br>") if "last" in line]
+    assert lines
+    assert all(line.startswith("rank 1 came last, by ") for line in lines)
+    exact = hovers(timeline(on_another_clock(trace, [1], error_ns=1)))
+    assert [line for text in exact for line in text.split("<br>") if "last" in line] == lines
+    found = "".join(hovers(timeline(on_another_clock(trace, [1], error_ns=10**10))))
+    assert "came last, by" not in found
+    assert "who came last is not known: closer than the clocks' error of 10.0 s" in found
+    assert "last" not in "".join(hovers(timeline(simulate(Setup(num_ranks=MAX_RANKS + 1, steps=1)))))
+
+
+@pytest.mark.parametrize("moved_ns", [-(10**7), 5, 10**8])
+def test_who_waited_least_does_not_depend_on_what_clocks_show(moved_ns):
+    trace = simulate(Setup(num_ranks=20, late=6, steps=1))
+    late = "rank 6 waited least by far: the others wait for it"
+    assert late in subtitle(timeline(trace)).lower()
+    assert late in subtitle(timeline(on_another_clock(trace, range(5, 10), moved_ns=moved_ns))).lower()
+
+
 def test_what_does_not_exist_is_named():
     with pytest.raises(UsageError, match="no rank 9; its ranks are: "):
         timeline(example_trace(), rank=9)

@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from workbench.replay.arrivals import UNTOLD
 from workbench.replay.spans import Ints
 from workbench.views import theme
 
@@ -36,6 +37,8 @@ class Rectangles:
         duration_ns: time it stands for.
         count: spans it stands for.
         ended: 0 if it was still going on when the trace ended.
+        last: the rank that came last to the collective (:mod:`workbench.replay.arrivals`); UNTOLD, TOO_CLOSE.
+        last_ns: how long after the rank before it.
     """
 
     lane: Ints
@@ -49,6 +52,8 @@ class Rectangles:
     duration_ns: Ints
     count: Ints
     ended: Ints
+    last: Ints
+    last_ns: Ints
 
     def __len__(self) -> int:
         return len(self.lane)
@@ -73,6 +78,8 @@ def rectangles(lane: Ints, colour: Ints, begin_ns: Ints, end_ns: Ints, unit: Int
         duration_ns=end_ns - begin_ns,
         count=none + 1,
         ended=none + 1,
+        last=none + UNTOLD,
+        last_ns=none,
     )
 
 

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind
 from workbench.replay.alike import did, groups, label
+from workbench.replay.arrivals import TOO_CLOSE, Last, last_to_come
 from workbench.replay.clocks import error_ns
+from workbench.replay.collectives import table
 from workbench.replay.device import Clock
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
@@ -91,7 +93,9 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     cuts = drawn.cuts
     parts = [part for part in drawn.trace.ranks if only in (None, part.rank)]
     names, folded = _chosen(trace.header, parts)
-    blocks = _blocks(drawn, shown, [part for part in parts if part.rank in names], names)
+    between_ns = error_ns(Trace(trace.header, tuple(map(shown.stateless, trace.ranks))))
+    last = _last(drawn, between_ns)
+    blocks = _blocks(drawn, shown, [part for part in parts if part.rank in names], names, last)
     bars = _bars(blocks)
     if not len(bars):
         return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
@@ -99,19 +103,23 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
         _title(drawn.clock, shown, parts, blocks),
-        _subtitle(trace.header, drawn, folded, _error_ns(trace, shown, only), has_collectives=len(grid.tracks) > 1),
+        _subtitle(trace.header, drawn, folded, between_ns if only is None else 0, has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
         **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
     )
     rows = round(grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high))
     fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
-    _draw(fig, trace.header, blocks, grid, bars, cuts)
+    axis = time_axis(min(block.tracks.begin_ns for block in blocks), int(bars.end_ns.max()))
+    _draw(fig, blocks, grid, bars, cuts, _hovers(bars, trace.header, blocks, axis, between_ns), axis)
     return fig
 
 
-def _error_ns(trace: Trace, shown: Window, only: int | None) -> int:
-    parts = (shown.stateless(rank_trace) for rank_trace in trace.ranks if only in (None, rank_trace.rank))
-    return error_ns(Trace(trace.header, tuple(parts)))
+def _last(drawn: Drawn, between_ns: int) -> dict[int, Last]:
+    """Return who came last to the collectives of each rank; of many ranks nothing, for they would all be looked at."""
+    ranks = drawn.trace.ranks
+    if len(ranks) > MAX_RANKS:
+        return {}
+    return last_to_come(drawn.trace.header, {part.rank: table(part) for part in ranks}, between_ns)
 
 
 # -- which ranks
@@ -146,7 +154,9 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
     return dict(sorted(names.items())), " · ".join(text for text in (straggler, chosen, apart, left_out) if text)
 
 
-def _blocks(drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict[int, str]) -> list[Block]:
+def _blocks(
+    drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict[int, str], last: dict[int, Last]
+) -> list[Block]:
     begin_ns = min((int(part.rows["t_ns"].min()) for part in parts), default=0)
     end_ns = max((last_ns(part.rows) for part in parts), default=0)
     if not all(shown.has_ended(part) for part in parts):
@@ -154,7 +164,13 @@ def _blocks(drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict
     return [
         Block(
             name=names[part.rank],
-            tracks=tracks(part, end_ns, copies=drawn.copies.get(part.rank), host=drawn.host.get(part.rank)),
+            tracks=tracks(
+                part,
+                end_ns,
+                last=last.get(part.rank),
+                copies=drawn.copies.get(part.rank),
+                host=drawn.host.get(part.rank),
+            ),
         )
         for part in parts
     ]
@@ -175,7 +191,7 @@ def _title(clock: Clock, shown: Window, parts: Sequence[RankTrace], blocks: Sequ
     return f"{begun} on the host" if clock is Clock.ENQUEUED else f"{begun}, compute waits {waits}"
 
 
-def _subtitle(header: Header, drawn: Drawn, folded: str, error_ns: int, *, has_collectives: bool) -> str:
+def _subtitle(header: Header, drawn: Drawn, folded: str, between_ns: int, *, has_collectives: bool) -> str:
     is_enqueued = drawn.clock is Clock.ENQUEUED
     reaches = "the host's wait for it" if is_enqueued else "its last byte, its arrow to the wait for it"
     sentences = [
@@ -185,13 +201,13 @@ def _subtitle(header: Header, drawn: Drawn, folded: str, error_ns: int, *, has_c
         f"a collective reaches from its issue to {reaches}" if has_collectives else "",
         "compute is each unit's own, without the units inside it",
         hold_words(drawn.cuts),
-        theme.error_words(error_ns),
+        theme.error_words(between_ns),
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
     return text[:1].upper() + text[1:]
 
 
-def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: TimeAxis) -> list[str]:
+def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: TimeAxis, between_ns: int) -> list[str]:
     ranks = [label([block.tracks.rank]) for block in blocks]
     names = {unit: _unit(header, unit) for unit in np.unique(bars.unit).tolist()}
     begin = axis(bars.begin_ns)
@@ -202,8 +218,20 @@ def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: Tim
         if what == Kind.WAIT:
             said = f"wait for {Kind(bars.waits_for[i]).words}{names[int(bars.unit[i])]}"
         where = f"{ranks[lane // (LANES * len(TRACKS))]}, from {begin[i]:.4g} {axis.unit}"
-        texts.append(f"<b>{said}</b><br>{_amount(bars, i)}<br>{where}")
+        lines = (f"<b>{said}</b>", _amount(bars, i), where, _last_words(bars, i, between_ns))
+        texts.append("<br>".join(filter(None, lines)))
     return texts
+
+
+def _last_words(bars: Rectangles, i: int, between_ns: int) -> str:
+    """Say who came last to one collective, or that it is not known; of several at once nothing."""
+    last = int(bars.last[i])
+    if last == TOO_CLOSE and bars.count[i] == 1:
+        error = theme.format_duration(between_ns)
+        return f"who came last is not known: closer than the clocks' error of {error}"
+    if last < 0 or bars.count[i] > 1:
+        return ""
+    return f"{label([last])} came last, by {theme.format_duration(int(bars.last_ns[i]))}"
 
 
 def _unit(header: Header, unit: int) -> str:
@@ -240,13 +268,17 @@ def _tracks_used(bars: Rectangles) -> tuple[int, ...]:
     return tuple(np.unique(bars.lane // LANES % len(TRACKS)).tolist())
 
 
-def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, bars: Rectangles, cuts: Cuts) -> None:
-    begin_ns = min(block.tracks.begin_ns for block in blocks)
-    end_ns = int(bars.end_ns.max())
-    axis = time_axis(begin_ns, end_ns)
+def _draw(
+    fig: go.Figure,
+    blocks: Sequence[Block],
+    grid: Grid,
+    bars: Rectangles,
+    cuts: Cuts,
+    hovers: Sequence[str],
+    axis: TimeAxis,
+) -> None:
     kinds = [kind for _, kinds in TRACKS for kind in kinds]
     looks = {int(kind): (_legend(kind), theme.KIND_COLOURS[kind]) for kind in kinds}
-    hovers = _hovers(bars, header, blocks, axis)
     add_bars(fig, bars, looks, grid.middle(bars.lane), _BAR_HEIGHTS[bars.lane % LANES], hovers, axis)
     _add_arrows(fig, blocks, grid, axis)
     add_holds(fig, cuts, axis, (-0.5, grid.num_rows - _GAP - 0.5))
@@ -254,7 +286,7 @@ def _draw(fig: go.Figure, header: Header, blocks: Sequence[Block], grid: Grid, b
         top = block * (len(grid.tracks) + _GAP) - 0.5
         span = {"y0": top, "y1": top + len(grid.tracks), "x0": 0, "x1": 1, "xref": "paper", "layer": "below"}
         fig.add_shape(**span, fillcolor=theme.FAINT, line_width=0)
-    _set_axes(fig, blocks, grid, axis, end_ns, [_track_name(track, bars) for track in grid.tracks])
+    _set_axes(fig, blocks, grid, axis, int(bars.end_ns.max()), [_track_name(track, bars) for track in grid.tracks])
 
 
 def _track_name(track: int, bars: Rectangles) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.events import COPIES, Kind, Track, on_track
+from workbench.replay.arrivals import Last
 from workbench.replay.collectives import Collectives, table
 from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
 from workbench.trace.columns import RankTrace
@@ -64,6 +65,7 @@ def tracks(
     part: RankTrace,
     open_until_ns: int,
     *,
+    last: Last | None = None,
     copies: Rows | None = None,
     host: RankTrace | None = None,
 ) -> Tracks:
@@ -72,12 +74,13 @@ def tracks(
     Args:
         part: the rank's rows to draw. Collectives issued before them, and the waits for those, are left out.
         open_until_ns: up to where to draw what has not ended.
+        last: who came last to its collectives; None: nobody knows.
         copies: where the rows are a device's, those of its streams beside compute.
         host: where they are, what the host did.
     """
     rows, found = part.rows, table(part)
     lane = _lanes(found)
-    parts = [_compute(part, open_until_ns), _collectives(found, lane), _waits(found)]
+    parts = [_compute(part, open_until_ns), _collectives(found, lane, last), _waits(found)]
     if copies is not None:
         parts.append(_copies(copies))
     if host is not None:
@@ -118,9 +121,11 @@ def _copies(rows: Rows) -> Rectangles:
     return replace(bars, num_bytes=found.num_bytes)
 
 
-def _collectives(found: Collectives, lane: Ints) -> Rectangles:
+def _collectives(found: Collectives, lane: Ints, last: Last | None) -> Rectangles:
     end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
     bars = rectangles(lane, found.kind, found.issue_ns, end_ns, found.unit)
+    if last is not None:
+        bars = replace(bars, last=last.rank, last_ns=last.after_ns)
     return replace(
         bars,
         num_bytes=found.num_bytes,

@@ -1,0 +1,92 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trace.strategies import Setup, example_trace, simulate
+from workbench.replay.arrivals import TOO_CLOSE, UNTOLD, last_to_come
+from workbench.replay.collectives import Collectives, table
+from workbench.trace.columns import Trace
+from workbench.trace.schema import CommGroup, Header, HostClock, Reading
+
+
+def issued(*issue_ns):
+    """The collectives that a rank issued in group 0, one after the other."""
+    none = np.full(len(issue_ns), -1)
+    columns = dict.fromkeys(Collectives.__dataclass_fields__, none)
+    here = {"comm_group": np.zeros(len(issue_ns), np.int64), "comm_seq": np.arange(len(issue_ns))}
+    return Collectives(**(columns | here | {"issue_ns": np.array(issue_ns)}))
+
+
+def header_of(num_ranks, *clocks):
+    reading = (Reading(t_ns=0, offset_ns=0, error_ns=1),)
+    hosts = tuple(HostClock(ranks=ranks, readings=reading) for ranks in clocks)
+    group = CommGroup(name="all", ranks=tuple(range(num_ranks)))
+    return Header(world_size=num_ranks, comm_groups=(group,), clocks=hosts)
+
+
+def told(header, found, error_ns=0):
+    """``(rank, after_ns)`` of each collective, which all ranks are told alike."""
+    results = last_to_come(header, found, error_ns)
+    pairs = {tuple(zip(last.rank.tolist(), last.after_ns.tolist(), strict=True)) for last in results.values()}
+    (result,) = pairs
+    return list(result)
+
+
+def test_of_ranks_of_one_clock_the_last_is_named_however_close():
+    found = {0: issued(10, 20, 33), 1: issued(11, 25, 31), 2: issued(2, 26, 30)}
+    assert told(header_of(3), found, error_ns=100) == [(1, 1), (2, 1), (0, 2)]
+
+
+def test_of_ranks_of_several_clocks_nobody_is_named_if_it_was_closer_than_the_error():
+    header = header_of(3, (2,))
+    found = {0: issued(10, 20, 900), 1: issued(11, 990, 30), 2: issued(200, 950, 901)}
+    assert told(header, found, error_ns=50) == [(2, 189), (TOO_CLOSE, 0), (TOO_CLOSE, 0)]
+    assert told(header, found, error_ns=30) == [(2, 189), (1, 40), (TOO_CLOSE, 0)]
+    assert told(header, found, error_ns=0) == [(2, 189), (1, 40), (2, 1)]
+
+
+def test_where_not_all_that_take_part_are_known_nobody_is_named():
+    assert told(header_of(3), {0: issued(1), 1: issued(2)}) == [(UNTOLD, 0)]
+    assert told(header_of(1), {0: issued(1)}) == [(UNTOLD, 0)]
+    alone = replace(issued(1), comm_group=np.array([-1]))
+    assert told(header_of(2), {0: alone, 1: alone}) == [(UNTOLD, 0)]
+    assert last_to_come(Header(), {}, 0) == {}
+
+
+@given(st.data())
+def test_nobody_is_named_whom_the_clocks_may_have_made_late(data):
+    """However far the clocks are off, within their error, whoever is named came last in truth."""
+    num_ranks = data.draw(st.integers(2, 6))
+    clock_of = [0, *(data.draw(st.integers(0, 2)) for _ in range(num_ranks - 1))]
+    error_ns = data.draw(st.integers(0, 60))
+    off_ns = [data.draw(st.integers(0, error_ns)) for _ in range(3)]  # so any two are off by no more
+    true_ns = [data.draw(st.integers(0, 100)) for _ in range(num_ranks)]
+    clocks = [tuple(rank for rank in range(num_ranks) if clock_of[rank] == clock) for clock in (1, 2)]
+    header = header_of(num_ranks, *filter(None, clocks))
+    found = {rank: issued(true_ns[rank] + off_ns[clock_of[rank]]) for rank in range(num_ranks)}
+    ((rank, _),) = told(header, found, error_ns)
+    assert rank == TOO_CLOSE or true_ns[rank] == max(true_ns)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_rank_that_is_late_comes_last(copies):
+    trace = simulate(Setup(num_ranks=4, copies=copies, late=3, steps=1))
+    found = {rank.rank: table(rank) for rank in trace.ranks}
+    last = last_to_come(trace.header, found, 0)
+    for rank, each in last.items():
+        for group, named in zip(found[rank].comm_group, each.rank, strict=True):
+            ranks = trace.header.comm_groups[group].ranks
+            assert named in ranks
+            assert named == 3 or 3 not in ranks
+
+
+def test_a_trace_without_collectives_names_nobody():
+    alone = example_trace(num_ranks=1)
+    assert all(rank == UNTOLD for each in _all(alone) for rank in each.rank.tolist())
+
+
+def _all(trace: Trace):
+    return last_to_come(trace.header, {rank.rank: table(rank) for rank in trace.ranks}, 0).values()
