@@ -55,13 +55,13 @@ Host {network}.*
 
 
 @functools.cache
-def why_not() -> str:
-    """Say what of this machine prevents it; empty: nothing."""
+def why_not(needed: tuple[str, ...] = NEEDED) -> str:
+    """Say what of this machine prevents it, ``needed`` being the programs it takes; empty: nothing."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.getuid() != 0:
         return "only root can make network namespaces"
-    missing = [name for name in NEEDED if find(name) is None]
+    missing = [name for name in needed if find(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}; on Debian: apt-get install iproute2 openssh-server openssh-client"
     name = f"wbtry{os.getpid()}"  # several may try at the same time

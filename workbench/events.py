@@ -401,8 +401,8 @@ class Unit:
         compute_itemsize: bytes per element of ``compute_dtype``.
         reduce_itemsize: bytes per element of ``reduce_dtype``.
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
-        comm: what carries its collectives: ``"gloo"``, ``"shared memory"``, ``"c10d"``, ``"custom"``; ``""`` on one
-            rank or not known.
+        comm: what carries its collectives: ``"gloo"``, ``"shared memory"``, ``"shared memory, gloo between hosts"``,
+            ``"c10d"``, ``"custom"``; ``""`` on one rank or not known.
         retired: True once the unit was undone by ``unshard_module``.
         gone: True once nobody holds its model any more, as when the cell that makes it was run again.
     """

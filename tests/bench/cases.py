@@ -40,12 +40,16 @@ class Case:
         name: what ``--cases`` calls it.
         num_ranks: processes of one thread each.
         is_bf16: compute and communicate in bfloat16; parameters at rest and optimizer stay fp32.
+        num_hosts: on which the ranks are, as many on each; see :mod:`tests.namespaces`.
+        is_copied: every host has a copy of the parameters, which its ranks share.
     """
 
     name: str
     config: GPTConfig
     num_ranks: int
     is_bf16: bool = False
+    num_hosts: int = 1
+    is_copied: bool = False
 
     def describe(self) -> str:
         """Say what it is in half a line."""
@@ -53,7 +57,10 @@ class Case:
         digits = 1 if millions >= 1 else 2
         precision = "bf16 params and reduce" if self.is_bf16 else "fp32"
         sizes = f"{self.config.num_blocks} blocks x {self.config.width}"
-        return f"{self.name}: {millions:.{digits}f} M parameters ({sizes}), {self.num_ranks} ranks, {precision}"
+        hosts = (
+            f" on {self.num_hosts} hosts{', each with a copy' if self.is_copied else ''}" if self.num_hosts > 1 else ""
+        )
+        return f"{self.name}: {millions:.{digits}f} M parameters ({sizes}), {self.num_ranks} ranks{hosts}, {precision}"
 
 
 _LARGE = GPTConfig(vocab_size=256, num_blocks=6, width=512, num_heads=8, max_tokens=NUM_TOKENS)
@@ -75,7 +82,14 @@ CLASSIC_CASES = {
     )
 }
 """With which the wrapper is measured."""
-
+HOSTS_CASES = {
+    case.name: case
+    for case in (
+        Case(name="3.3M-3hosts", config=_SMALL, num_ranks=6, num_hosts=3),
+        Case(name="3.3M-3hosts-copies", config=_SMALL, num_ranks=6, num_hosts=3, is_copied=True),
+    )
+}
+"""Measured over links of 1 Gbit/s."""
 
 RECORDED = {
     case.name: case

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,6 +23,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor  # as above: loaded before the ranks are forked
 
+from tests.namespaces import Seat
+
 TIMEOUT_S = 600
 NO_FAILURE = -1
 _FORK = multiprocessing.get_context("fork")
@@ -31,14 +34,16 @@ class RankFailure(Exception):
     """A rank raised, died or took too long; the message is its traceback, or what happened."""
 
 
-def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, seats: Sequence[Seat] = ()) -> list[Any]:
     """Call ``function(*args)`` on forked gloo ranks of one thread each; return the results in rank order.
+
+    ``seats``: where each rank is, if not here.
 
     Raises:
         RankFailure: one of them did not return; its peers were ended.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        job = (f"{folder}/store", num_ranks, function, args)
+        job = _Job(f"{folder}/store", num_ranks, function, args, seats)
         pipes = [_FORK.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks = [_FORK.Process(target=_main, args=(r, end, job)) for r, (_, end) in enumerate(pipes)]
         for process, (_, end) in zip(ranks, pipes, strict=True):
@@ -52,14 +57,26 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[A
                 _end(process)
 
 
-def _main(rank: int, end: Connection, job: tuple[str, int, Callable[..., Any], tuple[Any, ...]]) -> None:
-    path, num_ranks, function, args = job
+@dataclass(frozen=True)
+class _Job:
+    """What all ranks are to do, and where they find each other: in the file at ``path``."""
+
+    path: str
+    num_ranks: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    seats: Sequence[Seat]
+
+
+def _main(rank: int, end: Connection, job: _Job) -> None:
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(path, num_ranks)
+        if job.seats:
+            job.seats[rank].take()
+        store = dist.FileStore(job.path, job.num_ranks)
         timeout = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        end.send_bytes(pickle.dumps((NO_FAILURE, function(*args))))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
+        end.send_bytes(pickle.dumps((NO_FAILURE, job.function(*job.args))))
     except BaseException:  # noqa: BLE001 - everything goes to the parent
         end.send_bytes(pickle.dumps((time.monotonic_ns(), f"rank {rank}: {traceback.format_exc()}")))
         os._exit(1)  # its sockets close: the peers do not wait for it

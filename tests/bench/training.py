@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.bench.cases import (
     ALONE,
@@ -22,6 +23,7 @@ from tests.bench.cases import (
     TORCH,
     Case,
 )
+from tests.namespaces import HOST
 from workbench.zoo import GPT, next_token_loss
 
 WARM_UP = 3
@@ -118,15 +120,21 @@ def _ours_gloo(model: GPT, case: Case) -> nn.Module:
 
 def _shard_ours(model: GPT, case: Case) -> nn.Module:
     from workbench import engine
+    from workbench.engine.backends import tell_host
 
+    tell_host(os.environ.get(HOST, ""))
     return shard_per_block(model, engine.fully_shard, **_policy(engine, case))
 
 
 def _policy(api: Any, case: Case) -> dict[str, Any]:
     """Arguments of ``fully_shard``; both APIs have the same names."""
-    if not case.is_bf16:
-        return {}
-    return {"mp_policy": api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+    policy: dict[str, Any] = {}
+    if case.is_bf16:
+        policy["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    if case.is_copied:
+        shape = (case.num_hosts, case.num_ranks // case.num_hosts)
+        policy["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return policy
 
 
 def _classic(model: GPT, _case: Case) -> nn.Module:

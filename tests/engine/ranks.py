@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -16,8 +16,10 @@ import torch._dynamo  # the first DTensor loads it: once here, not 0.6 s in ever
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.namespaces import Seat
 from workbench.engine import groups
-from workbench.ports import LOOPBACK_INTERFACE
+from workbench.engine.backends import tell_host
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -27,14 +29,20 @@ class RankFailure(AssertionError):
 
 
 def _rank_main(
-    rank: int, world_size: int, ports: tuple[Connection, ...], job: tuple[Callable[..., Any], tuple]
+    rank: int,
+    world_size: int,
+    ports: tuple[Connection, ...],
+    job: tuple[Callable[..., Any], tuple],
+    seats: Sequence[Seat],
 ) -> None:
     torch.set_num_threads(1)
+    if seats:
+        sit_down(seats[rank])
     # gloo would otherwise ask the network for the address of this host, and listen there
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     fn, args = job
     try:
-        store = _store(rank, ports)
+        store = _store(rank, ports, seats[0].address if seats else LOOPBACK)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         dist.barrier()  # a rank that fails at once would leave those that are still connecting to it
         result = ("ok", fn(*args))
@@ -48,21 +56,30 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def _store(rank: int, ports: tuple[Connection, ...]) -> dist.Store:
-    """Rank 0 listens on a free port and tells the parent, which tells the others."""
+def sit_down(seat: Seat) -> None:
+    """Be on a host of its own, as far as network and shared memory go."""
+    seat.take()
+    tell_host(seat.namespace)
+
+
+def _store(rank: int, ports: tuple[Connection, ...], address: str) -> dist.Store:
+    """Rank 0 listens on a free port of ``address``, its host's, and tells the parent, which tells the others."""
     port = ports[rank]
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         port.send(store.port)
         return store
-    return dist.TCPStore("127.0.0.1", port.recv(), is_master=False)
+    return dist.TCPStore(address, port.recv(), is_master=False)
 
 
-def outcomes(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[tuple[str, Any]]:
-    """Return per rank ("ok", result) or ("Name: message", traceback)."""
+def outcomes(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, seats: Sequence[Seat] = ()
+) -> list[tuple[str, Any]]:
+    """Return per rank ("ok", result) or ("Name: message", traceback); ``seats``: where each is, if not here."""
     pairs = [_FORK.Pipe() for _ in range(world_size)]
     ends = tuple(child for _, child in pairs)
-    processes = [_FORK.Process(target=_rank_main, args=(r, world_size, ends, (fn, args))) for r in range(world_size)]
+    arguments = [(rank, world_size, ends, (fn, args), seats) for rank in range(world_size)]
+    processes = [_FORK.Process(target=_rank_main, args=each) for each in arguments]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_s
@@ -94,7 +111,15 @@ def _result(parent: Connection, process: Any, deadline: float) -> tuple[str, Any
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return its results in rank order; raise if any rank did."""
-    results = outcomes(world_size, fn, *args)
+    return _all_ok(outcomes(world_size, fn, *args))
+
+
+def run_on(seats: Sequence[Seat], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """As :func:`run_ranks`, with a rank on each seat."""
+    return _all_ok(outcomes(len(seats), fn, *args, seats=seats))
+
+
+def _all_ok(results: Sequence[tuple[str, Any]]) -> list[Any]:
     bad = [f"rank {rank}: {what}\n{detail}" for rank, (what, detail) in enumerate(results) if what != "ok"]
     if bad:
         raise RankFailure("\n".join(bad))

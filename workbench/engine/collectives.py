@@ -20,7 +20,7 @@ from workbench.engine import probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.clock import Event
 from workbench.engine.backends.pending import PendingWork
-from workbench.engine.comm import AllGather, give_back, is_of_others, output_nbytes
+from workbench.engine.comm import AllGather, give_back, is_of_others, output_nbytes, reads_own_row
 from workbench.engine.groups import CommGroup
 from workbench.engine.order import Collective
 from workbench.events import Category, Comm, Edge, Kind
@@ -139,13 +139,13 @@ class DeviceCopyState:
 
 
 @contextmanager
-def alive_unless_raised(announce: Callable[[int], None], num_bytes: int) -> Iterator[None]:
-    """Announce bytes that outlive the body, unless it raises."""
-    announce(num_bytes)
+def alive_unless_raised(announce: Callable[[int], None], amount: int) -> Iterator[None]:
+    """Announce an amount, such as bytes, that outlives the body, unless it raises."""
+    announce(amount)
     try:
         yield
     except BaseException:  # an interrupt while the probe holds, an abort, a peer that is gone: nothing was issued
-        announce(-num_bytes)
+        announce(-amount)
         raise
 
 
@@ -163,14 +163,14 @@ def foreach_all_gather(
 ) -> AllGatherState:
     """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
 
-    It is the collective's input as it lies, unless it must be cast or moved; then this rank's row of the output is, if
-    there is one.
+    It is the collective's input as it lies, unless it must be cast or moved, or be in this rank's row of the output;
+    then that is, if there is one.
     """
     numel, leaves_own_out = shard.numel(), is_of_others(gather)
     num_gathered = group.size - leaves_own_out
     output = gather.allocate((numel * num_gathered,), dtype=dtype, device=device)
     own, own_nbytes = shard, 0
-    is_copied = shard.dtype != dtype or shard.device != output.device
+    is_copied = shard.dtype != dtype or shard.device != output.device or reads_own_row(gather)
     if is_copied and leaves_own_out:
         own = torch.empty(numel, dtype=dtype, device=device)
         own_nbytes = own.nbytes

@@ -1,7 +1,8 @@
 """How bytes travel: all-gather and reduce-scatter as exchangeable objects, with torch's own call signatures.
 
 ``WORKBENCH_COMM`` in the environment chooses: unset, ranks of one host use shared memory
-(``backends/shared_memory.py``) and others the fastest pair for their backend; ``gloo``, never shared memory;
+(``backends/shared_memory.py``), those of several hosts with as many on each as well, and gloo between the hosts
+(``backends/hosts.py``), and others the fastest pair for their backend; ``gloo``, never shared memory;
 ``default``, c10d's single-tensor collectives. On gloo those are slow (``reduce_scatter_single`` runs as an all-reduce),
 so there the engine picks others (``backends/gloo.py``).
 """
@@ -35,6 +36,12 @@ class Peers(Protocol):
     size: int
     process_group: dist.ProcessGroup | None
     index: int
+
+    def part(self, ranks: tuple[int, ...], purpose: str) -> Peers:
+        """Return a group of some of these ranks for steps within this one's collectives; they call it together."""
+
+    def step(self, issue: Callable[[dist.ProcessGroup], Work]) -> Work:
+        """Issue a step within another group's collective, from any thread, in turn."""
 
     def tell(self, collective: Collective, text: str) -> str:
         """Return what the first of them tells; collective."""
@@ -105,6 +112,11 @@ def is_of_others(gather: AllGather) -> bool:
     return getattr(gather, "is_of_others", False)
 
 
+def reads_own_row(gather: AllGather) -> bool:
+    """Whether this rank's shard has to lie in its row of the output ``[F * S]`` when the all-gather is called."""
+    return getattr(gather, "reads_own_row", False)
+
+
 def output_nbytes(gather: AllGather, output: torch.Tensor, group: Peers) -> int:
     """Bytes an all-gather costs while in flight: its output, and what it needs beside.
 
@@ -164,7 +176,8 @@ class CommPair:
     Attributes:
         gather: for its parameters.
         reduce: for its gradients.
-        name: "gloo", "shared memory", "c10d"; "custom" once the user has set one of the two.
+        name: "gloo", "shared memory", "shared memory, gloo between hosts", "c10d"; "custom" once the user has set one
+            of the two.
     """
 
     gather: AllGather

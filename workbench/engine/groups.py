@@ -38,6 +38,7 @@ class CommGroup:
     Attributes:
         ranks: global ranks, in group order.
         device_type: of the tensors it communicates.
+        purpose: what it is for, if it carries no collectives of units, but steps within those of another group.
         rank: this process's position among them.
         size: number of ranks.
         process_group: the live c10d group; None between two of them.
@@ -45,9 +46,10 @@ class CommGroup:
         incarnation: how often the group was built anew since the default process group was made; equal on its ranks.
     """
 
-    def __init__(self, ranks: tuple[int, ...], device_type: str = "cpu") -> None:
+    def __init__(self, ranks: tuple[int, ...], device_type: str = "cpu", purpose: str = "") -> None:
         self.ranks = ranks
         self.device_type = device_type
+        self.purpose = purpose
         self.size = len(ranks)
         self.rank = ranks.index(dist.get_rank())
         self.incarnation = -1
@@ -68,13 +70,14 @@ class CommGroup:
         store = default_store()
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
-        name = f"workbench/{self.device_type}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
+        what = "/".join(filter(None, [self.device_type, self.purpose]))
+        name = f"workbench/{what}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
         self._renew_order_check(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
         with around_creation():
             self.process_group = new_group(self.ranks, name, self.device_type)
         self._transport = backend_of(device_here(self.device_type)).transport(self.process_group)
         self._next_look_s = 0.0
-        if probe.active is not None:
+        if probe.active is not None and not self.purpose:
             probe.active.comm_group(self.index, self.ranks)
 
     def _renew_order_check(self, store: Store) -> None:
@@ -122,6 +125,28 @@ class CommGroup:
         pending = self._transport.pending(issue(process_group), collective, self)
         self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset drops some unwaited
         return pending
+
+    def part(self, ranks: tuple[int, ...], purpose: str) -> CommGroup:
+        """Return a group of some of these ranks for steps within this one's collectives; those ranks call it together.
+
+        Args:
+            ranks: global ranks, this one among them.
+            purpose: whatever is issued on it for one purpose, all of its ranks issue in the same order.
+        """
+        return group_of(ranks, self.device_type, purpose)
+
+    def step(self, issue: Callable[[dist.ProcessGroup], Work]) -> Work:
+        """Issue a step within another group's collective, which all ranks are known to issue; from any thread, in turn.
+
+        Raises:
+            RuntimeError: the group was destroyed, and not built anew.
+        """
+        if self.process_group is None:
+            raise RuntimeError(f"the process group of ranks {list(self.ranks)} ({self.purpose}) was destroyed")
+        work = issue(self.process_group)
+        pending = self._transport.pending(work, self.purpose)
+        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}
+        return work
 
     def tell(self, collective: Collective, text: str) -> str:
         """Return what the first rank of the group tells, through the store; all of its ranks call this together.
@@ -206,17 +231,17 @@ class CommGroup:
         return sum(not pending.has_ended for pending in tuple(self._in_flight))
 
 
-_groups: dict[tuple[str, tuple[int, ...]], CommGroup] = {}
+_groups: dict[tuple[str, str, tuple[int, ...]], CommGroup] = {}
 
 
-def group_of(ranks: tuple[int, ...], device_type: str = "cpu") -> CommGroup:
+def group_of(ranks: tuple[int, ...], device_type: str = "cpu", purpose: str = "") -> CommGroup:
     """Return the engine's group of these global ranks for tensors on a kind of device.
 
-    Made at first use, by all of them together.
+    Made at first use, by all of them together; for each purpose of its own, see :meth:`CommGroup.part`.
     """
-    key = (device_type, ranks)
+    key = (device_type, purpose, ranks)
     if key not in _groups:
-        _groups[key] = CommGroup(ranks, device_type)
+        _groups[key] = CommGroup(ranks, device_type, purpose)
     return _groups[key]
 
 

@@ -125,12 +125,15 @@ class GradientSync:
     comm_hook: Callable[[torch.Tensor], object] | None = None
 
 
-def _use_staging(reduce: ReduceScatter, unit: UnitId, num_bytes: int) -> None:
-    """Announce staging that is used from now on, or not any more; it may lie in what ``reduce`` keeps."""
-    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, num_bytes)
+def _use_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, group: CommGroup, sign: int) -> None:
+    """Announce input and staging that are used from now on (1), or not any more (-1).
+
+    The input ``chunks`` may lie in what ``reduce`` keeps.
+    """
+    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * input_nbytes(reduce, chunks, group))
     lease = getattr(reduce, "lease", None)
     if lease is not None and lease.is_told:
-        probe.memory(Category.RESERVED, probe.NO_UNIT, -num_bytes)
+        probe.memory(Category.RESERVED, probe.NO_UNIT, -sign * chunks.nbytes)
 
 
 @dataclass
@@ -149,11 +152,6 @@ class ReduceScatterState:
     reduce: ReduceScatter
     flight: InFlight
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of input and staging."""
-        return input_nbytes(self.reduce, self.chunks, self.flight.group)
-
     def finish(self) -> torch.Tensor:
         """Wait, and take the sum ``[S]``.
 
@@ -171,11 +169,11 @@ class ReduceScatterState:
     def abandon(self) -> None:
         """Forget the input; others may still read it, or gloo send it."""
         self.flight.pending.abandon()
-        _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
+        _use_staging(self.reduce, self.flight.unit, self.chunks, self.flight.group, -1)
 
     def drop(self) -> None:
         """Give the input back."""
-        _use_staging(self.reduce, self.flight.unit, -self.num_bytes)
+        _use_staging(self.reduce, self.flight.unit, self.chunks, self.flight.group, -1)
         give_back(self.reduce, self.chunks)
 
 
@@ -475,7 +473,7 @@ def _reduce_scatter(
     own = torch.empty(slot_numel, dtype=dtype, device=device) if takes_own_in_output(reduce) else None
     num_staged = group.size if own is None else group.size - 1
     chunks = reduce.allocate((slot_numel * num_staged,), dtype=dtype, device=device)
-    with alive_unless_raised(partial(_use_staging, reduce, unit), input_nbytes(reduce, chunks, group)):
+    with alive_unless_raised(partial(_use_staging, reduce, unit, chunks, group), 1):
         rows = chunks.view(num_staged, slot_numel)
         parts = [rows] if own is None else [rows[: group.rank], own.view(1, -1), rows[group.rank :]]
         lay_out(params, grads, parts, unit)

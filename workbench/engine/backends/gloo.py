@@ -43,14 +43,14 @@ class GlooAllGather(Allocator):
         """Gather ``input_tensor`` ``[S]`` of every other rank into ``output_tensor`` ``[(F - 1) * S]``, in order."""
         others = _others(group)
         if _sends_copies(output_tensor.nbytes, group.size()):
-            works = [_exchange(output_tensor, others, input_tensor.repeat(len(others)), others, group)]
+            works = [exchange(output_tensor, others, input_tensor.repeat(len(others)), others, group)]
         else:
             places = dict(zip(others, output_tensor.view(len(others), input_tensor.numel()), strict=True))
             works = [
-                _exchange(places[source], [source], input_tensor, [target], group)
-                for source, target in _neighbours(group)
+                exchange(places[source], [source], input_tensor, [target], group)
+                for source, target in neighbours(group)
             ]
-        work = _AllOf(works)
+        work = AllOf(works)
         if async_op:
             return work
         work.wait()
@@ -65,13 +65,13 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
-def _neighbours(group: dist.ProcessGroup) -> list[tuple[int, int]]:
+def neighbours(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Return the ranks at every distance, before and after this one."""
     rank, size = group.rank(), group.size()
     return [((rank - distance) % size, (rank + distance) % size) for distance in range(1, size)]
 
 
-def _exchange(
+def exchange(
     received: torch.Tensor, sources: Sequence[int], sent: torch.Tensor, targets: Sequence[int], group: dist.ProcessGroup
 ) -> Work:
     """Start to send equal parts to some ranks, while equal parts come from some, all in the order of the ranks."""
@@ -80,7 +80,7 @@ def _exchange(
     return cast("Work", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
 
 
-class _AllOf:
+class AllOf:
     """Collectives that are waited for as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -126,9 +126,9 @@ class GlooReduceScatter(Allocator):
             raise ValueError(f"GlooReduceScatter sums; it got {op}")
         others = _others(group)
         received = torch.empty_like(input_tensor)
-        exchange = _exchange(received, others, input_tensor, others, group)
+        sent = exchange(received, others, input_tensor, others, group)
         parts = received.view(len(others), output_tensor.numel()).unbind(0)
-        work = _SumAfterExchange(exchange, parts, group.rank(), output_tensor)
+        work = _SumAfterExchange(sent, parts, group.rank(), output_tensor)
         if async_op:
             return work
         work.wait()

@@ -27,7 +27,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -160,6 +160,7 @@ class SharedMemoryCastAllGather:
 
     def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
         self._shared = shared
+        self._rank, self._size = shared.group.rank, shared.group.size  # this shard's place among all that are gathered
         self._dtype = dtype
         self._readers = Readers(shared.group, shared.rows(3, torch.int64))
         self._stages: torch.Tensor | None = None  # [2, F * capacity]
@@ -179,12 +180,12 @@ class SharedMemoryCastAllGather:
         Raises:
             OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
         """
-        size = self._shared.group.size
+        size, num_mapped = self._size, self._shared.group.size
         if self._stages is not None and size * numel <= self._stages.shape[1]:
             return
         self.release()
-        self._stages = self._shared.rows(2 * numel, self._dtype).view(2, size * numel)
-        self._lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // size)
+        self._stages = self._shared.rows(2 * numel * size // num_mapped, self._dtype).view(2, size * numel)
+        self._lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // num_mapped)
 
     def release(self) -> None:
         """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
@@ -204,7 +205,7 @@ class SharedMemoryCastAllGather:
         if self._generation != self._shared.group.index:
             self._begin_anew()  # ranks may have come to differ, and making the group anew they all met
         numel = math.prod(size)
-        self.reserve(numel // self._shared.group.size)
+        self.reserve(numel // self._size)
         self._vacate(self._num_issued % 2)
         return self._next_stage()[:numel].view(*size)
 
@@ -218,7 +219,7 @@ class SharedMemoryCastAllGather:
         if before is None:
             return
         if self._readers.is_unread(before.number):
-            _wait_for_all_to_issue(before.barrier, "all-gather through shared memory")
+            wait_for_all_to_issue(before.barrier, "all-gather through shared memory")
             before.output.data = before.output.clone()
             self._readers.done(before.number)
         self._readers.wait_for(before.number)
@@ -232,7 +233,7 @@ class SharedMemoryCastAllGather:
         Raises:
             ValueError: the output is not what ``allocate`` gave last, or the input not this rank's row of it.
         """
-        expected, row = self._next_stage()[: output_tensor.numel()], self._shared.group.rank * input_tensor.numel()
+        expected, row = self._next_stage()[: output_tensor.numel()], self._rank * input_tensor.numel()
         is_own_row = _is_same(input_tensor, expected[row : row + input_tensor.numel()])
         if not (_is_same(output_tensor, expected) and is_own_row):
             raise ValueError(
@@ -240,10 +241,14 @@ class SharedMemoryCastAllGather:
                 "returned last, and the input this rank's row of it"
             )
         number, stage = self._readers.issue(), self._num_issued % 2
-        work = barrier(group)
+        work = self._start(output_tensor, group)
         self._gathered[stage] = _Gathered(output_tensor, work, number)
         self._num_issued += 1
         return _waited(work, async_op)
+
+    def _start(self, _output: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """Start what ends when all rows are there; this rank's is."""
+        return barrier(group)
 
     def free(self, output: torch.Tensor) -> None:
         """The output was read, or never will be."""
@@ -252,7 +257,7 @@ class SharedMemoryCastAllGather:
                 self._readers.done(gathered.number)
 
 
-def _wait_for_all_to_issue(work: Work, what: str) -> None:
+def wait_for_all_to_issue(work: Work, what: str) -> None:
     """Wait for a barrier, interruptibly.
 
     Raises:
@@ -261,6 +266,22 @@ def _wait_for_all_to_issue(work: Work, what: str) -> None:
     pending = PendingWork(work, what)
     pending.block()
     pending.finish()
+
+
+class Issued(Protocol):
+    """A reduction that reads stages."""
+
+    def get_future(self) -> Any:  # noqa: ANN401 - see Work
+        """Future of it."""
+
+    def wait(self) -> None:
+        """Wait, and have the sum in the output."""
+
+    def wait_for_all_to_issue(self) -> None:
+        """Wait, interruptibly, until all ranks that share the stages have issued it."""
+
+    def give_up_reading(self) -> None:
+        """Never read the stages from now on."""
 
 
 class _Reduction:
@@ -306,7 +327,7 @@ class _Reduction:
             StepAborted, CollectiveFailed: see :class:`PendingWork`.
         """
         if not self.all_have_issued:
-            _wait_for_all_to_issue(self._barrier, "reduce-scatter through shared memory")
+            wait_for_all_to_issue(self._barrier, "reduce-scatter through shared memory")
             self.all_have_issued = True
 
     def give_up_reading(self) -> None:
@@ -347,6 +368,7 @@ class SharedMemoryReduceScatter:
         self, shared: SharedMemory, dtype: torch.dtype, max_outstanding: int = 1, num_stages: int | None = None
     ) -> None:
         self._shared = shared
+        self._size = shared.group.size  # of the sum; see :meth:`allocate`
         self._dtype = dtype
         self._num_issued = 0
         self._generation = shared.group.index
@@ -372,7 +394,7 @@ class SharedMemoryReduceScatter:
         self._num_stages = num_stages
         self._stages: torch.Tensor | None = None  # [F, N, capacity]; what is outstanding keeps those before
         self.lease: probe.Lease | None = None
-        self._recent: deque[_Reduction] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
+        self._recent: deque[Issued] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
 
     @property
     def num_bytes(self) -> int:
@@ -439,26 +461,31 @@ class SharedMemoryReduceScatter:
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"a reduce-scatter through shared memory sums; {op} was asked for")
-        chunks = self._chunks(output_tensor, input_tensor)
+        self._check(output_tensor, input_tensor)
         oldest = self._issued_ago(self._max_outstanding)
         if oldest is not None:
             oldest.give_up_reading()
-        reduction = _Reduction(barrier(group), self._shared.group.rank, chunks, output_tensor)
+        reduction = self._start(output_tensor, group)
         self._recent.append(reduction)
         self._num_issued += 1
         return _waited(reduction, async_op)
 
-    def _chunks(self, output: torch.Tensor, chunks: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return this rank's chunk ``[S]`` of every other rank's stage."""
-        rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
-        stages = self._next_stages()  # [F, capacity]
-        if output.dtype != self._dtype or not _is_same(chunks, stages[rank, : (size - 1) * numel]):
+    def _check(self, output: torch.Tensor, chunks: torch.Tensor) -> None:
+        size, numel = self._size, output.numel()
+        stage = self._next_stages()[self._shared.group.rank]
+        if output.dtype != self._dtype or not _is_same(chunks, stage[: (size - 1) * numel]):
             raise ValueError(
                 "a reduce-scatter through shared memory copies nothing: the input must be the tensor that allocate() "
                 f"returned last, of {size - 1} times as many elements as the output, and both of {self._dtype}"
             )
+
+    def _start(self, output: torch.Tensor, group: dist.ProcessGroup) -> Issued:
+        """Start adding this rank's chunk ``[S]`` of every other rank's stage to the output."""
+        rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
+        stages = self._next_stages()  # [F, capacity]
         places = [(other, rank - (rank > other)) for other in range(size) if other != rank]
-        return [stages[other, place * numel : (place + 1) * numel] for other, place in places]
+        chunks = [stages[other, place * numel : (place + 1) * numel] for other, place in places]
+        return _Reduction(barrier(group), rank, chunks, output)
 
     def _next_stages(self) -> torch.Tensor:
         """Return the stage of every rank for the next reduction, ``[F, capacity]``.
@@ -469,7 +496,7 @@ class SharedMemoryReduceScatter:
             return torch.empty(self._shared.group.size, 0, dtype=self._dtype)
         return self._stages[:, self._num_issued % self._num_stages]
 
-    def _issued_ago(self, number: int) -> _Reduction | None:
+    def _issued_ago(self, number: int) -> Issued | None:
         """Return the reduction that is ``number`` before the one to be issued next."""
         return self._recent[-number] if len(self._recent) >= number else None
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,8 @@ Ranks share memory only with those that were told the same. That a rank sees ano
 a network namespace of its own it stands for another host.
 """
 
-_SET_UP = Collective("set-up of shared memory", None, 0)
-_MAPPED = "mapped"
+SET_UP = Collective("set-up of shared memory", None, 0)
+MAPPED = "mapped"
 _CPU = torch.device("cpu")
 _ON_CPU = dist.BarrierOptions()
 _ON_CPU.device = _CPU  # else a group that knows both gloo and NCCL takes NCCL
@@ -111,12 +111,15 @@ class SharedMemory:
         Raises:
             StepAborted, CollectiveFailed: the ranks could not come to an answer.
         """
-        shared = cls(group)
+        return cls(group).connected()
+
+    def connected(self) -> Self | None:
+        """Return this, with readers; otherwise as :meth:`connect`."""
         try:
-            shared.readers = Readers(group, shared.rows(3, torch.int64))
+            self.readers = Readers(self.group, self.rows(3, torch.int64))
         except OSError:
             return None
-        return shared
+        return self
 
     def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new mapping ``[F, numel]``, contiguous, zeroed; row r is rank r's.
@@ -139,11 +142,11 @@ class SharedMemory:
         with ExitStack() as until_mapped:
             if self.group.rank == 0:
                 address, problem = _attempt(_create, num_bytes, until_mapped)
-            address = self.group.tell(_SET_UP, address or "")
+            address = self.group.tell(SET_UP, address or "")
             if address:
                 memory, problem = _attempt(_map, address, num_bytes)
-            answers = self.group.compare(_SET_UP, problem or _MAPPED)
-        problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != _MAPPED]
+            answers = self.group.compare(SET_UP, problem or MAPPED)
+        problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != MAPPED]
         if problems or memory is None:
             memory = None  # else the exception would keep it
             raise OSError(

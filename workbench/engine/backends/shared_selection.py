@@ -1,4 +1,4 @@
-"""Units whose ranks share a host communicate through memory: with what, and who has still to read what."""
+"""Units whose ranks share hosts communicate through memory: with what, and who has still to read what."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.backends.base import Backend, Comms, CommUser
+from workbench.engine.backends.hosts import Hosts, HostsAllGather, HostsReduceScatter
 from workbench.engine.backends.shared_comm import (
     SharedMemoryAllGather,
     SharedMemoryCastAllGather,
@@ -17,6 +18,7 @@ from workbench.engine.backends.shared_memory import SharedMemory
 from workbench.engine.comm import AllGather, CommPair, Peers, comm_choice
 
 SHARED = "shared memory"
+PER_HOST = "shared memory, gloo between hosts"
 
 
 class SharedComms(Comms):
@@ -28,13 +30,15 @@ class SharedComms(Comms):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self._memories: dict[Peers, SharedMemory | None] = {}
+        self._shared: dict[Peers, SharedMemory | Hosts | None] = {}
         self._casts: dict[tuple[Peers, torch.dtype], SharedMemoryCastAllGather] = {}
         self._reducers: dict[tuple[Peers, torch.dtype], SharedMemoryReduceScatter] = {}
         self._read: set[Peers] = set()
 
     def choose(self, units: Sequence[CommUser], max_scatters: int) -> None:
-        """Give each unit a pair over shared memory, if all of its ranks can map it; what the user has set stays.
+        """Give each unit a pair over shared memory, if its ranks, or those of each host, can map it.
+
+        What the user has set stays.
 
         Arguments and errors as of :meth:`Comms.choose`.
         """
@@ -47,40 +51,50 @@ class SharedComms(Comms):
 
     def pair_for(self, unit: CommUser, max_scatters: int) -> CommPair:
         """Return the fastest pair that works between a unit's ranks."""
-        return self._shared_pair(unit, max_scatters) or super().pair_for(unit, max_scatters)
-
-    def _shared_pair(self, unit: CommUser, max_scatters: int) -> CommPair | None:
         group = unit.shard_group
-        memory = self._memory(group) if group is not None else None
-        if group is None or memory is None:
-            return None
+        shared = None if group is None or comm_choice() else self._shared_by(group)
+        if group is None or shared is None:
+            return super().pair_for(unit, max_scatters)
         try:
-            gather = self._gather(unit, group, memory)
+            gather = self._gather(unit, group, shared)
         except OSError:  # too little memory, on all ranks alike: gloo needs less
-            return None
-        key = (group, unit.reduce_dtype)
-        if key not in self._reducers:
-            self._reducers[key] = SharedMemoryReduceScatter(memory, unit.reduce_dtype, max_scatters, 2 * max_scatters)
-        return CommPair(gather, self._reducers[key], SHARED)
+            return super().pair_for(unit, max_scatters)
+        name = SHARED if isinstance(shared, SharedMemory) else PER_HOST
+        return CommPair(gather, self._reducer(unit, group, shared, max_scatters), name)
 
-    def _gather(self, unit: CommUser, group: Peers, memory: SharedMemory) -> AllGather:
-        if unit.param_dtype == unit.orig_dtype:
-            gather = SharedMemoryAllGather(memory)
+    def _gather(self, unit: CommUser, group: Peers, shared: SharedMemory | Hosts) -> AllGather:
+        if isinstance(shared, SharedMemory) and unit.param_dtype == unit.orig_dtype:
+            gather = SharedMemoryAllGather(shared)
             unit.keep_shards_in(gather.shard_memory(unit.shard_numel, unit.param_dtype))
             return gather
         key = (group, unit.param_dtype)
         if key not in self._casts:
-            self._casts[key] = SharedMemoryCastAllGather(memory, unit.param_dtype)
+            self._casts[key] = (
+                SharedMemoryCastAllGather(shared, key[1])
+                if isinstance(shared, SharedMemory)
+                else HostsAllGather(shared, key[1])
+            )
         self._casts[key].reserve(unit.shard_numel)
         return self._casts[key]
 
-    def _memory(self, group: Peers) -> SharedMemory | None:
-        if comm_choice():
-            return None
-        if group not in self._memories:
+    def _reducer(
+        self, unit: CommUser, group: Peers, shared: SharedMemory | Hosts, max_scatters: int
+    ) -> SharedMemoryReduceScatter:
+        key = (group, unit.reduce_dtype)
+        if key not in self._reducers:
+            self._reducers[key] = (
+                SharedMemoryReduceScatter(shared, key[1], max_scatters, 2 * max_scatters)
+                if isinstance(shared, SharedMemory)
+                else HostsReduceScatter(shared, key[1], max_scatters)
+            )
+        return self._reducers[key]
+
+    def _shared_by(self, group: Peers) -> SharedMemory | Hosts | None:
+        """Return what the ranks of a group share: memory, or that of each host, or nothing; collective at first use."""
+        if group not in self._shared:
             is_real = dist.get_backend(group.process_group) == "gloo"
-            self._memories[group] = SharedMemory.connect(group) if is_real else None
-        return self._memories[group]
+            self._shared[group] = (SharedMemory.connect(group) or Hosts.connect(group)) if is_real else None
+        return self._shared[group]
 
     def release(self) -> None:
         """Free the staging of casts and reductions."""
@@ -113,7 +127,7 @@ class SharedComms(Comms):
             StepAborted, CollectiveFailed, RanksDisagreeError: see :meth:`Readers.wait`.
         """
         for group in tuple(self._read):
-            memory = self._memories.get(group)
-            if memory is not None:
+            memory = self._shared.get(group)
+            if isinstance(memory, SharedMemory):
                 memory.readers.wait()
             self._read.discard(group)
