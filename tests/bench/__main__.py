@@ -18,12 +18,13 @@ import torch
 
 from tests.bench import live, report
 from tests.bench.aims import verdicts
-from tests.bench.cases import CASES, CLASSIC_CASES, IMPLEMENTATIONS, RECORDED, Case
+from tests.bench.between_hosts import compare_hosts
+from tests.bench.cases import CASES, CLASSIC_CASES, HOSTS_CASES, IMPLEMENTATIONS, RECORDED, Case
 from tests.bench.compare import Effort, compare, compare_classic, compare_recording, compare_sharding
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
-PARTS = (*COMPARED, "classic", "recording", "live", "trace", "browser")
+PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "trace", "browser")
 FULL = Effort(rounds=6, steps=7, pairs=40, blocks=10, block_s=2.0, starts=3, repeats=100)
 QUICK = Effort(rounds=1, steps=3, pairs=4)
 
@@ -70,9 +71,9 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
         case "steps":
             for name in args.cases:
                 yield ("cases", name), _compare(CASES[name], effort, with_parts=not args.check)
-        case "classic":
-            for name in (name for name in CLASSIC_CASES if name.removesuffix("-4ranks") in args.cases):
-                yield ("classic", name), _classic(CLASSIC_CASES[name], effort)
+        case "classic" | "hosts":
+            for name, case in _cases(part, args.cases):
+                yield (part, name), _of_case(part, case, effort)
         case "sharding":
             yield ("sharding",), _sharding(effort)
         case "recording":
@@ -105,9 +106,15 @@ def _sharding(effort: Effort) -> Tree:
     return found
 
 
-def _classic(case: Case, effort: Effort) -> Tree:
-    _say("", f"wrappers, {case.describe()}")
-    found = compare_classic(case, effort)
+def _cases(part: str, chosen: Sequence[str]) -> list[tuple[str, Case]]:
+    if part == "hosts":
+        return list(HOSTS_CASES.items())
+    return [(name, case) for name, case in CLASSIC_CASES.items() if name.removesuffix("-4ranks") in chosen]
+
+
+def _of_case(part: str, case: Case, effort: Effort) -> Tree:
+    _say("", f"{part}, {case.describe()}")
+    found = {"classic": compare_classic, "hosts": compare_hosts}[part](case, effort)
     _say(*report.numbers(found), *report.failures(found))
     return found
 

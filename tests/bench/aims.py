@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.bench.cases import CASES, CLASSIC_CASES, OF_OURS, OURS, OURS_GLOO
+from tests.bench.cases import CASES, CLASSIC_CASES, HOSTS_CASES, OF_OURS, OURS, OURS_GLOO
 
 Path = tuple[str, ...]
 """Where something is in the result: the names on the way to it."""
@@ -192,6 +192,20 @@ SCALE = (
 )
 """The part of "Hosts" that needs no host."""
 
+HOSTS = (
+    *(
+        Aim(
+            what=f"{name}: step / torch's",
+            part=("hosts", name),
+            values=(("to_torch",),),
+            limit=0.9,
+        )
+        for name in HOSTS_CASES
+    ),
+    _live("attach to 8 engines, to the first ready cell", ("live", "attach"), "median_s", 2, "s"),
+)
+"""6 ranks on 3 hosts, at 1 Gbit/s; and a cluster that runs already."""
+
 CLASSIC = tuple(
     Aim(what=f"classic, {case}: {what}", part=("classic", case), values=((value,),), limit=limit)
     for case in CLASSIC_CASES
@@ -203,7 +217,7 @@ CLASSIC = tuple(
     )
 )
 
-AIMS = (*ENGINE, *LIVE, *LAB, *SCALE, *CLASSIC)
+AIMS = (*ENGINE, *LIVE, *LAB, *SCALE, *HOSTS, *CLASSIC)
 
 
 def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:

@@ -85,8 +85,8 @@ CLASSIC_CASES = {
 HOSTS_CASES = {
     case.name: case
     for case in (
-        Case(name="3.3M-3hosts", config=_SMALL, num_ranks=6, num_hosts=3),
-        Case(name="3.3M-3hosts-copies", config=_SMALL, num_ranks=6, num_hosts=3, is_copied=True),
+        Case(name="3hosts", config=_SMALL, num_ranks=6, num_hosts=3),
+        Case(name="3hosts-copies", config=_SMALL, num_ranks=6, num_hosts=3, is_copied=True),
     )
 }
 """Measured over links of 1 Gbit/s."""

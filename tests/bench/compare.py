@@ -32,6 +32,7 @@ from tests.bench.processes import RankFailure, on_ranks
 from tests.bench.recording import Recording, measure_recording
 from tests.bench.stats import median_interval, rotated, spread
 from tests.bench.training import Sample, measure
+from tests.namespaces import Seat
 
 Tree = dict[str, Any]
 Step = TypeVar("Step")
@@ -66,16 +67,18 @@ class Runs:
 
     Attributes:
         failed: traceback by what was measured and under which implementation, such as ``steps of ours``.
+        seats: where each rank is, if not here.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
+    seats: Sequence[Seat] = ()
 
     def on_ranks(self, what: str, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As :func:`tests.bench.processes.on_ranks`; no ranks at all if one of them, now or before, failed."""
         if what in self.failed:
             return []
         try:
-            return on_ranks(num_ranks, function, *args)
+            return on_ranks(num_ranks, function, *args, seats=self.seats)
         except RankFailure as error:
             self.failed[what] = str(error)
             return []

@@ -2,13 +2,21 @@
 
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import ipyparallel
 import psutil
 
 from tests.bench.stats import spread
 from workbench.cluster import Cluster
+from workbench.cluster.attached import Target
 from workbench.protocol.messages import Locate
 
 Tree = dict[str, Any]
@@ -33,6 +41,48 @@ def measure_start(num_ranks: int) -> Tree:
     finally:
         cluster.stop()
     return {"seconds": seconds, "started_s": ready_s, "cpu_s": cpu_s}
+
+
+def measure_attach(num_engines: int, num_times: int) -> Tree:
+    """Return the seconds from the order to attach until a first cell ran, on engines of a cluster that runs already.
+
+    ``first_s``: as ``ipcluster`` starts them, which have yet to import torch. The others follow one another on engines
+    that are no ranks any more, as whoever attaches to a cluster in use finds them.
+    """
+    with running_engines(num_engines) as target:
+        seconds = [_attached_s(target) for _ in range(1 + num_times)]
+    return {"median_s": statistics.median(seconds[1:]), "all_s": seconds[1:], "first_s": seconds[0]}
+
+
+def _attached_s(target: Target) -> float:
+    cluster = Cluster.attached(target, device="cpu")
+    begin = time.monotonic()
+    cluster.start()
+    try:
+        cluster.run_cell("import torch\nassert torch.distributed.get_world_size() == world_size").results(LONG_S)
+        return time.monotonic() - begin
+    finally:
+        cluster.stop()
+
+
+@contextmanager
+def running_engines(num_engines: int) -> Iterator[Target]:
+    """Let ipyparallel start engines of its own, in a process and a directory that end with the body."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        words = ["start", "-n", str(num_engines), f"--ipython-dir={folder}", "--profile=bench", "--cluster-id=one"]
+        command = [sys.executable, "-m", "ipyparallel.cluster", *words]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+            try:
+                for line in started.stderr or ():
+                    if "engines appear to have started" in line.lower():
+                        break
+                file = Path(folder) / "profile_bench" / "security" / "ipcontroller-one-client.json"
+                with ipyparallel.Client(str(file)) as client:
+                    client.wait_for_engines(num_engines, timeout=LONG_S, interactive=False)
+                yield Target(file=str(file))
+            finally:
+                started.terminate()
+                started.communicate()
 
 
 def measure_side_door(num_ranks: int, num_times: int) -> Tree:

@@ -43,6 +43,7 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
         "side door": lambda: call("tests.bench.doors:measure_side_door", num_ranks=2, num_times=2 * effort.repeats),
         "cells": lambda: call("tests.bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
         "start": lambda: _starts(effort.starts, call),
+        "attach": lambda: call("tests.bench.doors:measure_attach", num_engines=8, num_times=effort.starts),
     }
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.bench import __main__ as bench
 from tests.bench import live, report
-from tests.bench.aims import LAB, LIVE, SCALE, verdicts
+from tests.bench.aims import HOSTS, LAB, LIVE, SCALE, verdicts
+from tests.bench.cases import HOSTS_CASES
 from tests.bench.watched import (
     PLAIN,
     UNWATCHED,
@@ -30,6 +31,7 @@ FOUND = {
     "watched:measure_to_browser": {"kib_per_s": 50.0},
     "doors:measure_side_door": {"python_ms": 8.0, "torch_ms": 4.0},
     "doors:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
+    "doors:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
     "pixels:measure_timeline": {"fps_pan": 59.9, "fps_zoom": 60.1, "first_paint_ms": 300},
@@ -50,6 +52,7 @@ def call(function, timeout_s=0, **arguments):
 def whole():
     """A result in which everything was measured."""
     found = {"recording": dict.fromkeys(("3.7M", "0.23M"), RECORDING), "trace": live.trace(bench.QUICK, call)}
+    found["hosts"] = {name: {"to_torch": 0.8, "failed": {}} for name in HOSTS_CASES}
     quick = bench.QUICK
     parts = {"live": live.live(quick, call), "browser": live.browser(call), "scale": live.scale(quick, call)}
     for part, works in parts.items():
@@ -60,7 +63,7 @@ def whole():
 
 def test_every_figure_finds_its_number():
     found = list(verdicts(whole()))
-    assert [verdict.aim for verdict in found] == [*LIVE, *LAB, *SCALE]
+    assert [verdict.aim for verdict in found] == [*LIVE, *LAB, *SCALE, *HOSTS]
     assert {verdict.word for verdict in found} == {"met"}
     assert {v.aim.what: v.number for v in found}["side door while ranks compute, median"] == "8.00 ms"
 

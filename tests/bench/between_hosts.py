@@ -1,0 +1,63 @@
+"""Steps of ranks on several hosts that links of 1 Gbit/s join: ours beside torch's, and what crosses the links.
+
+The hosts are network namespaces (:mod:`tests.namespaces`), so all of them compute on this machine's cores.
+"""
+
+import statistics
+from typing import Any
+
+from tests import namespaces
+from tests.bench.cases import OF_OURS, OURS, OURS_GLOO, TORCH, Case
+from tests.bench.compare import Effort, Runs, row
+from tests.bench.memory import Bytes, measure_bytes
+from tests.bench.stats import rotated
+from tests.bench.training import WARM_UP, Sample, measure
+
+Tree = dict[str, Any]
+IMPLEMENTATIONS = (TORCH, *OF_OURS)
+RATE_MBIT, DELAY_MS = 1000, 1.0  # each way out of a host and into one: 2 ms between two
+
+
+def compare_hosts(case: Case, effort: Effort) -> Tree:
+    """Measure one case; without network namespaces nothing is, and the result says why."""
+    why_not = namespaces.why_not()
+    if why_not:
+        return {"left out": why_not, "failed": {}}
+    with namespaces.network_of(case.num_hosts) as network:
+        links = network.shape(RATE_MBIT, DELAY_MS)
+        runs = Runs(seats=network.seats(*[case.num_ranks // case.num_hosts] * case.num_hosts))
+        samples: dict[str, list[list[list[Sample]]]] = {name: [] for name in IMPLEMENTATIONS}
+        sent: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+        for number in range(effort.rounds):
+            for name in rotated(IMPLEMENTATIONS, number):
+                before = network.sent()
+                ranks = runs.on_ranks(f"steps of {name}", case.num_ranks, measure, case, name, effort.steps)
+                samples[name].append(ranks)
+                per_host = [after - b for after, b in zip(network.sent(), before, strict=True)]
+                sent[name].append(max(per_host) / (WARM_UP + effort.steps) / 1e6)
+        rows = {name: row(starts) for name, starts in samples.items() if all(starts)}
+        return {
+            "links": links,
+            "steps_ms": {name: each["wall_ms"]["median"] for name, each in rows.items()},
+            "cpu_ms": {name: each["cpu_ms"]["median"] for name, each in rows.items()},
+            "sent_mb a host and step": {name: statistics.median(found) for name, found in sent.items()},
+            "peak_mb": _peaks(case, runs),
+            **_ratios(rows),
+            "failed": runs.failed,
+        }
+
+
+def _peaks(case: Case, runs: Runs) -> dict[str, float]:
+    found = {}
+    for name in IMPLEMENTATIONS:
+        ranks: list[Bytes] = runs.on_ranks(f"bytes of {name}", case.num_ranks, measure_bytes, case, name)
+        if ranks:
+            found[name] = max(rank.peak for rank in ranks) / 1e6
+    return found
+
+
+def _ratios(rows: Tree) -> dict[str, float]:
+    """Return ours over torch's, and over ours through gloo alone; nothing if one was not measured."""
+    medians = {name: each["wall_ms"]["median"] for name, each in rows.items()}
+    pairs = {"to_torch": TORCH, "to_gloo": OURS_GLOO}
+    return {key: medians[OURS] / medians[other] for key, other in pairs.items() if {OURS, other} <= medians.keys()}

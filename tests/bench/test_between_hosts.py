@@ -1,0 +1,42 @@
+"""One whole comparison of a model that takes no time, on two hosts; and what is said where there can be none."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests import namespaces
+from tests.bench import between_hosts
+from tests.bench.between_hosts import compare_hosts
+from tests.bench.cases import HOSTS_CASES, OF_OURS, OURS, OURS_GLOO, TORCH, num_params
+from tests.bench.compare import Effort
+from tests.bench.test_parts import TINY
+
+LITTLE = Effort(rounds=1, steps=1, pairs=1)
+
+
+def test_the_cases_are_the_issues():
+    found = {name: (case.num_ranks, case.num_hosts, case.is_copied) for name, case in HOSTS_CASES.items()}
+    assert found == {"3hosts": (6, 3, False), "3hosts-copies": (6, 3, True)}
+    described = HOSTS_CASES["3hosts-copies"].describe()
+    assert described == ("3hosts-copies: 3.3 M parameters (4 blocks x 256), 6 ranks on 3 hosts, each with a copy, fp32")
+
+
+def test_where_there_are_no_hosts_it_is_said_why(monkeypatch):
+    monkeypatch.setattr(between_hosts.namespaces, "why_not", lambda: "only root can")
+    assert compare_hosts(HOSTS_CASES["3hosts"], LITTLE) == {"left out": "only root can", "failed": {}}
+
+
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "hosts can be made")
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_all_are_measured_and_ours_sends_least_between_hosts(is_copied):
+    case = replace(TINY, num_ranks=4, num_hosts=2, is_copied=is_copied)
+    found = compare_hosts(case, LITTLE)
+    assert found["failed"] == {}
+    assert set(found["steps_ms"]) == set(found["peak_mb"]) == {TORCH, *OF_OURS}
+    assert found["to_torch"] == found["steps_ms"][OURS] / found["steps_ms"][TORCH]
+    assert found["links"].startswith("1000 Mbit/s")
+    sent = found["sent_mb a host and step"]
+    if is_copied:  # an all-reduce of half of the gradients from each of two ranks, whoever does it
+        assert sent[OURS] == pytest.approx(num_params(case.config) * 4 / 1e6, rel=0.5)
+    else:
+        assert sent[OURS] < min(sent[OURS_GLOO], sent[TORCH])
