@@ -1,7 +1,8 @@
 """The one parity helper: a sharded model against an unsharded copy that sees every rank's data."""
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.engine.models import adamw, batch, loss_of
 from workbench.engine import fully_shard
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 def shard_net(model: nn.Module, **options: object) -> nn.Module:
     for block in model.blocks:
@@ -19,11 +22,15 @@ def shard_net(model: nn.Module, **options: object) -> nn.Module:
 
 
 def average_grads(model: nn.Module) -> None:
-    """What the reduction should give: the mean over ranks of every gradient."""
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad.div_(dist.get_world_size())
+    """What the reduction should give: the mean over ranks of every gradient, in one collective for each dtype."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        mean = torch.cat([grad.flatten() for grad in alike])
+        dist.all_reduce(mean)
+        mean.div_(dist.get_world_size())
+        for grad, part in zip(alike, mean.split([grad.numel() for grad in alike]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 def part_of(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
@@ -36,29 +43,55 @@ def part_of(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
     return whole
 
 
-def assert_equals(sharded: DTensor, plain: torch.Tensor, **tolerance: float) -> None:
-    """All of a sharded tensor is ``plain``, when every rank asks: each compares what it holds.
+def beside(sharded: DTensor, plain: torch.Tensor) -> Pair:
+    """What shows that all of a sharded tensor is ``plain``, when every rank asks: each compares what it holds.
 
     Where the parts are not simply one after another, DTensor puts the whole together, which takes much longer.
     """
     if all(type(placement) in (Shard, Replicate) for placement in sharded.placements):
-        torch.testing.assert_close(sharded.to_local(), part_of(plain, sharded), **tolerance)
-    else:
-        torch.testing.assert_close(sharded.full_tensor(), plain, **tolerance)
+        return sharded.to_local(), part_of(plain, sharded)
+    return sharded.full_tensor(), plain
+
+
+def assert_equals(sharded: DTensor, plain: torch.Tensor, **tolerance: float) -> None:
+    """All of a sharded tensor is ``plain``; see :func:`beside`."""
+    torch.testing.assert_close(*beside(sharded, plain), **tolerance)
+
+
+def assert_all_close(pairs: Mapping[str, Pair], **tolerance: float) -> None:
+    """Both of every pair have the same shape and dtype, and are close.
+
+    All are compared at once, as one comparison takes as long as what small tensors are computed with. Of different
+    dtypes the finest one's tolerance holds then; where that is not met each pair is compared for itself.
+    """
+    for name, (ours, theirs) in pairs.items():
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+    if not pairs:
+        return
+    try:
+        torch.testing.assert_close(
+            *(torch.cat([tensor.detach().flatten() for tensor in side]) for side in zip(*pairs.values(), strict=True)),
+            **tolerance,
+        )
+    except AssertionError:
+        for name, (ours, theirs) in pairs.items():
+            torch.testing.assert_close(ours, theirs, **tolerance, msg=functools.partial("{}: {}".format, name))
 
 
 def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
     """Names, order, values and gradients of every parameter equal the plain copy's."""
+    pairs = {}
     for (name, s), (plain_name, p) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
         assert name == plain_name
         assert isinstance(s, DTensor), name
         assert s.shape == p.shape
         assert s.stride() == p.stride()
-        assert_equals(s, p, **tolerance)
+        pairs[name] = beside(s, p)
         assert (s.grad is None) == (p.grad is None), name
         if p.grad is not None:
             assert s.grad.shape == p.grad.shape, name
-            assert_equals(s.grad, p.grad, **tolerance)
+            pairs[f"gradient of {name}"] = beside(s.grad, p.grad)
+    assert_all_close(pairs, **tolerance)
 
 
 def clip_dtensors(model: nn.Module, clip: float) -> torch.Tensor:

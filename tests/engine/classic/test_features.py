@@ -50,7 +50,7 @@ def test_copies_of_any_number_train_as_an_unsharded_copy_does(world_size):
 
 AS_IN_BOTH = [
     ({}, {}),
-    ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {"accumulate": 2}),
+    ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {"ways": [(2, True)]}),
 ]
 """Precision, and how it is trained. What no_sync() leaves is added up in fp32 by both, in bf16 by torch's wrapper."""
 

@@ -38,7 +38,7 @@ def pairs_of_groups():
     pair = mesh.get_group("shard"), mesh.get_group("repeat")
     for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         wrapped = functools.partial(_wrapped, wrap=wrap_net, options={"strategy": strategy, "process_group": pair})
-        yield strategy, functools.partial(compare_with_torchs, SMALL, wrapped, steps=2, accumulate=2)
+        yield strategy, functools.partial(compare_with_torchs, SMALL, wrapped, steps=2, ways=[(2, True)])
 
 
 def every_pair():

@@ -34,7 +34,7 @@ def hooks_reduce(strategy):
                 # is summed over four ranks in another order
                 lambda api, net: wrap_net(api, net, strategy, use_orig_params=use_orig_params and api is OURS),  # noqa: B023
                 steps=3,
-                accumulate=2,
+                ways=[(2, True)],
                 ready=lambda api, model: register(api, model, name),  # noqa: B023
                 make_optimizer=adam,
                 tolerance=SAME,

@@ -1,5 +1,8 @@
 """The whole table: strategy x precision x offload x ``use_orig_params`` x accumulation, on 1, 2 and 4 ranks.
 
+Every cell is trained in a run of ten steps of Adam. The accumulations of a cell take turns in it, so that each also
+goes on with what the others have left.
+
 Torch's wrapper is the oracle, bit by bit, and in fp32 an unsharded copy as well. Torch's has no gaps in its flat
 parameters while ``use_orig_params`` is off, and collectives are c10d's own here: each element lies where it does in
 ours, and is summed over ranks in the same order.
@@ -8,9 +11,9 @@ ours, and is summed over ranks in the same order.
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,12 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.engine.classic.wrapped import OURS, SAME, THEIRS, adam, steps_of, whole, wrap_net
+from tests.engine.classic.wrapped import OURS, THEIRS, Way, adam, steps_of, whole, wrap_net
 from tests.engine.models import make_net
 from tests.engine.parity import average_grads
 from tests.engine.ranks import run_ranks
 
 BF16 = torch.bfloat16
+NUM_STEPS = 10
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -33,23 +37,32 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "root's inputs alone": {"param_dtype": BF16, "cast_forward_inputs": False, "cast_root_forward_inputs": True},
     "inputs cast": {"param_dtype": BF16, "cast_forward_inputs": True},
 }
-ACCUMULATIONS: dict[str, dict[str, Any]] = {
-    "one batch a step": {"accumulate": 1},
-    "two, the first in no_sync": {"accumulate": 2},
-    "two, both reduced": {"accumulate": 2, "defers": False},
+ACCUMULATIONS: dict[str, Way] = {
+    "one batch a step": (1, False),
+    "two, the first in no_sync": (2, True),
+    "two, both reduced": (2, False),
 }
 FORMS = [
     {"cpu_offload": OURS.CPUOffload(offload_params=offload), "use_orig_params": use_orig_params}
     for offload, use_orig_params in itertools.product((False, True), repeat=2)
 ]
-FEW, TEN = (2,), (2, 8)
-"""Steps of Adam from one look to the next. Where bits are equal two steps tell as much as ten: the second one has all
-that one leaves to the next. Ten are run of each strategy in each precision, in one form after another."""
-COARSE = {"rtol": 5e-2, "atol": 2e-2}  # of bf16
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
-Look = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
-"""Losses of some steps, and whole parameters after them."""
+Found = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
+"""Losses of all steps, and whole parameters after them."""
+
+
+class Oracle(NamedTuple):
+    """The strategy of torch's wrapper that is asked, and how close the numbers must be: by default the same bits."""
+
+    strategy: str
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    @classmethod
+    def coarse(cls, strategy: str) -> "Oracle":
+        """As close as bf16 is."""
+        return cls(strategy, rtol=5e-2, atol=2e-2)
 
 
 def make() -> nn.Module:
@@ -71,53 +84,54 @@ def wrap(api: SimpleNamespace, strategy: str, precision: dict[str, Any], **optio
         return wrap_net(api, make(), strategy, mixed_precision=api.MixedPrecision(**precision), **options)
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+def trained(model: nn.Module, ways: list[Way]) -> Found:
+    return list(itertools.islice(steps_of(model, make_optimizer=adam, ways=ways), NUM_STEPS)), whole(model)
 
 
-def looks(
-    model: nn.Module, counts: Sequence[int], see: Callable[[nn.Module], dict[str, torch.Tensor]] = whole, **how: Any
-) -> list[Look]:
-    """Train for so many steps each time, and look."""
-    steps = steps_of(model, make_optimizer=adam, **how)
-    return [(list(itertools.islice(steps, count)), see(model)) for count in counts]
-
-
-def plain_looks(counts: Sequence[int], *, accumulate: int, defers: bool = True) -> list[Look]:
+def trained_plain(ways: list[Way]) -> Found:
     """The same of a copy that no wrapper knows; its gradients are averaged over ranks by hand."""
-    del defers
-    return looks(make(), counts, values, accumulate=accumulate, defers=False, before_update=average_grads)
+    model, once = make(), [(accumulate, False) for accumulate, _ in ways]
+    steps = steps_of(model, make_optimizer=adam, ways=once, before_update=average_grads)
+    losses = list(itertools.islice(steps, NUM_STEPS))
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def like_torchs(strategy: str, precision: str, accumulation: str) -> tuple[str, dict[str, float]]:
-    """Return the strategy of torch's wrapper that is the oracle of a cell, and how close the numbers must be."""
+def oracle(strategy: str, precision: str, accumulation: str) -> Oracle:
+    """What a cell's numbers are compared with."""
     if (precision, accumulation) == ("bf16, fp32 reduce", "two, the first in no_sync"):
-        return strategy, COARSE  # torch's adds up in bf16 what it reduces in fp32
+        return Oracle.coarse(strategy)  # torch's adds up in bf16 what it reduces in fp32
     if accumulation == "two, both reduced" and (strategy == "NO_SHARD" or dist.get_world_size() == 1):
         # where nothing is split torch's rounds what it has averaged already to the low precision, to average it again
-        return "FULL_SHARD", SAME if dist.get_world_size() > 1 or precision == "fp32" else COARSE
-    return strategy, SAME
+        is_same = dist.get_world_size() > 1 or precision == "fp32"
+        return Oracle("FULL_SHARD") if is_same else Oracle.coarse("FULL_SHARD")
+    return Oracle(strategy)
+
+
+def runs(strategy: str, precision: str) -> Iterator[tuple[Oracle, list[str]]]:
+    """Every accumulation; those with the same oracle are one run, in which they take turns, step by step."""
+    asked: dict[Oracle, list[str]] = {}
+    for accumulation in ACCUMULATIONS:
+        asked.setdefault(oracle(strategy, precision, accumulation), []).append(accumulation)
+    yield from asked.items()
 
 
 def every_cell(strategy: str) -> int:
     """Run every cell of a strategy; an error says which one it was. Returns how many there were."""
-    turns = itertools.cycle(range(len(FORMS)))
     num_cells = 0
-    for (precision, dtypes), (accumulation, how) in itertools.product(PRECISIONS.items(), ACCUMULATIONS.items()):
-        oracle, tolerance = like_torchs(strategy, precision, accumulation)
-        runs_ten = how == {"accumulate": 1} and dist.get_world_size() < 4
-        theirs = looks(wrap(THEIRS, oracle, dtypes), TEN if runs_ten else FEW, **how)
-        if precision == "fp32":
-            torch.testing.assert_close(theirs, plain_looks(TEN if runs_ten else FEW, **how), **CLOSE)
-        runs_it = next(turns) if runs_ten else None
-        for i, form in enumerate(FORMS):
-            ours = looks(wrap(OURS, strategy, dtypes, **form), TEN if i == runs_it else FEW, **how)
-            try:
-                torch.testing.assert_close(ours, theirs[: len(ours)], **tolerance)
-            except AssertionError as error:
-                error.add_note(f"cell: {strategy}, {precision}, {accumulation}, {form}")
-                raise
-            num_cells += 1
+    for precision, dtypes in PRECISIONS.items():
+        for (of_theirs, *tolerance), accumulations in runs(strategy, precision):
+            ways = [ACCUMULATIONS[accumulation] for accumulation in accumulations]
+            theirs = trained(wrap(THEIRS, of_theirs, dtypes), ways)
+            if precision == "fp32":
+                torch.testing.assert_close(theirs, trained_plain(ways), **CLOSE)
+            for form in FORMS:
+                ours = trained(wrap(OURS, strategy, dtypes, **form), ways)
+                try:
+                    torch.testing.assert_close(ours, theirs, **dict(zip(("rtol", "atol"), tolerance, strict=True)))
+                except AssertionError as error:
+                    error.add_note(f"cell: {strategy}, {precision}, {accumulations}, {form}")
+                    raise
+                num_cells += len(accumulations)
     return num_cells
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -20,6 +20,9 @@ from workbench.engine import classic
 OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
 THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
 """Where a script takes names from: a test that is given both compares them."""
+
+Way = tuple[int, bool]
+"""How a step is made: of so many micro-batches, and whether all but the last of them are in ``no_sync``."""
 
 CPU = torch.device("cpu")
 SAME = {"rtol": 0.0, "atol": 0.0}
@@ -62,34 +65,35 @@ def check_parity(
 
 def assert_same_values(wrapped: nn.Module, plain: nn.Module, **tolerance: float) -> None:
     """Names and whole values equal the plain model's."""
-    torch.testing.assert_close(whole(wrapped), {name: p.detach() for name, p in plain.named_parameters()}, **tolerance)
+    values, wanted = whole(wrapped), dict(plain.named_parameters())
+    assert values.keys() == wanted.keys()
+    parity.assert_all_close({name: (value, wanted[name]) for name, value in values.items()}, **tolerance)
 
 
 def steps_of(
     model: nn.Module,
     *,
-    accumulate: int = 1,
-    defers: bool = True,
+    ways: Sequence[Way] = ((1, False),),
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     before_update: Callable[[nn.Module], object] = lambda model: None,
 ) -> Iterator[torch.Tensor]:
-    """Train a model for ever; yields this rank's losses ``[accumulate]`` of each step.
+    """Train a model for ever; yields this rank's losses of each step, one for each of its micro-batches.
 
     Args:
         model: wrapped by ours or by torch's, or plain.
-        accumulate: micro-batches a step.
-        defers: all but the last of a step are in ``no_sync``.
+        ways: of one step after another, over and over.
         loss: of a model and the tokens of a rank.
         make_optimizer: of parameters.
         before_update: called when the gradients of a step are there.
     """
     optimizer = make_optimizer(model.parameters())
-    for first in itertools.count(0, accumulate):
+    number = itertools.count()
+    for accumulate, defers in itertools.cycle(ways):
         losses = []
         for micro in range(accumulate):
             with model.no_sync() if defers and micro + 1 < accumulate else nullcontext():
-                losses.append(loss(model, batch(dist.get_rank(), first + micro)))
+                losses.append(loss(model, batch(dist.get_rank(), next(number))))
                 losses[-1].backward()
         before_update(model)
         optimizer.step()
