@@ -1,5 +1,6 @@
 """Fixtures of all tests: no test leaves anything behind; where the browser is."""
 
+import gc
 import os
 from contextlib import nullcontext
 
@@ -15,6 +16,9 @@ settings.register_profile(
 )
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.load_profile("laws")
+
+# a collection in a forked rank would look at all that torch ever made, and so copy it: most of what a short test takes
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_configure():
