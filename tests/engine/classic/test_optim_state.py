@@ -80,7 +80,7 @@ def torchs_and_ours() -> None:
     for use_orig_params, precision, kind in itertools.product((False, True), precisions, kinds):
         saved, models, optimizers = [], [], []
         for api in (OURS, THEIRS):
-            plain = make_net()
+            plain = make_net(num_blocks=2)
             plain.blocks[1].requires_grad_(False)
             model = wrap_net(
                 api,

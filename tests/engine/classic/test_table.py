@@ -8,7 +8,6 @@ parameters while ``use_orig_params`` is off, and collectives are c10d's own here
 ours, and is summed over ranks in the same order.
 """
 
-import functools
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from tests.engine.classic.wrapped import OURS, THEIRS, Way, adam, steps_of, whole, wrap_net
+from tests.engine.classic.wrapped import OURS, THEIRS, Way, adam, copies_of_shards, steps_of, whole, wrap_net
 from tests.engine.models import make_net
 from tests.engine.parity import average_grads
 from tests.engine.ranks import run_ranks
@@ -67,13 +65,6 @@ class Oracle(NamedTuple):
 
 def make() -> nn.Module:
     return make_net(dim=8, num_blocks=1)
-
-
-@functools.cache
-def copies_of_shards() -> DeviceMesh:
-    """Made once on a rank; with one rank to shard over torch's leaves copies unreduced: there it is no oracle."""
-    size = dist.get_world_size()
-    return dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)))
 
 
 def wrap(api: SimpleNamespace, strategy: str, precision: dict[str, Any], **options: Any) -> nn.Module:

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.classic.wrapped import OURS, adam, whole, wrap_net
+from tests.engine.classic.wrapped import OURS, adam, copies_of_shards, whole, wrap_net
 from tests.engine.models import Block, adamw, batch, loss_of, make_net
 from tests.engine.parity import average_grads, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
@@ -24,7 +23,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 
 def wrapped(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
     if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
+        options["device_mesh"] = copies_of_shards()
     return wrap_net(OURS, model, strategy, **options)
 
 

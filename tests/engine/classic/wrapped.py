@@ -1,5 +1,6 @@
 """Wrapped models for the tests: ours and torch's by the same call, and what is compared of them."""
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.engine import parity
 from tests.engine.models import Block, adamw, batch, loss_of
@@ -32,6 +34,13 @@ SAME = {"rtol": 0.0, "atol": 0.0}
 def adam(params: Any) -> torch.optim.Optimizer:
     """One whose numbers do not depend on how elements are spread over tensors, as a fused one's do."""
     return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+
+
+@functools.cache
+def copies_of_shards() -> DeviceMesh:
+    """Made once on a rank; with one rank to shard over torch's leaves copies unreduced: there it is no oracle."""
+    size = dist.get_world_size()
+    return dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)))
 
 
 def wrap_net(api: SimpleNamespace, model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
