@@ -327,13 +327,14 @@ class FakeCluster:
         self.started = True
         self.log.append(("start",))
 
-    def stop(self) -> None:
+    def stop(self) -> str:
         self.started = False
         self.dead.clear()
         self.log.append(("stop",))
         for rank, answers in self.open.items():
             for answer in answers:
                 settle(answer.future, ClusterError(f"rank {rank} was stopped"))
+        return ""
 
     def lose(self, rank: int) -> None:
         """Have a rank die."""

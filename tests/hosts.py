@@ -5,6 +5,7 @@ their loopback interface. So it is to whatever looks at the clock, as each is in
 was started some hours earlier. Files, memory and processes are those of the machine.
 """
 
+import fcntl
 import functools
 import os
 import shutil
@@ -25,6 +26,7 @@ NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "unshare")
 NETWORK = "10.203.7"  # of a private range; no route of the machine is touched but the one to it
 PORT = 22
 BRIDGE = "wbtest0"
+LOCK = Path("/run/lock/workbench-test-hosts")
 HOURS = (7, 3, 26)
 """How far the clocks of the first hosts are ahead of this machine's, and of those that follow likewise."""
 
@@ -86,7 +88,7 @@ def find(program: str) -> str | None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts.
+    """The hosts; :meth:`unplugged` takes the cable of one away for a while.
 
     Attributes:
         names: host name of each.
@@ -102,6 +104,20 @@ class Hosts:
     bridge: str
     ssh_config: Path
 
+    @contextmanager
+    def unplugged(self, name: str) -> Iterator[None]:
+        """Take away the cable of a host: what runs there runs on."""
+        _run("ip", "link", "set", _cable(name), "down")
+        try:
+            yield
+        finally:
+            _run("ip", "link", "set", _cable(name), "up")
+
+    def pids(self, name: str) -> set[int]:
+        """Return the processes on a host, its sshd's included."""
+        found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        return set(map(int, found.stdout.split()))
+
 
 @contextmanager
 def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
@@ -114,6 +130,7 @@ def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
     config = directory / "ssh_config"
     config.write_text(SSH.format(network=NETWORK, directory=directory))
     with ExitStack() as last:
+        fcntl.flock(last.enter_context(LOCK.open("wb")), fcntl.LOCK_EX)  # until another process's hosts are gone
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
         last.callback(_run, "ip", "link", "delete", BRIDGE)
         _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
@@ -129,15 +146,19 @@ def _join(last: ExitStack, name: str, address: str) -> None:
     _run("ip", "netns", "add", name)
     last.callback(_run, "ip", "netns", "delete", name)
     last.callback(_clear, name)
-    outer = f"wb{name[-6:]}"
-    _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
-    _run("ip", "link", "set", outer, "master", BRIDGE, "up")
+    _run("ip", "link", "add", _cable(name), "type", "veth", "peer", "name", "eth0", "netns", name)
+    _run("ip", "link", "set", _cable(name), "master", BRIDGE, "up")
     for words in (
         ("address", "add", f"{address}/24", "dev", "eth0"),
         ("link", "set", "eth0", "up"),
         ("link", "set", "lo", "up"),
     ):
         _run("ip", "-n", name, *words)
+
+
+def _cable(name: str) -> str:
+    """Return the name of the bridge's end of a host's cable."""
+    return f"wb{name[-6:]}"
 
 
 def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int) -> None:

@@ -302,13 +302,19 @@ class Workbench:
         """Whether the ranks' processes were there before, and stay."""
         return self._session is not None and self._session.cluster.outlives
 
-    def stop(self) -> None:
+    def stop(self) -> str | None:
         """Stop the ranks; nothing happens when none run. The trace stays.
 
         Ranks that were attached become plain engines again: their processes are not ended.
+
+        Returns:
+            Which hosts were not reached, and what becomes of the processes there; None: all have ended.
         """
+        left: list[str] = []
         if self._session is not None:
-            self._leave(self._session.cluster.stop)
+            cluster = self._session.cluster
+            self._leave(lambda: left.append(cluster.stop()))
+        return "".join(left) or None
 
     def detach(self) -> None:
         """Leave attached ranks as they are, with their variables; the trace stays.
@@ -329,7 +335,7 @@ class Workbench:
             cluster = self._session.cluster
             self._leave(cluster.detach if cluster.outlives else cluster.stop)
 
-    def _leave(self, end: Callable[[], None]) -> None:
+    def _leave(self, end: Callable[[], object]) -> None:
         session, self._session = self._session, None
         if session is None:
             return

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.cluster.conftest import RUNTIME, texts, wait_until_held
 from tests.cluster.fake_rank import Look, Release
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
+from workbench.cluster import launched as launched_module
 from workbench.cluster.launched import Launched, launchers
 from workbench.cluster.processes import is_running
 from workbench.errors import ClusterError, Interrupted, RankDied, UsageError
@@ -179,3 +181,44 @@ def test_where_the_controller_listens_is_what_is_configured_or_the_route(ipython
     assert ip_of("slurm", interface="ib0,eth5") == "172.16.0.5"
     assert ip_of("slurm", "c.Cluster.controller_ip = '1.2.3.4'") == "1.2.3.4"
     assert ip_of("slurm", controller="c.IPController.ip = '*'") == ""
+
+
+def test_how_soon_engines_are_gone_and_end_is_what_is_configured_or_ours(ipython_directory):
+    def arguments(cluster="", controller="", engine=""):
+        directory = write_profile(ipython_directory, "heart", cluster)
+        (directory / "ipcontroller_config.py").write_text(f"c = get_config()\n{controller}")
+        (directory / "ipengine_config.py").write_text(f"c = get_config()\n{engine}")
+        place = object.__new__(Launched)
+        place._cluster = launched_module._cluster("heart", "ssh")
+        given = place._settings(place._launcher_class).engine_args
+        return place._controller_arguments(), place._engine_arguments(given)
+
+    period, misses = "--HeartMonitor.period=450", "--HeartMonitor.max_heartmonitor_misses=2"
+    assert arguments() == ([period, misses], ["--IPEngine.max_heartbeat_misses=63"])
+    own = arguments(controller="c.HeartMonitor.period = 2500", engine="c.IPEngine.timeout = 3")
+    assert own == ([misses], ["--IPEngine.max_heartbeat_misses=20"])
+    given = "c.Cluster.controller_args = ['--HeartMonitor.max_heartmonitor_misses=9']"
+    assert arguments(given)[0] == [period]
+    assert arguments(engine="c.IPEngine.max_heartbeat_misses = 7")[1] == []
+    given = "c.SSHEngineSetLauncher.engine_args = ['--IPEngine.max_heartbeat_misses=7']"
+    assert arguments(given)[1] == []
+
+
+def test_a_connection_that_breaks_ends_no_wait_for_an_engine():
+    is_over, tries = threading.Event(), []
+
+    class One:
+        location = "node3"
+
+        def wait_one(self, timeout):
+            tries.append(timeout)
+            is_over.set()
+            raise subprocess.CalledProcessError(255, "ssh")
+
+    class Several(One):
+        launcher_class = One
+
+    patient = launched_module._patient(Several, is_over)
+    with pytest.raises(TimeoutError, match="node3 could not be asked"):
+        patient.launcher_class().wait_one(60)
+    assert tries == [60]

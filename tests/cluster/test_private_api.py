@@ -12,6 +12,7 @@ import ipyparallel
 import pytest
 import zmq
 from ipyparallel.client.futures import MessageFuture
+from ipyparallel.engine.app import IPEngine
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from jupyter_client.session import Session
 
@@ -42,6 +43,10 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
         (ipyparallel.Client._setup_streams, ["_control_stream", "_mux_stream"]),
         (ipyparallel.Client._dispatch_single_reply, ["self._futures.get(msg_id)"]),
         (ipyparallel.Client._io_main, ["self._io_loop = "]),
+        (ipyparallel.Client.__init__, ["self._config = cfg", "'notification'", "self._ssh = bool("]),
+        (IPEngine.init_connector, ["def connect(s, url, ", "return connect, maybe_tunnel"]),
+        (IPEngine.load_connection_file, ["self.registration_url = "]),
+        (IPEngine.start_heartbeat, ["self.hb_check_period = hb_period + 500"]),
         (ipyparallel.Client._update_engines, ["self._engines[eid] = v"]),
         (ipyparallel.Client.create_message_futures, ["msg_future.output = output"]),
         (MessageFuture.__init__, ["self.iopub_callbacks = []"]),

@@ -43,6 +43,10 @@ def test_the_store_s_connections_are_left_alone(listener):
     with sockets.tracked():
         client, accepted = connect(listener)
     assert sockets.shut() == 0
+    client.sendall(b"x")
+    assert accepted.recv(1) == b"x"
+    assert sockets.shut_store() == 2
+    assert client.recv(1) == b""  # whoever waits for an answer of a store that is gone
     client.close()
     accepted.close()
 

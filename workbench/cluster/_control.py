@@ -7,8 +7,9 @@ the line at which a cell failed. :func:`call` runs a function by its name.
 On the kernel's end :class:`Wire` sends both kinds of requests to one engine each, and :class:`Exchange` waits for a
 front-door request's reply *and* its last output, which arrive on different sockets.
 
-Private here means: ``Client._send``, its sockets, IO loop, futures and callbacks; ``MessageFuture.iopub_callbacks``;
-``Kernel.control_handlers`` and ``Kernel.process_control``. :func:`check_version` and a test notice when they change.
+Private here means: ``Client._send``, its sockets, addresses, IO loop, futures and callbacks;
+``MessageFuture.iopub_callbacks``; ``Kernel.control_handlers`` and ``Kernel.process_control``; of ``IPEngine`` how it
+connects. :func:`check_version` and a test notice when they change.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel
+import zmq
 from ipyparallel.error import RemoteError
 
 from workbench.cluster.pending import Answer, Output, OutputKind, settle
 from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
+from workbench.cluster.silence import Listener, end_when_alone
 from workbench.errors import ClusterError, RankError
 
 REQUEST, REPLY, INTERRUPT, HOLD = "workbench_request", "workbench_reply", "workbench_interrupt", "workbench_hold"
@@ -113,6 +116,28 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     _serve_without_ado(kernel)
     kernel.shell.events.register("post_run_cell", _publish_error)
     _repair_await(kernel)
+    _end_when_alone()
+
+
+def _end_when_alone() -> None:
+    """Have a rank end by itself once its controller was not heard for as long as ipyparallel lets an engine go on.
+
+    ipyparallel's own check is made in the main thread, and so not while that is busy: a rank that waits for others in a
+    collective would stay for ever. And what it listens to is a process that outlives the controller's.
+    """
+    from ipyparallel.engine.app import IPEngine  # noqa: PLC0415 - only an engine has one
+
+    engine = IPEngine.instance()
+    if engine.max_heartbeat_misses <= 0:
+        return
+    connect, _ = engine.init_connector()
+    args = (
+        engine.context.socket(zmq.DEALER),
+        lambda socket: connect(socket, engine.registration_url),
+        engine.max_heartbeat_misses * engine.hb_check_period / 1000,
+        lambda: standing["world"] is not None,
+    )
+    threading.Thread(target=end_when_alone, args=args, name="workbench: alone", daemon=True).start()
 
 
 def _interrupt(_: dict[str, Any]) -> tuple[None, list[memoryview]]:
@@ -209,17 +234,29 @@ class Wire:
         connection_file: the controller's connection file for clients.
         timeout_s: how long in seconds the controller may take to answer.
         on_gone: called, in the client's IO thread, with an engine that the controller has found gone.
+        on_silence: called, in a thread of its own, once nothing is heard of the controller any more; None: it is known
+            otherwise.
 
     Raises:
         TimeoutError: it did not answer.
         ClusterError: another version of ipyparallel is installed.
     """
 
-    def __init__(self, connection_file: Path, timeout_s: float, on_gone: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        connection_file: Path,
+        timeout_s: float,
+        on_gone: Callable[[str], None],
+        on_silence: Callable[[], None] | None = None,
+    ) -> None:
         check_version()
         self._client = ipyparallel.Client(str(connection_file), timeout=timeout_s)
         self._on_gone = on_gone
         self._client._registration_callbacks.append(self._note)
+        # through a tunnel it is the tunnel that would be heard
+        self._listener = None
+        if on_silence is not None and not self._client._ssh:
+            self._listener = Listener(self._client._config["notification"], self._client, on_silence)
 
     def _note(self, event: dict[str, Any]) -> None:
         if event["event"] == "unregister":
@@ -298,6 +335,8 @@ class Wire:
 
     def close(self) -> None:
         """Close the connection; what was not sent yet is dropped."""
+        if self._listener is not None:
+            self._listener.close()
         self._client.close(linger=0)
 
 

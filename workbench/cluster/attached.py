@@ -105,6 +105,7 @@ class Attached(Place):
     """
 
     is_remote = False  # and nothing of it is ended
+    tells_ends = False
 
     def __init__(self, target: Target, num_ranks: int | None, timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
@@ -146,5 +147,6 @@ class Attached(Place):
             "besides, as for another notebook, has to end first"
         )
 
-    def end(self) -> None:
+    def end(self, *, some_are_lost: bool = False) -> str:
         """Leave all as it is."""
+        return ""

@@ -182,7 +182,8 @@ class Cluster:
         """Wait for controller and engines, open the doors of these in the order in which they come, return the wire."""
         connection_file = place.wait_for_controller()
         try:
-            wire = Wire(connection_file, self._start_timeout_s, self._on_gone)
+            on_silence = None if place.tells_ends else self._on_silence
+            wire = Wire(connection_file, self._start_timeout_s, self._on_gone, on_silence)
         except TimeoutError as error:
             ended = place.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
@@ -314,21 +315,29 @@ class Cluster:
             names = ", ".join(map(str, late))
             raise ClusterError(f"rank {names} did not {what} in time{place.advice(late[0])}")
 
-    def stop(self) -> None:
+    def stop(self) -> str:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
 
         Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later. The
         process that ranks on the CPU were forked from stays for the next start of this process (keeper.py).
+
+        Returns:
+            What could not be ended, because its host was not reached, and what becomes of it; empty: nothing is left.
         """
+        left = [""]
         with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
             last.callback(self._forget)
             if self._place is not None:
-                last.callback(self._place.end)
+                last.callback(self._end, self._place, left)
             if self._doors is not None:
                 last.callback(self._doors.close)
                 if self._place is not None and self._place.is_remote:
                     last.callback(self._doors.shut_down_engines)
                 last.callback(self._shut_down, self._doors)
+        return left[-1]
+
+    def _end(self, place: Place, left: list[str]) -> None:
+        left.append(place.end(some_are_lost=bool(self._losses)))
 
     def detach(self) -> None:
         """Leave the ranks as they are, with their variables, and nobody's; :meth:`attached` finds them again.
@@ -379,6 +388,15 @@ class Cluster:
         for lost in range(len(self._engines)):
             if rank in {None, lost}:
                 self._lose(doors, lost, how, place.log_tail(rank))
+
+    def _on_silence(self) -> None:
+        """Note that nothing is heard of the controller any more; called in a thread of its own."""
+        place, doors = self._place, self._doors
+        if place is None or doors is None:
+            return
+        how = place.ending(None) or "the cluster's controller has ended, or its host is gone"
+        for rank in range(len(self._engines)):
+            self._lose(doors, rank, f"cannot be reached: {how}", place.log_tail(None))
 
     def _on_gone(self, engine: str) -> None:
         """Note that the controller has found an engine gone; called in a thread of its own."""

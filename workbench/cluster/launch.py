@@ -147,6 +147,7 @@ class Launch(Place):
     """
 
     is_remote = False
+    tells_ends = True
 
     def __init__(
         self,
@@ -300,7 +301,7 @@ class Launch(Place):
     def _log_file(self, rank: int | None) -> Path:
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")
 
-    def end(self) -> None:
+    def end(self, *, some_are_lost: bool = False) -> str:
         """End all processes but a zygote that may be kept, and remove all files; may be called again."""
         adopted = [watched.process for watched in self._watched.values() if watched.process is not None]
         zygote, self._zygote = self._zygote, None
@@ -315,6 +316,7 @@ class Launch(Place):
             last.callback(processes.end, self._id, adopted, grace_s=STOP_GRACE_S)
             if zygote is not None and not zygote.has_made_all:
                 last.callback(zygote.end, STOP_GRACE_S)  # nobody could end ranks that it makes from now on
+        return ""
 
 
 def _ending(code: int) -> str:

@@ -18,16 +18,17 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import ipyparallel
 from ipyparallel.cluster.launcher import BaseLauncher, BatchSystemLauncher, LocalEngineSetLauncher, SSHLauncher
-from traitlets.config.loader import load_pyconfig_files
+from traitlets.config.loader import Config, load_pyconfig_files
 
 from workbench.cluster import processes
 from workbench.cluster.launch import profile_directory
@@ -38,6 +39,23 @@ from workbench.errors import ClusterError, UsageError
 
 LAUNCHERS = "ipyparallel.engine_launchers"
 """Entry points that name launchers of engines."""
+
+HEARTBEAT_MS, HEARTBEAT_MISSES = 450, 2
+"""How often an engine is asked for a sign of life; after so many that did not come, and one more, it is gone: 1.8 s.
+
+An engine gives it in a thread that needs no interpreter, however busy it is otherwise.
+"""
+
+ALONE_S = 60.0
+"""How long engines go on that hear nothing of their controller, in seconds; then they end."""
+
+_CHECK_MS = 500  # ipyparallel has an engine expect a heartbeat so much later than the controller's period
+
+REACH_S = 10.0
+"""How long a host may take to answer at all, in seconds, once nothing was heard of engines."""
+
+AGAIN_S = 10.0
+"""How long after a connection broke a host is asked again, in seconds."""
 
 STOP_S = 60.0
 """How long launchers may take to end what they have started, in seconds."""
@@ -75,7 +93,7 @@ def configures_launcher(profile: str) -> bool:
     return "engine_launcher_class" in _configured(profile_directory(profile), "ipcluster_config.py").Cluster
 
 
-def _configured(profile_directory: Path, file: str) -> Any:  # noqa: ANN401 - traitlets' Config
+def _configured(profile_directory: Path, file: str) -> Config:
     """Return what a configuration file of a profile says; ipyparallel itself would pass over one that fails.
 
     Raises:
@@ -85,6 +103,13 @@ def _configured(profile_directory: Path, file: str) -> Any:  # noqa: ANN401 - tr
         return load_pyconfig_files([file], str(profile_directory))
     except Exception as error:
         raise UsageError(f"{profile_directory / file} fails: {type(error).__name__}: {error}") from error
+
+
+def _unless_set(defaults: Mapping[str, object], config: Config, given: Iterable[str]) -> list[str]:
+    """Return arguments for those of ``defaults``, ``Class.trait`` -> value, that are neither configured nor given."""
+    named = {argument.lstrip("-").partition("=")[0] for argument in given}
+    unset = {name: value for name, value in defaults.items() if name not in named}
+    return [f"--{name}={value}" for name, value in unset.items() if name not in config]
 
 
 def _cluster(profile: str | None, engines: str, **more: Any) -> Any:  # noqa: ANN401 - ipyparallel is untyped
@@ -150,6 +175,7 @@ class Launched(Place):
     """
 
     is_remote = True
+    tells_ends = False
 
     def __init__(
         self,
@@ -173,6 +199,8 @@ class Launched(Place):
         self._id = secrets.token_hex(8)
         self._batch_files: list[Path] = []
         self._is_ending = False
+        self._gives_up = threading.Event()
+        self._out_of_reach: list[str] = []
         self._engines_started: Future[Any] = Future()
         self._listen_on(interface)
         self._reaper = Reaper(self._id, Path(self._cluster.cluster_file))
@@ -194,7 +222,7 @@ class Launched(Place):
     def _listen_on(self, interface: str) -> None:
         """Have the controller listen where engines reach it, unless that is configured."""
         cluster = self._cluster
-        own = _configured(Path(cluster.profile_dir), "ipcontroller_config.py").IPController
+        own = self._configured("ipcontroller_config.py").IPController
         if interface:
             cluster.controller_ip = _address_of(interface)
         elif not cluster.controller_ip and not {"ip", "engine_ip"} & set(own) and not self._is_here:
@@ -231,6 +259,7 @@ class Launched(Place):
             **self._settings(cluster.controller_launcher_class).environment,
             processes.MARKER: self._id,
         }
+        cluster.controller_args = [*cluster.controller_args, *self._controller_arguments()]
         await cluster.start_controller(environment=environment)
         cluster.controller.on_stop(lambda _: self._on_exit(None))
         await cluster.controller.get_connection_info()
@@ -240,8 +269,33 @@ class Launched(Place):
         if self._is_ssh and self._cluster.send_engines_connection_env:
             # they are told in their environment how to connect: no key need lie on their hosts
             self._cluster.config.SSHEngineLauncher.setdefault("to_send", [])
-        environment = {**configured.environment, processes.MARKER: self._id}
-        await self._cluster.start_engines(self._num_ranks, environment=environment)
+        settings = {
+            "environment": {**configured.environment, processes.MARKER: self._id},
+            "engine_args": [*configured.engine_args, *self._engine_arguments(configured.engine_args)],
+        }
+        if self._is_ssh:  # what waits here for an engine there is found by the marker and ended as well
+            settings["ssh_cmd"] = ["env", f"{processes.MARKER}={self._id}", *configured.ssh_cmd]
+            self._cluster.engine_launcher_class = _patient(self._launcher_class, self._gives_up)
+        await self._cluster.start_engines(self._num_ranks, **settings)
+
+    def _controller_arguments(self) -> list[str]:
+        """Have the controller find engines gone soon, unless it is configured how soon."""
+        defaults = {
+            "HeartMonitor.period": HEARTBEAT_MS,
+            "HeartMonitor.max_heartmonitor_misses": HEARTBEAT_MISSES,
+        }
+        launcher = self._settings(self._cluster.controller_launcher_class)
+        given = [*self._cluster.controller_args, *launcher.controller_args]
+        return _unless_set(defaults, self._configured("ipcontroller_config.py"), given)
+
+    def _engine_arguments(self, given: Sequence[str]) -> list[str]:
+        """Have engines end that are alone, unless it is configured after how many heartbeats."""
+        period = self._configured("ipcontroller_config.py").HeartMonitor.get("period", HEARTBEAT_MS)
+        misses = max(1, round(1000 * ALONE_S / (period + _CHECK_MS)))
+        return _unless_set({"IPEngine.max_heartbeat_misses": misses}, self._configured("ipengine_config.py"), given)
+
+    def _configured(self, file: str) -> Config:
+        return _configured(Path(self._cluster.profile_dir), file)
 
     # ---- waiting for it
 
@@ -336,30 +390,83 @@ class Launched(Place):
 
     # ---- the end
 
-    def end(self) -> None:
+    def end(self, *, some_are_lost: bool = False) -> str:
         """End controller and engines, take back what is queued, and remove all files; may be called again."""
         if self._is_ending:
-            return
+            return ""
         self._is_ending = True
+        self._gives_up.set()
         with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
             last.callback(self._remove_files)
             last.callback(self._reaper.close, _GRACE_S)
             last.callback(self._loop.close, _GRACE_S)
             last.callback(processes.end, self._id, (), grace_s=_GRACE_S)
-            last.callback(self._stop)
+            last.callback(self._stop, some_are_lost=some_are_lost)
+        if not self._out_of_reach:
+            return ""
+        were = "was" if len(self._out_of_reach) == 1 else "were"
+        return (
+            f"{', '.join(self._out_of_reach)} {were} not reached: what runs there ends by itself once it has heard "
+            f"nothing for {ALONE_S:.0f} s, or for as long as c.IPEngine.max_heartbeat_misses says"
+        )
 
-    def _stop(self) -> None:
+    def _stop(self, *, some_are_lost: bool) -> None:
         engine_set = self._cluster.engine_set
         if isinstance(engine_set, BatchSystemLauncher):
             self._batch_files.append(Path(engine_set.batch_file))
         with suppress(Exception):  # whatever a launcher raises, what it has left here is ended next
-            self._loop.submit(self._cluster.stop_cluster()).result(STOP_S)
+            self._loop.submit(self._stop_all(some_are_lost=some_are_lost)).result(STOP_S)
+
+    async def _stop_all(self, *, some_are_lost: bool) -> None:
+        """Have the launchers end what they have started, on every host that answers."""
+        launchers = getattr(self._cluster.engine_set, "launchers", {})
+        left_out = {name for name, launcher in launchers.items() if launcher.state == "before"}
+        if some_are_lost and self._is_ssh:
+            host_of = {name: launcher.location for name, launcher in launchers.items() if name not in left_out}
+            one_of = {host: launchers[name] for name, host in host_of.items()}
+            answers = await asyncio.gather(*(asyncio.to_thread(_answers, launcher) for launcher in one_of.values()))
+            self._out_of_reach = [host for host, answered in zip(one_of, answers, strict=True) if not answered]
+            left_out |= {name for name, host in host_of.items() if host in self._out_of_reach}
+        for name in left_out:
+            launchers.pop(name).state = "after"  # nobody waits for it any more
+        await self._cluster.stop_cluster()
 
     def _remove_files(self) -> None:
         """Remove what ipyparallel leaves in the profile's directory, and in this one."""
         found = Path(self._cluster.profile_dir).glob(f"*/*{self._cluster.cluster_id}*")
         for path in (*found, *self._batch_files):
             remove(path)
+
+
+def _patient(launcher_class: type[SSHLauncher], gives_up: threading.Event) -> type[SSHLauncher]:
+    """Return a launcher that waits for an engine through another connection when one breaks: the engine may run on.
+
+    Args:
+        launcher_class: of engines over SSH.
+        gives_up: set when nothing is waited for any more.
+    """
+    one = getattr(launcher_class, "launcher_class", launcher_class)
+
+    def wait_one(self: SSHLauncher, timeout: float) -> int:
+        try:
+            return int(one.wait_one(self, timeout))
+        except (SubprocessError, RuntimeError) as error:
+            gives_up.wait(AGAIN_S)
+            raise TimeoutError(f"{self.location} could not be asked") from error
+
+    patient = type(one.__name__, (one,), {"wait_one": wait_one})
+    if one is launcher_class:
+        return patient
+    return type(launcher_class.__name__, (launcher_class,), {"launcher_class": patient})
+
+
+def _answers(launcher: SSHLauncher) -> bool:
+    """Tell whether a host answers over SSH."""
+    try:
+        launcher.ssh_sender.check_output("exit", timeout=REACH_S)
+    except (SubprocessError, OSError):
+        return False
+    return True
 
 
 def _address_of(interface: str) -> str:

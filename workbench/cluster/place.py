@@ -26,10 +26,12 @@ class Place(Protocol):
     Attributes:
         deadline: time (monotonic clock, s) at which what is waited for has taken too long.
         is_remote: whether its engines are to be told to end before :meth:`end`, which may not reach them at once.
+        tells_ends: whether it tells of the end of each process at once.
     """
 
     deadline: float
     is_remote: bool
+    tells_ends: bool
 
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, and return its connection file for clients.
@@ -58,5 +60,12 @@ class Place(Protocol):
     def advice(self, rank: int | None) -> str:
         """Return what there is to look at, and to do, when a process (None: the controller) is too slow."""
 
-    def end(self) -> None:
-        """End what was started, and remove its files; may be called again."""
+    def end(self, *, some_are_lost: bool = False) -> str:
+        """End what was started, and remove its files; may be called again.
+
+        Args:
+            some_are_lost: some engines were not heard of any more: their hosts may be out of reach.
+
+        Returns:
+            What could not be ended and what becomes of it, a sentence; empty: nothing is left.
+        """

@@ -109,9 +109,8 @@ class Notebook:
         if self.workbench is not None:
             self.workbench.close()
 
-    def _stop_ranks(self) -> None:
-        if self.workbench is not None:
-            self.workbench.stop()
+    def _stop_ranks(self) -> str | None:
+        return None if self.workbench is None else self.workbench.stop()
 
     def _alone(self, word: Exchange, do: Callable[[], Any]) -> Any:  # noqa: ANN401
         if not self._exchanging.acquire(blocking=False):
@@ -146,8 +145,10 @@ class Notebook:
 
     def _stop(self, tell: Tell) -> None:
         was_running = self.workbench is not None and self.workbench.running
-        self._stop_ranks()
+        left = self._stop_ranks()
         tell("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
+        if left:
+            tell(left)
 
 
 def is_behind(workbench: Workbench, command: Command) -> bool:

@@ -382,9 +382,14 @@ class GiveUp(Request[None]):
 
 @dataclass(frozen=True, kw_only=True)
 class Shut(Request[None]):
-    """Shuts the sockets of a rank's process groups, to free it from collectives of the user's own."""
+    """Shuts the sockets of a rank's process groups, to free it from collectives of the user's own.
+
+    Attributes:
+        store: shut the connection to the store as well: rank 0, which serves it, is gone, and its host may not say so.
+    """
 
     word: ClassVar[str] = "shut"
+    store: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

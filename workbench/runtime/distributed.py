@@ -135,13 +135,18 @@ class ProcessGroups:
         """End the engine's waits on this rank, now and until groups are rebuilt; thread-safe, never blocks."""
         cancellation.cancel(reason)
 
-    def shut(self) -> None:
+    def shut(self, *, store: bool = False) -> None:
         """Free this rank from a collective that blocks inside C++; thread-safe, never blocks.
 
         Call it once every rank has left what it can leave (:meth:`abort` first): a collective that is still moving
         data when its peer's socket goes may wait for ever to send the rest.
+
+        Args:
+            store: free it from the store as well, for good: whoever waits for an answer of it gets an error.
         """
         self._sockets.shut()
+        if store:
+            self._sockets.shut_store()
 
     def rebuild(self, generation: int) -> None:
         """Drop every process group and make new ones; collective over all ranks.

@@ -164,8 +164,8 @@ class RankRuntime:
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
                 self.gate.wake()
-            case Shut():
-                self.groups.shut()
+            case Shut(store=store):
+                self.groups.shut(store=store)
             case _:
                 answer = self.gate.request(cast("GateRequest", request))
         return answer

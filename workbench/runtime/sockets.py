@@ -67,6 +67,10 @@ class PeerSockets:
         tracked, self._inodes = self._inodes, {}
         return sum(_shut(fd, inode) for fd, inode in tracked.items())
 
+    def shut_store(self) -> int:
+        """Shut the connections to the store; returns how many."""
+        return sum(_shut(fd, inode) for fd, inode in _open_sockets().items() if self.store_port in _ports(fd))
+
 
 def _shut(fd: int, inode: int) -> bool:
     """Shut the socket if descriptor ``fd`` is still the one with ``inode``; returns whether it was.

@@ -107,8 +107,8 @@ class ClusterLike(Interruptible, Protocol):
     def start(self, on_wait: OnWait = no_wait) -> None:
         """Start all ranks; ``on_wait`` is told what is waited for."""
 
-    def stop(self) -> None:
-        """Stop all ranks; may be called again."""
+    def stop(self) -> str:
+        """Stop all ranks; may be called again. Returns what could not be ended, a sentence; empty: nothing is left."""
 
     def alive(self) -> tuple[bool, ...]:
         """Tell for each rank whether it can be reached."""

@@ -224,6 +224,8 @@ class Watch:
                 self._outcome.failures.append(failure_of(rank, error))
                 if self._abort_at is None:
                     self._abort_at = self._clock() + GRACE_S
+                elif rank == 0 and self._outcome.failures[-1].died and self._outcome.aborted:
+                    self._shut_at = self._clock()  # the others may wait for its store
 
     def _obey(self) -> None:
         """Do what other threads asked for."""
@@ -282,7 +284,8 @@ class Watch:
         self._gather()
         ranks = sorted(self.running & self._outcome.aborted)
         if ranks:
-            self._cluster.ask(Shut(), ranks, timeout_s=ASK_S)
+            store_is_gone = any(failure.rank == 0 and failure.died for failure in self._outcome.failures)
+            self._cluster.ask(Shut(store=store_is_gone), ranks, timeout_s=ASK_S)
 
     def _signal(self) -> None:
         self._signal_at = None
