@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -167,3 +168,17 @@ def test_a_holder_is_gone_if_its_process_is():
     assert not is_gone(me)
     assert is_gone(type(me)(**{**vars(me), "created_s": 1.5}))
     assert not is_gone(type(me)(**{**vars(me), "created_s": 1.5, "identity": "another host"}))
+
+
+def test_an_attached_cluster_whose_controller_is_killed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    (tmp_path / "profile_mine" / "startup").mkdir(parents=True)
+    with Cluster(1, "cpu", "mine", engines="local", runtime=RUNTIME) as started:
+        file = started._place._cluster.controller.connection_files["client"]
+        looking = Cluster.attached(Target(file=file), device="cpu", runtime=RUNTIME)
+        looking.start()
+        os.kill(started._place._cluster.controller.pid, signal.SIGKILL)
+        wait_until(looking.losses)
+        how = "cannot be reached: the cluster's controller has ended, or its host is gone"
+        assert looking.losses() == {0: how}
+        looking.stop()

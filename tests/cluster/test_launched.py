@@ -1,5 +1,6 @@
 """Engines that ipyparallel's own launchers start, on this machine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -222,3 +223,37 @@ def test_a_connection_that_breaks_ends_no_wait_for_an_engine():
     with pytest.raises(TimeoutError, match="node3 could not be asked"):
         patient.launcher_class().wait_one(60)
     assert tries == [60]
+
+
+KERNEL = f"""
+import json, os, sys
+import psutil
+from workbench.cluster import Cluster
+cluster = Cluster(2, "cpu", "killed kernel", engines="local", runtime="{RUNTIME}")
+cluster.start()
+cluster.apply("{RUNTIME}:hold")
+print(json.dumps([process.pid for process in psutil.Process().children(recursive=True)]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_notebook_that_is_killed_leaves_nothing(ipython_directory):
+    directory = write_profile(ipython_directory, "killed kernel")
+    command = [sys.executable, "-c", KERNEL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as kernel:
+        started = [psutil.Process(pid) for pid in json.loads(kernel.stdout.readline())]
+        assert len(started) >= 4
+        kernel.kill()
+    wait_until(lambda: not any(map(is_running, started)))
+    wait_until(lambda: not [path for path in files_in(directory) if path.parts[0] in {"security", "pid"}])
+
+
+def test_a_controller_that_is_killed_is_named_at_once(ipython_directory):
+    write_profile(ipython_directory, "controller")
+    with Cluster(2, "cpu", "controller", engines="local", runtime=RUNTIME) as cluster:
+        pending = cluster.apply(f"{RUNTIME}:hold")
+        wait_until_held(cluster)
+        os.kill(cluster._place._cluster.controller.pid, signal.SIGKILL)
+        with pytest.raises(RankDied, match=r"rank [01] cannot be reached: the cluster's controller has ended"):
+            pending.results(PATIENCE_S)
+        assert cluster.alive() == (False, False)

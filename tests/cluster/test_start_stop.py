@@ -237,7 +237,7 @@ def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypat
 
 
 def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monkeypatch, private):
-    def be_silent(_, timeout_s, on_gone):
+    def be_silent(_, timeout_s, on_gone, on_silence):
         raise TimeoutError
 
     monkeypatch.setattr("workbench.cluster.cluster.Wire", be_silent)

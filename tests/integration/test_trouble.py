@@ -92,3 +92,25 @@ def test_a_controller_that_dies_is_named_and_no_rank_stays(bench):
     assert "cannot be reached: the cluster's controller has ended" in said
     wait_until(lambda: not any(engine.is_running() for engine in engines.values()))
     assert bench.stop() is None
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no-such-host.invalid", r"could not start 3 engines on no-such-host.invalid: .*Could not resolve hostname"),
+        ("192.0.2.7", r"could not start 3 engines on 192.0.2.7: "),  # nobody has it: as if a port were filtered
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_left(profile, host, said):
+    config = profile / "ipcluster_config.py"
+    before, children = config.read_text(), set(psutil.Process().children(recursive=True))
+    files = set(profile.rglob("*"))
+    config.write_text(f"{before}\nc.SSHEngineSetLauncher.engines = {{{host!r}: 3}}\n")
+    try:
+        with pytest.raises(ClusterError, match=said) as raised:
+            Workbench(3, device="cpu", profile="hosts", engines="ssh").start()
+        assert f"look whether ssh {host} works from here without a password" in str(raised.value)
+    finally:
+        config.write_text(before)
+    assert set(psutil.Process().children(recursive=True)) <= children
+    assert {path for path in set(profile.rglob("*")) - files if path.parent.name in {"log", "security", "pid"}} == set()

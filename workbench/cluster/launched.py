@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shlex
 import socket
+import subprocess
 import threading
 import time
 from collections import deque
@@ -24,10 +26,17 @@ from contextlib import ExitStack, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import Any
+from typing import Any, ClassVar
 
 import ipyparallel
-from ipyparallel.cluster.launcher import BaseLauncher, BatchSystemLauncher, LocalEngineSetLauncher, SSHLauncher
+from ipyparallel.cluster.launcher import (
+    BaseLauncher,
+    BatchSystemLauncher,
+    LocalEngineSetLauncher,
+    LSFLauncher,
+    SlurmLauncher,
+    SSHLauncher,
+)
 from traitlets.config.loader import Config, load_pyconfig_files
 
 from workbench.cluster import processes
@@ -57,6 +66,9 @@ REACH_S = 10.0
 AGAIN_S = 10.0
 """How long after a connection broke a host is asked again, in seconds."""
 
+ASK_QUEUE_S = 5.0
+"""How often a queue is asked what it waits for, in seconds."""
+
 STOP_S = 60.0
 """How long launchers may take to end what they have started, in seconds."""
 
@@ -66,7 +78,7 @@ TELL_S = 0.5
 _INNARDS = "Create ShellCommandSend object"  # what ipyparallel says of an SSH connection
 _GRACE_S = 2.0
 _POLL_S = 0.02
-_LINES = 12
+_LINES, _COMPLAINTS = 12, 3
 
 
 def launchers() -> tuple[str, ...]:
@@ -273,8 +285,13 @@ class Launched(Place):
             "environment": {**configured.environment, processes.MARKER: self._id},
             "engine_args": [*configured.engine_args, *self._engine_arguments(configured.engine_args)],
         }
-        if self._is_ssh:  # what waits here for an engine there is found by the marker and ended as well
-            settings["ssh_cmd"] = ["env", f"{processes.MARKER}={self._id}", *configured.ssh_cmd]
+        self._complaints.parent.mkdir(parents=True, exist_ok=True)
+        complaining = ["sh", "-c", f'exec "$0" "$@" 2>>{shlex.quote(str(self._complaints))}']
+        if issubclass(self._launcher_class, BatchSystemLauncher) and not issubclass(self._launcher_class, LSFLauncher):
+            settings["submit_command"] = [*complaining, *configured.submit_command]  # LSF is given it in another way
+        if self._is_ssh:
+            # what waits here for an engine there is found by the marker and ended as well
+            settings["ssh_cmd"] = ["env", f"{processes.MARKER}={self._id}", *complaining, *configured.ssh_cmd]
             self._cluster.engine_launcher_class = _patient(self._launcher_class, self._gives_up)
         await self._cluster.start_engines(self._num_ranks, **settings)
 
@@ -327,19 +344,24 @@ class Launched(Place):
                 f"{self._words} is configured to start {engine_set.n} engines, not {self._num_ranks}: add hosts to "
                 f"c.{type(engine_set).__name__}.engines, or %fsdp start -n {engine_set.n}"
             )
-        where = ""
         if isinstance(engine_set, BatchSystemLauncher):
-            where, self.deadline = f", in the queue as job {engine_set.job_id}", float("inf")
-        self._wait_until_here(engine_set, registered, where)
+            self.deadline = float("inf")
+        self._wait_until_here(engine_set, registered)
         self.deadline = time.monotonic() + self._timeout_s
         return tuple(sorted(registered(), key=registered().__getitem__))
 
-    def _wait_until_here(self, engine_set: Any, registered: Registered, where: str) -> None:  # noqa: ANN401
+    def _wait_until_here(self, engine_set: Any, registered: Registered) -> None:  # noqa: ANN401 - untyped in ipyparallel
+        queue, job = Queue(engine_set), getattr(engine_set, "job_id", "")
         while (num_here := len(registered())) < self._num_ranks:
-            what = f"{num_here} of {self._num_ranks} engines are here{where}"
+            what = f"{num_here} of {self._num_ranks} engines are here"
+            if queue.has_ended:
+                raise ClusterError(f"the queue has ended job {job}: {queue.state}; {what}{self.log_tail(None)}")
+            what += f", in the queue as job {job}" if job else ""
+            what += f": {queue.state}" if queue.state else ""
             if engine_set.state == "after":
                 raise ClusterError(f"engines ended while they started: {what}{self.log_tail(None)}")
             self._wait_a_moment(what)
+            queue.look()
 
     def _wait_a_moment(self, what: str) -> None:
         """Sleep for a moment, and tell what is waited for, unless nothing has come of it for too long."""
@@ -356,8 +378,22 @@ class Launched(Place):
 
     def _check(self, started: Future[Any], what: str) -> None:
         error = started.exception()
-        if error is not None:
-            raise ClusterError(f"{self._words} could not {what}: {error}{self.log_tail(None)}") from error
+        if error is None:
+            return
+        where = advice = ""
+        for launcher in getattr(self._cluster.engine_set, "launchers", {}).values():
+            if self._is_ssh and launcher.state == "before":  # the one at which it ended
+                where = f" on {launcher.location}"
+                advice = f"\nlook whether ssh {launcher.location} works from here without a password"
+        file = self._complaints
+        lines = file.read_text(errors="replace").splitlines()[-_COMPLAINTS:] if file.exists() else []
+        said = " ".join([str(error), *lines])
+        raise ClusterError(f"{self._words} could not {what}{where}: {said}{self.log_tail(None)}{advice}") from error
+
+    @property
+    def _complaints(self) -> Path:
+        """A file for what ssh, or a queue that takes no job, says on stderr; removed with the cluster's others."""
+        return Path(self._cluster.profile_dir) / "log" / f"complaints-{self._cluster.cluster_id}.log"
 
     # ---- what is known of it
 
@@ -467,6 +503,33 @@ def _answers(launcher: SSHLauncher) -> bool:
     except (SubprocessError, OSError):
         return False
     return True
+
+
+class Queue:
+    """What a queue says of the job of an engine set; nothing where it is no queue, or not known how to ask it."""
+
+    _ASK: ClassVar = ("squeue", "--noheader", "--states=all", "--format=%T (%r)", "--jobs")
+    _GOES_ON: ClassVar = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"}
+
+    def __init__(self, engine_set: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
+        self._job = engine_set.job_id if isinstance(engine_set, SlurmLauncher) else ""
+        self._next = time.monotonic()
+        self.state = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job runs no more, and will not."""
+        word = self.state.partition(" ")[0]
+        return bool(word) and word not in self._GOES_ON and "REQUEUE" not in word
+
+    def look(self) -> None:
+        """Ask the queue if it is time; one that does not answer says nothing new."""
+        if not self._job or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + ASK_QUEUE_S
+        with suppress(OSError, SubprocessError):
+            asked = subprocess.run([*self._ASK, self._job], capture_output=True, text=True, timeout=REACH_S, check=True)
+            self.state = asked.stdout.strip().partition("\n")[0]
 
 
 def _address_of(interface: str) -> str:

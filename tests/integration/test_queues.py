@@ -1,0 +1,156 @@
+"""Ranks that a queue starts, with the real Slurm, and ranks that MPI starts."""
+
+import os
+import re
+from importlib.util import find_spec
+
+import psutil
+import pytest
+
+from tests import queues
+from tests.hosts import find
+from tests.integration.model import CELL
+from tests.waiting import wait_until
+from workbench.errors import ClusterError, Interrupted
+from workbench.workbench import Workbench
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+needs_slurm = pytest.mark.skipif(bool(queues.why_not()), reason=queues.why_not() or "it can be started")
+
+NO_MPI = (
+    "not installed: mpiexec; on Debian: apt-get install openmpi-bin"
+    if find("mpiexec") is None
+    else "not installed: mpi4py, which ipyparallel's engines import; pip install mpi4py"
+    if find_spec("mpi4py") is None
+    else ""
+)
+
+
+@pytest.fixture(scope="module")
+def ipython(tmp_path_factory):
+    """The directory in which profiles are."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        directory = tmp_path_factory.mktemp("ipython")
+        monkeypatch.setenv("IPYTHONDIR", str(directory))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory, ipython):
+    with queues.slurm(tmp_path_factory.mktemp("slurm")) as config, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SLURM_CONF", str(config))
+        yield config
+
+
+@pytest.fixture
+def of_profile(ipython, monkeypatch, tmp_path):
+    """Makes a workbench of two ranks whose profile has this configuration; its files are where it is started."""
+    made = []
+    monkeypatch.chdir(tmp_path)
+
+    def make(engines, config):
+        directory = ipython / "profile_queue"
+        (directory / "startup").mkdir(parents=True, exist_ok=True)
+        (directory / "ipcluster_config.py").write_text(f"c = get_config()\n{config}")
+        made.append(Workbench(2, device="cpu", profile="queue", engines=engines))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+HERE = "c.Cluster.controller_ip = '127.0.0.1'\n"
+
+
+def train(bench):
+    bench.run_cell(CELL)
+    bench.shard("model", wrap="Block")
+    return bench.step(2).losses
+
+
+@pytest.fixture(scope="module")
+def on_one_machine():
+    with Workbench(2, device="cpu") as bench:
+        return train(bench)
+
+
+def engines_of(bench):
+    return [psutil.Process(info.pid) for info in bench._session.cluster.rank_info]
+
+
+@needs_slurm
+def test_ranks_of_a_job_train_and_a_stop_leaves_neither_job_nor_process(slurm, of_profile, on_one_machine):
+    bench = of_profile("slurm", HERE)
+    bench.start()
+    assert len(queues.jobs(slurm)) == 1
+    assert train(bench) == pytest.approx(on_one_machine, rel=1e-5)
+    engines = engines_of(bench)
+    assert bench.stop() is None
+    wait_until(lambda: queues.jobs(slurm) == [])
+    wait_until(lambda: not any(engine.is_running() for engine in engines))
+
+
+@needs_slurm
+def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile):
+    bench = of_profile("slurm", HERE)
+    bench.start()
+    engines, (job,) = engines_of(bench), queues.jobs(slurm)
+    queues.cancel(slurm, job)
+    wait_until(lambda: set(bench.losses) == {0, 1})
+    assert re.fullmatch(r"died: its process on \S+ has ended, or its host is gone", bench.losses[1])
+    wait_until(lambda: not any(engine.is_running() for engine in engines))
+
+
+@needs_slurm
+def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm, of_profile):
+    bench, told = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'"), []
+
+    def give_up(sentence):
+        told.append(sentence)
+        if "PENDING" in sentence:
+            assert len(queues.jobs(slurm)) == 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
+        bench.start(give_up)
+    said = re.escape("0 of 2 engines are here, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), after \d+ s"
+    assert re.match(said, told[-1])
+    wait_until(lambda: queues.jobs(slurm) == [])
+
+
+@needs_slurm
+def test_a_job_that_is_taken_from_the_queue_ends_the_start(slurm, of_profile):
+    bench = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'")
+
+    def take_away(sentence):
+        for job in queues.jobs(slurm) if "PENDING" in sentence else ():
+            queues.cancel(slurm, job)
+
+    with pytest.raises(ClusterError, match=r"the queue has ended job \d+: CANCELLED .*; 0 of 2 engines are here"):
+        bench.start(take_away)
+
+
+@needs_slurm
+def test_a_queue_that_refuses_is_quoted(slurm, of_profile):
+    bench = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'nowhere'")
+    with pytest.raises(ClusterError, match=r"could not start 2 engines: .*sbatch: error: .*[Ii]nvalid partition"):
+        bench.start()
+    assert queues.jobs(slurm) == []
+
+
+@pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI or "it is installed")
+def test_ranks_that_mpi_starts_train_and_a_stop_leaves_nothing(of_profile, on_one_machine):
+    arguments = ["--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
+    bench = of_profile("mpi", f"{HERE}c.MPILauncher.mpi_args = {arguments!r}")
+    before = set(psutil.Process().children(recursive=True))
+    bench.start()
+    assert train(bench) == pytest.approx(on_one_machine, rel=1e-5)
+    engines = engines_of(bench)
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert bench.stop() is None
+    wait_until(lambda: not any(process.is_running() for process in {*engines, *started}))
