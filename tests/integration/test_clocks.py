@@ -15,6 +15,7 @@ from tests.integration.model import CELL
 from tests.waiting import wait_until
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clocks import error_ns
+from workbench.session import clocks
 from workbench.trace import load
 from workbench.workbench import Workbench
 
@@ -85,6 +86,17 @@ def test_a_file_says_what_the_live_record_said(bench, tmp_path):
     assert loaded.header.clocks == live.header.clocks[: len(loaded.header.clocks)]
     assert late_ends(loaded, REDUCTIONS) == []
     assert 0 < error_ns(loaded) < 3600 * S
+
+
+def test_clocks_are_compared_again_while_ranks_are_in_a_step(bench, monkeypatch):
+    before = [len(clock.readings) for clock in bench.trace.header.clocks]
+    monkeypatch.setattr(clocks, "EVERY_S", 0.0)
+    bench.step(1, until="forward")
+    try:
+        after = [bench.trace.header.clocks for _ in range(4)][-1]  # one of them, in turn, whenever rows are collected
+    finally:
+        bench.abort()
+    assert all(len(clock.readings) > count for clock, count in zip(after, before, strict=True))
 
 
 def test_since_when_a_rank_stands_is_told_by_its_own_clock(bench):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.trace.on_device import on_devices
 from tests.trace.simulation import Setup, example_trace, simulate
@@ -78,6 +79,18 @@ def test_the_exposed_share_is_that_of_the_waits(trace):
         late = max(ns) - min(ns) > LATE * step["step_ns"]
         assert step["straggler"] == (trace.ranks[int(np.argmin(ns))].rank if late else -1)
         assert bool(slowest(step)) == late
+
+
+@given(traces(whole=True), st.data())
+def test_who_is_late_does_not_depend_on_what_clocks_show(trace, data):
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["t_ns"] += data.draw(st.integers(-(10**12), 10**12))
+        ranks.append(replace(rank, rows=rows))
+    told, moved = (Steps().take(shown) for shown in (trace, Trace(trace.header, tuple(ranks))))
+    for name in ("step", "step_ns", "exposed", "straggler", "spread_ns"):
+        assert moved[name].tolist() == told[name].tolist()
 
 
 def test_in_pieces_steps_cost_what_they_cost_at_once():
