@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import uuid
 from pathlib import Path
 
@@ -17,7 +16,8 @@ def clock_here() -> str:
 
     On Linux it runs since the machine was started, and a time namespace, as a container may have, shifts it.
     """
-    if sys.platform != "linux":
+    try:
+        namespace = os.stat(_NAMESPACE).st_ino if _NAMESPACE.exists() else 0  # none before Linux 5.6
+        return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {namespace}"
+    except OSError:  # no Linux
         return f"{socket.gethostname()} {uuid.getnode()}"
-    namespace = os.stat(_NAMESPACE).st_ino if _NAMESPACE.exists() else 0  # none before Linux 5.6
-    return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {namespace}"

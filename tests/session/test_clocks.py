@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fake_cluster import FakeCluster
-from workbench.clock import clock_here
 from workbench.errors import ClusterError
 from workbench.protocol.messages import Position
 from workbench.replay.clocks import DRIFT, error_of
@@ -195,7 +194,3 @@ def test_a_line_never_turns_time_back_and_keeps_durations(bends, times):
         assert (np.diff(every) >= 0).all()
         assert (np.abs(np.diff(every) - np.diff(own)) <= np.diff(own) / STEEPEST + 2).all()
         before, last = (every[-1:], own[-1:]) if len(own) else (None, None)
-
-
-def test_processes_of_one_machine_read_one_clock():
-    assert clock_here() == clock_here() != ""
