@@ -1,12 +1,11 @@
 """Tensor parallelism below: FSDP+TP on a 2-D mesh, HSDP+TP on a 3-D one, strided shards where both split one dim."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.engine.models import adamw
+from tests.engine.parity import assert_all_close, average_grads
 from tests.engine.ranks import run_cases, run_ranks, simulated_rank, simulating
 from workbench.engine import fully_shard
 
@@ -88,63 +88,58 @@ def loss_of(model: nn.Module, step: int, dp: DeviceMesh) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def average_grads(model: nn.Module) -> None:
-    """Mean over all ranks, which is the mean over the data: every batch is there once per "tp" rank."""
-    for param in model.parameters():
-        dist.all_reduce(param.grad)
-        param.grad.div_(dist.get_world_size())
-
-
 def in_pairs(sharded: nn.Module, plain: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     for (name, s), (plain_name, p) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
         assert name == plain_name
         yield name, s, p
 
 
-def assert_whole(name: str, dtensor: torch.Tensor, plain: torch.Tensor) -> None:
-    assert isinstance(dtensor, DTensor), name
-    assert (dtensor.shape, dtensor.stride()) == (plain.shape, plain.stride()), name
-    torch.testing.assert_close(dtensor.full_tensor(), plain, msg=lambda said: f"{name}: {said}")
+def assert_whole(found: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    """Each DTensor, put together, is the plain tensor of its name; collective."""
+    pairs = {}
+    for name, dtensor, plain in found:
+        assert isinstance(dtensor, DTensor), name
+        assert (dtensor.shape, dtensor.stride()) == (plain.shape, plain.stride()), name
+        pairs[name] = dtensor.full_tensor(), plain
+    assert_all_close(pairs)
 
 
-def five_steps(
+def three_steps(
     names: tuple[str, ...], shape: tuple[int, ...], reshard: bool | None = None, *, clip: float = 0.1
 ) -> None:
     dp, tp = meshes(names, shape)
     plain = make()
     sharded = shard(split(copy.deepcopy(plain), tp), dp, fully_shard, reshard_after_forward=reshard)
     optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
-    for step in range(5):
+    for step in range(3):
         reference, loss = (loss_of(m, step, dp) for m in (plain, sharded))
         torch.testing.assert_close(loss, reference)
         reference.backward(), loss.backward()
-        average_grads(plain)
+        average_grads(plain)  # over all ranks: every batch is there once per "tp" rank
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (plain, sharded)]
         torch.testing.assert_close(norms[1].full_tensor(), norms[0])
         assert (norms[0] > clip) == (clip < 1)
-        for name, s, p in in_pairs(sharded, plain):
-            assert s.grad.placements == s.placements
-            assert_whole(f"gradient of {name}", s.grad, p.grad)
+        assert all(s.grad.placements == s.placements for s in sharded.parameters())
+        assert_whole((f"gradient of {name}", s.grad, p.grad) for name, s, p in in_pairs(sharded, plain))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     expected = plain.state_dict()
     state = sharded.state_dict()
     assert list(state) == list(expected)
-    for name, value in state.items():
-        assert_whole(name, value, expected[name])
+    assert_whole((name, value, expected[name]) for name, value in state.items())
 
 
 def test_fsdp_with_tensor_parallelism_equals_the_plain_model():
-    run_cases(4, {reshard: partial(five_steps, *FSDP_TP, reshard) for reshard in (None, True, False)})
+    run_cases(4, {reshard: partial(three_steps, *FSDP_TP, reshard) for reshard in (None, True, False)})
 
 
 def test_hsdp_with_tensor_parallelism_equals_the_plain_model():
-    run_cases(4, {shape: partial(five_steps, HSDP_TP, shape) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1))})
+    run_cases(4, {shape: partial(three_steps, HSDP_TP, shape) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1))})
 
 
 def test_hsdp_with_tensor_parallelism_on_eight_ranks_where_nothing_is_clipped():
-    run_ranks(8, partial(five_steps, HSDP_TP, (2, 2, 2), clip=100.0))
+    run_ranks(8, partial(three_steps, HSDP_TP, (2, 2, 2), clip=100.0))
 
 
 # ---- the layout beside torch's own
@@ -218,18 +213,14 @@ def partly_split(frozen: bool) -> None:
         x = torch.randn(3, DIM, generator=generator)
         for model in (plain, sharded):
             model(x).square().mean().backward()
-        average_grads(plain.up if not frozen else nn.Module())
-        dist.all_reduce(plain.scale.grad, op=dist.ReduceOp.SUM)
-        plain.scale.grad.div_(dist.get_world_size())
+        average_grads(plain)
         for name, s, p in in_pairs(sharded, plain):
             assert (s.grad is None) == (p.grad is None) == (frozen and name == "up.weight")
-            if p.grad is not None:
-                assert_whole(name, s.grad, p.grad)
+        assert_whole((name, s.grad, p.grad) for name, s, p in in_pairs(sharded, plain) if p.grad is not None)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, s, p in in_pairs(sharded, plain):
-        assert_whole(name, s, p)
+    assert_whole(in_pairs(sharded, plain))
 
 
 def test_a_unit_with_split_and_whole_parameters():
