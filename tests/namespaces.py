@@ -20,6 +20,8 @@ NEEDED = ("ip",)
 INTERFACE = "eth0"
 _NETWORK = "10.203.8"  # nobody else sees it
 _NEW_NET = 0x40000000  # CLONE_NEWNET of Linux; os.setns is there from Python 3.12 on
+RATE_MBIT, DELAY_MS = 1000, 1.0
+"""Of the links that are measured on, out of a host and into one: 2 ms from one to another."""
 HOST = "WORKBENCH_TESTS_HOST"
 """Environment variable of a rank that sits somewhere: the identity of its host."""
 

@@ -15,7 +15,6 @@ from tests.bench.training import WARM_UP, Sample, measure
 
 Tree = dict[str, Any]
 IMPLEMENTATIONS = (TORCH, *OF_OURS)
-RATE_MBIT, DELAY_MS = 1000, 1.0  # each way out of a host and into one: 2 ms between two
 
 
 def compare_hosts(case: Case, effort: Effort) -> Tree:
@@ -24,7 +23,7 @@ def compare_hosts(case: Case, effort: Effort) -> Tree:
     if why_not:
         return {"left out": why_not, "failed": {}}
     with namespaces.network_of(case.num_hosts) as network:
-        links = network.shape(RATE_MBIT, DELAY_MS)
+        links = network.shape(namespaces.RATE_MBIT, namespaces.DELAY_MS)
         runs = Runs(seats=network.seats(*[case.num_ranks // case.num_hosts] * case.num_hosts))
         samples: dict[str, list[list[list[Sample]]]] = {name: [] for name in IMPLEMENTATIONS}
         sent: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}

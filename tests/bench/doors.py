@@ -1,20 +1,26 @@
 """What a notebook waits for on a real cluster: the first cell, an empty cell, and the side door of busy ranks."""
 
+import contextlib
+import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
 import psutil
 
+from tests import namespaces
 from tests.bench.stats import spread
+from tests.namespaces import Seat
+from tests.waiting import wait_until
 from workbench.cluster import Cluster
 from workbench.cluster.attached import Target
 from workbench.protocol.messages import Locate
@@ -65,6 +71,69 @@ def _attached_s(target: Target) -> float:
         cluster.stop()
 
 
+def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -> Tree:
+    """Return what :func:`measure_side_door` does, of ranks on several hosts, and the round trip of a packet to them.
+
+    This process, in which the notebook's side is, and the controller are on a host of their own. ``above_links_ms`` is
+    what the worse of the medians has above two latencies of a link; without network namespaces nothing is measured.
+    """
+    why_not = namespaces.why_not()
+    if why_not:
+        return {"left out": why_not}
+    with namespaces.network_of(1 + num_hosts) as network:
+        links = network.shape(namespaces.RATE_MBIT, namespaces.DELAY_MS)
+        here, *hosts = network.hosts
+        here.take()
+        with engines_on([seat for seat in hosts for _ in range(num_local)], here.address) as target:
+            found = _medians(Cluster.attached(target, device="cpu"), num_times)
+            latency_ms = _latency_ms(hosts[0].address)
+    worst = max(found["python_ms"], found["torch_ms"])
+    return {"links": links, "latency_ms": latency_ms, **found, "above_links_ms": worst - 2 * latency_ms}
+
+
+def _latency_ms(address: str) -> float:
+    """Half of the time in which a connection is refused, or made, of the quickest of some."""
+    times_ms = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection((address, 9), timeout=LONG_S).close()
+        times_ms.append((time.perf_counter() - begin) * 1e3)
+    return min(times_ms) / 2
+
+
+@contextmanager
+def engines_on(seats: Sequence[Seat], address: str) -> Iterator[Target]:
+    """Let an engine of ipyparallel run on each seat, and their controller here, on ``address``."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as last:
+        security = Path(folder) / "profile_bench" / "security"
+        where = [f"--ipython-dir={folder}", "--profile=bench"]
+        _run(last, "ipyparallel.controller", *where, f"--ip={address}", f"--location={address}")
+        file = security / "ipcontroller-engine.json"
+        wait_until(file.exists, LONG_S)
+        for seat in seats:
+            _run(last, "ipyparallel.engine", *where, f"--file={file}", in_namespace=seat.namespace)
+        client_file = security / "ipcontroller-client.json"
+        wait_until(client_file.exists, LONG_S)
+        _wait_for_engines(client_file, len(seats))
+        yield Target(file=str(client_file))
+
+
+def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> None:
+    """Run a module in a process of its own, in a network namespace or here, until the end."""
+    before = ["ip", "netns", "exec", in_namespace] if in_namespace else []
+    command = [*before, sys.executable, "-m", module, *words]
+    environment = os.environ | {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    last.callback(process.wait)
+    last.callback(process.terminate)
+
+
+def _wait_for_engines(client_file: Path, num_engines: int) -> None:
+    with ipyparallel.Client(str(client_file)) as client:
+        client.wait_for_engines(num_engines, timeout=LONG_S, interactive=False)
+
+
 @contextmanager
 def running_engines(num_engines: int) -> Iterator[Target]:
     """Let ipyparallel start engines of its own, in a process and a directory that end with the body."""
@@ -77,8 +146,7 @@ def running_engines(num_engines: int) -> Iterator[Target]:
                     if "engines appear to have started" in line.lower():
                         break
                 file = Path(folder) / "profile_bench" / "security" / "ipcontroller-one-client.json"
-                with ipyparallel.Client(str(file)) as client:
-                    client.wait_for_engines(num_engines, timeout=LONG_S, interactive=False)
+                _wait_for_engines(file, num_engines)
                 yield Target(file=str(file))
             finally:
                 started.terminate()
@@ -87,8 +155,12 @@ def running_engines(num_engines: int) -> Iterator[Target]:
 
 def measure_side_door(num_ranks: int, num_times: int) -> Tree:
     """Return how long all ranks, each of which computes in its main thread, take to say where they are."""
+    return _medians(Cluster(num_ranks, "cpu"), num_times)
+
+
+def _medians(cluster: Cluster, num_times: int) -> Tree:
     found: Tree = {}
-    with Cluster(num_ranks, "cpu") as cluster:
+    with cluster:
         for what in ("python", "torch"):
             times_ms = round_trips_ms(cluster, what, num_times)
             found |= {f"{what}_ms": statistics.median(times_ms), f"{what}_spread": spread(times_ms).as_dict()}

@@ -41,6 +41,9 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
         "panel 3.7M": watched(RECORDED["3.7M"], 8, "panel"),
         "to browser": lambda: call("tests.bench.watched:measure_to_browser", num_ranks=8, seconds=5 * effort.block_s),
         "side door": lambda: call("tests.bench.doors:measure_side_door", num_ranks=2, num_times=2 * effort.repeats),
+        "side door of hosts": lambda: call(
+            "tests.bench.doors:measure_side_door_of_hosts", num_hosts=3, num_local=2, num_times=2 * effort.repeats
+        ),
         "cells": lambda: call("tests.bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
         "start": lambda: _starts(effort.starts, call),
         "attach": lambda: call("tests.bench.doors:measure_attach", num_engines=8, num_times=effort.starts),

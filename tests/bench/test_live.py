@@ -30,6 +30,7 @@ FOUND = {
     "watched:measure_watched": {"cpu_to_plain": 1.02, "cpu_to_unwatched": 1.01, "drained_kb": 3.0},
     "watched:measure_to_browser": {"kib_per_s": 50.0},
     "doors:measure_side_door": {"python_ms": 8.0, "torch_ms": 4.0},
+    "doors:measure_side_door_of_hosts": {"python_ms": 9.0, "latency_ms": 2.0, "above_links_ms": 5.0},
     "doors:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
     "doors:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
