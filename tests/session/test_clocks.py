@@ -141,6 +141,16 @@ def test_an_answer_that_takes_long_says_less_than_what_is_known():
     assert [reading.error_ns for reading in clock.readings] == [clock.readings[0].error_ns]
 
 
+def test_nobody_waits_for_many_slow_answers():
+    hosts = Hosts({0: "here", 1: "a", 2: "b"}, takes_ns=S)
+    begin_ns, found = hosts.now_ns, hosts.clocks()
+    assert found.compare(hosts, range(3), timeout_s=1.0)
+    assert hosts.asked == [(1, 2)]
+    assert found.knows(1)
+    assert found.knows(2)
+    assert all(0 < clock.readings[0].error_ns <= hosts.now_ns - begin_ns for clock in found.readings)
+
+
 def test_readings_of_many_hours_stay_few(monkeypatch):
     monkeypatch.setattr(clocks, "KEPT", 8)
     hosts = Hosts({0: "here", 1: "a"}, faster={"a": 1e-6})

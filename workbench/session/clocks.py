@@ -40,7 +40,7 @@ TIMES = 4
 """Questions of one comparison, of which the quickest counts."""
 
 ANSWER_S = 0.5
-"""How long an answer may take, in seconds: one that takes longer says little."""
+"""How long an answer may take, in seconds, and after which nothing is asked again: what takes longer says little."""
 
 KEPT = 120
 """Readings of a clock that are kept: of more every other one goes, so that many hours of many hosts fit a header."""
@@ -182,9 +182,9 @@ class Clocks:
 
     def _ask(self, door: SideDoor, clocks: Sequence[str], ranks: set[int], timeout_s: float) -> dict[str, Compared]:
         """Return what was found of clocks of which a rank answers: all at the same time, then each by itself."""
-        asked = {}
+        asked, begin_ns = {}, self._now_ns()
         for clock in clocks:
-            self._asked_ns[clock] = self._now_ns()
+            self._asked_ns[clock] = begin_ns
             there = [rank for rank in self._ranks[clock] if rank in ranks]
             if there and clock != self._here:
                 asked[there[self._turns[clock] % len(there)]] = clock
@@ -192,6 +192,8 @@ class Clocks:
         self._turns.update(clock for clock in asked.values() if clock not in found)
         for rank, clock in asked.items():
             for _ in range(TIMES - 1 if clock in found else 0):
+                if self._now_ns() - begin_ns > ANSWER_S * _NS:  # somebody waits for what is collected
+                    break
                 again = self._locate(door, {rank: clock}, timeout_s).get(clock, found[clock])
                 found[clock] = min(found[clock], again, key=lambda compared: compared.error_ns)
         if self._here in clocks:
