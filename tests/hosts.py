@@ -113,11 +113,6 @@ class Hosts:
         finally:
             _run("ip", "link", "set", _cable(name), "up")
 
-    def pids(self, name: str) -> set[int]:
-        """Return the processes on a host, its sshd's included."""
-        found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
-        return set(map(int, found.stdout.split()))
-
 
 @contextmanager
 def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:

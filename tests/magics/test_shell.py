@@ -77,6 +77,15 @@ def test_start_and_stop(bare):
     assert [fake.num_ranks for fake in bare.fakes] == [4, 2]
 
 
+def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
+    bare.ok("%fsdp start -n 2")
+    monkeypatch.setattr(bare.fake, "stop", lambda: "node3 was not reached")
+    assert bare.ok("%fsdp stop").out.splitlines()[-2:] == [
+        "stopped; what was recorded is still there to look at",
+        "node3 was not reached",
+    ]
+
+
 def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare):
     bare.ok("%fsdp start -n 2")
     bare.fake.lose(1)

@@ -490,10 +490,13 @@ def _patient(launcher_class: type[SSHLauncher], gives_up: threading.Event) -> ty
             gives_up.wait(AGAIN_S)
             raise TimeoutError(f"{self.location} could not be asked") from error
 
-    patient = type(one.__name__, (one,), {"wait_one": wait_one})
-    if one is launcher_class:
-        return patient
-    return type(launcher_class.__name__, (launcher_class,), {"launcher_class": patient})
+    patient = _derived(one, wait_one=wait_one)
+    return patient if one is launcher_class else _derived(launcher_class, launcher_class=patient)
+
+
+def _derived(base: type[SSHLauncher], **attributes: object) -> type[SSHLauncher]:
+    """Return a class of the same name, by which it is configured and called in messages."""
+    return type(base.__name__, (base,), {"__module__": base.__module__, **attributes})
 
 
 def _answers(launcher: SSHLauncher) -> bool:
