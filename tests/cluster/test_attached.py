@@ -132,6 +132,36 @@ def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profil
         taking.ask(Release(), timeout_s=PATIENCE_S)
 
 
+TAKER = f"""
+import sys
+from workbench.cluster import Cluster
+from workbench.cluster.attached import Target
+cluster = Cluster.attached(Target(profile="running"), device="cpu", runtime="{RUNTIME}", take=True)
+cluster.start()
+print("taken", flush=True)
+sys.stdin.readline()
+cluster.detach()
+"""
+
+
+def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
+    first = attached()
+    first.start()
+    assert first.held_by == ""
+    with subprocess.Popen(
+        [sys.executable, "-c", TAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "taken\n"
+        wait_until(lambda: first.ask(Locate(), timeout_s=PATIENCE_S) and first.held_by)  # as a view asks
+        assert f"(process {other.pid})" in first.held_by
+        with pytest.raises(UsageError, match=rf"process {other.pid}\) has the ranks, .* attach --take"):
+            first.run_cell("x = 1")
+        other.communicate("\n")
+    first.detach()
+    with attached() as again:
+        assert again.held_by == ""
+
+
 def test_what_is_no_cluster_is_said(profile, tmp_path):
     security = profile / "security"
     for target, said in (

@@ -431,6 +431,11 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
         (Pulse(trace=Trace.empty(), running=True), "Nothing is recorded yet"),
         (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
         (Pulse(trace=example_trace(num_ranks=2), record="run.trace"), "No ranks are running: this is run.trace."),
+        (
+            Pulse(trace=example_trace(num_ranks=2), running=True, holder="the notebook of ann on node1 (process 7)"),
+            "the notebook of ann on node1 (process 7) has the ranks, and here they can be looked at. To have them: "
+            "%fsdp attach --take.",
+        ),
     ],
 )
 def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, told, words):

@@ -37,6 +37,7 @@ _SHUTDOWN_S = 2.0
 _INTERRUPT_S = 1.0
 _PATIENCE_S = 1.0
 _HOLD_S = 2.0
+_WHO_S = 2.0  # how often it is asked whether another notebook has taken the ranks
 
 PROGRAM = Path(survey.__file__).read_text(encoding="utf-8")
 """Runs on every engine before it is a rank: it need not have the workbench."""
@@ -93,6 +94,7 @@ class Cluster:
         self._takes = False
         self._num_wanted: int | None = num_ranks
         self._holder: Holder | None = None
+        self._ask_who_at = 0.0
         self._place: Place | None = None
         self._doors: Doors | None = None
         self._engines: tuple[str, ...] = ()
@@ -428,6 +430,17 @@ class Cluster:
         """Whether the engines were there before, and stay."""
         return self._target is not None
 
+    def _ask_who_holds(self, doors: Doors) -> None:
+        """Learn from time to time whether another notebook has taken ranks that were attached."""
+        now = time.monotonic()
+        if self._target is None or self._holder is not None or not self._rank_info or now < self._ask_who_at:
+            return
+        self._ask_who_at = now + _WHO_S
+        one = [rank for rank in range(len(self._engines)) if not doors.is_lost(rank)][:1]
+        for world in doors.hold({}, one, _HOLD_S).values():
+            if isinstance(world, World) and world.holder not in {None, holder_here()}:
+                self._holder = world.holder
+
     def _check_held(self) -> None:
         if self._holder is not None:
             raise UsageError(
@@ -504,7 +517,9 @@ class Cluster:
             UsageError: the ranks are not started, or there is no such rank.
         """
         doors = self._reach()
-        if not request.looks:
+        if request.looks:
+            self._ask_who_holds(doors)
+        else:
             self._check_held()
         return doors.ask(request, self._select(ranks, may_be_none=True), timeout_s)
 

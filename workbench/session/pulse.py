@@ -66,6 +66,7 @@ class Pulse:
         states: of each rank, by number; none without ranks.
         positions: where each rank was when it was last heard of.
         losses: of each rank that was lost, how.
+        holder: who else commands the ranks, in words; empty: nobody.
         cursor: up to where the views show what was recorded; None: all of it.
         record: name of the file that the trace is from; empty: ranks recorded it.
         under_way: what the ranks were asked and have not ended; None: nothing.
@@ -79,6 +80,7 @@ class Pulse:
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
     losses: Mapping[int, str] = field(default_factory=dict)
+    holder: str = ""
     cursor: Cursor | None = None
     record: str = ""
     under_way: UnderWay | None = None

@@ -212,6 +212,7 @@ class Session:
         return dataclasses.replace(
             found,
             losses=losses,
+            holder=self.cluster.held_by,
             under_way=_under_way(self.request, trace),
             ended=self.ended,
             breakpoints=self.stops(),

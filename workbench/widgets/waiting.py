@@ -122,7 +122,8 @@ def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
     asked = pulse.under_way, pulse.ended, pulse.breakpoints
-    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), pulse.losses, pulse.cursor, asked
+    held = pulse.losses, pulse.holder
+    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, asked
 
 
 def health(pulse: Pulse) -> tuple[HealthOfRanks, ...]:
@@ -149,8 +150,9 @@ _EXCHANGED = {"start": "Ranks are being started.", "stop": "The ranks are being 
 
 def said(pulse: Pulse) -> str:
     """Return a sentence about what there is to see; empty while ranks train."""
-    if pulse.exchange:
-        return _EXCHANGED[pulse.exchange]
+    if pulse.exchange or pulse.holder:
+        held = f"{pulse.holder} has the ranks, and here they can be looked at. To have them: %fsdp attach --take."
+        return _EXCHANGED.get(pulse.exchange, held)
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
     if pulse.trace.num_rows:
