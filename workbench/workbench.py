@@ -300,7 +300,14 @@ class Workbench:
     @property
     def outlives(self) -> bool:
         """Whether the ranks' processes were there before, and stay."""
-        return self._session is not None and self._session.cluster.outlives
+        session = self._session  # which another thread may be leaving
+        return session is not None and session.cluster.outlives
+
+    @property
+    def held_by(self) -> str:
+        """Who else commands the ranks, in words: they can be looked at only then; empty: nobody."""
+        session = self._session
+        return "" if session is None else session.cluster.held_by
 
     def stop(self) -> str | None:
         """Stop the ranks; nothing happens when none run. The trace stays.
@@ -402,7 +409,7 @@ class Workbench:
             num_dropped=trace.num_dropped,
             record=self.record,
             kept=tuple(process.pid for process in KEEPER.processes),
-            holder="" if self._session is None else self._session.cluster.held_by,
+            holder=self.held_by,
             clocks=trace.header.clocks,
         )
 

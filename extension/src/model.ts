@@ -4,6 +4,7 @@ import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type Client, Refusal, type Standing } from "./client";
 import type { Command, Model, ParamInfo, Preview, Reshard, Said, Shard, State, UnitInfo } from "./protocol";
+import type { Wanted } from "./starting";
 
 /** A command that was asked for here, and what came of it. */
 export interface Spoken {
@@ -34,6 +35,8 @@ export class PanelModel implements IDisposable {
   #key = 0;
   #opened: ReadonlyMap<number, readonly ParamInfo[] | null> = new Map();
   #loadError = "";
+  /** What is typed into the form that starts ranks, which comes and goes with the kernel; null: nothing yet. */
+  wanted: Wanted | null = null;
   #seen = "";
   #isDisposed = false;
 

@@ -8,7 +8,7 @@ import { Client } from "./client";
 import { Connection } from "./connection";
 import { LOAD } from "./load";
 import { PanelModel } from "./model";
-import { type Answer, type Start, TARGET } from "./protocol";
+import { type Answer, type Attach, type Start, TARGET } from "./protocol";
 
 /** Milliseconds that a kernel which has loaded the workbench may take to answer. */
 const LOADED_MS = 20_000;
@@ -69,8 +69,8 @@ export class Followed implements IDisposable {
     this.#connection.reconnect();
   }
 
-  /** Start ranks, after loading the workbench where that was not done. */
-  async start(command: Start): Promise<boolean> {
+  /** Start or attach ranks, after loading the workbench where that was not done. */
+  async start(command: Start | Attach): Promise<boolean> {
     return (await this.load()) && (await this.model.do(command));
   }
 

@@ -120,6 +120,10 @@ export interface ClusterState {
   readonly host: string;
   /** its process. */
   readonly kernel_pid: number;
+  /** whether the ranks' processes were there before: they can be left, and stay. */
+  readonly outlives: boolean;
+  /** who else commands the ranks, in words; they can be looked at only then. Empty: nobody. */
+  readonly held_by: string;
 }
 
 /** One rank now. */
@@ -583,7 +587,10 @@ export interface Shard {
    * no)
    */
   readonly orig_params?: boolean;
-  /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: off) */
+  /**
+   * compute and reduce in bf16, fp16, fp32, fp64; or off, also of one: reduce=off (default:
+   * off)
+   */
   readonly mp?: string;
   /** keep what is sharded in host memory (default: no) */
   readonly offload?: boolean;
@@ -595,9 +602,9 @@ export interface Shard {
 
 /**
  * Change how a sharded model is sharded, in place; optimizers go on with their state. What is
- * not given stays as it is, and so do the parameters that `shard` left out. A name such as
- * `model.blocks.2` is that of one unit alone: it has `reshard_after_forward`, `mp` and
- * `offload` by itself, and no other unit changes.
+ * not given stays as it is, of `mp` as well, and so do the parameters that `shard` left out. A
+ * name such as `model.blocks.2` is that of one unit alone: it has `reshard_after_forward`, `mp`
+ * and `offload` by itself, and no other unit changes.
  */
 export interface Reshard {
   readonly word: "reshard";
@@ -633,7 +640,10 @@ export interface Reshard {
    * as it is)
    */
   readonly orig_params?: boolean | null;
-  /** compute and reduce in bf16, fp16, fp32, fp64; or off (default: as it is) */
+  /**
+   * compute and reduce in bf16, fp16, fp32, fp64; or off, also of one: reduce=off (default: as
+   * it is)
+   */
   readonly mp?: string;
   /** keep what is sharded in host memory (default: as it is) */
   readonly offload?: boolean | null;

@@ -1,7 +1,7 @@
 /** What a person has set, read from what JupyterLab stores. */
 import type { ISettingRegistry } from "@jupyterlab/settingregistry";
 
-import { type Device, DEVICES } from "./views/start";
+import { type Device, DEVICES } from "./starting";
 
 export interface Settings {
   /** Milliseconds at least from one state to the next. */

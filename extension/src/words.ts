@@ -1,12 +1,14 @@
 /** What a state means, in words and trees: pure functions of what the kernel told. */
 import { formatBytes } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
-import type { Model, ParamInfo, Preview, State, UnitInfo } from "./protocol";
+import type { Model, ParamInfo, Preview, RankState, State, UnitInfo } from "./protocol";
 
 /** Which controls can be used. */
 export interface Can {
   readonly start: boolean;
   readonly stop: boolean;
+  /** Leave ranks whose processes stay. */
+  readonly detach: boolean;
   readonly step: boolean;
   readonly pause: boolean;
   readonly goOn: boolean;
@@ -26,10 +28,12 @@ export function can(state: State | null): Can {
   const isRunning = state?.cluster.is_running === true;
   const isWhole = state?.ranks.every(({ health }) => health !== "gone") ?? false;
   const isFree = !state?.cluster.exchange;
+  const isOurs = !state?.cluster.held_by;
   return {
     start: !isRunning && isFree,
-    stop: isRunning && isFree,
-    step: isRunning && isWhole && request === null,
+    stop: isRunning && isFree && isOurs,
+    detach: isRunning && isFree && request === null && state.cluster.outlives,
+    step: isRunning && isWhole && isOurs && request === null,
     pause: isRunning && request !== null && !request.is_stopped,
     goOn: isWhole && request?.is_stopped === true,
     abort: request !== null,
@@ -40,7 +44,7 @@ export function can(state: State | null): Can {
 export function exchanging(state: State | null): string {
   switch (state?.cluster.exchange) {
     case "start":
-      return "Ranks are being started. Wait until they are there.";
+      return "Ranks are being started, or attached. Wait until they are there.";
     case "stop":
       return "The ranks are being stopped. Others can be started when they have ended.";
     case "open":
@@ -64,14 +68,27 @@ export function headline(state: State): Headline {
     const todo = state.request === null ? "Stop the ranks, then start them again." : "Abort, then stop the ranks and start them again.";
     return { tone: "bad", text: `${which} ${first?.where ?? "died"}`, todo };
   }
-  const request = state.request;
+  const { request, cluster } = state;
+  if (cluster.held_by) {
+    return {
+      tone: "plain",
+      text: `Looking only: ${cluster.held_by} has these ranks.`,
+      todo: "To have them, detach there, then attach here.",
+    };
+  }
   if (request?.is_stopped === true) {
     const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
     return { tone: "held", text: `${request.stop}${because}` };
   }
   if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
-  if (!state.cluster.is_running) return { tone: "plain", text: "No ranks" };
+  if (!cluster.is_running) return { tone: "plain", text: "No ranks" };
   return { tone: "plain", text: `${count(state.ranks.length, "rank")}, idle` };
+}
+
+/** The machine that ranks are on, or how many. */
+export function hostsInWords(ranks: readonly RankState[]): string {
+  const [first = "", ...others] = new Set(ranks.map(({ host }) => host));
+  return others.length === 0 ? first : `${1 + others.length} hosts`;
 }
 
 /** What a screen reader is told: it changes when something else is the case, not with every step of it. */

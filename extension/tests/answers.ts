@@ -21,7 +21,9 @@ export const ANSWERS = {
       "device": "cpu",
       "profile": "",
       "host": "here",
-      "kernel_pid": 1
+      "kernel_pid": 1,
+      "outlives": false,
+      "held_by": ""
     },
     "ranks": [
       {

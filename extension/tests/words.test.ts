@@ -131,6 +131,17 @@ describe("starting and stopping", () => {
   });
 
   it.each([
+    ["what was started here is not left", {}, [true, false]],
+    ["what was attached can be left or stopped", { outlives: true }, [true, true]],
+    ["what another notebook has can be looked at no more", { outlives: true, held_by: "the notebook of ada" }, [false, true]],
+    ["nothing can while ranks are exchanged", { outlives: true, exchange: "stop" as const }, [false, false]],
+  ])("%s", (_name, changed, wanted) => {
+    const { stop, detach } = can(state({ cluster: cluster(changed) }));
+    expect([stop, detach]).toEqual(wanted);
+    expect(can(state({ cluster: cluster(changed), request: STEP })).detach).toBe(false);
+  });
+
+  it.each([
     ["", /^$/],
     ["start", /being started/],
     ["stop", /being stopped/],
@@ -155,6 +166,16 @@ describe("the headline", () => {
       tone: "held",
       text: "2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)",
     });
+  });
+
+  it("says who has ranks that can only be looked at, and nothing can be done with", () => {
+    const told = state({ cluster: cluster({ outlives: true, held_by: "the notebook of ada on node1" }) });
+    expect(headline(told)).toEqual({
+      tone: "plain",
+      text: "Looking only: the notebook of ada on node1 has these ranks.",
+      todo: "To have them, detach there, then attach here.",
+    });
+    expect(can(told).step).toBe(false);
   });
 
   it("counts the steps that have ended", () => {

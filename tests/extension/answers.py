@@ -90,7 +90,15 @@ EXAMPLES: tuple[Answer, ...] = (
     State(
         number=2,
         cluster=ClusterState(
-            is_running=True, exchange="", num_ranks=2, device="cpu", profile="", host="here", kernel_pid=1
+            is_running=True,
+            exchange="",
+            num_ranks=2,
+            device="cpu",
+            profile="",
+            host="here",
+            kernel_pid=1,
+            outlives=False,
+            held_by="",
         ),
         ranks=(_rank(0), _rank(1)),
         units=(_unit(0, "(root)"), _unit(1, "blocks.0")),

@@ -33,7 +33,7 @@ def lab(tmp_path_factory, chromium):
 def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
     expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
     shot(lab, "not_loaded")
-    fields = panel(lab).locator(".fsdp-Form :is(input, select)")
+    fields = panel(lab).locator(".fsdp-Form :is(input, select):visible")
     assert len({(box["x"], box["width"]) for box in (field.bounding_box() for field in fields.all())}) == 1
     panel(lab).get_by_label("Ranks", exact=True).fill("2")
     panel(lab).get_by_label("Device").select_option("cpu")

@@ -171,8 +171,9 @@ def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
     cases = {
         ("forward", "layers.1"): "its forward is about to run, asked for in forward of step 0",
         ("forward.end", "layers.1"): "its forward runs, asked for in forward of step 0",
+        ("all_gather", "layers.1"): "it is about to be unsharded, asked for in forward of step 0",
         (
-            "all_gather",
+            "all_gather.end",
             "layers.1",
         ): "its all-gather was issued, asked for in forward of step 0; nobody has waited",
         ("reshard", "layers.1"): "nothing has given it up yet, asked for in forward of step 0",

@@ -214,6 +214,8 @@ class ClusterState:
         profile: IPython profile that they were started with; empty: none.
         host: machine of the notebook's kernel.
         kernel_pid: its process.
+        outlives: whether the ranks' processes were there before: they can be left, and stay.
+        held_by: who else commands the ranks, in words; they can be looked at only then. Empty: nobody.
     """
 
     is_running: bool
@@ -223,6 +225,8 @@ class ClusterState:
     profile: str
     host: str
     kernel_pid: int
+    outlives: bool
+    held_by: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,12 +152,15 @@ class Panel:
         return partial(self._tell, answer)
 
     def _state(self, number: int, pulse: Pulse) -> Answer:
-        given = self._notebook.shown().settings
+        workbench = self._notebook.shown()
+        given = workbench.settings
         settings = Settings(
             num_ranks=given["num_ranks"],
             device=given["device"],
             profile=given["profile"] or "",
             exchange=self._notebook.exchange,  # after the pulse: ranks that it lacks are stopped, or still being so
+            outlives=workbench.outlives,
+            held_by=workbench.held_by,
         )
         state = self._observer.state(number, pulse, settings, self._units)
         self._units = state.units if state.units is not None else self._units

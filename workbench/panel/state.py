@@ -37,12 +37,19 @@ from workbench.widgets.waiting import breakpoints, said
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How ranks are started: their number, device and IPython profile; empty: none. And what exchanges them now."""
+    """How ranks are started: their number, device and IPython profile; empty: none. And what exchanges them now.
+
+    Attributes:
+        outlives: whether their processes were there before, and stay.
+        held_by: who else commands them; empty: nobody.
+    """
 
     num_ranks: int
     device: str
     profile: str
     exchange: Exchange = ""
+    outlives: bool = False
+    held_by: str = ""
 
 
 class Observer:
@@ -140,6 +147,8 @@ def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
         profile=settings.profile,
         host=socket.gethostname(),
         kernel_pid=os.getpid(),
+        outlives=settings.outlives,
+        held_by=settings.held_by,
     )
 
 

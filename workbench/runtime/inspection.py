@@ -227,7 +227,8 @@ def _full(found: _Found, recorder: Recorder) -> FullFacts:
     if past.is_gathering:
         why = f"its all-gather was issued{past.asked}; nobody has waited for it yet"
         return FullFacts(state=UnitState.ALL_GATHER_IN_FLIGHT, why=why, values=None)
-    return FullFacts(state=UnitState.SHARDED, why=past.why_sharded(found.unit), values=None)
+    why = f"it is about to be unsharded{past.asked}" if past.is_asked_for else past.why_sharded(found.unit)
+    return FullFacts(state=UnitState.SHARDED, why=why, values=None)
 
 
 @dataclass(frozen=True)
@@ -247,10 +248,15 @@ class _Past:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether an all-gather was asked for, and nobody has what it gives."""
+        """Whether an all-gather was issued, and nobody has what it gives."""
+        row = self._last(*STATE_AFTER)
+        return row is not None and STATE_AFTER[Kind(row["kind"]), Edge(row["edge"])] is UnitState.ALL_GATHER_IN_FLIGHT
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the full parameter was asked for, and its all-gather, if it needs one, not issued yet."""
         row = self._last((Kind.UNSHARD, Edge.BEGIN), *STATE_AFTER)
-        settled = (UnitState.UNSHARDED, UnitState.SHARDED)
-        return row is not None and STATE_AFTER.get((Kind(row["kind"]), Edge(row["edge"]))) not in settled
+        return row is not None and (Kind(row["kind"]), Edge(row["edge"])) == (Kind.UNSHARD, Edge.BEGIN)
 
     @property
     def asked(self) -> str:

@@ -4,9 +4,9 @@ import * as React from "react";
 
 import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import type { PanelModel } from "../model";
-import type { Start } from "../protocol";
+import type { Attach, Command, Start } from "../protocol";
 import type { Settings } from "../settings";
-import { can, count, exchanging, explained } from "../words";
+import { can, count, exchanging, explained, hostsInWords } from "../words";
 import { Breakpoints } from "./breakpoints";
 import { Controls } from "./controls";
 import { Action, type Folding, Section } from "./parts";
@@ -22,7 +22,7 @@ export interface PanelProps {
   readonly notebook: string;
   readonly settings: Settings;
   readonly folding: Folding;
-  readonly start: (command: Start) => Promise<unknown>;
+  readonly start: (command: Start | Attach) => Promise<unknown>;
   readonly load: () => void;
   readonly reconnect: () => void;
   /** Stop the ranks, perhaps after asking whether that is meant. */
@@ -48,6 +48,7 @@ function Body({ model, notebook, settings, folding, start, load, reconnect, stop
       isEnabled={(standing.kind === "live" && can(state).start) || isNotLoaded}
       why={exchanging(state)}
       start={start}
+      model={model}
     />
   );
   return (
@@ -91,6 +92,9 @@ function Body({ model, notebook, settings, folding, start, load, reconnect, stop
   );
 }
 
+const STOP: Command = { word: "stop" };
+const DETACH: Command = { word: "detach" };
+
 interface RunningProps {
   readonly model: PanelModel;
   readonly colours: readonly string[];
@@ -101,26 +105,44 @@ interface RunningProps {
 function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Element | null {
   const { state, units } = model;
   if (state === null) return null;
-  const { cluster, ranks, breakpoints } = state;
-  const off = breakpoints.filter(({ is_on: isOn }) => !isOn).length;
+  const { cluster, ranks } = state;
+  const able = can(state);
   return (
     <>
       <Controls model={model} state={state} />
-      <Section name="Ranks" note={`${ranks.length} on ${cluster.host}`} {...folding}>
+      <Section name="Ranks" note={`${ranks.length} on ${hostsInWords(ranks)}`} {...folding}>
         <Ranks ranks={ranks} />
-        <Action
-          className="fsdp-Link"
-          isEnabled={can(state).stop}
-          title={exchanging(state)}
-          run={stop}
-          command={{ word: "stop" }}
-        >
-          Stop the ranks
-        </Action>
+        {cluster.held_by ? null : (
+          <Action className="fsdp-Link" isEnabled={able.stop} title={exchanging(state)} run={stop} command={STOP}>
+            Stop the ranks
+          </Action>
+        )}
+        {cluster.outlives ? (
+          <Action
+            className="fsdp-Link"
+            isEnabled={able.detach}
+            title="they stay as they are, with their variables, for whoever attaches next"
+            run={() => void model.do(DETACH)}
+            command={DETACH}
+          >
+            {cluster.held_by ? "Look no more" : "Detach"}
+          </Action>
+        ) : null}
       </Section>
       <Section name="Units" note={units.length > 0 ? String(units.length) : ""} {...folding}>
         {units.length > 0 ? <Units model={model} colours={colours} /> : <p className="fsdp-note">No model is sharded.</p>}
       </Section>
+      {cluster.held_by ? null : <Shaping model={model} folding={folding} />}
+    </>
+  );
+}
+
+/** What changes something, of ranks that are this notebook's. */
+function Shaping({ model, folding }: Pick<RunningProps, "model" | "folding">): React.JSX.Element {
+  const breakpoints = model.state?.breakpoints ?? [];
+  const off = breakpoints.filter(({ is_on: isOn }) => !isOn).length;
+  return (
+    <>
       <Section
         name="Breakpoints"
         note={breakpoints.length > 0 ? `${breakpoints.length}${off > 0 ? `, ${off} off` : ""}` : ""}

@@ -1,9 +1,15 @@
-/** One row a rank: its health, its memory with the peak marked, and where it stands. */
+/** One row a rank, or for many that are alike: health, memory with the peak marked, and where it stands. */
+import { caretDownIcon, caretRightIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
 import { CATEGORIES, CATEGORY } from "../../../workbench/widgets/static/events.js";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
+import { doing, hosts, type Row } from "../hosts";
 import type { RankState } from "../protocol";
+import { count, ranges } from "../words";
+
+/** A hyphen at which no line ends. */
+const NO_BREAK = "\u2011";
 
 interface RanksProps {
   readonly ranks: readonly RankState[];
@@ -11,23 +17,97 @@ interface RanksProps {
 
 export function Ranks({ ranks }: RanksProps): React.JSX.Element {
   const most = Math.max(1, ...ranks.map(({ peak_bytes, in_use }) => Math.max(peak_bytes, in_use)));
+  const found = hosts(ranks);
   return (
-    <ul className="fsdp-Ranks">
-      {ranks.map((rank) => (
-        <Rank key={rank.rank} rank={rank} most={most} />
+    <>
+      {found.map(({ name, ranks: there, rows }) => (
+        <div key={name} role="group" aria-label={`ranks on ${name}`} className="fsdp-Host">
+          {found.length > 1 ? (
+            <h4>
+              {name} <span className="fsdp-note">{count(there.length, "rank")}</span>
+            </h4>
+          ) : null}
+          <ul className="fsdp-Ranks">
+            {rows.map((row) =>
+              row.ranks.length > 1 ? (
+                <Alike key={row.key} row={row} most={most} />
+              ) : (
+                row.ranks.map((rank) => <Rank key={rank.rank} rank={rank} most={most} />)
+              ),
+            )}
+          </ul>
+        </div>
       ))}
-    </ul>
+    </>
   );
 }
 
-function Rank({ rank, most }: { readonly rank: RankState; readonly most: number }): React.JSX.Element {
-  const { health, where, in_use: inUse, peak_bytes: peak } = rank;
-  const memory = peak > 0 ? `${formatBytes(inUse)} of ${formatBytes(peak)} at the peak` : "nothing recorded";
+interface RankProps {
+  readonly rank: RankState;
+  /** Bytes that the whole width of a bar stands for. */
+  readonly most: number;
+}
+
+function Rank({ rank, most }: RankProps): React.JSX.Element {
+  const { health, where } = rank;
   return (
-    <li className={`fsdp-Rank fsdp-mod-${health.replace(" ", "-")}`} title={`${rank.device} on ${rank.host}, process ${rank.pid}`}>
+    <li className={`fsdp-Rank ${tone(rank)}`} title={`${rank.device} on ${rank.host}, process ${rank.pid}`}>
       <span className="fsdp-dot" aria-hidden="true" />
       <span className="fsdp-Rank-name">rank {rank.rank}</span>
       <span className="fsdp-Rank-health">{health}</span>
+      <Memory rank={rank} most={most} />
+      <span className="fsdp-Rank-where" title={where}>
+        {where || "\u00a0"}
+      </span>
+    </li>
+  );
+}
+
+/** Several ranks in a row, with the memory of the one that holds most; a click shows each of them. */
+function Alike({ row, most }: { readonly row: Row; readonly most: number }): React.JSX.Element {
+  const [isOpen, setIsOpen] = React.useState(false);
+  const places = new Set(row.ranks.map(({ where }) => where));
+  const [where = ""] = places;
+  const [first, ...others] = row.ranks;
+  if (first === undefined) return <></>;
+  const fullest = others.reduce((one, other) => (other.in_use > one.in_use ? other : one), first);
+  const Caret = isOpen ? caretDownIcon : caretRightIcon;
+  return (
+    <>
+      <li className={`fsdp-Rank ${tone(first)}`} title={`memory is that of rank ${fullest.rank}, which holds most`}>
+        <span className="fsdp-dot" aria-hidden="true" />
+        <button
+          type="button"
+          className="fsdp-Rank-name"
+          aria-expanded={isOpen}
+          onClick={() => {
+            setIsOpen(!isOpen);
+          }}
+        >
+          <Caret.react tag="span" width="14px" />
+          ranks {ranges(row.ranks.map(({ rank }) => rank)).replaceAll("-", NO_BREAK)}
+        </button>
+        <span className="fsdp-Rank-health">{doing(row.ranks)}</span>
+        <Memory rank={fullest} most={most} />
+        <span className="fsdp-Rank-where" title={where}>
+          {(places.size === 1 && where) || "\u00a0"}
+        </span>
+      </li>
+      {isOpen ? row.ranks.map((rank) => <Rank key={rank.rank} rank={rank} most={most} />) : null}
+    </>
+  );
+}
+
+function tone({ health }: RankState): string {
+  return `fsdp-mod-${health.replace(" ", "-")}`;
+}
+
+/** How much a rank holds, as numbers and as a bar. */
+function Memory({ rank, most }: RankProps): React.JSX.Element {
+  const { in_use: inUse, peak_bytes: peak } = rank;
+  const memory = peak > 0 ? `${formatBytes(inUse)} of ${formatBytes(peak)} at the peak` : "nothing recorded";
+  return (
+    <>
       <span className="fsdp-Rank-bytes">{peak > 0 ? fraction(inUse, peak) : "\u2013"}</span>
       <span className="fsdp-Bar" role="img" aria-label={`memory of rank ${rank.rank}: ${memory}`} title={inClasses(rank)}>
         {rank.num_bytes.map((bytes, category) =>
@@ -37,10 +117,7 @@ function Rank({ rank, most }: { readonly rank: RankState; readonly most: number 
         )}
         {peak > 0 ? <b style={{ left: percent(peak, most) }} /> : null}
       </span>
-      <span className="fsdp-Rank-where" title={where}>
-        {where || "\u00a0"}
-      </span>
-    </li>
+    </>
   );
 }
 

@@ -1,0 +1,62 @@
+/** What the form that starts or attaches ranks holds, and the command that it stands for. */
+import type { Attach, Start } from "./protocol";
+
+export type Device = NonNullable<Start["device"]>;
+export const DEVICES: readonly Device[] = ["auto", "cpu", "cuda"];
+
+/** The fields of the form, as they are typed; what is empty is left to the command. */
+export interface Wanted {
+  readonly word: "start" | "attach";
+  /** Of `attach` empty: all that there are. */
+  readonly ranks: string;
+  readonly device: Device;
+  readonly profile: string;
+  readonly interface: string;
+  /** Launcher of `start`. */
+  readonly engines: string;
+  /** Of `attach`, like those below. */
+  readonly clusterId: string;
+  readonly file: string;
+  readonly take: boolean;
+}
+
+export const PLAIN: Omit<Wanted, "ranks" | "device"> = {
+  word: "start",
+  profile: "",
+  interface: "",
+  engines: "",
+  clusterId: "",
+  file: "",
+  take: false,
+};
+
+const MOST = 1024;
+
+/** The command that a form stands for; null: what is typed for the ranks is no number of them. */
+export function commandOf(wanted: Wanted): Start | Attach | null {
+  const ranks = Number(wanted.ranks.trim());
+  const isNumber = Number.isInteger(ranks) && ranks >= 1 && ranks <= MOST;
+  const shared = {
+    ...(wanted.device === "auto" ? {} : { device: wanted.device }),
+    ...given("profile", wanted.profile),
+    ...given("interface", wanted.interface),
+  };
+  if (wanted.word === "start") {
+    return isNumber ? { word: "start", num_ranks: ranks, ...given("engines", wanted.engines), ...shared } : null;
+  }
+  if (!isNumber && wanted.ranks.trim() !== "") return null;
+  return {
+    word: "attach",
+    ...(isNumber ? { num_ranks: ranks } : {}),
+    ...given("cluster_id", wanted.clusterId),
+    ...given("file", wanted.file),
+    ...(wanted.take ? { take: true } : {}),
+    ...shared,
+  };
+}
+
+/** A field, if something is typed there. */
+function given<K extends string>(name: K, typed: string): Partial<Record<K, string>> {
+  const text = typed.trim();
+  return text === "" ? {} : ({ [name]: text } as Record<K, string>);
+}

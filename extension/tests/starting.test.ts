@@ -1,0 +1,42 @@
+import { expect, it } from "vitest";
+
+import { commandOf, PLAIN, type Wanted } from "../src/starting";
+
+const START: Wanted = { ...PLAIN, ranks: "4", device: "auto" };
+const ATTACH: Wanted = { ...START, word: "attach", ranks: "" };
+
+it("what is not filled in is left to the command", () => {
+  expect(commandOf(START)).toEqual({ word: "start", num_ranks: 4 });
+  expect(commandOf(ATTACH)).toEqual({ word: "attach" });
+});
+
+it("everything that is filled in is in the command, of what goes with its word", () => {
+  const all = { ranks: " 8", device: "cpu", profile: " mine ", interface: "eth1", engines: "ssh", clusterId: "one", file: "c.json", take: true } as const;
+  expect(commandOf({ ...START, ...all })).toEqual({
+    word: "start",
+    num_ranks: 8,
+    device: "cpu",
+    profile: "mine",
+    interface: "eth1",
+    engines: "ssh",
+  });
+  expect(commandOf({ ...ATTACH, ...all })).toEqual({
+    word: "attach",
+    num_ranks: 8,
+    device: "cpu",
+    profile: "mine",
+    interface: "eth1",
+    cluster_id: "one",
+    file: "c.json",
+    take: true,
+  });
+});
+
+it.each(["0", "-1", "2.5", "x", "1025"])("%s is no number of ranks", (ranks) => {
+  expect(commandOf({ ...START, ranks })).toBeNull();
+  expect(commandOf({ ...ATTACH, ranks })).toBeNull();
+});
+
+it("ranks are started only if it is said how many", () => {
+  expect(commandOf({ ...START, ranks: "" })).toBeNull();
+});

@@ -1,0 +1,139 @@
+"""Engines that somebody else started, from the panel: attached, left, looked at from another notebook."""
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.cluster.test_attached import profile as running_profile
+from tests.extension.built import built_panel
+from tests.extension.page import SHOW, headline, panel, process_of, run, section, shot, tool
+from tests.integration.model import CELL
+from tests.notebooks.lab import jupyterlab, opened, write_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+profile = running_profile
+
+CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium, profile):
+    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another notebook."""
+    expect.set_options(timeout=PATIENCE_MS)
+    folder = tmp_path_factory.mktemp("lab")
+    with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
+        write_notebook(folder / "other.ipynb", ["1 + 1"])
+        with opened(url, chromium) as lab:
+            lab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+            lab.page.evaluate(f"() => {SHOW}")
+            yield lab
+
+
+def ranks(lab):
+    return section(lab, "Ranks").get_by_role("listitem")
+
+
+def attach(lab, **fields):
+    """Fill in the form and send it."""
+    panel(lab).get_by_label("From", exact=True).select_option("attach")
+    for label, text in fields.items():
+        panel(lab).get_by_label(label.replace("_", " "), exact=True).fill(text)
+    tool(lab, "Attach").click()
+
+
+def to(lab, name):
+    """Have a notebook in front, its kernel ready."""
+    run(lab, "docmanager:open", path=name)
+    lab.page.wait_for_function(
+        """(name) => {
+            const panel = window.jupyterapp.shell.currentWidget;
+            return panel.context?.path === name && panel.sessionContext.session?.kernel?.status === "idle";
+        }""",
+        arg=name,
+    )
+    expect(panel(lab).locator(".fsdp-Whose")).to_have_text(name)
+
+
+def copies(lab, button, line):
+    """The context menu of a button copies the line that one could have typed."""
+    button.click(button="right")
+    lab.page.get_by_text("Copy as %fsdp Line").click()
+    lab.page.wait_for_function("async (line) => (await navigator.clipboard.readText()) === line", arg=line)
+
+
+def test_what_few_need_is_under_more(lab):
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab).get_by_label("Engines", exact=True)).to_be_hidden()
+    panel(lab).get_by_text("More", exact=True).click()
+    for name in ("Engines", "Profile", "Interface"):
+        expect(panel(lab).get_by_label(name, exact=True)).to_be_visible()
+    shot(lab, "start_more")
+    panel(lab).get_by_label("From", exact=True).select_option("attach")
+    expect(panel(lab).get_by_label("Engines", exact=True)).to_have_count(0)
+    expect(panel(lab).get_by_label("Take", exact=True)).to_be_visible()
+    shot(lab, "attach_form")
+
+
+def test_a_cluster_that_is_not_there_is_said_to_be_missing(lab):
+    attach(lab, Profile="nowhere")
+    expect(section(lab, "Commands")).to_contain_text("IPython profile 'nowhere' does not exist")
+    expect(tool(lab, "Attach")).to_be_enabled()
+
+
+def test_engines_of_a_profile_become_ranks_and_train(lab):
+    panel(lab).get_by_label("Profile", exact=True).fill("running")
+    panel(lab).get_by_label("Ranks", exact=True).fill("2")
+    panel(lab).get_by_label("Device", exact=True).select_option("cpu")
+    copies(lab, tool(lab, "Attach"), "%fsdp attach --num-ranks 2 --profile running --device cpu")
+    tool(lab, "Attach").click()
+    expect(ranks(lab)).to_have_count(2)
+    expect(tool(lab, "Detach")).to_be_enabled()
+    for number in range(3):
+        lab.do(number)
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+    expect(tool(lab, "Detach")).to_be_disabled()  # they are at work
+    shot(lab, "attached")
+
+
+def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
+    pids = [process_of(lab, rank).pid for rank in range(2)]
+    to(lab, "other.ipynb")
+    file = profile / "security" / "ipcontroller-one-client.json"
+    attach(lab, File=str(file))
+    expect(ranks(lab)).to_have_count(2)
+    assert [process_of(lab, rank).pid for rank in range(2)] == pids
+    expect(headline(lab)).to_contain_text("Looking only: the notebook of ")
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
+    expect(panel(lab).locator(".fsdp-Numbers")).to_contain_text("loss 4")  # it trains, and that is seen
+    expect(tool(lab, "Pause inside the step")).to_be_disabled()
+    expect(tool(lab, "Stop the ranks")).to_have_count(0)
+    expect(section(lab, "Shard")).to_have_count(0)
+    shot(lab, "looking")
+    copies(lab, tool(lab, "Look no more"), "%fsdp detach")
+    tool(lab, "Look no more").click()
+    expect(ranks(lab)).to_have_count(0)
+    expect(section(lab, "Commands")).to_contain_text("detached")
+
+
+def test_ranks_that_are_left_are_found_again_with_what_they_have(lab):
+    to(lab, "run.ipynb")
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+    pids = [process_of(lab, rank).pid for rank in range(2)]
+    tool(lab, "Abort").click()
+    expect(tool(lab, "Detach")).to_be_enabled()
+    tool(lab, "Detach").click()
+    expect(ranks(lab)).to_have_count(0)
+    to(lab, "other.ipynb")
+    attach(lab, Profile="running", Cluster_id="one", File="")
+    expect(ranks(lab)).to_have_count(2)
+    assert [process_of(lab, rank).pid for rank in range(2)] == pids
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
+    expect(section(lab, "Shard")).to_contain_text("model (Net)")
+    tool(lab, "Stop the ranks").click()
+    expect(ranks(lab)).to_have_count(0)
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+    assert lab.outside == []
+    assert lab.errors == []

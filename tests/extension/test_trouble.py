@@ -1,0 +1,168 @@
+"""A step that is stopped, and what may happen to it: the panel tells the truth, and nothing is left running."""
+
+import psutil
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.extension.built import built_panel
+from tests.extension.page import SHOW, dashboard, headline, panel, process_of, run, section, shot, status_bar, tool
+from tests.integration.model import CELL
+from tests.notebooks.lab import jupyterlab, opened, write_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CELLS = [
+    "import psutil\n%load_ext workbench",
+    "%fsdp start -n 2 --device cpu",
+    f"%%fsdp{CELL}",
+    "%fsdp shard model --wrap Block",
+    "%fsdp step 1000000 --background",
+    "%fsdp stop",
+    "print('mine', *(p.pid for p in [psutil.Process(), *psutil.Process().children(recursive=True)]))",
+]
+LOAD, START, MODEL, SHARD, STEP, STOP, MINE = range(7)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium):
+    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another one alike."""
+    expect.set_options(timeout=PATIENCE_MS)
+    folder = tmp_path_factory.mktemp("lab")
+    with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
+        write_notebook(folder / "other.ipynb", CELLS)
+        with opened(url, chromium) as lab:
+            lab.page.evaluate(f"() => {SHOW}")
+            yield lab
+
+
+def to(lab, name):
+    """Have a notebook in front, its kernel ready."""
+    run(lab, "docmanager:open", path=name)
+    lab.page.wait_for_function(
+        """(name) => {
+            const panel = window.jupyterapp.shell.currentWidget;
+            return panel.context?.path === name && panel.sessionContext.session?.kernel?.status === "idle";
+        }""",
+        arg=name,
+    )
+    expect(panel(lab).locator(".fsdp-Whose")).to_have_text(name)
+
+
+def train(lab):
+    """Start two ranks in the notebook that is in front, and let them train in the background."""
+    for number in (LOAD, START, MODEL, SHARD, STEP):
+        lab.do(number)
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+
+
+def pause(lab):
+    tool(lab, "Pause inside the step").click()
+    expect(section(lab, "Ranks").locator(".fsdp-mod-held")).to_have_count(2)
+    expect(headline(lab)).to_contain_text("2 ranks stopped")
+
+
+def ranks_of(lab):
+    return [process_of(lab, rank) for rank in range(2)]
+
+
+def all_of(lab):
+    """The processes of the notebook in front: its kernel, what that has started, and the ranks."""
+    lab.do(MINE)
+    said = lab.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-OutputArea-output").filter(has_text="mine ")
+    _, *pids = said.last.inner_text().split()
+    return [*map(psutil.Process, map(int, pids)), *ranks_of(lab)]
+
+
+def assert_over(processes):
+    """They have ended, or do at once."""
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_MS / 1000)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def close(lab):
+    """Close the notebook in front, and shut its kernel down."""
+    lab.page.evaluate(
+        """async () => {
+            const panel = window.jupyterapp.shell.currentWidget;
+            await panel.sessionContext.shutdown();
+            panel.context.model.dirty = false; // nobody is asked whether to save it
+            panel.close();
+        }"""
+    )
+
+
+def test_a_page_that_is_reloaded_while_ranks_are_stopped_shows_where_and_lets_them_go_on(lab):
+    train(lab)
+    pause(lab)
+    where = headline(lab).inner_text()
+    lab.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+    lab.page.reload()
+    expect(headline(lab)).to_have_text(where)
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
+    shot(lab, "reloaded_while_stopped")
+    tool(lab, "Continue").click()
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+
+
+def test_ranks_that_are_paused_can_be_stopped_by_a_line(lab):
+    to(lab, "run.ipynb")
+    pause(lab)
+    processes = ranks_of(lab)
+    lab.do(STOP)
+    expect(section(lab, "Ranks")).to_have_count(0)
+    expect(status_bar(lab)).to_have_count(0)
+    expect(tool(lab, "Start 4 ranks")).to_be_enabled()
+    assert_over(processes)
+
+
+def test_a_kernel_that_restarts_in_the_middle_of_a_step_leaves_nothing(lab):
+    train(lab)
+    _kernel, *processes = all_of(lab)
+    pause(lab)
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    assert_over(processes)
+
+
+def test_each_of_two_notebooks_has_its_own_and_a_rank_killed_under_a_dragged_cursor_is_named(lab):
+    train(lab)
+    first = [process.pid for process in ranks_of(lab)]
+    to(lab, "other.ipynb")
+    train(lab)
+    second = ranks_of(lab)
+    assert not {*first} & {process.pid for process in second}
+    run(lab, "fsdp:open-dashboard")
+    area = dashboard(lab).locator(".fw-states canvas").first
+    expect(dashboard(lab).locator(".fw-badge")).to_contain_text("training")
+    box = area.bounding_box()
+    lab.page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 20)
+    lab.page.mouse.down()
+    lab.page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20, steps=5)
+    second[1].kill()
+    lab.page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 20, steps=5)
+    expect(headline(lab)).to_contain_text("rank 1 died: the process was killed by SIGKILL")
+    expect(status_bar(lab)).to_have_class("fsdp-mod-bad")
+    expect(dashboard(lab)).to_contain_text("rank 1 died: the process was killed by SIGKILL")
+    lab.page.mouse.up()
+    shot(lab, "killed_while_dragged")
+    to(lab, "run.ipynb")
+    expect(headline(lab)).to_contain_text("of 1000000 steps")
+    assert [process.pid for process in ranks_of(lab)] == first
+
+
+@pytest.mark.parametrize("name", ["other.ipynb", "run.ipynb"])
+def test_a_notebook_that_is_closed_with_its_kernel_leaves_nothing(lab, name):
+    to(lab, name)
+    processes = all_of(lab)
+    close(lab)
+    assert_over(processes)
+
+
+def test_without_a_notebook_nothing_is_shown_and_nothing_complains(lab):
+    expect(panel(lab)).to_contain_text("Open a notebook")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    expect(status_bar(lab)).to_have_count(0)
+    assert lab.outside == []
+    assert lab.errors == []
