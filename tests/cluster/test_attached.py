@@ -14,6 +14,7 @@ from tests.cluster.conftest import RUNTIME, texts, wait_until_held
 from tests.cluster.fake_rank import Look, Release
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
+from workbench.cluster import cluster as cluster_module
 from workbench.cluster.attached import Target, holder_here, is_gone
 from workbench.errors import UsageError
 from workbench.protocol.messages import Locate
@@ -60,6 +61,17 @@ def attached(num_ranks=None, **more):
 
 def engines_of(cluster):
     return [psutil.Process(info.pid) for info in cluster.rank_info]
+
+
+def test_engines_are_not_taken_for_busy_while_they_count_their_gpus(profile, monkeypatch):
+    begin = "def _num_gpus() -> int:\n"
+    slow = cluster_module.PROGRAM.replace(
+        begin, f"{begin}    __import__('time').sleep(2 * {cluster_module._PATIENCE_S})\n"
+    )
+    assert slow != cluster_module.PROGRAM
+    monkeypatch.setattr(cluster_module, "PROGRAM", slow)
+    with Cluster.attached(Target(profile="running"), device="auto", runtime=RUNTIME) as cluster:
+        assert cluster.num_ranks == 3
 
 
 def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profile):

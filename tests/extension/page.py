@@ -55,4 +55,5 @@ def shot(lab: Opened, name: str) -> None:
 
 def run(lab: Opened, command: str, **args: object) -> None:
     """Do a command of JupyterLab, and return when it has ended."""
-    lab.page.evaluate("([command, args]) => window.jupyterapp.commands.execute(command, args)", [command, args])
+    script = "async ([command, args]) => { await window.jupyterapp.commands.execute(command, args); }"
+    lab.page.evaluate(script, [command, args])

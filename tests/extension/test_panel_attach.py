@@ -36,7 +36,7 @@ def ranks(lab):
 
 def attach(lab, **fields):
     """Fill in the form and send it."""
-    panel(lab).get_by_label("From", exact=True).select_option("attach")
+    panel(lab).get_by_role("combobox", name="From").select_option("attach")
     for label, text in fields.items():
         panel(lab).get_by_label(label.replace("_", " "), exact=True).fill(text)
     tool(lab, "Attach").click()
@@ -69,7 +69,7 @@ def test_what_few_need_is_under_more(lab):
     for name in ("Engines", "Profile", "Interface"):
         expect(panel(lab).get_by_label(name, exact=True)).to_be_visible()
     shot(lab, "start_more")
-    panel(lab).get_by_label("From", exact=True).select_option("attach")
+    panel(lab).get_by_role("combobox", name="From").select_option("attach")
     expect(panel(lab).get_by_label("Engines", exact=True)).to_have_count(0)
     expect(panel(lab).get_by_label("Take", exact=True)).to_be_visible()
     shot(lab, "attach_form")
@@ -84,7 +84,7 @@ def test_a_cluster_that_is_not_there_is_said_to_be_missing(lab):
 def test_engines_of_a_profile_become_ranks_and_train(lab):
     panel(lab).get_by_label("Profile", exact=True).fill("running")
     panel(lab).get_by_label("Ranks", exact=True).fill("2")
-    panel(lab).get_by_label("Device", exact=True).select_option("cpu")
+    panel(lab).get_by_role("combobox", name="Device").select_option("cpu")
     copies(lab, tool(lab, "Attach"), "%fsdp attach --num-ranks 2 --profile running --device cpu")
     tool(lab, "Attach").click()
     expect(ranks(lab)).to_have_count(2)

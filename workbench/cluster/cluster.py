@@ -233,7 +233,7 @@ class Cluster:
     def _find_world(self, place: Place) -> World | None:
         """Return what the engines are part of; those that are busy are asked through their side doors."""
         doors = self._reach()
-        answers = self._survey(doors)
+        answers = self._survey(doors, counts_gpus=False)  # which may take long: it imports torch
         answers.wait(_PATIENCE_S)
         late = [rank for rank in answers.ranks if not answers.done(rank)]
         worlds = list(doors.hold({}, late, _HOLD_S).values())
@@ -250,9 +250,8 @@ class Cluster:
         replies = doors.hold(asked, living, _HOLD_S).values()
         return [world.holder for world in replies if isinstance(world, World)]
 
-    def _survey(self, doors: Doors) -> Pending:
-        wants_gpus = self.device != "cpu"
-        return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_gpus={wants_gpus})")
+    def _survey(self, doors: Doors, *, counts_gpus: bool) -> Pending:
+        return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_gpus={counts_gpus})")
 
     @staticmethod
     def _said(answers: Pending, ranks: Iterable[int]) -> list[Surveyed]:
@@ -260,7 +259,7 @@ class Cluster:
 
     def _seat(self, place: Place, wire: Wire) -> dict[int, Boot]:
         """Ask the engines who they are, let each become a rank, and return what makes it one."""
-        answers = self._survey(self._reach())
+        answers = self._survey(self._reach(), counts_gpus=self.device != "cpu")
         self._wait(place, answers, "say who it is")
         found = dict(zip(self._engines, self._said(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
