@@ -79,8 +79,18 @@ def test_a_rank_that_computes_on_is_late():
 def test_a_rank_that_does_not_answer_is_named_as_well():
     stopper, _, clock = setup()
     stopper.pause({0, 1})
-    clock.now = PAUSE_S
+    clock.now = STARVED_S
     assert str(stopper.look({0: at(3)}, {0, 1})).endswith("; rank 1 stops at the next event")
+
+
+def test_a_rank_that_answers_late_may_be_the_furthest():
+    stopper, door, clock = setup()
+    stopper.pause({0, 1})
+    clock.now = PAUSE_S
+    assert stopper.look({0: at(3)}, {0, 1}) is None
+    assert stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1}) is None
+    assert door.asked[-1] == (RunTo(place=Place(0, 6)), (0, 1))
+    assert stopper.look({0: at(6, since=2), 1: at(6)}, {0, 1}).held == (0, 1)
 
 
 def test_ranks_that_wait_for_a_held_one_are_stopped_once_all_is_quiet():

@@ -28,7 +28,10 @@ SETTLED_S = 0.25
 """How long ranks must have stood still before those that wait for a held one count as stopped, in seconds."""
 
 STARVED_S = 5.0
-"""The same when no held rank can be what they wait for, in seconds: then they go on once the machine lets them."""
+"""The same when no held rank can be what they wait for, in seconds: then they go on once the machine lets them.
+
+And how long a rank may not say where it is: it may be past the others, and wait for them to come.
+"""
 
 WHERE_S = 0.15
 """How long a rank may take to say where it is, in seconds."""
@@ -132,7 +135,8 @@ class Stopper:
         is_held_up = min(places.values()) in {places[rank] for rank in held}
         if others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S):
             return True
-        return self._paused_at is not None and self._clock() - self._paused_at >= PAUSE_S
+        enough_s = PAUSE_S if running <= here.keys() else STARVED_S
+        return self._paused_at is not None and self._clock() - self._paused_at >= enough_s
 
     def _ask(self, request: Request[R], ranks: Set[int]) -> dict[int, R]:
         return answers(self._door, request, sorted(ranks), timeout_s=WHERE_S) if ranks else {}
