@@ -6,7 +6,7 @@ import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import type { PanelModel } from "../model";
 import type { Attach, Command, Start } from "../protocol";
 import type { Settings } from "../settings";
-import { can, count, exchanging, explained, hostsInWords } from "../words";
+import { can, count, exchanging, explained, headline, hostsInWords } from "../words";
 import { Breakpoints } from "./breakpoints";
 import { Controls } from "./controls";
 import { Action, type Folding, Section } from "./parts";
@@ -39,6 +39,7 @@ function Body({ model, notebook, settings, folding, start, load, reconnect, stop
   const notice = explained(standing, model.loadError);
   const colours = UNIT_STATES.map(({ words, colour }) => settings.colours[words] ?? colour);
   const isNotLoaded = notice.action === "load", isCut = notice.action === "reconnect";
+  const isTold = state !== null && (exchanging(state) !== "" || (state.cluster.is_running && headline(state).todo !== undefined));
   const isBad = isCut || standing.kind === "silent" || standing.kind === "refused";
   const form = (
     <StartForm
@@ -78,7 +79,7 @@ function Body({ model, notebook, settings, folding, start, load, reconnect, stop
       ) : null}
       {state === null ? null : (
         <>
-          {state.said && !exchanging(state) ? <p className="fsdp-Notice">{state.said}</p> : null}
+          {state.said && !isTold ? <p className="fsdp-Notice">{state.said}</p> : null}
           {state.cluster.is_running ? null : form}
           {state.cluster.is_running ? <Running model={model} colours={colours} folding={folding} stop={stop} /> : null}
         </>
