@@ -17,6 +17,9 @@ from workbench.engine._torch import NEWEST, OLDEST
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NEEDED = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
 MAKEFILE = (REPO / "Makefile").read_text()
+DISTRIBUTED_AS = {"zmq": "pyzmq"}
+"""Where what is imported has another name than what is installed."""
+
 TORCH = re.search(r"^TORCH := (\S+)$", MAKEFILE, re.MULTILINE).group(1)
 OTHER_TORCH = re.search(r"^OTHER_TORCH := ([\d. ]+)#", MAKEFILE, re.MULTILINE).group(1).split()
 
@@ -26,7 +29,8 @@ def test_what_is_imported_is_what_is_required():
 
     found = {module.partition(".")[0].lower() for source in sources() for module in imports(source)}
     third_party = {
-        name.replace("_", "-") for name in found - {m.lower() for m in sys.stdlib_module_names} - {"workbench"}
+        DISTRIBUTED_AS.get(name, name).replace("_", "-")
+        for name in found - {m.lower() for m in sys.stdlib_module_names} - {"workbench"}
     }
     by_name_only = {"anywidget", "ipykernel", "ipywidgets", "jupyterlab"}  # loaded by Jupyter, not by an import here
     assert third_party - NEEDED.keys() == set()

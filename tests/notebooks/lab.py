@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 
 from tests.browser import FLAGS, PATIENCE_MS
 from tests.waiting import wait_until
@@ -141,6 +141,11 @@ class Opened:
         output.filter(has_text=words).first.scroll_into_view_if_needed()
 
 
+def _is_ours(said: ConsoleMessage) -> bool:
+    """Whether it is an error, other than that of JupyterLab's debugger when a kernel ends while it asks it."""
+    return said.type == "error" and not said.text.startswith("Could not restore the debugger state: Canceled future")
+
+
 @contextmanager
 def opened(url: str, chromium: str) -> Iterator[Opened]:
     """The notebook in the browser, its kernel ready."""
@@ -150,7 +155,7 @@ def opened(url: str, chromium: str) -> Iterator[Opened]:
             found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
-            found.page.on("console", lambda said: found.errors.append(said.text) if said.type == "error" else None)
+            found.page.on("console", lambda said: found.errors.append(said.text) if _is_ours(said) else None)
             found.page.on("pageerror", lambda error: found.errors.append(str(error)))
             begin(found.page, url)
             yield found

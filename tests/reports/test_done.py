@@ -183,7 +183,8 @@ def test_ranks_of_several_hosts_are_grouped_by_host():
 
 def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
     ranks = tuple(
-        RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank) for rank, host in enumerate("aabc")
+        RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank, doing="idle")
+        for rank, host in enumerate("aabc")
     )
     clocks = tuple(
         HostClock(

@@ -64,7 +64,7 @@ class Panel:
 
     def __init__(self, notebook: Notebook, observer: Observer, comm: Comm, *, version: str) -> None:
         self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
-        self._waiting = Waiting(self._pulse, self._news, time.monotonic, self._asks)
+        self._waiting = Waiting(self._pulse, self._news, time.monotonic, self._asks, whose="panel")
         self._is_welcome = self._is_closed = False
         self._asked = 0  # number of the question that waits
         self._units: tuple[UnitInfo, ...] | None = None

@@ -47,6 +47,7 @@ class Waiting:
         clock: seconds, monotonic.
         asked: tells without asking a rank what is different once ranks were asked something, stand, go on or are done;
             that is told at once, also to a view that was told something a moment ago.
+        whose: the widget, in the names of the threads.
     """
 
     def __init__(
@@ -55,8 +56,11 @@ class Waiting:
         answer: Callable[[str, Pulse], Send],
         clock: Callable[[], float],
         asked: Callable[[], object] = lambda: None,
+        *,
+        whose: str = "dashboard",
     ) -> None:
         self._look, self._answer, self._clock, self._asked = look, answer, clock, asked
+        self._whose = whose
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._paces: dict[str, Pace] = {}
@@ -69,7 +73,7 @@ class Waiting:
             if self._is_closed.is_set():
                 return
             pace = self._paces.setdefault(name, Pace())
-            thread = threading.Thread(target=self._wait, args=(name, pace), name="dashboard: waits", daemon=True)
+            thread = threading.Thread(target=self._wait, args=(name, pace), name=f"{self._whose}: waits", daemon=True)
             self._waits[name] = thread
             thread.start()
             self._threads = {thread, *(before for before in self._threads if before.is_alive())}
