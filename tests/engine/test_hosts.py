@@ -19,6 +19,7 @@ from tests.engine.parity import assert_same_shards, average_grads, check_parity,
 from tests.engine.ranks import RankFailure, run_on
 from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
+from tests.engine.test_shared_comm import begin, drop_some
 from tests.engine.test_waits import FakeWork
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, StepAborted, groups
@@ -81,16 +82,6 @@ def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def begin(reduce: HostsReduceScatter, given: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Issue the reduction of this rank's numbers ``[F * S]``; returns it, and where the sum will be."""
-    rank, rows = dist.get_rank(), given.view(dist.get_world_size(), -1)
-    others = torch.cat([rows[:rank], rows[rank + 1 :]]).flatten()
-    chunks = reduce.allocate([len(others)], dtype=given.dtype, device=CPU)
-    chunks.copy_(others)
-    total = rows[rank].clone()
-    return reduce(total, chunks, dist.group.WORLD, SUM, async_op=True), total
-
-
 def connected() -> Hosts:
     found = Hosts.connect(groups.group_of(tuple(range(dist.get_world_size()))))
     assert found is not None
@@ -149,15 +140,7 @@ def test_they_gather_all_and_sum_within_hosts_first(network, counts, dtype, at_o
 
 
 def dropped() -> list[float]:
-    """All ranks were interrupted at the same place, again and again: nobody waits for what they issued."""
-    reduce, totals = HostsReduceScatter(connected(), torch.float32), []
-    for number in range(7):
-        reduce.allocate([3], dtype=torch.float32, device=CPU).fill_(-1)  # not even issued
-        work, total = begin(reduce, torch.full((4,), float(number)))
-        if number % 3 == 0:
-            work.wait()
-            totals += total.tolist()
-    return totals
+    return drop_some(HostsReduceScatter(connected(), torch.float32))
 
 
 @on_hosts

@@ -342,16 +342,20 @@ def test_after_an_abandoned_reduction_new_groups_count_anew():
     assert run_ranks(2, after_a_rebuild) == [[6.0, 8.0, 10.0]] * 2
 
 
-def dropped() -> list[float]:
+def drop_some(reduce: SharedMemoryReduceScatter) -> list[float]:
     """All ranks were interrupted at the same place, again and again: nobody waits for what they issued."""
-    reduce, totals = SharedMemoryReduceScatter(connected(), torch.float32), []
+    size, totals = dist.get_world_size(), []
     for number in range(7):
-        reduce.allocate([1], dtype=torch.float32, device=CPU).fill_(-1)  # not even issued
-        work, total = begin(reduce, torch.full((2,), float(number)))
+        reduce.allocate([size - 1], dtype=torch.float32, device=CPU).fill_(-1)  # not even issued
+        work, total = begin(reduce, torch.full((size,), float(number)))
         if number % 3 == 0:
             work.wait()
             totals += total.tolist()
     return totals
+
+
+def dropped() -> list[float]:
+    return drop_some(SharedMemoryReduceScatter(connected(), torch.float32))
 
 
 def test_reductions_that_nobody_waits_for_do_no_harm():
