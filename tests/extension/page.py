@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import psutil
-from playwright.sync_api import Locator
+from playwright.sync_api import Locator, expect
 
 from tests.notebooks.lab import SHOTS, Opened
 
@@ -57,3 +57,16 @@ def run(lab: Opened, command: str, **args: object) -> None:
     """Do a command of JupyterLab, and return when it has ended."""
     script = "async ([command, args]) => { await window.jupyterapp.commands.execute(command, args); }"
     lab.page.evaluate(script, [command, args])
+
+
+def to(lab: Opened, name: str) -> None:
+    """Have a notebook in front, its kernel ready."""
+    run(lab, "docmanager:open", path=name)
+    lab.page.wait_for_function(
+        """(name) => {
+            const panel = window.jupyterapp.shell.currentWidget;
+            return panel.context?.path === name && panel.sessionContext.session?.kernel?.status === "idle";
+        }""",
+        arg=name,
+    )
+    expect(panel(lab).locator(".fsdp-Whose")).to_have_text(name)

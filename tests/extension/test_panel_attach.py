@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from tests.browser import PATIENCE_MS
 from tests.cluster.test_attached import profile as running_profile
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, process_of, run, section, shot, tool
+from tests.extension.page import SHOW, headline, panel, process_of, section, shot, to, tool
 from tests.integration.model import CELL
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
@@ -42,19 +42,6 @@ def attach(lab, **fields):
     for label, text in fields.items():
         panel(lab).get_by_label(label.replace("_", " "), exact=True).fill(text)
     tool(lab, "Attach").click()
-
-
-def to(lab, name):
-    """Have a notebook in front, its kernel ready."""
-    run(lab, "docmanager:open", path=name)
-    lab.page.wait_for_function(
-        """(name) => {
-            const panel = window.jupyterapp.shell.currentWidget;
-            return panel.context?.path === name && panel.sessionContext.session?.kernel?.status === "idle";
-        }""",
-        arg=name,
-    )
-    expect(panel(lab).locator(".fsdp-Whose")).to_have_text(name)
 
 
 def copies(lab, button, line):

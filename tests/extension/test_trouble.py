@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, dashboard, headline, panel, process_of, run, section, shot, status_bar, tool
+from tests.extension.page import SHOW, dashboard, headline, panel, process_of, run, section, shot, status_bar, to, tool
 from tests.integration.model import CELL
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
@@ -36,19 +36,6 @@ def lab(tmp_path_factory, chromium):
         with opened(url, chromium) as lab:
             lab.page.evaluate(f"() => {SHOW}")
             yield lab
-
-
-def to(lab, name):
-    """Have a notebook in front, its kernel ready."""
-    run(lab, "docmanager:open", path=name)
-    lab.page.wait_for_function(
-        """(name) => {
-            const panel = window.jupyterapp.shell.currentWidget;
-            return panel.context?.path === name && panel.sessionContext.session?.kernel?.status === "idle";
-        }""",
-        arg=name,
-    )
-    expect(panel(lab).locator(".fsdp-Whose")).to_have_text(name)
 
 
 def train(lab):
