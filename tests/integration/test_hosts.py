@@ -60,9 +60,8 @@ def profile(network, tmp_path_factory):
         yield directory
 
 
-@pytest.fixture(scope="module")
-def bench(profile):
-    bench = Workbench(6, device="cpu", profile="hosts", engines="ssh")
+def start(bench):
+    """Start ranks, again if a host was too busy to answer."""
     for tries_left in reversed(range(TRIES)):
         try:
             bench.start()
@@ -70,6 +69,12 @@ def bench(profile):
         except ClusterError as error:
             if not tries_left or "Timeout of 10s" not in str(error):
                 raise
+
+
+@pytest.fixture(scope="module")
+def bench(profile):
+    bench = Workbench(6, device="cpu", profile="hosts", engines="ssh")
+    start(bench)
     yield bench
     bench.stop()
 

@@ -40,13 +40,7 @@ def bench(network, profile):
     more = ONE_EACH.format(addresses=network.addresses, marker=MARKER, python=sys.executable, misses=MISSES)
     config.write_text(before + more)
     bench = Workbench(len(network.names), device="cpu", profile="hosts", engines="ssh")
-    for tries_left in reversed(range(test_hosts.TRIES)):
-        try:
-            bench.start()
-            break
-        except ClusterError as error:
-            if not tries_left or "Timeout of 10s" not in str(error):
-                raise
+    test_hosts.start(bench)
     bench.run_cell(CELL)
     bench.shard("model", wrap="Block")
     bench.step(100_000, background=True)
