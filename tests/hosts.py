@@ -126,21 +126,20 @@ def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
     config.write_text(SSH.format(network=NETWORK, directory=directory))
     with ExitStack() as last:
         fcntl.flock(last.enter_context(LOCK.open("wb")), fcntl.LOCK_EX)  # until another process's hosts are gone
+        _clear()
+        last.callback(_clear)
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
-        last.callback(_run, "ip", "link", "delete", BRIDGE)
         _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
         for name, address, hours in zip(names, addresses, cycle(HOURS), strict=False):
-            _join(last, name, address)
+            _join(name, address)
             _serve(last, name, address, directory, hours)
         yield Hosts(names, addresses, f"{NETWORK}.1", BRIDGE, config)
 
 
-def _join(last: ExitStack, name: str, address: str) -> None:
+def _join(name: str, address: str) -> None:
     """Make the network namespace ``name``, and join it to the bridge."""
     _run("ip", "netns", "add", name)
-    last.callback(_run, "ip", "netns", "delete", name)
-    last.callback(_clear, name)
     _run("ip", "link", "add", _cable(name), "type", "veth", "peer", "name", "eth0", "netns", name)
     _run("ip", "link", "set", _cable(name), "master", BRIDGE, "up")
     for words in (
@@ -170,12 +169,17 @@ def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int
         raise RuntimeError((directory / f"sshd.{name}.log").read_text())
 
 
-def _clear(name: str) -> None:
-    """End what still runs on a host: it would keep the network namespace."""
-    found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
-    for pid in map(int, found.stdout.split()):
-        if psutil.pid_exists(pid):
-            psutil.Process(pid).kill()
+def _clear() -> None:
+    """Take away all hosts there are, of a process that was killed as well."""
+    for link in sorted(each.name for each in Path("/sys/class/net").glob("wb*")):
+        _run("ip", "link", "delete", link)  # at once; with its namespace a cable would go some time later
+    for name in sorted(each.name for each in Path("/run/netns").glob("wbhost*")):
+        # what runs there would keep the namespace
+        found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        for pid in map(int, found.stdout.split()):
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).kill()
+        _run("ip", "netns", "delete", name)
 
 
 def _is_open(address: str) -> bool:
