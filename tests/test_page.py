@@ -9,6 +9,7 @@ from tests.browser import figures, open_offline
 from workbench.cluster.pending import Output
 from workbench.page import PLOTLY, to_page
 from workbench.session.outputs import written_at_once
+from workbench.views import theme
 
 FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
@@ -70,6 +71,18 @@ def test_a_browser_without_network_draws_it(tmp_path, chromium):
         assert all(f["width"] > 300 and f["height"] > 200 and f["marks"] >= 3 for f in drawn)
         assert opened.outside == []
         assert opened.complaints == []
+
+
+@pytest.mark.browser
+def test_text_of_figures_has_the_colour_of_the_pages_text(tmp_path, chromium):
+    drawn = nbformat.v4.new_output("display_data", data={PLOTLY: json.loads(theme.figure("A title").to_json())})
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp memory", outputs=[drawn])])
+    (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        opened.page.wait_for_selector(".gtitle")
+        assert opened.page.evaluate("getComputedStyle(document.querySelector('.gtitle')).fill") == opened.page.evaluate(
+            "getComputedStyle(document.querySelector('.jp-Notebook, main, body')).color"
+        )
 
 
 EVIL = "</pre><img src=x onerror='document.title = 1'><script>document.title = 2</script>"

@@ -10,6 +10,8 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
+from workbench.widgets.modules import STATIC
+
 PLOTLY = "application/vnd.plotly.v1+json"
 
 # widgets need a kernel, and the page that would show their last state fetches its script from outside
@@ -18,7 +20,10 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 # nbconvert's page, without the scripts that it would fetch: formulas, diagrams, widgets, require.js and jQuery
 _TEMPLATE = """
 {%- extends 'lab/index.html.j2' -%}
-{%- block html_head_js -%}<script>{{ resources.plotly_js }}</script>{%- endblock -%}
+{%- block html_head_js -%}
+<script>{{ resources.plotly_js }}</script>
+<style>{{ resources.figures_css }}</style>
+{%- endblock -%}
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 {%- block html_head_js_mermaidjs -%}{%- endblock -%}
 {%- block jupyter_widgets -%}{%- endblock -%}
@@ -38,7 +43,8 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
         if cell.cell_type == "code":
             cell.outputs = [drawn for output in cell.outputs if (drawn := _without_kernel(output)) is not None]
     exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True)
-    html, _ = exporter.from_notebook_node(notebook, resources={"plotly_js": get_plotlyjs()})
+    inside = {"plotly_js": get_plotlyjs(), "figures_css": (STATIC / "figures.css").read_text("utf-8")}
+    html, _ = exporter.from_notebook_node(notebook, resources=inside)
     return str(html)
 
 

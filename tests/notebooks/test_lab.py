@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.extension.built import built_panel
 from tests.integration.model import CELL
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
+from tests.views.test_theme import contrast
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -31,8 +33,8 @@ IS_LARGE = "(figure) => { const box = figure.getBoundingClientRect(); return box
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, chromium):
-    """The notebook in the browser after all its cells were run."""
-    with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS) as url, opened(url, chromium) as lab:
+    """The notebook in the browser, with the panel, after all its cells were run."""
+    with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel()) as url, opened(url, chromium) as lab:
         lab.page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")  # waits for their ends
         words = lab.page.locator(".jp-Notebook").inner_text()
         assert lab.page.evaluate(NUMBER_OF_THE_LAST) == len(CELLS), words[-2000:]
@@ -48,6 +50,39 @@ def test_every_view_is_drawn(ran, name):
     ran.page.wait_for_function(IS_LARGE, arg=figure.element_handle())
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / f"lab_{name}.png").write_bytes(cell.screenshot())
+
+
+# of each text of a figure on the page: itself, the colour in which it is seen, and that which is below it
+TEXTS = """([cell, wanted]) => {
+    const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+    const seen = (...colours) => {
+        for (pen.fillStyle of colours) pen.fillRect(0, 0, 1, 1);
+        const parts = [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+        return "#" + parts.map((part) => part.toString(16).padStart(2, "0")).join("");
+    };
+    const page = [], style = (place) => getComputedStyle(place);
+    for (let place = cell; place !== null; place = place.parentElement) page.unshift(style(place).backgroundColor);
+    const texts = [...cell.querySelectorAll(wanted)].flatMap((text) => [text, ...text.querySelectorAll("tspan")]);
+    return texts.map((text) => [text.textContent, seen(...page, style(text).fill), seen(...page)]);
+}"""
+ON_THE_PAGE = (
+    ".gtitle, .gtitle-subtitle, .xtitle, .ytitle, .legendtext, .cell-text, .annotation-text, .xtick *, .ytick *"
+)
+
+
+@pytest.mark.parametrize("theme", ["Dark", "Light"])
+def test_text_of_figures_has_the_contrast_of_other_text_whatever_the_theme(ran, theme):
+    change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+    ran.page.evaluate(change, f"JupyterLab {theme}")
+    ran.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}")
+    for name, number in CELL_OF.items():
+        cell = ran.cell(number)
+        cell.scroll_into_view_if_needed()
+        cell.locator(".gtitle").first.wait_for()
+        texts = ran.page.evaluate(TEXTS, [cell.element_handle(), ON_THE_PAGE])
+        assert len(texts) > 5
+        assert [found for found in texts if contrast(*found[1:]) < 7] == []
+        (SHOTS / f"lab_{name}_{theme.lower()}.png").write_bytes(cell.screenshot())
 
 
 def test_progress_ends_full_and_says_what_came_out(ran):

@@ -7,6 +7,7 @@ import numpy as np
 import plotly.io as pio
 import pytest
 
+from tests.source import REPO
 from workbench.events import Category, Kind, UnitState
 from workbench.views import theme
 
@@ -111,6 +112,14 @@ def test_every_word_has_a_colour_seen_on_light_and_dark_pages(table, words):
 def test_text_is_legible_on_light_and_dark_pages(page):
     assert contrast(theme.INK, page) >= 4
     assert contrast(theme.WRONG, page) >= 4
+
+
+def test_a_page_knows_the_text_of_figures_by_its_colours():
+    rule = (REPO / "workbench" / "widgets" / "static" / "figures.css").read_text("utf-8")
+    for colour in (theme.INK, theme.WRONG):
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert f'text[style*="fill: rgb({red}, {green}, {blue})"]' in rule
+    assert f'tspan[style*="fill:{theme.WRONG}"]' in rule  # part of a text
 
 
 def test_waiting_has_a_colour_of_its_own():

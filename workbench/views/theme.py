@@ -1,7 +1,9 @@
 """The one look of every figure: colours, template, number formats, and text made safe for HTML.
 
 The background is transparent and all text is one mid grey with a contrast of more than 4 : 1 on white and on
-JupyterLab's dark page, so one figure serves both. Data colours keep at least 1.8 : 1 on both. Colours that can meet
+JupyterLab's dark page, so one figure serves both. Where a page is known, JupyterLab's with the panel, or one that is
+exported, its style gives that text the page's own colour (``widgets/static/figures.css``). Data colours keep at least
+1.8 : 1 on both. Colours that can meet
 in one figure stay apart for normal sight, protanopia, deuteranopia and tritanopia (a test measures CIEDE2000).
 
 Text that a person or a rank named (unit, parameter, metric, host) goes through :func:`escape` before it becomes part
@@ -23,8 +25,8 @@ from workbench.events import Category, Colour, Kind, UnitState
 from workbench.replay.device import Clock
 from workbench.trace.schema import Header
 
-INK = "#757575"
-"""Text and axis lines: legible on white and on dark pages."""
+INK = "#757677"
+"""Text and axis lines: legible on white and on dark pages, and a grey of no one else's, by which a page knows it."""
 
 GRID = "rgba(128,128,128,0.22)"
 FAINT = "rgba(128,128,128,0.14)"

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
-from workbench.views.theme import INK, plural
+from workbench.views.theme import plural
 from workbench.widgets.modules import STATIC, joined
 from workbench.widgets.recorded import packed
 
@@ -73,9 +73,9 @@ def page(trace: Trace, title: str) -> str:
         ),
         title=html.escape(title),
         about=html.escape(_about(trace)),
-        style="".join((STATIC / name).read_text("utf-8") for name in ("dashboard.css", "page.css")),
+        style="".join((STATIC / name).read_text("utf-8") for name in ("dashboard.css", "figures.css", "page.css")),
         figures="\n".join(f'<div class="fw-figure"><div id="{name}"></div></div>' for name in FIGURES),
-        record=base64.b64encode(packed(trace, {"figures": figures, "ink": INK})).decode(),
+        record=base64.b64encode(packed(trace, {"figures": figures})).decode(),
         plotly=plotly,
         program=program,
     )
