@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError
+from workbench.reports.clocks import exactness
 from workbench.reports.done import ExportReport
 from workbench.session.sides import some_steps
 from workbench.trace.columns import Trace
@@ -50,7 +51,7 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
 
 
 def _write_perfetto(trace: Trace, path: Path) -> None:
-    _write_text(path, json.dumps(to_perfetto(trace)))
+    _write_text(path, json.dumps(to_perfetto(trace, exactness(trace))))
 
 
 def _write_page(trace: Trace, path: Path) -> None:

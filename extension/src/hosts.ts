@@ -1,5 +1,6 @@
 /** Which rows the list of ranks has: by host where there are several, and of many ranks those that are alike in one. */
-import type { RankState } from "./protocol";
+import { formatDuration } from "../../workbench/widgets/static/format.js";
+import type { ClockState, RankState } from "./protocol";
 
 /** Ranks up to which each has a row. */
 export const FEW = 16;
@@ -22,6 +23,12 @@ export function hosts(ranks: readonly RankState[]): readonly Host[] {
     ranks: there,
     rows: [...grouped(there, ranks.length > FEW ? alike : alone)].map(([key, some]) => ({ key, ranks: some })),
   }));
+}
+
+/** How exact times of a host are, and by what its clock differs from rank 0's; null: it is rank 0's, or nobody knows. */
+export function clockOf({ ranks }: Host, clocks: readonly ClockState[]): { readonly note: string; readonly text: string } | null {
+  const found = clocks.find((clock) => ranks.some(({ rank }) => clock.ranks.includes(rank)));
+  return found === undefined ? null : { note: `clock \u00b1 ${formatDuration(found.error_ns / 1000)}`, text: found.text };
 }
 
 /** `14 running, 2 waiting`: what ranks are doing, in one line. */

@@ -161,6 +161,16 @@ export interface RankState {
   readonly peak: string;
 }
 
+/** A clock that is not rank 0's. */
+export interface ClockState {
+  /** those that read it. */
+  readonly ranks: readonly number[];
+  /** how far it may be off from where it was found when the two were compared last. */
+  readonly error_ns: number;
+  /** where that was, in words. */
+  readonly text: string;
+}
+
 /** One unit of a sharded model: one `fully_shard` call, or one wrapper. */
 export interface UnitInfo {
   /** which. */
@@ -265,6 +275,8 @@ export interface State {
   readonly cluster: ClusterState;
   /** one entry a rank, by number; none when none run. */
   readonly ranks: readonly RankState[];
+  /** those that are not rank 0's. */
+  readonly clocks: readonly ClockState[];
   /** of all models that are sharded now, from the top of each; None: as they were told last. */
   readonly units: readonly UnitInfo[] | null;
   /** where these units are. */

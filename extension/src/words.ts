@@ -19,6 +19,8 @@ export interface Can {
 export interface Headline {
   readonly tone: "plain" | "busy" | "held" | "bad";
   readonly text: string;
+  /** The same where there is little room, if that is another. */
+  readonly short?: string;
   /** What can be done about it, if there is something. */
   readonly todo?: string;
 }
@@ -78,7 +80,9 @@ export function headline(state: State): Headline {
   }
   if (request?.is_stopped === true) {
     const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
-    return { tone: "held", text: `${request.stop}${because}` };
+    const [first = "", ...others] = request.reasons.map((reason) => reason.replace(/^(breakpoint \d+|--until)\b.*/s, "$1"));
+    const short = [first, others.length > 0 ? `${others.length} more` : ""].filter(Boolean).join(" and ");
+    return { tone: "held", text: `${request.stop}${because}`, short: `${request.stop}${short && ` (${short})`}` };
   }
   if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
   if (!cluster.is_running) return { tone: "plain", text: "No ranks" };

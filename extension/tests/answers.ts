@@ -97,6 +97,15 @@ export const ANSWERS = {
         "peak": "backward of blocks.0, step 10"
       }
     ],
+    "clocks": [
+      {
+        "ranks": [
+          1
+        ],
+        "error_ns": 40000,
+        "text": "its clock is 5.00 ms behind rank 0's, give or take 40.0 \u00b5s"
+      }
+    ],
     "units": [
       {
         "index": 0,

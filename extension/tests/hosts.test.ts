@@ -1,6 +1,6 @@
 import { expect, it } from "vitest";
 
-import { doing, FEW, hosts } from "../src/hosts";
+import { clockOf, doing, FEW, hosts } from "../src/hosts";
 import type { RankState } from "../src/protocol";
 import { hostsInWords } from "../src/words";
 import { ANSWERS } from "./answers";
@@ -36,6 +36,13 @@ it("of many ranks those at work are one row a host, and each that is gone or sta
 it("what several ranks do is counted", () => {
   expect(doing(ranks(4))).toBe("running");
   expect(doing(ranks(4, { 1: { health: "waiting" }, 3: { health: "waiting" } }))).toBe("2 running, 2 waiting");
+});
+
+it("how exact the times of a host are is said of its clock, unless that is rank 0's", () => {
+  const clocks = [{ ranks: [4, 5, 6, 7], error_ns: 40_000, text: "its clock is 5.00 ms behind rank 0's, give or take 40.0 \u00b5s" }];
+  const [first, second] = hosts(ranks(8)).map((host) => clockOf(host, clocks));
+  expect(first).toBeNull();
+  expect(second).toEqual({ note: "clock \u00b1 40.0 \u00b5s", text: clocks[0]?.text });
 });
 
 it("one host is named, and several are counted", () => {

@@ -165,7 +165,17 @@ describe("the headline", () => {
     expect(headline(state({ request: STOPPED }))).toEqual({
       tone: "held",
       text: "2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)",
+      short: "2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)",
     });
+  });
+
+  it.each([
+    [[], "stands"],
+    [["breakpoint 12: all_gather:blocks.2 --when 'num_bytes > 1e6'"], "stands (breakpoint 12)"],
+    [["--until backward:blocks.2"], "stands (--until)"],
+    [["breakpoint 1: wait", "breakpoint 2: wait", "breakpoint 3"], "stands (breakpoint 1 and 2 more)"],
+  ] as const)("says in short which breakpoints hold them: %j", (reasons, wanted) => {
+    expect(headline(state({ request: { ...STOPPED, stop: "stands", reasons } })).short).toBe(wanted);
   });
 
   it("says who has ranks that can only be looked at, and nothing can be done with", () => {

@@ -17,6 +17,15 @@ pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.clus
 
 CELLS = [f"%%fsdp{CELL}"]
 
+# how many lines the headline has in a panel of 250 pixels, and how many of them are not seen
+IN_A_NARROW_PANEL = """(line) => {
+    const panel = line.closest(".fsdp-Panel-body");
+    panel.style.width = "250px";
+    const height = parseFloat(getComputedStyle(line).lineHeight), {clientHeight, scrollHeight} = line;
+    panel.style.width = "";
+    return [clientHeight, scrollHeight - clientHeight].map((pixels) => Math.round(pixels / height));
+}"""
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
@@ -128,6 +137,9 @@ def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
     lab.page.get_by_text("Break before Its Backward").click()
     breakpoints = section(lab, "Breakpoints")
     expect(headline(lab)).to_contain_text("backward of blocks.2")
+    expect(headline(lab)).to_have_attribute("title", re.compile(r"\(breakpoint 1: backward:blocks\.2\)$"))
+    lines, hidden = headline(lab).evaluate(IN_A_NARROW_PANEL)
+    assert (lines, hidden) == (2, 0)
     breakpoints.get_by_role("checkbox").click()
     expect(breakpoints).to_contain_text("1 off")
     breakpoints.get_by_role("button", name=re.compile("^Clear")).click()

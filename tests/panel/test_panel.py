@@ -21,7 +21,8 @@ from workbench.panel.state import Observer, Settings, params_of, units_of
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest
 from workbench.session.pulse import Pulse
-from workbench.trace.schema import Header
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header, HostClock, Reading
 
 BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
@@ -109,6 +110,15 @@ def test_before_there_are_ranks(browser):
     said = browser.do("shard", model="model")
     assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
     assert "first %fsdp start" in said["text"]
+
+
+def test_clocks_that_are_not_rank_0s_are_told():
+    found = example_trace(num_ranks=3, steps=1)
+    clock = HostClock(ranks=(1, 2), readings=(Reading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))
+    trace = Trace(replace(found.header, clocks=(clock,)), found.ranks)
+    (told,) = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=3, device="cpu", profile=""), None).clocks
+    assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
+    assert told.text == "its clock is 5.00 ms behind rank 0's, give or take 40.0 µs"
 
 
 def test_ranks_units_and_memory_are_told(started):

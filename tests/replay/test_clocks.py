@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace.strategies import example_trace
-from workbench.replay.clocks import DRIFT, error_ns, error_of
+from workbench.replay.clocks import DRIFT, error_ns, error_of, errors_of_ranks
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, HostClock, Reading
 
@@ -37,6 +37,12 @@ def test_of_two_clocks_that_are_not_rank_0s_the_errors_add_up():
     assert error_ns(trace) == 450
     assert error_ns(Trace(trace.header, trace.ranks[:1] + trace.ranks[2:])) == 80
     assert error_ns(Trace(trace.header, trace.ranks[:2])) == 400
+
+
+def test_of_each_rank_with_another_clock_than_rank_0s_it_is_told_how_exact_that_is():
+    clocks = clock_of((0, 5, 400), ranks=(1, 3)), clock_of((0, 7, 30), ranks=(2,))
+    assert errors_of_ranks(trace_of(*clocks, num_ranks=4)) == {1: 400, 3: 400, 2: 30}
+    assert errors_of_ranks(trace_of(num_ranks=4)) == {}
 
 
 @pytest.mark.parametrize(

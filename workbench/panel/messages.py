@@ -353,6 +353,21 @@ class TrainingState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClockState:
+    """A clock that is not rank 0's.
+
+    Attributes:
+        ranks: those that read it.
+        error_ns: how far it may be off from where it was found when the two were compared last.
+        text: where that was, in words.
+    """
+
+    ranks: tuple[int, ...]
+    error_ns: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class State:
     """How everything is.
 
@@ -360,6 +375,7 @@ class State:
         number: of the question.
         cluster: whose ranks they are.
         ranks: one entry a rank, by number; none when none run.
+        clocks: those that are not rank 0's.
         units: of all models that are sharded now, from the top of each; None: as they were told last.
         unit_states: where these units are.
         breakpoints: in the order they were added, but for that of ``step --until``.
@@ -373,6 +389,7 @@ class State:
     number: int
     cluster: ClusterState
     ranks: tuple[RankState, ...]
+    clocks: tuple[ClockState, ...]
     units: tuple[UnitInfo, ...] | None
     unit_states: tuple[UnitStates, ...]
     breakpoints: tuple[BreakpointState, ...]

@@ -12,6 +12,7 @@ from typing import Any
 from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.magics.notebook import Exchange
 from workbench.panel.messages import (
+    ClockState,
     ClusterState,
     ParamInfo,
     RankState,
@@ -25,6 +26,7 @@ from workbench.replay import memory, states
 from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
 from workbench.replay.states import States
 from workbench.replay.units import model_order
+from workbench.reports.clocks import clock_words
 from workbench.reports.follow import Follower
 from workbench.reports.stopped import row_of
 from workbench.session.pulse import Pulse, UnderWay
@@ -86,6 +88,7 @@ class Observer:
                 number=number,
                 cluster=_cluster(pulse, settings),
                 ranks=tuple(self._rank(pulse, rank) for rank in sorted(pulse.states)),
+                clocks=_clocks(trace.header),
                 units=None if units == known_units else units,
                 unit_states=self._unit_states(trace, units),
                 breakpoints=breakpoints(pulse),
@@ -149,6 +152,13 @@ def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
         kernel_pid=os.getpid(),
         outlives=settings.outlives,
         held_by=settings.held_by,
+    )
+
+
+def _clocks(header: Header) -> tuple[ClockState, ...]:
+    return tuple(
+        ClockState(ranks=clock.ranks, error_ns=clock.readings[-1].error_ns, text=clock_words(clock))
+        for clock in header.clocks
     )
 
 

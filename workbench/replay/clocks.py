@@ -26,15 +26,24 @@ def error_ns(trace: Trace) -> int:
 
     0: all ranks that recorded anything read one clock.
     """
+    errors = sorted(_errors_of_clocks(trace).values())
+    return sum(errors[-2:]) if len(errors) > 1 else 0
+
+
+def errors_of_ranks(trace: Trace) -> dict[int, int]:
+    """Return how far times of ranks may be off rank 0's clock, in ns, of those that read another one."""
+    errors = _errors_of_clocks(trace).items()
+    return {rank: error for clock, error in errors if clock is not None for rank in clock.ranks}
+
+
+def _errors_of_clocks(trace: Trace) -> dict[HostClock | None, int]:
+    """Return how far times of the clocks of a trace may be off rank 0's, None, in ns."""
     there = [rank_trace for rank_trace in trace.ranks if len(rank_trace.rows)]
+    begin_ns = min((int(rank_trace.rows["t_ns"][0]) for rank_trace in there), default=0)
+    end_ns = max((int(rank_trace.rows["t_ns"][-1]) for rank_trace in there), default=0)
     clock_of = {rank: clock for clock in trace.header.clocks for rank in clock.ranks}
-    clocks = {clock_of.get(rank_trace.rank) for rank_trace in there}  # None: rank 0's
-    if len(clocks) < 2:
-        return 0
-    begin_ns = min(int(rank_trace.rows["t_ns"][0]) for rank_trace in there)
-    end_ns = max(int(rank_trace.rows["t_ns"][-1]) for rank_trace in there)
-    errors = sorted(0 if clock is None else error_of(clock, begin_ns, end_ns) for clock in clocks)
-    return sum(errors[-2:])
+    clocks = {clock_of.get(rank_trace.rank) for rank_trace in there}
+    return {clock: 0 if clock is None else error_of(clock, begin_ns, end_ns) for clock in clocks}
 
 
 def error_of(clock: HostClock, begin_ns: int, end_ns: int) -> int:

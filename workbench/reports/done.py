@@ -30,6 +30,7 @@ from workbench.protocol.commands import (
     Verify,
 )
 from workbench.replay.alike import label, ranges
+from workbench.reports.clocks import clock_words
 from workbench.trace.schema import HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
 
@@ -169,12 +170,7 @@ class StatusReport(Report):
 
     def _clock_of(self, rank: int) -> str:
         """Say what the clock of a rank was found to differ by from rank 0's; empty: it is the same, or nobody knows."""
-        readings = [clock.readings[-1] for clock in self.clocks if rank in clock.ranks]
-        if not readings:
-            return ""
-        ahead = "ahead of" if readings[0].offset_ns >= 0 else "behind"
-        apart, error = format_duration(abs(readings[0].offset_ns)), format_duration(readings[0].error_ns)
-        return f"; its clock is {apart} {ahead} rank 0's, give or take {error}"
+        return "".join(f"; {clock_words(clock)}" for clock in self.clocks if rank in clock.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,14 @@ One process per rank, with the tracks of :class:`workbench.events.Track`; spans 
 nesting stand on further tracks of the same name. Where ranks compute on devices these are the host's, which hands work
 over, and below them are those of what the device did: a track for each stream and each kind of collective. An arrow
 leads from where a collective was issued to where it was waited for, on the host; counters show live bytes and logged
-numbers, as the host tells them. All times are in microseconds from the earliest row, on rank 0's clock.
+numbers, as the host tells them. All times are in microseconds from the earliest row, on rank 0's clock; how far those
+of a rank with another clock may be off is said beside its name, where the caller knows it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,16 +30,21 @@ _COMPUTE_THREAD = 0
 _THREADS_PER_TRACK = 1000
 
 
-def to_perfetto(trace: Trace) -> dict[str, Any]:
+def to_perfetto(trace: Trace, notes: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Return ``trace`` as data for ``json.dump``.
 
     A span that was never ended reaches to the rank's last row and says ``"unfinished": true``; one that began before
     the trace's left edge is left out.
+
+    Args:
+        trace: what happened.
+        notes: by rank, what is to be known of its times, a few words; None: nothing.
     """
+    notes = notes or {}
     start_ns = min((int(rank.rows["t_ns"].min()) for rank in trace.ranks if len(rank.rows)), default=0)
     events: list[Event] = []
     for rank in trace.ranks:
-        events += _rank_events(_process(trace.header, rank, rank.rows["t_ns"] - start_ns))
+        events += _rank_events(_process(trace.header, rank, rank.rows["t_ns"] - start_ns), notes.get(rank.rank, ""))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": trace.header.producer}}
 
 
@@ -79,10 +85,10 @@ class _Span(NamedTuple):
     is_finished: bool
 
 
-def _rank_events(process: _Process) -> Iterator[Event]:
+def _rank_events(process: _Process, note: str) -> Iterator[Event]:
     info = next((i for i in process.header.ranks if i.rank == process.rank.rank), None)
-    where = f" ({info.host}, {info.device})" if info else ""
-    yield _name(process, "process_name", 0, f"rank {process.rank.rank}{where}")
+    known = ", ".join([*([info.host, info.device] if info else []), *([note] if note else [])])
+    yield _name(process, "process_name", 0, f"rank {process.rank.rank}{known and f' ({known})'}")
     partner = partners(process.rank.rows)
     hosts = "host: " if process.header.is_enqueued else ""
     for place, track in enumerate(Track):

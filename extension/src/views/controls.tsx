@@ -45,8 +45,8 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
           </label>
         </span>
       </div>
-      <p className={`fsdp-Headline fsdp-mod-${head.tone}`}>
-        {head.text}
+      <p className={`fsdp-Headline fsdp-mod-${head.tone}`} title={head.short === undefined ? undefined : head.text}>
+        {head.short ?? head.text}
         {head.todo === undefined ? null : <span className="fsdp-Todo">{head.todo}</span>}
       </p>
       <p className="fsdp-unseen" role="status" aria-label="state of the ranks">

@@ -106,13 +106,13 @@ interface RunningProps {
 function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Element | null {
   const { state, units } = model;
   if (state === null) return null;
-  const { cluster, ranks } = state;
+  const { cluster, ranks, clocks } = state;
   const able = can(state);
   return (
     <>
       <Controls model={model} state={state} />
       <Section name="Ranks" note={`${ranks.length} on ${hostsInWords(ranks)}`} {...folding}>
-        <Ranks ranks={ranks} />
+        <Ranks ranks={ranks} clocks={clocks} />
         {cluster.held_by ? null : (
           <Action className="fsdp-Link" isEnabled={able.stop} title={exchanging(state)} run={stop} command={STOP}>
             Stop the ranks

@@ -4,8 +4,8 @@ import * as React from "react";
 
 import { CATEGORIES, CATEGORY } from "../../../workbench/widgets/static/events.js";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
-import { doing, hosts, type Row } from "../hosts";
-import type { RankState } from "../protocol";
+import { clockOf, doing, type Host, hosts, type Row } from "../hosts";
+import type { ClockState, RankState } from "../protocol";
 import { count, ranges } from "../words";
 
 /** A hyphen at which no line ends. */
@@ -13,22 +13,20 @@ const NO_BREAK = "\u2011";
 
 interface RanksProps {
   readonly ranks: readonly RankState[];
+  /** Those that are not rank 0's. */
+  readonly clocks: readonly ClockState[];
 }
 
-export function Ranks({ ranks }: RanksProps): React.JSX.Element {
+export function Ranks({ ranks, clocks }: RanksProps): React.JSX.Element {
   const most = Math.max(1, ...ranks.map(({ peak_bytes, in_use }) => Math.max(peak_bytes, in_use)));
   const found = hosts(ranks);
   return (
     <>
-      {found.map(({ name, ranks: there, rows }) => (
-        <div key={name} role="group" aria-label={`ranks on ${name}`} className="fsdp-Host">
-          {found.length > 1 ? (
-            <h4>
-              {name} <span className="fsdp-note">{count(there.length, "rank")}</span>
-            </h4>
-          ) : null}
+      {found.map((host) => (
+        <div key={host.name} role="group" aria-label={`ranks on ${host.name}`} className="fsdp-Host">
+          {found.length > 1 ? <Heading host={host} clocks={clocks} /> : null}
           <ul className="fsdp-Ranks">
-            {rows.map((row) =>
+            {host.rows.map((row) =>
               row.ranks.length > 1 ? (
                 <Alike key={row.key} row={row} most={most} />
               ) : (
@@ -39,6 +37,21 @@ export function Ranks({ ranks }: RanksProps): React.JSX.Element {
         </div>
       ))}
     </>
+  );
+}
+
+function Heading({ host, clocks }: { readonly host: Host; readonly clocks: readonly ClockState[] }): React.JSX.Element {
+  const clock = clockOf(host, clocks);
+  return (
+    <h4>
+      {host.name} <span className="fsdp-note">{count(host.ranks.length, "rank")}</span>
+      {clock === null ? null : (
+        <span className="fsdp-note" title={clock.text}>
+          {" \u00b7 "}
+          {clock.note}
+        </span>
+      )}
+    </h4>
   );
 }
 
