@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces that a bridge joins, with a name, an address and an sshd each.
+"""Several hosts on one machine: network namespaces that a switch joins, with a name, an address and an sshd each.
 
 Each is a host to whatever looks at the network: of the others it reaches what listens on their address, and nothing of
 their loopback interface. So it is to whatever looks at the clock, as each is in a time namespace in which the machine
@@ -20,12 +20,14 @@ from pathlib import Path
 
 import psutil
 
+from tests.switch import DEVICE, Cables, Port, joined
 from tests.waiting import wait_until
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "unshare")
 NETWORK = "10.203.7"  # of a private range; no route of the machine is touched but the one to it
 PORT = 22
-BRIDGE = "wbtest0"
+INTERFACE = "wbtest0"
+"""Of this machine, to them."""
 LOCK = Path("/run/lock/workbench-test-hosts")
 HOURS = (7, 3, 26)
 """How far the clocks of the first hosts are ahead of this machine's, and of those that follow likewise."""
@@ -66,6 +68,10 @@ def why_not(needed: tuple[str, ...] = NEEDED) -> str:
     missing = [name for name in needed if find(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}; on Debian: apt-get install iproute2 openssh-server openssh-client"
+    try:
+        os.close(os.open(DEVICE, os.O_RDWR))
+    except OSError as error:
+        return f"no network interface can be made here: {error}"
     name = f"wbtry{os.getpid()}"  # several may try at the same time
     tried = subprocess.run([find("ip") or "ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
@@ -88,30 +94,29 @@ def find(program: str) -> str | None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts; :meth:`unplugged` takes the cable of one away for a while.
+    """The hosts.
 
     Attributes:
         names: host name of each.
         addresses: address of each on the network that joins them, by which ssh reaches it.
         here: address of this machine on that network.
-        bridge: name of this machine's interface to it.
+        interface: name of this machine's interface to it.
+        cables: what joins them; its port 0 is this machine's, the others are theirs in their order.
         ssh_config: file for ``ssh -F``, with which ssh reaches them without a password.
     """
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
     here: str
-    bridge: str
+    interface: str
+    cables: Cables
     ssh_config: Path
 
     @contextmanager
     def unplugged(self, name: str) -> Iterator[None]:
         """Take away the cable of a host: what runs there runs on."""
-        _run("ip", "link", "set", _cable(name), "down")
-        try:
+        with self.cables.unplugged(1 + self.names.index(name)):
             yield
-        finally:
-            _run("ip", "link", "set", _cable(name), "up")
 
 
 @contextmanager
@@ -128,31 +133,21 @@ def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
         fcntl.flock(last.enter_context(LOCK.open("wb")), fcntl.LOCK_EX)  # until another process's hosts are gone
         _clear()
         last.callback(_clear)
-        _run("ip", "link", "add", BRIDGE, "type", "bridge")
-        _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
-        _run("ip", "link", "set", BRIDGE, "up")
+        for name in names:
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        cables = last.enter_context(joined([Port("", INTERFACE), *(Port(name, "eth0") for name in names)]))
+        bring_up(INTERFACE, f"{NETWORK}.1")
         for name, address, hours in zip(names, addresses, cycle(HOURS), strict=False):
-            _join(name, address)
+            bring_up("eth0", address, "-n", name)
             _serve(last, name, address, directory, hours)
-        yield Hosts(names, addresses, f"{NETWORK}.1", BRIDGE, config)
+        yield Hosts(names, addresses, f"{NETWORK}.1", INTERFACE, cables, config)
 
 
-def _join(name: str, address: str) -> None:
-    """Make the network namespace ``name``, and join it to the bridge."""
-    _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", _cable(name), "type", "veth", "peer", "name", "eth0", "netns", name)
-    _run("ip", "link", "set", _cable(name), "master", BRIDGE, "up")
-    for words in (
-        ("address", "add", f"{address}/24", "dev", "eth0"),
-        ("link", "set", "eth0", "up"),
-        ("link", "set", "lo", "up"),
-    ):
-        _run("ip", "-n", name, *words)
-
-
-def _cable(name: str) -> str:
-    """Return the name of the bridge's end of a host's cable."""
-    return f"wb{name[-6:]}"
+def bring_up(interface: str, address: str, *where: str) -> None:
+    """Give an interface its address; as many frames as TCP ever sends may wait there for the switch."""
+    _run("ip", *where, "address", "add", f"{address}/24", "dev", interface)
+    _run("ip", *where, "link", "set", interface, "txqueuelen", "10000", "up")
 
 
 def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int) -> None:
@@ -171,8 +166,7 @@ def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int
 
 def _clear() -> None:
     """Take away all hosts there are, of a process that was killed as well."""
-    for link in sorted(each.name for each in Path("/sys/class/net").glob("wb*")):
-        _run("ip", "link", "delete", link)  # at once; with its namespace a cable would go some time later
+    wait_until(lambda: not Path("/sys/class/net", INTERFACE).exists())  # it goes with its switch, and that with them
     for name in sorted(each.name for each in Path("/run/netns").glob("wbhost*")):
         # what runs there would keep the namespace
         found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)

@@ -205,7 +205,7 @@ HOSTS = (
     _live("side door of 3 hosts, above 2 latencies", ("live", "side door of hosts"), "above_links_ms", 30, "ms"),
     _live("attach to 8 engines, to the first ready cell", ("live", "attach"), "median_s", 2, "s"),
 )
-"""6 ranks on 3 hosts, at 1 Gbit/s; and a cluster that runs already."""
+"""6 ranks on 3 hosts, at 1 Gbit/s and 2 ms; and a cluster that runs already."""
 
 CLASSIC = tuple(
     Aim(what=f"classic, {case}: {what}", part=("classic", case), values=((value,),), limit=limit)

@@ -1,4 +1,4 @@
-"""Steps of ranks on several hosts that links of 1 Gbit/s join: ours beside torch's, and what crosses the links.
+"""Steps of ranks on several hosts, over links of 1 Gbit/s and 2 ms: ours beside torch's, and what crosses the links.
 
 The hosts are network namespaces (:mod:`tests.namespaces`), so all of them compute on this machine's cores.
 """
@@ -23,20 +23,20 @@ def compare_hosts(case: Case, effort: Effort) -> Tree:
     if why_not:
         return {"left out": why_not, "failed": {}}
     with namespaces.network_of(case.num_hosts) as network:
-        links = network.shape(namespaces.RATE_MBIT, namespaces.DELAY_MS)
+        network.cables.become(namespaces.MEASURED_ON)
         runs = Runs(seats=network.seats(*[case.num_ranks // case.num_hosts] * case.num_hosts))
         samples: dict[str, list[list[list[Sample]]]] = {name: [] for name in IMPLEMENTATIONS}
         sent: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
         for number in range(effort.rounds):
             for name in rotated(IMPLEMENTATIONS, number):
-                before = network.sent()
+                before = network.cables.sent()
                 ranks = runs.on_ranks(f"steps of {name}", case.num_ranks, measure, case, name, effort.steps)
                 samples[name].append(ranks)
-                per_host = [after - b for after, b in zip(network.sent(), before, strict=True)]
+                per_host = [after - b for after, b in zip(network.cables.sent(), before, strict=True)]
                 sent[name].append(max(per_host) / (WARM_UP + effort.steps) / 1e6)
         rows = {name: row(starts) for name, starts in samples.items() if all(starts)}
         return {
-            "links": links,
+            "links": str(namespaces.MEASURED_ON),
             "steps_ms": {name: each["wall_ms"]["median"] for name, each in rows.items()},
             "cpu_ms": {name: each["cpu_ms"]["median"] for name, each in rows.items()},
             "sent_mb a host and step": {name: statistics.median(found) for name, found in sent.items()},

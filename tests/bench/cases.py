@@ -89,7 +89,7 @@ HOSTS_CASES = {
         Case(name="3hosts-copies", config=_SMALL, num_ranks=6, num_hosts=3, is_copied=True),
     )
 }
-"""Measured over links of 1 Gbit/s."""
+"""Measured over links of 1 Gbit/s and 2 ms."""
 
 RECORDED = {
     case.name: case

@@ -280,6 +280,17 @@ def test_models_that_take_turns_train_as_over_gloo(network, monkeypatch):
         torch.testing.assert_close(rank, over_gloo)
 
 
+@on_hosts
+@pytest.mark.parametrize("counts", [(2, 2), (1, 1)])
+def test_links_that_are_slow_and_lose_frames_change_no_number(network, counts):
+    expected, lost = run_on(seats(network, *counts), trained_in_bf16), network.cables.num_lost()
+    with network.cables.over(namespaces.LOSSY):
+        ranks = run_on(seats(network, *counts), trained_in_bf16)
+    assert network.cables.num_lost() > lost
+    for rank, params in zip(ranks, expected, strict=True):
+        assert all(map(torch.equal, rank, params))
+
+
 def recorded_step() -> tuple[list[str], Recording]:
     with recording() as record:
         model = shard_net(make_net(**NET))
@@ -344,9 +355,9 @@ def test_what_crosses_between_hosts_crosses_once_for_each_host(network, monkeypa
     if choice:
         monkeypatch.setenv("WORKBENCH_COMM", choice)
     num_hosts, num_local, size = len(counts), counts[0], sum(counts)
-    before = network.sent()
+    before = network.cables.sent()
     numels = run_on(seats(network, *counts), sharded_numel)
-    sent = [after - b for after, b in zip(network.sent(), before, strict=True)][:num_hosts]
+    sent = [after - b for after, b in zip(network.cables.sent(), before, strict=True)][:num_hosts]
     whole, blocks = numels[0]
     targets = size - num_local if choice else num_hosts - 1  # ranks of other hosts to which a rank sends its shard
     payload = 3 * num_local * targets * (2 * whole + blocks) * FP32  # two all-gathers, the root's is one; a reduction

@@ -9,6 +9,7 @@ import pytest
 from tests import hosts
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
+from tests.namespaces import LOSSY
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.errors import ClusterError, UsageError
 from workbench.events import REDUCTIONS
@@ -130,6 +131,15 @@ def test_it_trains_as_on_one_machine(bench, on_one_machine, mesh):
     assert losses_of(bench, **({"mesh": mesh} if mesh else {})) == pytest.approx(on_one_machine[mesh], rel=1e-5)
 
 
+@pytest.mark.parametrize("mesh", ["", "hosts"])
+def test_links_that_are_slow_and_lose_frames_change_no_loss(bench, network, mesh):
+    options = {"mesh": mesh} if mesh else {}
+    expected, lost = losses_of(bench, **options), network.cables.num_lost()
+    with network.cables.over(LOSSY):
+        assert losses_of(bench, **options) == expected
+    assert network.cables.num_lost() > lost
+
+
 def test_collectives_of_hosts_whose_clocks_are_hours_apart_are_at_the_same_time(bench, network):
     losses_of(bench)
     trace = bench.trace
@@ -164,7 +174,7 @@ def test_memory_is_shared_within_a_host_and_not_between_hosts(bench):
 
 
 def test_an_interface_that_hosts_lack_is_refused_with_what_they_have(profile, network):
-    with pytest.raises(UsageError, match=rf"this machine has no address on 'ib0'; it has .*{network.bridge}"):
+    with pytest.raises(UsageError, match=rf"this machine has no address on 'ib0'; it has .*{network.interface}"):
         Workbench(6, device="cpu", profile="hosts", engines="ssh", interface="ib0").start()
 
 
