@@ -383,6 +383,16 @@ class Param:
     use_orig_params: bool = False
 
 
+GLOO = "gloo"
+"""What carries a unit's collectives if every rank sends to every other what is for it, over gloo."""
+
+PER_HOST = "shared memory, gloo between hosts"
+"""If what is for another host is sent there once."""
+
+C10D = "c10d"
+"""If torch's own collectives do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """One ``fully_shard`` call: one communication group of parameters.
@@ -401,8 +411,8 @@ class Unit:
         compute_itemsize: bytes per element of ``compute_dtype``.
         reduce_itemsize: bytes per element of ``reduce_dtype``.
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
-        comm: what carries its collectives: ``"gloo"``, ``"shared memory"``, ``"shared memory, gloo between hosts"``,
-            ``"c10d"``, ``"custom"``; ``""`` on one rank or not known.
+        comm: what carries its collectives: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`,
+            ``"custom"``; ``""`` on one rank or not known.
         retired: True once the unit was undone by ``unshard_module``.
         gone: True once nobody holds its model any more, as when the cell that makes it was run again.
     """

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import namespaces
 from tests.engine.models import Net, adamw, batch, loss_of, make_net
@@ -27,7 +29,8 @@ from workbench.engine.backends import hosts, shared_memory
 from workbench.engine.backends.hosts import Hosts, HostsAllGather, HostsReduceScatter, Relay, ranks_per_host
 from workbench.engine.state import states_below, units_of
 from workbench.engine.waits import cancellation
-from workbench.events import Category, Kind
+from workbench.events import COLLECTIVES, Category, Edge, Kind
+from workbench.replay.collectives import crossing_bytes
 
 CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
@@ -340,29 +343,50 @@ def test_bytes_by_formula(network):
 LARGE = {"dim": 64, "num_blocks": 4, "vocab": 100}
 
 
-def sharded_numel() -> tuple[int, int]:
-    """Train 3 steps; returns the elements of this rank's shards: of all units, and of those but the root."""
-    model = shard_net(make_net(**LARGE))
-    for step in range(3):
-        loss_of(model, batch(dist.get_rank(), step, LARGE["vocab"])).backward()
-    numels = [unit.shard_numel for unit in units_of(states_below(model))]
-    return sum(numels), sum(numels) - model._get_fsdp_state()._fsdp_param_group.shard_numel
+def issued(num_copies: int) -> list[tuple[Kind, tuple[int, ...], int, str]]:
+    """Train 3 steps; returns kind, ranks, payload and carrier of each collective that this rank issued."""
+    mesh = init_device_mesh(
+        "cpu", (num_copies, dist.get_world_size() // num_copies), mesh_dim_names=("copies", "ranks")
+    )
+    with recording() as record:
+        model = shard_net(make_net(**LARGE), mesh=mesh if num_copies > 1 else mesh["ranks"])
+        for step in range(3):
+            loss_of(model, batch(dist.get_rank(), step, LARGE["vocab"])).backward()
+    return [
+        (kind, record.groups[comm.group], num_bytes, record.units[unit].comm)
+        for kind, edge, unit, num_bytes, comm, _ in record.rows
+        if kind in COLLECTIVES and edge == Edge.BEGIN
+    ]
 
 
 @on_hosts
-@pytest.mark.parametrize(("counts", "choice"), [((2, 2), ""), ((2, 2, 2), ""), ((2, 2), "gloo")])
-def test_what_crosses_between_hosts_crosses_once_for_each_host(network, monkeypatch, counts, choice):
+@pytest.mark.parametrize(
+    ("counts", "choice", "num_copies"),
+    [
+        ((2, 2), "", 1),
+        ((2, 2, 2), "", 1),
+        ((2, 2), "gloo", 1),
+        ((3, 1), "", 1),
+        ((2, 2, 2), "default", 1),
+        ((2, 2, 2), "", 3),
+    ],
+)
+def test_what_crosses_between_hosts_is_what_the_formula_says(network, monkeypatch, counts, choice, num_copies):
     if choice:
         monkeypatch.setenv("WORKBENCH_COMM", choice)
-    num_hosts, num_local, size = len(counts), counts[0], sum(counts)
+    hosts_of_ranks = [host for host, count in enumerate(counts) for _ in range(count)]
     before = network.cables.sent()
-    numels = run_on(seats(network, *counts), sharded_numel)
-    sent = [after - b for after, b in zip(network.cables.sent(), before, strict=True)][:num_hosts]
-    whole, blocks = numels[0]
-    targets = size - num_local if choice else num_hosts - 1  # ranks of other hosts to which a rank sends its shard
-    payload = 3 * num_local * targets * (2 * whole + blocks) * FP32  # two all-gathers, the root's is one; a reduction
-    for num_bytes in sent:
-        assert payload < num_bytes < 1.15 * payload + 400_000  # headers; what a start says through the store
+    ranks = run_on(seats(network, *counts), issued, num_copies)
+    sent = [after - b for after, b in zip(network.cables.sent(), before, strict=True)]
+    expected: Counter[str] = Counter()
+    for rank, collectives in enumerate(ranks):
+        for kind, members, payload, carrier in collectives:
+            if rank == members[0]:  # of each collective once
+                names = [str(hosts_of_ranks[member]) for member in members]
+                expected.update(crossing_bytes(kind, payload, names, carrier))
+    for host in range(len(counts)):
+        payload = expected[str(host)]
+        assert payload < sent[host] < 1.15 * payload + 400_000  # headers; what a start says through the store
 
 
 # ---- given up, and refused

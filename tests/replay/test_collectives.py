@@ -1,4 +1,5 @@
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import strategies as st
 from tests.replay.test_shards import make_flat
 from tests.trace.simulation import ITEMSIZE, padded_bytes, padded_elements
 from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
-from workbench.events import COLLECTIVES, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
 from workbench.replay import collectives
-from workbench.replay.collectives import closed_form, compare, counts, ring_bytes, table
+from workbench.replay.collectives import closed_form, compare, counts, crossing_bytes, ring_bytes, table
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
@@ -311,3 +312,96 @@ def test_a_flat_parameter_is_padded_once_for_all_that_are_in_it(numels: tuple[in
     gather, reduce = closed_form(Header(units=(make_unit(flat, reshard_after_forward=True),)))
     assert (gather.calls, gather.num_bytes) == (2, 2 * padded * 2)
     assert (reduce.calls, reduce.num_bytes) == (1, padded * 4)
+
+
+# -- what crosses between hosts
+
+CARRIERS = (GLOO, PER_HOST, C10D, "")
+
+
+@pytest.mark.parametrize(
+    ("carrier", "hosts", "kind", "expected"),
+    [
+        (PER_HOST, "aabbcc", Kind.ALL_GATHER, {"a": 400, "b": 400, "c": 400}),
+        (PER_HOST, "aabbcc", Kind.REDUCE_SCATTER, {"a": 400, "b": 400, "c": 400}),
+        (GLOO, "aabbcc", Kind.ALL_GATHER, {"a": 800, "b": 800, "c": 800}),
+        (GLOO, "aaab", Kind.REDUCE_SCATTER, {"a": 450, "b": 450}),
+        (C10D, "aabbcc", Kind.ALL_GATHER, {"a": 500, "b": 500, "c": 500}),
+        (C10D, "aabbcc", Kind.REDUCE_SCATTER, {"a": 1000, "b": 1000, "c": 1000}),
+        ("", "aabbcc", Kind.REDUCE_SCATTER, {"a": 500, "b": 500, "c": 500}),
+        (PER_HOST, "abc", Kind.ALL_REDUCE, {"a": 800, "b": 800, "c": 800}),
+        (GLOO, "abab", Kind.ALL_REDUCE, {"a": 1800, "b": 1800}),
+    ],
+)
+def test_bytes_that_cross_between_hosts(carrier, hosts, kind, expected):
+    assert crossing_bytes(kind, 600, hosts, carrier) == expected
+
+
+@given(
+    hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=9).map(sorted),
+    kind=st.sampled_from([Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE]),
+    carrier=st.sampled_from(CARRIERS),
+)
+def test_no_way_sends_less_between_hosts_than_each_needs_of_the_others_and_none_is_needed_within_one(
+    hosts, kind, carrier
+):
+    found = crossing_bytes(kind, 5040, hosts, carrier)
+    assert set(found) == set(hosts)
+    several = len(set(hosts)) > 1
+    assert all(bool(sent) == several for sent in found.values())
+    assert sum(found.values()) >= (len(set(hosts)) - 1) * 5040 - 1e-6
+
+
+def on_hosts(trace: Trace, hosts: str, comm: str) -> Trace:
+    """The same, with rank r on host ``hosts[r]``, and units that ``comm`` carries."""
+    ranks = tuple(dataclasses.replace(info, host=hosts[info.rank]) for info in trace.header.ranks)
+    units = tuple(dataclasses.replace(unit, comm=comm) for unit in trace.header.units)
+    return Trace(dataclasses.replace(trace.header, ranks=ranks, units=units), trace.ranks)
+
+
+@pytest.mark.parametrize("comm", CARRIERS)
+@pytest.mark.parametrize(("copies", "hosts"), [(1, "aaaabbbb"), (1, "aabbbbcc"), (2, "aaaabbbb"), (2, "aabbaabb")])
+def test_every_group_s_collectives_cross_once(copies, hosts, comm):
+    trace = on_hosts(simulate(Setup(num_ranks=8, copies=copies, num_units=2, steps=1)), hosts, comm)
+    for row in compare(trace, 0):
+        expected: Counter[str] = Counter()
+        for group in trace.header.comm_groups:
+            if len(group.ranks) == row.num_ranks and (row.kind == Kind.ALL_REDUCE) == ("replicate" in group.name):
+                expected.update(crossing_bytes(row.kind, row.num_bytes, [hosts[r] for r in group.ranks], comm))
+        within = {host: sent for host, sent in expected.items() if sent}
+        assert row.crossing == pytest.approx(within)
+
+
+def test_what_is_gathered_among_fewer_ranks_is_gathered_over_gloo():
+    trace = on_hosts(simulate(Setup(reshard_after_forward=2, num_units=2, steps=1)), "abab", PER_HOST)
+    among_two = next(row for row in compare(trace, 0) if row.num_ranks == 2)
+    assert among_two.crossing == crossing_bytes(Kind.ALL_GATHER, 2 * among_two.num_bytes, "ab", GLOO)
+
+
+def test_a_group_whose_ranks_differ_is_counted_in_one_row():
+    trace = on_hosts(example_trace(steps=1), "aabb", GLOO)
+    lazy = Trace(trace.header, tuple(without(r, is_reduction_of(r, 1)) if r.rank == 2 else r for r in trace.ranks))
+    alike, different = (row for row in compare(lazy, 0) if row.unit == 1 and row.kind == Kind.REDUCE_SCATTER)
+    assert sum(alike.crossing.values()) == 2 * alike.num_bytes
+    assert sum(different.crossing.values()) == 0
+
+
+def test_on_one_host_or_on_unknown_ones_nothing_is_said():
+    assert {row.crossing for row in compare(example_trace(steps=1), 0)} == {None}
+    trace = on_hosts(example_trace(steps=1), "aabb", GLOO)
+    for header in (
+        dataclasses.replace(trace.header, ranks=trace.header.ranks[1:]),
+        dataclasses.replace(trace.header, comm_groups=()),
+    ):
+        assert {row.crossing for row in compare(Trace(header, trace.ranks), 0)} == {None}
+
+
+def test_nccl_s_reduce_scatters_are_on_a_ring():
+    trace = on_hosts(example_trace(steps=1), "aabb", C10D)
+    ranks = tuple(dataclasses.replace(info, device="cuda:0") for info in trace.header.ranks)
+    on_gpus = Trace(dataclasses.replace(trace.header, ranks=ranks), trace.ranks)
+    sent = [
+        {row.crossing["a"] for row in compare(each, 0) if (row.unit, row.kind) == (1, Kind.REDUCE_SCATTER)}
+        for each in (trace, on_gpus)
+    ]
+    assert sent[0] == {2 * bytes_ for bytes_ in sent[1]}

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.replay.test_collectives import on_hosts
 from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind
+from workbench.events import GLOO, PER_HOST, Edge, Kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.views import theme
 from workbench.views.comms import MAX_ROWS, comms
@@ -186,3 +187,32 @@ def test_a_rank_that_has_not_come_to_the_step_is_left_out():
     fig = comms(Trace(trace.header, (*trace.ranks[:3], late)))
     assert title(fig).endswith("as the closed form says")
     assert set(labels(fig)) == set(labels(comms(trace)))
+
+
+def test_what_a_host_sends_to_others_is_said_where_there_are_several():
+    per_host, over_gloo = (comms(on_hosts(example_trace(), "aabb", comm)) for comm in (PER_HOST, GLOO))
+    assert column(per_host, "payload")[2:4] == ["385 KiB", "193 KiB"]
+    assert column(per_host, "crosses")[2:4] == ["193 KiB", "96.3 KiB"]  # half of it: what the other host lacks
+    assert column(over_gloo, "crosses")[2:4] == ["385 KiB", "193 KiB"]  # each of two ranks sends to two
+    assert "917 KiB cross from each of 2 hosts to others" in subtitle(per_host)
+    assert "1.79 MiB cross from each of 2 hosts to others" in subtitle(over_gloo)
+
+
+def test_hosts_that_send_unequally_are_told_apart():
+    fig = comms(on_hosts(example_trace(), ["a<b>", "c", "c", "c"], ""))
+    assert "cross from each of 2 hosts" in subtitle(fig)  # as often out of one as out of the other
+    fig = comms(
+        on_hosts(simulate(Setup(num_ranks=6, num_units=2, steps=1)), ["c", "c", "<b>", "<b>", "<b>", "d"], GLOO)
+    )
+    assert "cross from &lt;b&gt; to others, the most of 3 hosts" in subtitle(fig)
+
+
+def test_on_one_host_nothing_is_said_of_hosts():
+    fig = comms(example_trace())
+    assert "host" not in subtitle(fig)
+    assert not any("crosses" in axis.ticktext[0] for axis in fig.select_yaxes())
+
+
+def test_where_copies_alone_are_on_other_hosts_only_their_all_reduces_cross():
+    fig = comms(on_hosts(simulate(Setup(num_ranks=8, copies=2, num_units=2, steps=1)), "aaaabbbb", PER_HOST))
+    assert column(fig, "crosses")[3:] == ["0 B", "0 B", "193 KiB"]  # four ranks of a host, 48.1 KiB each

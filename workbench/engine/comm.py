@@ -176,8 +176,7 @@ class CommPair:
     Attributes:
         gather: for its parameters.
         reduce: for its gradients.
-        name: "gloo", "shared memory", "shared memory, gloo between hosts", "c10d"; "custom" once the user has set one
-            of the two.
+        name: what :attr:`workbench.events.Unit.comm` says; "custom" once the user has set one of the two.
     """
 
     gather: AllGather

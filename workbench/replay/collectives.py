@@ -1,20 +1,22 @@
 """Collectives: what was sent for which unit, how long it took and how much of that compute had to wait.
 
 *payload* is the logical size of a collective (all-gather: its whole output; reduce-scatter: its whole input;
-all-reduce: one rank's input); :func:`ring_bytes` is what one rank sends for it. *exposed* time is compute blocked on
-it. Time that a rank was held by a breakpoint or a pause counts for neither. Arrays: ``N`` collectives.
+all-reduce: one rank's input); :func:`ring_bytes` is what one rank sends for it on a ring, and :func:`crossing_bytes`
+what leaves each host. *exposed* time is compute blocked on it. Time that a rank was held by a breakpoint or a pause
+counts for neither. Arrays: ``N`` collectives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import prod
 
 import numpy as np
 
-from workbench.events import COLLECTIVES, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
 from workbench.replay.alike import did
 from workbench.replay.spans import Ints, Spans, closed, durations_ns, rows_of, spans
 from workbench.trace.columns import RankTrace, Trace
@@ -139,6 +141,35 @@ def ring_bytes(kind: Kind, payload: int, num_ranks: int) -> float:
     """
     share = (num_ranks - 1) / num_ranks * payload
     return 2 * share if kind == Kind.ALL_REDUCE else share
+
+
+def crossing_bytes(kind: Kind, payload: int, hosts: Sequence[str], carrier: str = "") -> dict[str, float]:
+    """Return the bytes that each host sends to others for a collective of ``payload`` bytes.
+
+    F ranks take part, L of them on a host, H hosts, a payload of P bytes:
+
+    - memory within hosts, gloo between them: each host sends its ``P / H`` to every other one, ``(H - 1) / H * P``;
+    - gloo: each rank sends ``P / F`` to every other one, of which ``L * (F - L) / F * P`` leave a host;
+    - a ring, as of whatever else, and of every all-reduce: :func:`ring_bytes` leave a host as many times as one of its
+      ranks is followed by a rank of another. On gloo c10d's own reduce-scatter is an all-reduce.
+
+    Args:
+        kind: of the collective.
+        payload: of the collective, in bytes.
+        hosts: the host of each rank that takes part, in the order of the group.
+        carrier: what carries it, as :attr:`~workbench.events.Unit.comm` says.
+
+    Example: all-gather, 600 bytes, ``a a b b c c`` -> 400 from each host by its memory, 800 over gloo, 500 on a ring.
+    """
+    size, count = len(hosts), Counter(hosts)
+    if kind != Kind.ALL_REDUCE and carrier == PER_HOST:
+        return dict.fromkeys(count, (len(count) - 1) / len(count) * payload)
+    if kind != Kind.ALL_REDUCE and carrier == GLOO:
+        return {host: num * (size - num) / size * payload for host, num in count.items()}
+    as_all_reduce = kind == Kind.REDUCE_SCATTER and carrier == C10D
+    sent = ring_bytes(Kind.ALL_REDUCE if as_all_reduce else kind, payload, size)
+    followed = Counter(host for place, host in enumerate(hosts) if host != hosts[(place + 1) % size])
+    return {host: followed[host] * sent for host in count}
 
 
 Key = tuple[int, Kind, int]
@@ -323,6 +354,8 @@ class Comparison:
         exposed_ns: mean over the ranks of the exposed times together.
         expected: what the closed form says; None if it says nothing: a retired unit, no unit, another kind, or a
             step whose beginning or end is not in the trace.
+        crossing: bytes that each host sends to others for them, by its name (:func:`crossing_bytes`); of a group whose
+            ranks are in several rows it is in the first one. None: there is one host, or it is not known who is where.
     """
 
     unit: int
@@ -334,6 +367,7 @@ class Comparison:
     time_ns: float
     exposed_ns: float
     expected: Expected | None
+    crossing: Mapping[str, float] | None = None
 
     @property
     def differs(self) -> bool:
@@ -362,7 +396,59 @@ def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
         for key, tally, expected in _with_expected(_tallies(trace.header, alike, step), alike, step, forms[full]):
             found.setdefault((key, tally.calls, tally.num_bytes, expected), []).append(tally)
     rows = [_comparison(key[0], alike, key[-1]) for key, alike in found.items()]
-    return tuple(sorted(rows, key=lambda c: (c.unit, c.kind, -c.num_ranks, -len(c.ranks), c.ranks)))
+    rows.sort(key=lambda c: (c.unit, c.kind, -c.num_ranks, -len(c.ranks), c.ranks))
+    return tuple(_with_crossing(trace, step, rows))
+
+
+def _with_crossing(trace: Trace, step: int, rows: Sequence[Comparison]) -> Iterator[Comparison]:
+    """Add to comparisons of ``step`` what crosses between hosts, if there are several."""
+    header = trace.header
+    host_of = {rank: info.host for rank, info in header.info_of.items()}
+    if len(set(host_of.values())) == 1 or not set(range(header.world_size)) <= host_of.keys():
+        yield from rows
+        return
+    hosts = [tuple(host_of[rank] for rank in group.ranks) for group in header.comm_groups]
+    payloads: dict[int, Counter[tuple[int, Kind, int]]] = {}  # of what one rank issued
+    counted: set[tuple[Key, int]] = set()
+    first_of = cache(partial(_first_of_groups, header))
+    for row in rows:
+        firsts = {group: rank for group, rank in first_of(row.ranks).items() if len(hosts[group]) == row.num_ranks}
+        key, total = (row.unit, row.kind, row.num_ranks), Counter[str]()
+        for group, rank in firsts.items():
+            if len(set(hosts[group])) == 1 or (key, group) in counted:
+                continue
+            if rank not in payloads:
+                payloads[rank] = _payloads(trace.rank(rank), step)
+            payload = payloads[rank][row.unit, row.kind, group]
+            counted |= {(key, group)} if payload else set()
+            total.update(crossing_bytes(row.kind, payload, hosts[group], _carrier(header, row)))
+        yield replace(row, crossing=total if firsts or not row.calls else None)
+
+
+def _first_of_groups(header: Header, ranks: tuple[int, ...]) -> dict[int, int]:
+    """Return of each group that some ranks are in, by its index, the first of them."""
+    chosen = frozenset(ranks)
+    members = ([rank for rank in group.ranks if rank in chosen] for group in header.comm_groups)
+    return {index: some[0] for index, some in enumerate(members) if some}
+
+
+def _payloads(rank: RankTrace, step: int) -> Counter[tuple[int, Kind, int]]:
+    """Return the payloads of what a rank issued in ``step``, together by unit, kind and group."""
+    found = table(rank.part(*rank.places_of(step, step), rank.start))
+    total = Counter[tuple[int, Kind, int]]()
+    for place in np.flatnonzero(found.step == step).tolist():
+        key = int(found.unit[place]), Kind(found.kind[place]), int(found.comm_group[place])
+        total[key] += int(found.num_bytes[place])
+    return total
+
+
+def _carrier(header: Header, row: Comparison) -> str:
+    """Return what carries a row's collectives; empty where it is some ring."""
+    unit = header.units[row.unit] if 0 <= row.unit < len(header.units) else None
+    if unit is None or (unit.comm == C10D and header.is_enqueued):  # NCCL's
+        return ""
+    is_among_fewer = row.kind == Kind.ALL_GATHER and row.num_ranks != unit.shard_size  # reshard_after_forward=K
+    return GLOO if is_among_fewer and unit.comm == PER_HOST else unit.comm
 
 
 def _program(header: Header, rank: RankTrace, step: int) -> Hashable:

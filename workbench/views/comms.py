@@ -1,11 +1,13 @@
 """What was communicated in a step, for which unit and how, beside what the closed form says; a difference is marked.
 
 Payload is the logical size of a collective. Bytes sent are those of a ring over the ranks that took part, computed from
-the payload: what really went over the wire depends on the backend and is not in a trace.
+the payload: what really went over the wire depends on the backend and is not in a trace. Where ranks are on several
+hosts it is said instead what crosses: what a host sends to others, by what the unit's backend does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -50,16 +52,25 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of the table: heading, width in pixels, what it says, of two lines, and whether these are times."""
+    """A column of the table.
+
+    Attributes:
+        heading: of two lines.
+        width: in pixels.
+        text: what it says of a row.
+        is_time: whether these are times.
+        is_of_hosts: whether it is for ranks on several hosts, or for those on one; None: for both.
+    """
 
     heading: str
     width: int
     text: Callable[[Comparison], str]
     is_time: bool = False
+    is_of_hosts: bool | None = None
 
 
 def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> go.Figure:
-    """Count collectives of a step per unit: calls, bytes and time, beside what a formula says.
+    """Count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what a formula says.
 
     Args:
         trace: what happened.
@@ -89,7 +100,12 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     has_times = clock is not Clock.ENQUEUED
     each = _HIGHER_ROW if any(tick.count("<br>") > 1 for tick in _ticks(trace.header, drawn)) else _ROW_HEIGHT
     fig.update_layout(height=fig.layout.margin.t + fig.layout.margin.b + each * (len(drawn) + 1))
-    _add_table(fig, trace.header, drawn, [column for column in _COLUMNS if has_times or not column.is_time])
+    columns = [
+        column
+        for column in _COLUMNS
+        if (has_times or not column.is_time) and column.is_of_hosts in {None, _are_on_several_hosts(rows)}
+    ]
+    _add_table(fig, trace.header, drawn, columns)
     if has_times:
         _add_bars(fig, trace.header, drawn)
     title = f"issue to end [{_scale(drawn)[1]}]"
@@ -126,7 +142,8 @@ def _fold(header: Header, rows: Sequence[Comparison]) -> list[Row]:
     for row in rows:
         expected = row.expected and (row.expected.calls, row.expected.num_bytes)
         alike = (pattern(unit_name(header, row.unit)), row.kind, row.num_ranks)
-        key = (alike, row.ranks, row.calls, row.num_bytes, expected)
+        crossing = None if row.crossing is None else tuple(row.crossing.items())
+        key = (alike, row.ranks, row.calls, row.num_bytes, expected, crossing)
         found.setdefault(key, []).append(row)
     return [_together(rows) for rows in found.values()]
 
@@ -180,9 +197,11 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
     own = [row for row in rows if rank in row.ranks]
     payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(row) for row in own)
     time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
+    crosses = _crossing(rows) if _are_on_several_hosts(rows) else ""
     sentences = [
-        f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}, "
-        f"of which a ring sends {theme.format_bytes(sent)} per rank{_carriers(header, own)}",
+        f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}"
+        f"{'' if crosses else f', of which a ring sends {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
+        crosses,
         "when the GPU did this is not recorded, and the host's times say little of a collective: none are shown"
         if clock is Clock.ENQUEUED
         else f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
@@ -208,6 +227,29 @@ def _sent_bytes(row: Comparison) -> float:
     return ring_bytes(row.kind, row.num_bytes, max(row.num_ranks, 1))
 
 
+def _crossing(rows: Sequence[Comparison]) -> str:
+    """``"52.8 MiB cross from each of 3 hosts to others"``: what each sends to others for all rows together."""
+    total = Counter[str]()
+    for row in rows:
+        total.update(row.crossing or {})
+    if not total:
+        return "nothing crosses between hosts"
+    most, hosts = max(total, key=total.__getitem__), theme.plural(len(total), "host")
+    sent = theme.format_bytes(total[most])
+    if min(total.values()) == total[most]:
+        return f"{sent} cross from each of {hosts} to others"
+    return f"{sent} cross from {theme.shorten(most)} to others, the most of {hosts}"
+
+
+def _are_on_several_hosts(rows: Sequence[Comparison]) -> bool:
+    return any(row.crossing is not None for row in rows)
+
+
+def _crossing_of_one(row: Comparison) -> str:
+    """What the host sends to others that sends most."""
+    return "-" if row.crossing is None else theme.format_bytes(max(row.crossing.values(), default=0))
+
+
 def _closed_form(row: Comparison) -> str:
     """``"= 2 x 193 KiB"``; ``"≠ none"`` where nothing was expected and something happened."""
     if row.expected is None:
@@ -223,6 +265,13 @@ _COLUMNS = (
         heading="payload<br>sent",
         width=68,
         text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{theme.format_bytes(_sent_bytes(row))}",
+        is_of_hosts=False,
+    ),
+    Column(
+        heading="payload<br>crosses",
+        width=68,
+        text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{_crossing_of_one(row)}",
+        is_of_hosts=True,
     ),
     Column(heading="closed<br>form", width=106, text=_closed_form),
     Column(

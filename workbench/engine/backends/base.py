@@ -15,6 +15,7 @@ from workbench.engine.backends.pages import SparePages
 from workbench.engine.backends.pending import Transport
 from workbench.engine.comm import SET_BY_USER, CommPair, DefaultAllGather, DefaultReduceScatter, Peers
 from workbench.engine.layout import ShardLayout
+from workbench.events import C10D
 
 
 class FullMemory(Protocol):
@@ -256,7 +257,7 @@ class Backend:
 
     def pair(self) -> CommPair:
         """Return what works between any ranks."""
-        return CommPair(DefaultAllGather(), DefaultReduceScatter(), "c10d")
+        return CommPair(DefaultAllGather(), DefaultReduceScatter(), C10D)
 
     def comms(self) -> Comms:
         """Return what chooses, and knows, what the units of a communication context communicate with."""

@@ -12,6 +12,7 @@ from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
 from workbench.engine.backends.pages import Pages
 from workbench.engine.backends.shared_selection import SharedComms
 from workbench.engine.comm import CommPair, comm_choice
+from workbench.events import GLOO
 
 
 class HostMemory(Pages):
@@ -44,4 +45,4 @@ class Host(Backend):
         """
         if comm_choice() == "default":
             return super().pair()
-        return CommPair(GlooAllGather(), GlooReduceScatter(), "gloo")
+        return CommPair(GlooAllGather(), GlooReduceScatter(), GLOO)

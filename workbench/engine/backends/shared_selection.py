@@ -16,9 +16,9 @@ from workbench.engine.backends.shared_comm import (
 )
 from workbench.engine.backends.shared_memory import SharedMemory
 from workbench.engine.comm import AllGather, CommPair, Peers, comm_choice
+from workbench.events import PER_HOST
 
 SHARED = "shared memory"
-PER_HOST = "shared memory, gloo between hosts"
 
 
 class SharedComms(Comms):
