@@ -169,11 +169,16 @@ def _clear() -> None:
     wait_until(lambda: not Path("/sys/class/net", INTERFACE).exists())  # it goes with its switch, and that with them
     for name in sorted(each.name for each in Path("/run/netns").glob("wbhost*")):
         # what runs there would keep the namespace
-        found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
-        for pid in map(int, found.stdout.split()):
+        for pid in pids_on(name):
             if psutil.pid_exists(pid):
                 psutil.Process(pid).kill()
         _run("ip", "netns", "delete", name)
+
+
+def pids_on(name: str) -> list[int]:
+    """Return the processes that run on a host, its sshd among them."""
+    found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+    return sorted(map(int, found.stdout.split()))
 
 
 def _is_open(address: str) -> bool:

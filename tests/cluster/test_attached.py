@@ -212,6 +212,27 @@ def test_a_holder_is_gone_if_its_process_is():
     assert not is_gone(type(me)(**{**vars(me), "created_s": 1.5, "identity": "another host"}))
 
 
+SOON_S = 15.0
+"""Much more than the moment that it takes, and less than the 30 s after which ipyparallel misses what is not heard."""
+
+
+def test_an_attached_engine_that_is_killed_is_named_at_once_though_its_controller_beats_slowly(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    directory = tmp_path / "profile_slow"
+    (directory / "startup").mkdir(parents=True)
+    slow = "c = get_config()\nc.HeartMonitor.period = 3000\nc.HeartMonitor.max_heartmonitor_misses = 10\n"
+    (directory / "ipcontroller_config.py").write_text(slow)
+    with Cluster(2, "cpu", "slow", engines="local", runtime=RUNTIME) as started:
+        file = started._place._cluster.controller.connection_files["client"]
+        looking = Cluster.attached(Target(file=file), device="cpu", runtime=RUNTIME)
+        looking.start()
+        engine = looking.rank_info[1]
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_until(looking.losses, SOON_S)
+        assert looking.losses() == {1: f"died: its process on {engine.host} has ended, or its host is gone"}
+        looking.stop()
+
+
 def test_an_attached_cluster_whose_controller_is_killed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     (tmp_path / "profile_mine" / "startup").mkdir(parents=True)

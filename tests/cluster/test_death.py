@@ -14,7 +14,7 @@ from tests.cluster.conftest import FOREVER_S, ROOT, RUNTIME, texts, wait_until_h
 from tests.cluster.fake_rank import Die, Look, Release
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import is_running
-from workbench.cluster.reaper import Reaper, parse
+from workbench.cluster.reaper import Reaper, process_of
 from workbench.errors import ClusterError, RankDied
 
 pytestmark = pytest.mark.cluster
@@ -126,7 +126,7 @@ FORKED = """
 import os, signal, sys
 from pathlib import Path
 from workbench.cluster.reaper import Reaper
-reaper = Reaper("of a test", Path(sys.argv[1]))
+reaper = Reaper("of a test", sys.argv[1])
 child = os.fork()
 if child:
     print(reaper.pid, child, flush=True)
@@ -147,7 +147,7 @@ def test_a_forked_child_that_keeps_the_pipe_open_does_not_hold_the_reaper(tmp_pa
 def test_the_reaper_ends_what_it_adopted_and_removes_the_files(tmp_path):
     (tmp_path / "files").mkdir()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as adopted:
-        reaper = Reaper("of a test", tmp_path / "files")
+        reaper = Reaper("of a test", str(tmp_path / "files"))
         reaper.adopt(psutil.Process(adopted.pid))
         reaper.close(PATIENCE_S)
         assert adopted.wait(PATIENCE_S) == -signal.SIGTERM
@@ -155,7 +155,7 @@ def test_the_reaper_ends_what_it_adopted_and_removes_the_files(tmp_path):
 
 
 def test_a_dead_reaper_is_noticed(tmp_path):
-    reaper = Reaper("of a test", tmp_path)
+    reaper = Reaper("of a test", str(tmp_path))
     os.kill(reaper.pid, signal.SIGKILL)
     reaper._popen.wait()
     with pytest.raises(ClusterError, match="has ended early"):
@@ -164,7 +164,7 @@ def test_a_dead_reaper_is_noticed(tmp_path):
 
 
 def test_a_reaper_that_does_not_end_is_killed(tmp_path):
-    reaper = Reaper("of a test", tmp_path)
+    reaper = Reaper("of a test", str(tmp_path))
     os.kill(reaper.pid, signal.SIGSTOP)
     reaper.close(0.1)
     assert reaper._popen.returncode == -signal.SIGKILL
@@ -172,9 +172,30 @@ def test_a_reaper_that_does_not_end_is_killed(tmp_path):
 
 def test_a_process_is_named_by_pid_and_creation_time():
     me = psutil.Process()
-    line = json.dumps({"pid": me.pid, "created_s": me.create_time()}).encode()
-    assert parse(line) == me
-    assert parse(json.dumps({"pid": me.pid, "created_s": 1.5}).encode()) is None
+    assert process_of({"pid": me.pid, "created_s": me.create_time()}) == me
+    assert process_of({"pid": me.pid, "created_s": 1.5}) is None
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    assert parse(json.dumps({"pid": gone.pid, "created_s": 1.5}).encode()) is None
+    assert process_of({"pid": gone.pid, "created_s": 1.5}) is None
+
+
+def test_the_reaper_runs_the_last_commands_it_was_left_and_removes_what_it_was_told_of(tmp_path):
+    ran = {name: tmp_path / f"{name} ran" for name in ("before", "one", "two")}
+    private, file = tmp_path / "private", tmp_path / "file"
+    private.mkdir()
+    file.touch()
+    reaper = Reaper("of a test", f"{tmp_path}/priv*")
+    reaper.leave([["touch", str(ran["before"])]])
+    missing = ["no-such-program"]
+    reaper.leave([missing, *(["touch", str(ran[name])] for name in ("one", "two"))], [file])
+    reaper.close(PATIENCE_S)
+    assert {path.name for path in tmp_path.iterdir()} == {"one ran", "two ran"}
+
+
+def test_a_command_that_does_not_end_does_not_keep_the_reaper(tmp_path):
+    code = f"from workbench.cluster import reaper; reaper.COMMANDS_S = 0.1; reaper.main('of a test', {os.getpid()})"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=ROOT) as reaper:
+        pid = tmp_path / "pid"
+        stuck = ["sh", "-c", f"echo $$ >{pid}; exec sleep 1000"]
+        reaper.communicate(json.dumps({"commands": [stuck], "paths": []}).encode() + b"\n", PATIENCE_S)
+    assert not pid.exists() or not psutil.pid_exists(int(pid.read_text() or 0))

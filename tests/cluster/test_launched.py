@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
 from tests.cluster.fake_rank import Look, Release
 from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster import Cluster
+from workbench.cluster import Cluster, over_ssh
 from workbench.cluster import launched as launched_module
 from workbench.cluster.launched import Launched, launchers
 from workbench.cluster.processes import is_running
@@ -219,7 +219,7 @@ def test_a_connection_that_breaks_ends_no_wait_for_an_engine():
     class Several(One):
         launcher_class = One
 
-    patient = launched_module._patient(Several, is_over)
+    patient = over_ssh.patient(Several, is_over)
     with pytest.raises(TimeoutError, match="node3 could not be asked"):
         patient.launcher_class().wait_one(60)
     assert tries == [60]

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import psutil
@@ -11,6 +13,7 @@ from tests import queues
 from tests.hosts import find
 from tests.integration.model import CELL
 from tests.waiting import wait_until
+from workbench.cluster.processes import is_running
 from workbench.errors import ClusterError, Interrupted
 from workbench.workbench import Workbench
 
@@ -102,7 +105,8 @@ def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile):
     engines, (job,) = engines_of(bench), queues.jobs(slurm)
     queues.cancel(slurm, job)
     wait_until(lambda: set(bench.losses) == {0, 1})
-    assert re.fullmatch(r"died: its process on \S+ has ended, or its host is gone", bench.losses[1])
+    said = rf"died: its process on \S+ has ended: the queue (has ended job {job}: CANCELLED.*|is ending job {job})"
+    assert re.fullmatch(said, bench.losses[1])
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 
 
@@ -133,6 +137,43 @@ def test_a_job_that_is_taken_from_the_queue_ends_the_start(slurm, of_profile):
 
     with pytest.raises(ClusterError, match=r"the queue has ended job \d+: CANCELLED .*; 0 of 2 engines are here"):
         bench.start(take_away)
+
+
+KERNEL = """
+import sys
+from workbench.workbench import Workbench
+bench = Workbench(2, device="cpu", profile="queue", engines="slurm")
+bench.start(lambda sentence: print("waits" if "PENDING" in sentence else "starts", flush=True))
+bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _: None)
+"""
+
+
+@needs_slurm
+@pytest.mark.parametrize("partition", ["open", "closed"])
+def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(slurm, of_profile, ipython, partition):
+    of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = {partition!r}")
+    with subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True) as kernel:
+        if partition == "closed":
+            assert "waits\n" in kernel.stdout
+            assert len(queues.jobs(slurm)) == 1
+        else:
+            wait_until(lambda: len(engines_of_jobs()) == 2)
+        started = {*psutil.Process(kernel.pid).children(recursive=True), *engines_of_jobs()}
+        kernel.kill()
+    wait_until(lambda: queues.jobs(slurm) == [])
+    wait_until(lambda: not any(map(is_running, started)))
+    left = [path for name in ("log", "pid", "security") for path in (ipython / "profile_queue" / name).glob("*")]
+    wait_until(lambda: not any(path.exists() for path in left))
+
+
+def engines_of_jobs():
+    """The engines of this machine that Slurm has started."""
+    found = psutil.process_iter(["cmdline", "environ"])
+    return [
+        each
+        for each in found
+        if "ipyparallel.engine" in (each.info["cmdline"] or ()) and "SLURM_PROCID" in (each.info["environ"] or ())
+    ]
 
 
 @needs_slurm

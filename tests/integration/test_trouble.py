@@ -2,15 +2,21 @@
 
 import os
 import signal
+import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests import hosts
 from tests.integration import test_hosts
 from tests.integration.model import CELL
-from tests.waiting import wait_until
-from workbench.cluster.processes import MARKER
+from tests.waiting import PATIENCE_S, wait_until
+from workbench.cluster import over_ssh
+from workbench.cluster.processes import MARKER, is_running
 from workbench.errors import ClusterError
 from workbench.workbench import Workbench
 
@@ -33,12 +39,19 @@ SOON_S = 15.0
 
 
 @pytest.fixture
-def bench(network, profile):
-    """A rank on each host, in the middle of many steps."""
+def one_each(network, profile):
+    """The profile starts a rank on each host."""
     config = profile / "ipcluster_config.py"
     before = config.read_text()
     more = ONE_EACH.format(addresses=network.addresses, marker=MARKER, python=sys.executable, misses=MISSES)
     config.write_text(before + more)
+    yield
+    config.write_text(before)
+
+
+@pytest.fixture
+def bench(network, one_each):
+    """A rank on each host, in the middle of many steps."""
     bench = Workbench(len(network.names), device="cpu", profile="hosts", engines="ssh")
     test_hosts.start(bench)
     bench.run_cell(CELL)
@@ -47,7 +60,6 @@ def bench(network, profile):
     wait_until(lambda: bench.pulse().trace.num_rows > 1000)
     yield bench
     bench.stop()
-    config.write_text(before)
 
 
 def engines_of(bench):
@@ -86,6 +98,74 @@ def test_a_controller_that_dies_is_named_and_no_rank_stays(bench):
     assert "cannot be reached: the cluster's controller has ended" in said
     wait_until(lambda: not any(engine.is_running() for engine in engines.values()))
     assert bench.stop() is None
+
+
+def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, monkeypatch):
+    cluster, engines = bench._session.cluster._place._cluster, engines_of(bench)
+    logs = [Path(launcher.remote_output_file) for launcher in cluster.engine_set.launchers.values()]
+    assert [log.exists() for log in logs] == [True] * 3
+    barrier, end_there = threading.Barrier(len(network.names)), over_ssh.end_there
+    connections, run = [], subprocess.Popen.__init__
+
+    def end_with_the_others(launchers):
+        barrier.wait(PATIENCE_S)
+        return end_there(launchers)
+
+    def counted(self, command, *more, **options):
+        connections.extend(address for address in network.addresses if address in command)
+        run(self, command, *more, **options)
+
+    os.kill(cluster.controller.pid, signal.SIGKILL)  # it cannot tell the engines
+    wait_until(lambda: len(bench.losses) == 3, SOON_S)
+    monkeypatch.setattr(over_ssh, "end_there", end_with_the_others)
+    monkeypatch.setattr(subprocess.Popen, "__init__", counted)
+    assert bench.stop() is None
+    assert sorted(connections) == sorted(network.addresses)
+    assert not barrier.broken
+    wait_until(lambda: not any(map(is_running, engines.values())))
+    assert not any(path.exists() for path in logs)
+
+
+KERNEL = """
+import sys
+from tests.integration import test_hosts
+from tests.integration.model import CELL
+from workbench.workbench import Workbench
+bench = Workbench(3, device="cpu", profile="hosts", engines="ssh")
+test_hosts.start(bench)
+bench.run_cell(CELL)
+bench.shard("model", wrap="Block")
+bench.step(100_000, background=True)
+cluster = bench._session.cluster
+print(cluster._place._cluster.controller.pid, *[info.pid for info in cluster.rank_info], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("one_each")
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(network, profile, is_reached):
+    before, in_memory = files_in(profile), set(os.listdir("/dev/shm"))
+    there = pids_on_hosts(network)
+    with subprocess.Popen(
+        [sys.executable, "-c", KERNEL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as kernel:
+        controller, *engines = [psutil.Process(int(pid)) for pid in kernel.stdout.readline().split()]
+        with nullcontext() if is_reached else network.unplugged(network.names[1]):
+            kernel.kill()
+            wait_until(lambda: not any(map(is_running, (controller, *engines))))
+    wait_until(lambda: pids_on_hosts(network) <= there)
+    # what an engine wrote is removed by whom it is ended by
+    wait_until(lambda: not [path for path in files_in(profile) - before if is_reached or path.suffix != ".out"])
+    assert set(os.listdir("/dev/shm")) <= in_memory
+
+
+def pids_on_hosts(network):
+    return {pid for name in network.names for pid in hosts.pids_on(name)}
+
+
+def files_in(profile):
+    return {path for name in ("log", "pid", "security") for path in profile.glob(f"{name}/*")}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import getpass
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,10 @@ class Attached(Place):
         """Say nothing: these processes are not ours."""
         return ""
 
+    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
+        """Tell nothing: these processes are not ours."""
+        tell("")
+
     def log_tail(self, _rank: int | None) -> str:
         """Return nothing: their logs are not ours."""
         return ""
@@ -147,6 +152,6 @@ class Attached(Place):
             "besides, as for another notebook, has to end first"
         )
 
-    def end(self, *, some_are_lost: bool = False) -> str:
+    def end(self) -> str:
         """Leave all as it is."""
         return ""

@@ -338,7 +338,7 @@ class Cluster:
         return left[-1]
 
     def _end(self, place: Place, left: list[str]) -> None:
-        left.append(place.end(some_are_lost=bool(self._losses)))
+        left.append(place.end())
 
     def detach(self) -> None:
         """Leave the ranks as they are, with their variables, and nobody's; :meth:`attached` finds them again.
@@ -400,13 +400,19 @@ class Cluster:
             self._lose(doors, rank, f"cannot be reached: {how}", place.log_tail(None))
 
     def _on_gone(self, engine: str) -> None:
-        """Note that the controller has found an engine gone; called in a thread of its own."""
-        doors, engines = self._doors, self._engines
-        if doors is None or engine not in engines:
+        """Note that the controller has found an engine gone; called in the client's IO thread."""
+        place, doors, engines = self._place, self._doors, self._engines
+        if place is None or doors is None or engine not in engines:
             return
         rank = engines.index(engine)
         host = f" on {self._rank_info[rank].host}" if self._rank_info else ""
-        self._lose(doors, rank, f"died: its process{host} has ended, or its host is gone", "")
+
+        def tell(why: str) -> None:
+            if self._doors is doors:  # else it was stopped meanwhile
+                how = f"died: its process{host} has ended" + (f": {why}" if why else ", or its host is gone")
+                self._lose(doors, rank, how, "")
+
+        place.ask_why_gone(tell)
 
     def _lose(self, doors: Doors, rank: int, how: str, log: str) -> None:
         self._losses.setdefault(rank, how)

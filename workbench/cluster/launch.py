@@ -14,6 +14,7 @@ to return a few heartbeats.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
@@ -167,7 +168,7 @@ class Launch(Place):
         self._root = private_directory(profile)
         self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
         self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
-        self._reaper = Reaper(self._id, self._root)
+        self._reaper = Reaper(self._id, glob.escape(str(self._root)))
         try:
             if can_fork(device):
                 arguments = [engine_arguments(self._root, engine, timeout_s) for engine in self.engines]
@@ -263,6 +264,10 @@ class Launch(Place):
         process = self._watched[rank].process
         return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
 
+    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
+        """Tell nothing: of the end of a process here we are told by the process itself."""
+        tell("")
+
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
         try:
@@ -301,7 +306,7 @@ class Launch(Place):
     def _log_file(self, rank: int | None) -> Path:
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")
 
-    def end(self, *, some_are_lost: bool = False) -> str:
+    def end(self) -> str:
         """End all processes but a zygote that may be kept, and remove all files; may be called again."""
         adopted = [watched.process for watched in self._watched.values() if watched.process is not None]
         zygote, self._zygote = self._zygote, None

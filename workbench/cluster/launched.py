@@ -12,11 +12,11 @@ authenticated (CURVE), unless that is configured otherwise.
 from __future__ import annotations
 
 import asyncio
+import glob
 import logging
 import secrets
 import shlex
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -25,8 +25,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from subprocess import SubprocessError
-from typing import Any, ClassVar
+from typing import Any
 
 import ipyparallel
 from ipyparallel.cluster.launcher import (
@@ -34,14 +33,14 @@ from ipyparallel.cluster.launcher import (
     BatchSystemLauncher,
     LocalEngineSetLauncher,
     LSFLauncher,
-    SlurmLauncher,
     SSHLauncher,
 )
 from traitlets.config.loader import Config, load_pyconfig_files
 
-from workbench.cluster import processes
+from workbench.cluster import over_ssh, processes
 from workbench.cluster.launch import profile_directory
 from workbench.cluster.place import OnWait, Place, Registered
+from workbench.cluster.queues import Queue
 from workbench.cluster.reaper import Reaper, remove
 from workbench.cluster.survey import ELSEWHERE, address_towards, interfaces_here
 from workbench.errors import ClusterError, UsageError
@@ -59,15 +58,6 @@ ALONE_S = 60.0
 """How long engines go on that hear nothing of their controller, in seconds; then they end."""
 
 _CHECK_MS = 500  # ipyparallel has an engine expect a heartbeat so much later than the controller's period
-
-REACH_S = 10.0
-"""How long a host may take to answer at all, in seconds, once nothing was heard of engines."""
-
-AGAIN_S = 10.0
-"""How long after a connection broke a host is asked again, in seconds."""
-
-ASK_QUEUE_S = 5.0
-"""How often a queue is asked what it waits for, in seconds."""
 
 STOP_S = 60.0
 """How long launchers may take to end what they have started, in seconds."""
@@ -210,12 +200,14 @@ class Launched(Place):
         self._cluster = _cluster(profile, engines, n=num_ranks, log=log)
         self._id = secrets.token_hex(8)
         self._batch_files: list[Path] = []
+        self._queue: Queue | None = None
         self._is_ending = False
         self._gives_up = threading.Event()
         self._out_of_reach: list[str] = []
         self._engines_started: Future[Any] = Future()
         self._listen_on(interface)
-        self._reaper = Reaper(self._id, Path(self._cluster.cluster_file))
+        self._own_files = str(Path(glob.escape(self._cluster.profile_dir), "*", f"*{self._cluster.cluster_id}*"))
+        self._reaper = Reaper(self._id, self._own_files)
         self._loop = EventLoop("workbench: launcher")
         self._controller_started = self._loop.submit(self._start_controller())
 
@@ -292,7 +284,7 @@ class Launched(Place):
         if self._is_ssh:
             # what waits here for an engine there is found by the marker and ended as well
             settings["ssh_cmd"] = ["env", f"{processes.MARKER}={self._id}", *complaining, *configured.ssh_cmd]
-            self._cluster.engine_launcher_class = _patient(self._launcher_class, self._gives_up)
+            self._cluster.engine_launcher_class = over_ssh.patient(self._launcher_class, self._gives_up)
         await self._cluster.start_engines(self._num_ranks, **settings)
 
     def _controller_arguments(self) -> list[str]:
@@ -346,12 +338,40 @@ class Launched(Place):
             )
         if isinstance(engine_set, BatchSystemLauncher):
             self.deadline = float("inf")
-        self._wait_until_here(engine_set, registered)
+        self._queue = queue = Queue(engine_set)
+        self._reaper.leave(self._commands_to_end(), self._note_batch_file())
+        self._wait_until_here(engine_set, queue, registered)
         self.deadline = time.monotonic() + self._timeout_s
         return tuple(sorted(registered(), key=registered().__getitem__))
 
-    def _wait_until_here(self, engine_set: Any, registered: Registered) -> None:  # noqa: ANN401 - untyped in ipyparallel
-        queue, job = Queue(engine_set), getattr(engine_set, "job_id", "")
+    def _commands_to_end(self) -> list[list[str]]:
+        """Return the commands that end what was started as a job, or on other hosts."""
+        started = (self._cluster.engine_set, self._cluster.controller)
+        jobs = [each for each in started if isinstance(each, BatchSystemLauncher)]
+        return [
+            *([*job.delete_command, job.job_id] for job in jobs),
+            *(over_ssh.command_to_end(of_host) for of_host in self._hosts()),
+        ]
+
+    def _hosts(self) -> list[list[SSHLauncher]]:
+        """Return what has started an engine over SSH, by host; nothing where another kind of launcher did."""
+        launchers = getattr(self._cluster.engine_set, "launchers", {}).values() if self._is_ssh else ()
+        return over_ssh.by_host([launcher for launcher in launchers if launcher.state == "running"])
+
+    def _note_batch_file(self) -> list[Path]:
+        """Note what ipyparallel has written into the directory of this moment, as later it may be another."""
+        engine_set = self._cluster.engine_set
+        if isinstance(engine_set, BatchSystemLauncher) and not self._batch_files:
+            self._batch_files.append(Path(engine_set.batch_file).resolve())
+        return self._batch_files
+
+    def _wait_until_here(
+        self,
+        engine_set: Any,  # noqa: ANN401 - untyped in ipyparallel
+        queue: Queue,
+        registered: Registered,
+    ) -> None:
+        job = getattr(engine_set, "job_id", "")
         while (num_here := len(registered())) < self._num_ranks:
             what = f"{num_here} of {self._num_ranks} engines are here"
             if queue.has_ended:
@@ -410,6 +430,13 @@ class Launched(Place):
         code = (controller.stop_data or {}).get("exit_code")
         return "the cluster's controller has ended" + ("" if code is None else f" with exit code {code}")
 
+    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
+        """Have ``tell`` called with what the queue says of its job; at once and with nothing where there is none."""
+        if self._queue is None or not self._queue.can_be_asked:
+            tell("")
+        else:
+            self._loop.submit(_tell_word(self._queue, tell))
+
     def log_tail(self, _rank: int | None) -> str:
         """Return the last lines that the launcher said as the end of a message."""
         return f"; the launcher said:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
@@ -426,7 +453,7 @@ class Launched(Place):
 
     # ---- the end
 
-    def end(self, *, some_are_lost: bool = False) -> str:
+    def end(self) -> str:
         """End controller and engines, take back what is queued, and remove all files; may be called again."""
         if self._is_ending:
             return ""
@@ -437,7 +464,7 @@ class Launched(Place):
             last.callback(self._reaper.close, _GRACE_S)
             last.callback(self._loop.close, _GRACE_S)
             last.callback(processes.end, self._id, (), grace_s=_GRACE_S)
-            last.callback(self._stop, some_are_lost=some_are_lost)
+            last.callback(self._stop)
         if not self._out_of_reach:
             return ""
         were = "was" if len(self._out_of_reach) == 1 else "were"
@@ -446,93 +473,32 @@ class Launched(Place):
             f"nothing for {ALONE_S:.0f} s, or for as long as c.IPEngine.max_heartbeat_misses says"
         )
 
-    def _stop(self, *, some_are_lost: bool) -> None:
-        engine_set = self._cluster.engine_set
-        if isinstance(engine_set, BatchSystemLauncher):
-            self._batch_files.append(Path(engine_set.batch_file))
+    def _stop(self) -> None:
+        self._note_batch_file()
         with suppress(Exception):  # whatever a launcher raises, what it has left here is ended next
-            self._loop.submit(self._stop_all(some_are_lost=some_are_lost)).result(STOP_S)
+            self._loop.submit(self._stop_all()).result(STOP_S)
 
-    async def _stop_all(self, *, some_are_lost: bool) -> None:
+    async def _stop_all(self) -> None:
         """Have the launchers end what they have started, on every host that answers."""
-        launchers = getattr(self._cluster.engine_set, "launchers", {})
-        left_out = {name for name, launcher in launchers.items() if launcher.state == "before"}
-        if some_are_lost and self._is_ssh:
-            host_of = {name: launcher.location for name, launcher in launchers.items() if name not in left_out}
-            one_of = {host: launchers[name] for name, host in host_of.items()}
-            answers = await asyncio.gather(*(asyncio.to_thread(_answers, launcher) for launcher in one_of.values()))
-            self._out_of_reach = [host for host, answered in zip(one_of, answers, strict=True) if not answered]
-            left_out |= {name for name, host in host_of.items() if host in self._out_of_reach}
-        for name in left_out:
-            launchers.pop(name).state = "after"  # nobody waits for it any more
+        launchers, hosts = getattr(self._cluster.engine_set, "launchers", {}), self._hosts()
+        ended_here = {launcher for host in hosts for launcher in host}
+        for name, launcher in tuple(launchers.items()):
+            if launcher in ended_here or launcher.state == "before":
+                launchers.pop(name).state = "after"  # else each fetches what its engine wrote, one after the other
+        answers = await asyncio.gather(*(asyncio.to_thread(over_ssh.end_there, host) for host in hosts))
+        self._out_of_reach = [host[0].location for host, has_ended in zip(hosts, answers, strict=True) if not has_ended]
         await self._cluster.stop_cluster()
+        with suppress(ClusterError):  # it is gone as well
+            self._reaper.leave([])
 
     def _remove_files(self) -> None:
-        """Remove what ipyparallel leaves in the profile's directory, and in this one."""
-        found = Path(self._cluster.profile_dir).glob(f"*/*{self._cluster.cluster_id}*")
-        for path in (*found, *self._batch_files):
+        """Remove what ipyparallel leaves in the profile's directory, and in that where this began."""
+        for path in (*map(Path, glob.glob(self._own_files)), *self._batch_files):
             remove(path)
 
 
-def _patient(launcher_class: type[SSHLauncher], gives_up: threading.Event) -> type[SSHLauncher]:
-    """Return a launcher that waits for an engine through another connection when one breaks: the engine may run on.
-
-    Args:
-        launcher_class: of engines over SSH.
-        gives_up: set when nothing is waited for any more.
-    """
-    one = getattr(launcher_class, "launcher_class", launcher_class)
-
-    def wait_one(self: SSHLauncher, timeout: float) -> int:
-        try:
-            return int(one.wait_one(self, timeout))
-        except (SubprocessError, RuntimeError) as error:
-            gives_up.wait(AGAIN_S)
-            raise TimeoutError(f"{self.location} could not be asked") from error
-
-    patient = _derived(one, wait_one=wait_one)
-    return patient if one is launcher_class else _derived(launcher_class, launcher_class=patient)
-
-
-def _derived(base: type[SSHLauncher], **attributes: object) -> type[SSHLauncher]:
-    """Return a class of the same name, by which it is configured and called in messages."""
-    return type(base.__name__, (base,), {"__module__": base.__module__, **attributes})
-
-
-def _answers(launcher: SSHLauncher) -> bool:
-    """Tell whether a host answers over SSH."""
-    try:
-        launcher.ssh_sender.check_output("exit", timeout=REACH_S)
-    except (SubprocessError, OSError):
-        return False
-    return True
-
-
-class Queue:
-    """What a queue says of the job of an engine set; nothing where it is no queue, or not known how to ask it."""
-
-    _ASK: ClassVar = ("squeue", "--noheader", "--states=all", "--format=%T (%r)", "--jobs")
-    _GOES_ON: ClassVar = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"}
-
-    def __init__(self, engine_set: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
-        self._job = engine_set.job_id if isinstance(engine_set, SlurmLauncher) else ""
-        self._next = time.monotonic()
-        self.state = ""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job runs no more, and will not."""
-        word = self.state.partition(" ")[0]
-        return bool(word) and word not in self._GOES_ON and "REQUEUE" not in word
-
-    def look(self) -> None:
-        """Ask the queue if it is time; one that does not answer says nothing new."""
-        if not self._job or time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + ASK_QUEUE_S
-        with suppress(OSError, SubprocessError):
-            asked = subprocess.run([*self._ASK, self._job], capture_output=True, text=True, timeout=REACH_S, check=True)
-            self.state = asked.stdout.strip().partition("\n")[0]
+async def _tell_word(queue: Queue, tell: Callable[[str], object]) -> None:
+    tell(await asyncio.to_thread(queue.word_on_the_end))
 
 
 def _address_of(interface: str) -> str:

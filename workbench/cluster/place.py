@@ -60,11 +60,14 @@ class Place(Protocol):
     def advice(self, rank: int | None) -> str:
         """Return what there is to look at, and to do, when a process (None: the controller) is too slow."""
 
-    def end(self, *, some_are_lost: bool = False) -> str:
-        """End what was started, and remove its files; may be called again.
+    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
+        """Have ``tell`` called with why an engine is gone, in words, ``""`` if that is not known.
 
-        Args:
-            some_are_lost: some engines were not heard of any more: their hosts may be out of reach.
+        At once; or, in another thread, when a queue that has the engines was asked, which takes a second at most.
+        """
+
+    def end(self) -> str:
+        """End what was started, and remove its files; may be called again.
 
         Returns:
             What could not be ended and what becomes of it, a sentence; empty: nothing is left.

@@ -2,10 +2,11 @@
 
 It is started before any other process of a cluster, is told of each one (a JSON line on its stdin), and waits for the
 kernel to end: by end of file on its stdin, or by becoming somebody else's child (a forked child of the kernel may keep
-the pipe open). Then it ends whatever still belongs to the cluster, removes the cluster's private files, and ends.
+the pipe open). Then it ends whatever still belongs to the cluster, runs the commands that end what is elsewhere (a job
+of a queue, engines of other hosts), removes the cluster's private files, and ends.
 After a normal stop there is nothing left for it to do but to end.
 
-Run as ``python -m workbench.cluster.reaper CLUSTER_ID PARENT_PID PATH ...``.
+Run as ``python -m workbench.cluster.reaper CLUSTER_ID PARENT_PID PATTERN ...``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from glob import glob
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,6 +32,10 @@ from workbench.cluster import processes
 from workbench.errors import ClusterError
 
 GRACE_S = 2.0
+
+COMMANDS_S = 15.0
+"""How long the commands that end what is elsewhere may take, all at once, in seconds."""
+
 _PARENT_POLL_S = 0.5
 
 
@@ -34,11 +44,12 @@ class Reaper:
 
     Args:
         cluster_id: value of the marker in the environment of the cluster's processes.
-        paths: the cluster's private files and directories, removed with it.
+        patterns: of paths, as :func:`glob.glob` takes them: the cluster's private files and directories, removed with
+            it.
     """
 
-    def __init__(self, cluster_id: str, *paths: Path) -> None:
-        own = [cluster_id, str(os.getpid()), *map(str, paths)]
+    def __init__(self, cluster_id: str, *patterns: str) -> None:
+        own = [cluster_id, str(os.getpid()), *patterns]
         command = [sys.executable, "-m", "workbench.cluster.reaper", *own]
         self._popen = subprocess.Popen(
             command,
@@ -60,11 +71,25 @@ class Reaper:
         Raises:
             ClusterError: the reaper is gone.
         """
-        line = json.dumps({"pid": process.pid, "created_s": process.create_time()}) + "\n"
+        self._tell({"pid": process.pid, "created_s": process.create_time()})
+
+    def leave(self, commands: Sequence[Sequence[str]], paths: Sequence[Path] = ()) -> None:
+        """Tell the reaper what it will have to do besides, in the place of what it was told before.
+
+        Args:
+            commands: end what is elsewhere; they are run at the same time.
+            paths: of files to remove.
+
+        Raises:
+            ClusterError: the reaper is gone.
+        """
+        self._tell({"commands": [list(command) for command in commands], "paths": [str(path) for path in paths]})
+
+    def _tell(self, what: dict[str, Any]) -> None:
         pipe = self._popen.stdin
         try:
             if pipe is not None:
-                pipe.write(line.encode())
+                pipe.write(json.dumps(what).encode() + b"\n")
         except OSError as error:
             raise ClusterError("the process that cleans up after a cluster has ended early; start again") from error
 
@@ -79,12 +104,11 @@ class Reaper:
             self._popen.wait()
 
 
-def parse(line: bytes) -> psutil.Process | None:
-    """Return the process a line names; None when it no longer runs.
+def process_of(named: Mapping[str, Any]) -> psutil.Process | None:
+    """Return the process that is named; None when it no longer runs.
 
     Example: ``{"pid": 12, "created_s": 1700000000.25}`` -> process 12 if it was created at that time.
     """
-    named = json.loads(line)
     try:
         process = psutil.Process(named["pid"])
     except psutil.NoSuchProcess:
@@ -106,14 +130,36 @@ def _lines(descriptor: int, parent_pid: int) -> Iterator[bytes]:
         yield from complete
 
 
-def main(cluster_id: str, parent_pid: int, *paths: str) -> None:
+def main(cluster_id: str, parent_pid: int, *patterns: str) -> None:
     """Wait for the end of the process ``parent_pid``, then clean up (see the module's text)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    adopted = [process for line in _lines(sys.stdin.fileno(), parent_pid) if (process := parse(line)) is not None]
+    adopted: list[psutil.Process] = []
+    left: dict[str, Any] = {"commands": [], "paths": []}
+    for told in map(json.loads, _lines(sys.stdin.fileno(), parent_pid)):
+        if "pid" not in told:
+            left = told
+        elif (process := process_of(told)) is not None:
+            adopted.append(process)
     processes.end(cluster_id, adopted, grace_s=GRACE_S)
-    for path in map(Path, paths):
-        remove(path)
+    _run_all(left["commands"])
+    for path in (*chain.from_iterable(map(glob, patterns)), *left["paths"]):
+        remove(Path(path))
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands at the same time; what they say is nobody's."""
+    nowhere, begun = subprocess.DEVNULL, []
+    for command in commands:
+        with suppress(OSError):
+            begun.append(subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere))
+    until = time.monotonic() + COMMANDS_S
+    for each in begun:
+        try:
+            each.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            each.kill()
+            each.wait()
 
 
 def remove(path: Path) -> None:
