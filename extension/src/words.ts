@@ -1,5 +1,5 @@
 /** What a state means, in words and trees: pure functions of what the kernel told. */
-import { formatBytes } from "../../workbench/widgets/static/format.js";
+import { formatBytes, formatLoss } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
 import type { Model, ParamInfo, Preview, RankState, State, UnitInfo } from "./protocol";
 
@@ -123,7 +123,7 @@ export function statusLine(standing: Standing, state: State | null): Headline | 
   const { loss, steps_per_s: rate } = state.training;
   const parts = [
     `FSDP: ${count(state.ranks.length, "rank")}`,
-    loss === null ? "" : `loss ${loss.toPrecision(4)}`,
+    loss === null ? "" : `loss ${formatLoss(loss)}`,
     rate === null ? "" : `${rate.toPrecision(3)} steps/s`,
     progress(state),
   ];

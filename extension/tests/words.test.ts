@@ -211,6 +211,8 @@ describe("the status line", () => {
 
   it("has ranks, loss and steps a second", () => {
     expect(statusLine({ kind: "live" }, state({ training }))?.text).toBe("FSDP: 2 ranks \u00b7 loss 2.303 \u00b7 3.14 steps/s");
+    const small = { ...training, loss: 0.000003975 };
+    expect(statusLine({ kind: "live" }, state({ training: small }))?.text).toContain("loss 3.975e-6 ");
   });
 
   it("is red where a rank is dead, and where nobody answers", () => {

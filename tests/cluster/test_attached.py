@@ -16,7 +16,8 @@ from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
 from workbench.cluster.attached import Target, holder_here, is_gone
-from workbench.errors import UsageError
+from workbench.cluster.doors import Doors
+from workbench.errors import ClusterError, UsageError
 from workbench.protocol.messages import Locate
 
 pytestmark = pytest.mark.cluster
@@ -72,6 +73,32 @@ def test_engines_are_not_taken_for_busy_while_they_count_their_gpus(profile, mon
     monkeypatch.setattr(cluster_module, "PROGRAM", slow)
     with Cluster.attached(Target(profile="running"), device="auto", runtime=RUNTIME) as cluster:
         assert cluster.num_ranks == 3
+
+
+@pytest.fixture
+def slow_engines(monkeypatch):
+    """Engines that say late who they are, and have no side door: they were no ranks before."""
+    hold = Doors.hold
+    refuse = dict.fromkeys(range(3), ClusterError("has not answered at its side door"))
+    monkeypatch.setattr(Doors, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)
+    monkeypatch.setattr(cluster_module, "_PATIENCE_S", 0.02)
+    begin = "    interfaces = interfaces_here()\n"
+    slow = cluster_module.PROGRAM.replace(begin, f"    __import__('time').sleep(0.5)\n{begin}")
+    assert slow != cluster_module.PROGRAM
+    monkeypatch.setattr(cluster_module, "PROGRAM", slow)
+
+
+@pytest.mark.usefixtures("slow_engines")
+def test_engines_of_a_busy_machine_are_waited_for(profile):
+    with attached() as cluster:
+        assert cluster.num_ranks == 3
+
+
+@pytest.mark.usefixtures("slow_engines")
+def test_engines_that_do_something_else_all_the_time_are_said_not_to_answer(profile, monkeypatch):
+    monkeypatch.setattr(cluster_module, "_ANSWER_S", 0.0)
+    with pytest.raises(ClusterError, match=r"3 of 3 engines do not answer; .* has to end first"):
+        attached().start()
 
 
 def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profile):

@@ -37,6 +37,7 @@ _SHUTDOWN_S = 2.0
 _INTERRUPT_S = 1.0
 _PATIENCE_S = 1.0
 _HOLD_S = 2.0
+_ANSWER_S = 20.0  # how long it may take until an engine that does nothing else counts as busy: its machine may be
 _WHO_S = 2.0  # how often it is asked whether another notebook has taken the ranks
 
 PROGRAM = Path(survey.__file__).read_text(encoding="utf-8")
@@ -234,14 +235,23 @@ class Cluster:
         """Return what the engines are part of; those that are busy are asked through their side doors."""
         doors = self._reach()
         answers = self._survey(doors, counts_gpus=False)  # which may take long: it imports torch
-        answers.wait(_PATIENCE_S)
-        late = [rank for rank in answers.ranks if not answers.done(rank)]
-        worlds = list(doors.hold({}, late, _HOLD_S).values())
-        if silent := [error for error in worlds if isinstance(error, Exception)]:
-            raise ClusterError(f"{len(silent)} of {len(self._engines)} engines do not answer{place.advice(None)}")
-        found = [world for world in worlds if isinstance(world, World)]
-        found += [one.world for one in self._said(answers, set(answers.ranks) - set(late)) if one.world is not None]
+        told: dict[int, World | None] = {}
+        until = time.monotonic() + _ANSWER_S
+        while late := self._late(answers, told):
+            replies = doors.hold({}, late, _HOLD_S)
+            told |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
+            silent = [rank for rank in late if rank not in told and not answers.done(rank)]
+            if silent and time.monotonic() > until:
+                raise ClusterError(f"{len(silent)} of {len(self._engines)} engines do not answer{place.advice(None)}")
+        said = [one.world for one in self._said(answers, set(answers.ranks) - set(told))]
+        found = [world for world in (*told.values(), *said) if world is not None]
         return max(found, key=lambda world: len(world.engines), default=None)
+
+    @staticmethod
+    def _late(answers: Pending, told: Mapping[int, object]) -> list[int]:
+        """Wait for answers; return who has given none by then, and ``told`` nothing either."""
+        answers.wait(_PATIENCE_S)
+        return [rank for rank in answers.ranks if rank not in told and not answers.done(rank)]
 
     def _hold(self, asked: dict[str, Any]) -> list[Holder | None]:
         """Have all ranks held, or let go, and return who holds each then."""

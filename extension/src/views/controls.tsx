@@ -2,7 +2,7 @@
 import { fastForwardIcon, pauseIcon, runIcon, stepOverIcon, stopIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
-import { formatDuration } from "../../../workbench/widgets/static/format.js";
+import { formatDuration, formatLoss } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import type { Command, Next, State } from "../protocol";
 import { announcement, can, headline } from "../words";
@@ -53,7 +53,7 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
         {announcement(state)}
       </p>
       <p className="fsdp-Numbers">
-        <Figure name="loss" value={state.training.loss === null ? "" : state.training.loss.toPrecision(4)} />
+        <Figure name="loss" value={state.training.loss === null ? "" : formatLoss(state.training.loss)} />
         <Figure
           name="step time"
           value={state.training.steps_per_s === null ? "" : formatDuration(1e6 / state.training.steps_per_s)}

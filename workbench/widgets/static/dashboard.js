@@ -5,7 +5,7 @@
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { enable, make, onPress, refill, swatch, write } from "./dom.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
-import { formatBytes, formatDuration, formatShare, ranksInWords, ranksWithin } from "./format.js";
+import { formatBytes, formatDuration, formatLoss, formatShare, ranksInWords, ranksWithin } from "./format.js";
 import { isDark } from "./look.js";
 import { Axis, MAX_AREAS, MEMORY_HEIGHTS, Sheet, drawLine, drawMemory, drawStates, unitHeight } from "./panels.js";
 import { Known, Steps } from "./series.js";
@@ -860,8 +860,7 @@ class DashboardView {
     const here = step === null ? steps.length - 1 : steps.numbered(step);
     write(this.lateNote, step === null ? this.late : "");
     this.drawChange();
-    const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare,
-      loss: (/** @type {number} */ loss) => loss.toPrecision(4) };
+    const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare, loss: formatLoss };
     for (const { value, colour, number, sheet } of this.lines) {
       const found = here >= 0 ? sure(steps.columns[value][here]) : NaN;
       write(number, Number.isFinite(found) ? said[value](found) : NONE);

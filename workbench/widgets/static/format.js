@@ -44,6 +44,15 @@ export function formatDuration(us) {
   return `${threeDigits(us / divisor)} ${unit}`;
 }
 
+/**
+ * A loss with four digits, and no more than nine letters: `2.303`, `3.975e-6`.
+ * @param {number} loss
+ */
+export function formatLoss(loss) {
+  const size = Math.abs(loss);
+  return size === 0 || (size >= 1e-3 && size < 1e4) ? loss.toPrecision(4) : loss.toExponential(3);
+}
+
 /** @param {number} part of a whole */
 export function formatShare(part) {
   return `${(100 * part).toFixed(0)} %`;
