@@ -375,7 +375,7 @@ class FSDPParamGroup:
 
     @unrecorded
     def wait_for_unshard(self) -> None:
-        """Block until the full parameters are there and register them; does nothing if no unshard was begun.
+        """Block until the full parameters are there and register them; those that were there may have been at rest.
 
         Raises:
             StepAborted: the wait was cancelled.
@@ -383,6 +383,8 @@ class FSDPParamGroup:
             RanksDisagreeError: ranks do different things.
         """
         if not self._is_unsharding:
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.to_work()
             return
         shard, _ = self._source()
         gathered = [shard.view(1, -1)] if self._all_gather is None else self._all_gather.wait()
@@ -456,6 +458,7 @@ class FSDPParamGroup:
         probe.event(Kind.FORWARD, Edge.END, self.index)
         if not recomputed:
             self._reshard_after_forward()
+            self._rest()
             self.pending_backwards += backward_follows
         self.training_state = TrainingState.IDLE
 
@@ -510,7 +513,12 @@ class FSDPParamGroup:
             for param in self.fsdp_params:
                 param.accumulate_grad(self.reduce_dtype)
             self._account_grads()
+        self._rest()
         self.training_state = TrainingState.IDLE
+
+    def _rest(self) -> None:
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.to_rest()
 
     def _reshard_after_backward(self) -> None:
         if self.reshard_after_backward:

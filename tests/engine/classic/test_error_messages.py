@@ -116,7 +116,7 @@ WRONG = {
         ValueError,
         "HYBRID_SHARD by hand needs process_group=(group to shard over, group to repeat over)",
     ),
-    "a device": (lambda: F(make_net(), device_id="cpu"), TypeError, "device_id must be a torch.device or an index"),
+    "a device": (lambda: F(make_net(), device_id=1.5), TypeError, "device_id must be a torch.device, its name or an"),
     "no init": (
         lambda: F(make_net(), param_init_fn="reset"),
         TypeError,
@@ -192,6 +192,36 @@ def test_whole_parameters_are_refused_where_they_cannot_be():
         with pytest.raises(kind, match=re.escape(words)), F.summon_full_params(wrapped, **options):
             pass
     loss_of(wrapped, batch(0, 0)).backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_one_rank
+def test_a_forward_with_whole_parameters_is_no_training(use_orig_params):
+    wrapped = wrap_net(OURS, make_net(), use_orig_params=use_orig_params)
+    with F.summon_full_params(wrapped):
+        with pytest.raises(RuntimeError, match=re.escape("evaluate under torch.no_grad() there, or train outside")):
+            loss_of(wrapped, batch(0, 0))
+    wrapped.requires_grad_(False)
+    with F.summon_full_params(wrapped):
+        loss_of(wrapped, batch(0, 0))
+    wrapped.requires_grad_(True)
+    loss_of(wrapped, batch(0, 0)).backward()
+
+
+@on_one_rank
+def test_a_sharded_parameter_has_its_form_and_no_values():
+    wrapped = wrap_net(OURS, make_net())
+    weight, plain = wrapped.module.head.weight, make_net().head.weight
+    assert (weight.shape, weight.dtype, weight.device, weight.dim()) == (plain.shape, plain.dtype, CPU, 2)
+    assert weight.numel() == plain.numel()
+    assert weight.is_floating_point()
+    for before in (lambda: None, lambda: loss_of(wrapped, batch(0, 0)).backward()):
+        before()
+        with pytest.raises(RuntimeError, match=r"is sharded; call the FullyShardedDataParallel around its module, or"):
+            wrapped.module(batch(0, 0))
+    with pytest.raises(RuntimeError, match=re.escape("linear: parameter 'blocks.1.mlp.0.weight' is sharded")):
+        nn.functional.linear(torch.ones(1), wrapped.module.blocks[1].module.mlp[0].weight)
+    assert repr(weight) == "<head.weight is sharded: [11, 16], torch.float32>"
 
 
 @on_one_rank

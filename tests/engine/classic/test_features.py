@@ -208,6 +208,34 @@ def test_whole_parameters_are_summoned_as_torchs_are(world_size):
     run_ranks(world_size, summons)
 
 
+def is_evaluated_whole():
+    tokens = batch(dist.get_rank(), 0)
+    for strategy, use_orig in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
+        model = wrap_net(OURS, make_net(dim=8), strategy, use_orig_params=use_orig)
+        with torch.no_grad():
+            wanted = [model(tokens), wrap_net(OURS, plus_one(make_net(dim=8)))(tokens)]
+            for recurse in (True, False):
+                with model.summon_full_params(model, recurse=recurse):
+                    assert torch.equal(model(tokens), wanted[0])
+                    assert torch.equal(model.module(tokens), wanted[0])
+            with model.summon_full_params(model):
+                model(tokens)
+                assert torch.equal(plus_one(model)(tokens), wanted[1])  # what is written after it is kept
+            assert torch.equal(model(tokens), wanted[1])
+
+
+@torch.no_grad()
+def plus_one(model):
+    for param in model.parameters():
+        param.add_(1)
+    return model
+
+
+def test_a_model_is_evaluated_with_whole_parameters():
+    """Which needs no gathering: text is generated so."""
+    run_ranks(2, is_evaluated_whole)
+
+
 def applies():
     def halve(module):
         with torch.no_grad():

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, check_parity, wrap_net
+from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, check_parity, steps_of, whole, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 
@@ -69,3 +70,43 @@ def computes_in_place():
         loss_of(wrapped, batch(0, 0)).backward()
         assert seen == [flat.slot.data_ptr()]
         assert flat.slot.data_ptr() == next(iter(flat.owned)).data_ptr()
+
+
+def keeps_its_pieces():
+    def shapes(model):
+        return [tuple(p.shape) for p in model.parameters()]
+
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        wrapped = wrap_net(OURS, make_net(), strategy, use_orig_params=True)
+        originals, pieces = list(wrapped.parameters()), shapes(wrapped)
+        with torch.no_grad():
+            loss_of(wrapped, batch(0, 0))
+        assert all(now is before for now, before in zip(wrapped.parameters(), originals, strict=True))
+        loss = loss_of(wrapped, batch(0, 0))
+        assert shapes(wrapped) == pieces
+        with wrapped.no_sync():
+            loss.backward()
+            assert shapes(wrapped) == pieces
+            loss_of(wrapped, batch(0, 1)).backward()
+        assert shapes(wrapped) == pieces
+
+
+def test_whole_parameters_that_are_kept_are_none_of_the_models():
+    """An optimizer that is made after a forward without a backward, as of an evaluation, has pieces."""
+    run_ranks(2, keeps_its_pieces)
+
+
+def trains_after_an_evaluation(model):
+    with torch.no_grad():
+        loss_of(model, batch(dist.get_rank(), 0))
+    return list(itertools.islice(steps_of(model, make_optimizer=adam), 3)), whole(model)
+
+
+def is_evaluated_first():
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        models = [wrap_net(api, make_net(), strategy, use_orig_params=True) for api in (OURS, THEIRS)]
+        torch.testing.assert_close(*map(trains_after_an_evaluation, models))
+
+
+def test_an_optimizer_may_be_made_after_an_evaluation():
+    run_ranks(2, is_evaluated_first)

@@ -12,8 +12,9 @@ own in the unsharded memory, not with views that autograd knows: their gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 from workbench.engine._torch import parameter_of, set_parameter
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.base import Grads
-from workbench.engine.full_param import FullParam
+from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo
@@ -33,6 +34,57 @@ FLAT_PARAM = "_flat_param"
 
 class FlatParameter(nn.Parameter):
     """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters."""
+
+
+class Away(torch.Tensor):
+    """Stands on a module for a parameter that lies in a flat one: has its shape, dtype and device, and no values."""
+
+    full: FullParam
+
+    @classmethod
+    def of(cls, full: FullParam) -> Away:
+        """Return what stands for ``full`` while that is closed."""
+        away = full.data.new_zeros(()).expand(full.data.shape).as_subclass(cls)
+        away.full = full
+        return away
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it is."""
+        return f"<{self.full.fqn} is sharded: {list(self.shape)}, {self.dtype}>"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - torch's protocol
+        """Answer what is asked of its form.
+
+        Raises:
+            RuntimeError: something would compute with it.
+        """
+        if func.__name__ == "__get__" or func in _OF_FORM:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        given = (*args, *(kwargs or {}).values())
+        away = next(value for value in given if isinstance(value, Away))
+        raise RuntimeError(
+            f"{func.__name__}: parameter {away.full.fqn!r} is sharded; call the FullyShardedDataParallel around its "
+            "module, or compute within summon_full_params"
+        )
+
+
+_OF_FORM = frozenset(
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.element_size,
+    }
+)
 
 
 @dataclass(eq=False)
@@ -108,6 +160,11 @@ class FlatParam(FSDPParam):
     def owned(self) -> Sequence[nn.Parameter]:
         """The originals, or the flat parameter."""
         return [part.original for part in self.parts] if self.use_orig_params else (self.sharded_param,)
+
+    @property
+    def shows_shards_at_rest(self) -> bool:
+        """True where that is what an optimizer is made of."""
+        return self.use_orig_params
 
     @property
     def trains(self) -> list[bool]:
@@ -271,9 +328,14 @@ class FlatParam(FSDPParam):
                 part.info.register(part.original)
             return
         set_parameter(self.info.module, FLAT_PARAM, form)
-        for part, full in zip(self.parts, self.fulls, strict=True):
+        for part, away in zip(self.parts, self._away, strict=True):
             for module, name in part.info.places:
-                vars(module)[name] = full.data
+                vars(module)[name] = away
+
+    def show(self, views: Sequence[FullView]) -> None:
+        """Let the full forms be ``views`` from now on."""
+        super().show(views)
+        self._away = [Away.of(full) for full in self.fulls]
 
     def register_full(self) -> None:
         """Let the modules have the full forms: as parameters with ``use_orig_params``, else as attributes."""
@@ -386,7 +448,7 @@ class FlatParam(FSDPParam):
 
     def unreadable(self) -> Sequence[torch.Tensor]:
         """Return what modules have as attributes while the parameters are sharded: it cannot be read."""
-        return () if self.use_orig_params else [full.data for full in self.fulls]
+        return () if self.use_orig_params else self._away
 
     # ---- gradients
 

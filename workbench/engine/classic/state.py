@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,6 +120,21 @@ class WrapperState(FSDPState):
         for (module, name), dtype in self.original_buffer_dtypes.items():
             module._buffers[name] = module.get_buffer(name).to(dtype)
         self.original_buffer_dtypes.clear()
+
+    # ---- whole for a while
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if not self.is_summoned:
+            return super()._pre_forward(module, args, kwargs)
+        if torch.is_grad_enabled() and self.unit is not None and self.unit.is_trained:
+            raise RuntimeError(
+                "a forward within summon_full_params cannot be trained: its gradients would reach no shard; evaluate "
+                "under torch.no_grad() there, or train outside"
+            )
+        return self._on_device(args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
+        return output if self.is_summoned else super()._post_forward(module, args, output)
 
     # ---- order
 

@@ -72,7 +72,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         mixed_precision: see :class:`MixedPrecision`.
         ignored_modules: modules whose parameters and buffers are left alone, with all that is in them.
         param_init_fn: gives a module on the meta device its values; None: its ``reset_parameters`` does.
-        device_id: where is computed, a device or its index; None: what this process computes on.
+        device_id: where is computed, a device, its name or its index; None: what this process computes on.
         sync_module_states: begin with the parameters and buffers of the first rank.
         forward_prefetch: gather for the forward that came next in the last iteration while this one computes.
         limit_all_gathers: must be a bool; at most one unit is ever gathered ahead.
@@ -101,7 +101,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -516,9 +516,11 @@ def _check_flags(**flags: object) -> None:
 def _device(device_id: object) -> torch.device | None:
     if device_id is None or isinstance(device_id, torch.device):
         return device_id
+    if isinstance(device_id, str):
+        return torch.device(device_id)
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
             raise ValueError(f"device_id={device_id}: there is no accelerator here; give torch.device('cpu')")
         return torch.device(accelerator.type, device_id)
-    raise TypeError(f"device_id must be a torch.device or an index, got {device_id!r}")
+    raise TypeError(f"device_id must be a torch.device, its name or an index, got {device_id!r}")
