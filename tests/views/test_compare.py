@@ -27,6 +27,13 @@ def test_the_same_is_said_to_be_the_same():
     assert [trace.type for trace in fig.data] == ["scatter", "scatter"]
 
 
+def test_what_one_has_further_steps_of_is_the_same_in_those_that_both_have():
+    """As a file that was written in the middle of what is recorded."""
+    before, after = example_trace(steps=2), example_trace(steps=5)
+    for fig in (draw(before, after), draw(after, before)):
+        assert title(fig) == "the same, event for event in the 2 steps that both have, of 5"
+
+
 def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     a = example_trace()
     b = holding_on(a, 0, ranks=(2,))

@@ -23,7 +23,7 @@ from workbench.cluster.pending import Pending, select
 from workbench.cluster.place import OnWait, Place, no_wait
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import Request
+from workbench.protocol.commands import DEVICES, Request
 from workbench.protocol.starting import Boot, Connect, Connected, Holder, World
 
 R = TypeVar("R")
@@ -32,7 +32,6 @@ RUNTIME = "workbench.runtime.rank"
 MAX_RANKS = 64
 """On this machine, by the fast start."""
 
-DEVICES = ("auto", "cpu", "cuda")
 _SHUTDOWN_S = 2.0
 _INTERRUPT_S = 1.0
 _PATIENCE_S = 1.0

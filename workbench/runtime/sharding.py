@@ -215,7 +215,7 @@ def _unit_in_model(name: str) -> tuple[str, FSDPState] | None:
         whole, unit = ".".join(parts[:end]), ".".join(parts[end:])
         model = lookup(whole)
         if isinstance(model, FullyShardedDataParallel):
-            raise UsageError(f"{name!r} is a part of a classic model, which has one strategy for all: give {whole!r}")
+            raise UsageError(f"{name!r} is a part of a classic model, which has one policy for all: give {whole!r}")
         if isinstance(model, nn.Module) and is_sharded(model):
             states = {path: state_of(module) for path, module in plain_modules(model)}
             units = {path: state for path, state in states.items() if state and units_of([state])}

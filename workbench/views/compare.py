@@ -93,7 +93,9 @@ def sentence(found: Differences) -> str:
     """
     parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found)]
     if found.aligned.first_difference < 0:
-        return "; ".join(["the same, event for event", *filter(None, parts[2:])])
+        fewer, more = sorted(found.num_steps)
+        within = f" in the {theme.plural(fewer, 'step')} that both have, of {more}" if fewer < more else ""
+        return "; ".join([f"the same, event for event{within}", *filter(None, parts[2:])])
     if not any(parts[:2]):
         parts[0] = _event_words(found)
     return "; ".join(filter(None, parts))

@@ -1,5 +1,7 @@
 """What a wrapper refuses, and that nothing has changed then."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -198,9 +200,9 @@ def test_whole_parameters_are_refused_where_they_cannot_be():
 @on_one_rank
 def test_a_forward_with_whole_parameters_is_no_training(use_orig_params):
     wrapped = wrap_net(OURS, make_net(), use_orig_params=use_orig_params)
-    with F.summon_full_params(wrapped):
-        with pytest.raises(RuntimeError, match=re.escape("evaluate under torch.no_grad() there, or train outside")):
-            loss_of(wrapped, batch(0, 0))
+    refused = pytest.raises(RuntimeError, match=re.escape("evaluate under torch.no_grad() there, or train outside"))
+    with F.summon_full_params(wrapped), refused:
+        loss_of(wrapped, batch(0, 0))
     wrapped.requires_grad_(False)
     with F.summon_full_params(wrapped):
         loss_of(wrapped, batch(0, 0))
@@ -221,7 +223,15 @@ def test_a_sharded_parameter_has_its_form_and_no_values():
             wrapped.module(batch(0, 0))
     with pytest.raises(RuntimeError, match=re.escape("linear: parameter 'blocks.1.mlp.0.weight' is sharded")):
         nn.functional.linear(torch.ones(1), wrapped.module.blocks[1].module.mlp[0].weight)
-    assert repr(weight) == "<head.weight is sharded: [11, 16], torch.float32>"
+    assert repr(weight) == "<head.weight is sharded: [7, 5], torch.float32>"
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy, pickle.dumps])
+@on_one_rank
+def test_a_wrapper_is_not_copied(make):
+    wrapped = wrap_net(OURS, make_net())
+    with pytest.raises(NotImplementedError, match=re.escape("neither copied nor pickled: save its state_dict(), and")):
+        make(wrapped)
 
 
 @on_one_rank
@@ -238,7 +248,7 @@ def test_only_the_outermost_wrapper_clips_and_stops_to_reduce():
 @on_one_rank
 def test_a_flat_parameter_is_not_taken_away_or_exchanged():
     wrapped = wrap_net(OURS, make_net())
-    flat = wrapped.state.flat
+    flat = wrapped._state.flat
     had = wrapped._parameters.pop("_flat_param")
     with pytest.raises(TypeError, match="was taken off its wrapper; undo the wrapping instead"):
         flat.registered()
@@ -253,7 +263,7 @@ def test_a_flat_parameter_is_not_taken_away_or_exchanged():
 @on_one_rank
 def test_an_original_is_not_taken_away_or_exchanged_for_another_shape():
     wrapped = F(nn.Linear(3, 3), use_orig_params=True, device_id=CPU)
-    inner, flat = wrapped.module, wrapped.state.flat
+    inner, flat = wrapped.module, wrapped._state.flat
     had = inner._parameters.pop("bias")
     with pytest.raises(TypeError, match="was taken off its module after it was wrapped"):
         flat.adopt(flat.slot)

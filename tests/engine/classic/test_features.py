@@ -140,7 +140,7 @@ def stay_the_same_objects():
             net, optimizer = deferred_with_shared()
             before = dict(net.named_parameters())
             wrapped = OURS.FullyShardedDataParallel(net, device_id=CPU, use_orig_params=use_orig_params, **options)
-            assert len(wrapped.state.flat.parts) == 3
+            assert len(wrapped._state.flat.parts) == 3
             OURS.rewrap_optimizers(wrapped, [optimizer])
             assert set(optimizer.param_groups[0]["params"]) == set(wrapped.parameters())
             plain, _ = OURS.unwrap(wrapped, [optimizer])
@@ -150,7 +150,7 @@ def stay_the_same_objects():
             net, _ = deferred_with_shared()
             kept = net[0].weight
             wrapped = OURS.FullyShardedDataParallel(net, device_id=CPU, ignored_states=[kept], **options)
-            assert [part.fqn for part in wrapped.state.flat.parts] == ["1.weight", "1.bias"]
+            assert [part.fqn for part in wrapped._state.flat.parts] == ["1.weight", "1.bias"]
             assert net[0].weight is kept
 
 
@@ -279,7 +279,7 @@ def test_gradients_are_clipped_as_torchs_are():
 class Indexed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-        self.kind = "odd"
+        self.kind, self.state = "odd", "solid"
 
     def twice(self):
         return 2 * len(self)
@@ -290,7 +290,7 @@ def is_like_the_module_in_it():
     for api in (OURS, THEIRS):
         torch.manual_seed(0)
         model = api.FullyShardedDataParallel(Indexed(), device_id=CPU, use_orig_params=True)
-        assert (model.kind, model.twice(), model[1] is model.module[1]) == ("odd", 6, True)
+        assert (model.kind, model.state, model.twice(), model[1] is model.module[1]) == ("odd", "solid", 6, True)
         assert model.check_is_root()
         with pytest.raises(AttributeError):
             _ = model.nothing
@@ -306,6 +306,16 @@ def is_like_the_module_in_it():
     assert found[0][0] == found[1][0]
     assert found[0][2:] == found[1][2:]
     torch.testing.assert_close(found[0][1], found[1][1])
+
+
+def says_where_it_is():
+    mesh = dist.init_device_mesh("cpu", (1, 2))
+    for strategy, groups in (("FULL_SHARD", {}), ("NO_SHARD", {}), ("HYBRID_SHARD", {"device_mesh": mesh})):
+        for model in both(strategy, **groups):
+            assert (model.rank, model.world_size, model.compute_device) == (dist.get_rank(), 2, CPU)
+            assert dist.get_process_group_ranks(model.process_group) == [0, 1]
+            assert model.blocks[0].sharding_strategy.name == strategy
+            assert model.mixed_precision.param_dtype is None
 
 
 def changes_dtype():
@@ -349,6 +359,8 @@ def scales_in_fp16():
     assert found[0][1] == 2.0**9
 
 
-@pytest.mark.parametrize("what", [is_like_the_module_in_it, changes_dtype, buffers_are_cast, scales_in_fp16])
+@pytest.mark.parametrize(
+    "what", [is_like_the_module_in_it, says_where_it_is, changes_dtype, buffers_are_cast, scales_in_fp16]
+)
 def test_as_with_torchs(what):
     run_ranks(2, what)

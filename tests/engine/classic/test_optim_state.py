@@ -3,14 +3,19 @@
 import copy
 import itertools
 import pickle
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -165,6 +170,36 @@ def test_from_four_ranks_to_two_to_one():
     torch.testing.assert_close(last["state"], ours["state"], rtol=0, atol=0)
     assert last["param_groups"] == ours["param_groups"]
     assert {int(state["step"]) for state in last["state"].values()} == {2}
+
+
+def saves_by_checkpoint(folder: Path) -> bytes | None:
+    model = wrapped(make_net(), "FULL_SHARD")
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(2))
+    tell(model, "SHARDED_STATE_DICT")
+    dcp.save({"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
+    whole = FSDP.full_optim_state_dict(model, optimizer)
+    return pickle.dumps(whole) if whole else None
+
+
+def resumes_by_checkpoint(folder: Path) -> bytes | None:
+    """As torch's examples do: by its function, which makes ShardedTensors whatever was saved."""
+    warnings.simplefilter("ignore")  # in this rank; whatever touches a ShardedTensor warns of it
+    for use_orig_params in (True, False):
+        model = wrapped(make_net(), "FULL_SHARD", use_orig_params=use_orig_params)
+        optimizer = adam(model.parameters())
+        tell(model, "SHARDED_STATE_DICT")
+        state = load_sharded_optimizer_state_dict(model.state_dict(), "optim", dcp.FileSystemReader(folder))
+        assert any(isinstance(v, ShardedTensor) for v in state["optim"]["state"]["head.weight"].values())
+        FSDP.optim_state_dict_to_load(model, optimizer, state["optim"], load_directly=True)
+    whole = FSDP.full_optim_state_dict(model, optimizer)
+    return pickle.dumps(whole) if whole else None
+
+
+def test_what_torchs_checkpoints_load_of_an_optimizer_is_taken(tmp_path):
+    saved, *_ = run_ranks(4, saves_by_checkpoint, tmp_path)
+    loaded, *_ = run_ranks(2, resumes_by_checkpoint, tmp_path)
+    torch.testing.assert_close(pickle.loads(loaded)["state"], pickle.loads(saved)["state"], rtol=0, atol=0)
 
 
 def without_state_and_with_some() -> None:

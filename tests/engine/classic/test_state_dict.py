@@ -237,7 +237,7 @@ def sets_types():
         stack.enter_context(fsdp.state_dict_type(model, OURS.StateDictType.SHARDED_STATE_DICT, config))
         inside = fsdp.get_state_dict_type(model)
         assert inside.state_dict_config == config
-        assert all(module.state.settings is inside for module in fsdp.fsdp_modules(model))
+        assert all(module._state.settings is inside for module in fsdp.fsdp_modules(model))
         raise KeyError
     assert fsdp.get_state_dict_type(model) == first
     assert fsdp.set_state_dict_type(model, OURS.StateDictType.LOCAL_STATE_DICT) == first
@@ -251,11 +251,11 @@ def sets_types():
 
 @contextmanager
 def nothing_changes(model: nn.Module) -> Iterator[None]:
-    slots = [state.flat.slot.clone() for state in model.state._states]
+    slots = [state.flat.slot.clone() for state in model._state._states]
     names = [(name, param.shape) for name, param in model.named_parameters()]
     yield
     assert [(name, param.shape) for name, param in model.named_parameters()] == names
-    for slot, state in zip(slots, model.state._states, strict=True):
+    for slot, state in zip(slots, model._state._states, strict=True):
         assert torch.equal(state.flat.slot, slot)
     loss_of(model, batch(0, 0)).backward()
 

@@ -64,7 +64,7 @@ def test_where_nothing_is_split_modules_compute_with_what_the_optimizer_steps(wo
 def computes_in_place():
     for use_orig_params in (False, True):
         wrapped = wrap_net(OURS, make_net(), "NO_SHARD", use_orig_params=use_orig_params)
-        flat = wrapped.blocks[0].state.flat
+        flat = wrapped.blocks[0]._state.flat
         seen = []
         wrapped.blocks[0].norm.register_forward_hook(lambda norm, *_: seen.append(norm.weight.data_ptr()))  # noqa: B023
         loss_of(wrapped, batch(0, 0)).backward()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from workbench.engine._torch import gather_old_shards, is_of_old_shards
 from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import CPU, sharded_flats
@@ -339,9 +340,9 @@ def _to_load(
 ) -> StateDict:
     """Return flat or pieces' state by the optimizer's own keys; collective."""
     named = Named.of(model)
-    fetch: Callable[[Any], Any] = _gathered
+    device = named.flats[0][0].device if named.flats else CPU
+    fetch: Callable[[Any], Any] = partial(_gathered, device)
     if of_first_rank:
-        device = named.flats[0][0].device if named.flats else CPU
         given, fetch = _told_by_first(given, group), partial(_sent_by_first, device, group)
     if "state" not in given:
         raise ValueError(
@@ -428,8 +429,11 @@ class Sent:
     dtype: torch.dtype
 
 
-def _gathered(value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    return full_tensor(value) if isinstance(value, DTensor) else value
+def _gathered(device: torch.device, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    """Return a split value whole; ``load_sharded_optimizer_state_dict`` of torch's checkpoints gives ShardedTensors."""
+    if isinstance(value, DTensor):
+        return full_tensor(value)
+    return gather_old_shards(value, device) if is_of_old_shards(value) else value
 
 
 def _told_by_first(given: StateDict, group: dist.ProcessGroup | None) -> StateDict:

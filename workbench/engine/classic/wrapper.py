@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -198,7 +199,44 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return cast("nn.Module", self._modules[WRAPPED])
 
     @property
-    def state(self) -> WrapperState:
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share one copy."""
+        return self._state.mesh.get_group(-1 % self._state.mesh.ndim)  # of the hybrid strategies' two axes the second
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._state._comm_ctx.device
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """What is split, and when the whole is freed."""
+        return self._state.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Which dtype is used where."""
+        return self._state.precision
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise NotImplementedError: process groups and other ranks' parts go into no copy and no file."""
+        raise NotImplementedError(
+            f"FullyShardedDataParallel around {type(self.module).__name__} can be neither copied nor pickled: save its "
+            "state_dict(), and copy the plain module before it is wrapped, or after workbench.engine.classic.unwrap"
+        )
+
+    @property
+    def _state(self) -> WrapperState:
         """What is behind it."""
         return cast("WrapperState", state_of(self))
 
@@ -225,8 +263,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         registered = super().named_parameters(*args, **kwargs)
         if is_asked_by_checkpoints():
             if kwargs.get("recurse") is False:
-                yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self.state))
-            elif is_kept(self.state):  # elsewhere nothing can be taken out
+                yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self._state))
+            elif is_kept(self._state):  # elsewhere nothing can be taken out
                 yield from named_holders(self, registered)
             return
         for name, param in registered:
@@ -245,15 +283,15 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; without a forward so far it will be."""
         self._as_root()
-        return bool(self.state._is_root)
+        return bool(self._state._is_root)
 
     def _as_root(self) -> None:
-        if self.state._is_root is None:
-            self.state._lazy_init()
+        if self._state._is_root is None:
+            self._state._lazy_init()
 
     def _check_root(self, what: str) -> None:
         self._as_root()
-        if not self.state._is_root:
+        if not self._state._is_root:
             raise RuntimeError(f"{what} was called on a wrapper inside of another; call it on the outermost one")
 
     @staticmethod
@@ -335,7 +373,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         Raises:
             RuntimeError: an iteration is under way.
         """
-        state = self.state
+        state = self._state
         kept = is_kept(state)
         with nullcontext() if state.is_summoned else shown(state):
             made = super().state_dict(
@@ -348,7 +386,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update(own_values(self.state, prefix))
+        destination.update(own_values(self._state, prefix))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it, which child has no name of its own.
@@ -382,7 +420,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 end_load(state, keep=False)  # of those that were not reached
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401 - as nn.Module
-        begin_load(self.state, state_dict, prefix)
+        begin_load(self._state, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ---- parameters and gradients
@@ -393,7 +431,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         Raises:
             RuntimeError: this is not the outermost wrapper.
         """
-        self.state.reset_iter_state()
+        self._state.reset_iter_state()
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -428,9 +466,9 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             RuntimeError: this is not the outermost wrapper.
         """
         self._check_root("clip_grad_norm_")
-        units = units_of(self.state._states)
+        units = units_of(self._state._states)
         meshes = {param: unit.mesh_info for unit in units for flat in unit.fsdp_params for param in flat.owned}
-        device = self.state._comm_ctx.device
+        device = self._state._comm_ctx.device
         return clip_grad_norm(list(self.parameters()), meshes, float(max_norm), float(norm_type), device)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
@@ -466,7 +504,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
 def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn.Module's lists of names
     """A wrapper and all below it have loaded."""
-    end_load(cast("FullyShardedDataParallel", wrapper).state, keep=True)
+    end_load(cast("FullyShardedDataParallel", wrapper)._state, keep=True)
     for keys in incompatible:
         keys[:] = map(key_of, keys)
 
