@@ -3,6 +3,7 @@
 import pytest
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, SlurmEngineSetLauncher
 
+from tests.waiting import PATIENCE_S
 from workbench.cluster import queues
 from workbench.cluster.queues import Queue
 
@@ -11,6 +12,7 @@ from workbench.cluster.queues import Queue
 def queue(tmp_path, monkeypatch):
     """Makes a queue with job 12 whose programs are these shell scripts."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(queues, "WORD_S", PATIENCE_S)
 
     def make(**scripts):
         for name, script in scripts.items():
@@ -45,11 +47,16 @@ def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
 
 @pytest.mark.parametrize(
     ("says", "word"),
-    [("COMPLETING (None)", "the queue is ending job 12"), ("RUNNING (None)", "")],
+    [
+        ("COMPLETING (None)", "the queue is ending job 12"),
+        ("COMPLETING (TimeLimit)", "the queue is ending job 12 (TimeLimit)"),
+        ("RUNNING (None)", ""),
+    ],
 )
 def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
+    monkeypatch.setattr(queues, "_said", lambda *_: says)
     monkeypatch.setattr(queues, "WORD_S", 0.3)
-    assert queue(squeue=f"echo '{says}'").word_on_the_end() == word
+    assert queue().word_on_the_end() == word
 
 
 def test_a_job_that_the_queue_has_forgotten_is_looked_for_in_its_accounts(queue):

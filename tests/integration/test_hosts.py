@@ -10,10 +10,13 @@ from tests import hosts
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
 from tests.namespaces import LOSSY
+from tests.views.figures import subtitle
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.errors import ClusterError, UsageError
-from workbench.events import REDUCTIONS
+from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clocks import error_ns
+from workbench.replay.collectives import compare
+from workbench.trace import steps
 from workbench.workbench import Workbench
 
 pytestmark = [
@@ -157,6 +160,16 @@ def test_copies_are_across_hosts_and_shards_within(bench):
     losses_of(bench, mesh="hosts")
     newest = bench.trace.header.units[-4:]  # those of the tests before are there as well
     assert {(unit.replicate_size, unit.shard_size) for unit in newest} == {(3, 2)}
+
+
+def test_comms_says_what_crosses_between_hosts(bench):
+    losses_of(bench)
+    told = subtitle(bench.comms())
+    assert "carried by shared memory, gloo between hosts" in told
+    assert "cross from each of 3 hosts to others" in told
+    last = steps(bench.trace)[-1]
+    row = next(row for row in compare(bench.trace, last) if row.kind == Kind.REDUCE_SCATTER)
+    assert set(row.crossing.values()) == {pytest.approx(2 / 3 * row.num_bytes)}
 
 
 SHARED = """

@@ -12,7 +12,8 @@ import pytest
 from tests import queues
 from tests.hosts import find
 from tests.integration.model import CELL
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
+from workbench.cluster import queues as cluster_queues
 from workbench.cluster.processes import is_running
 from workbench.errors import ClusterError, Interrupted
 from workbench.workbench import Workbench
@@ -99,13 +100,14 @@ def test_ranks_of_a_job_train_and_a_stop_leaves_neither_job_nor_process(slurm, o
 
 
 @needs_slurm
-def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile):
+def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile, monkeypatch):
+    monkeypatch.setattr(cluster_queues, "WORD_S", PATIENCE_S)
     bench = of_profile("slurm", HERE)
     bench.start()
     engines, (job,) = engines_of(bench), queues.jobs(slurm)
     queues.cancel(slurm, job)
     wait_until(lambda: set(bench.losses) == {0, 1})
-    said = rf"died: its process on \S+ has ended: the queue (has ended job {job}: CANCELLED.*|is ending job {job})"
+    said = rf"died: its process on \S+ has ended: the queue has ended job {job}: CANCELLED.*"
     assert re.fullmatch(said, bench.losses[1])
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 

@@ -77,12 +77,12 @@ class Queue:
             except subprocess.CalledProcessError:  # what ended long ago is in the accounts alone
                 return f"the queue no longer knows job {self._job}{self._in_the_accounts(left_s)}"
             except (OSError, SubprocessError):
-                return ""
+                break
             if self.has_ended:
                 return f"the queue has ended job {self._job}: {self.state.removesuffix(' (None)')}"
             time.sleep(_POLL_S)
-        is_ending = self.state.startswith("COMPLETING")
-        return f"the queue is ending job {self._job}" if is_ending else ""
+        word, _, why = self.state.removesuffix(" (None)").partition(" ")
+        return f"the queue is ending job {self._job} {why}".rstrip() if word == "COMPLETING" else ""
 
     def _in_the_accounts(self, timeout_s: float) -> str:
         with suppress(OSError, SubprocessError):

@@ -410,7 +410,7 @@ def _with_crossing(trace: Trace, step: int, rows: Sequence[Comparison]) -> Itera
     hosts = [tuple(host_of[rank] for rank in group.ranks) for group in header.comm_groups]
     payloads: dict[int, Counter[tuple[int, Kind, int]]] = {}  # of what one rank issued
     counted: set[tuple[Key, int]] = set()
-    first_of = cache(partial(_first_of_groups, header))
+    first_of, of_a_byte = cache(partial(_first_of_groups, header)), cache(partial(crossing_bytes, payload=1))
     for row in rows:
         firsts = {group: rank for group, rank in first_of(row.ranks).items() if len(hosts[group]) == row.num_ranks}
         key, total = (row.unit, row.kind, row.num_ranks), Counter[str]()
@@ -421,7 +421,8 @@ def _with_crossing(trace: Trace, step: int, rows: Sequence[Comparison]) -> Itera
                 payloads[rank] = _payloads(trace.rank(rank), step)
             payload = payloads[rank][row.unit, row.kind, group]
             counted |= {(key, group)} if payload else set()
-            total.update(crossing_bytes(row.kind, payload, hosts[group], _carrier(header, row)))
+            shares = of_a_byte(row.kind, hosts=hosts[group], carrier=_carrier(header, row))
+            total.update({host: share * payload for host, share in shares.items()})
         yield replace(row, crossing=total if firsts or not row.calls else None)
 
 
