@@ -432,10 +432,11 @@ class Launched(Place):
 
     def ask_why_gone(self, tell: Callable[[str], object]) -> None:
         """Have ``tell`` called with what the queue says of its job; at once and with nothing where there is none."""
-        if self._queue is None or not self._queue.can_be_asked:
+        queue = self._queue
+        if queue is None or not queue.can_be_asked:
             tell("")
-        else:
-            self._loop.submit(_tell_word(self._queue, tell))
+        else:  # the loop may have to end while the queue is silent
+            threading.Thread(target=lambda: tell(queue.word_on_the_end()), name="asks the queue", daemon=True).start()
 
     def log_tail(self, _rank: int | None) -> str:
         """Return the last lines that the launcher said as the end of a message."""
@@ -495,10 +496,6 @@ class Launched(Place):
         """Remove what ipyparallel leaves in the profile's directory, and in that where this began."""
         for path in (*map(Path, glob.glob(self._own_files)), *self._batch_files):
             remove(path)
-
-
-async def _tell_word(queue: Queue, tell: Callable[[str], object]) -> None:
-    tell(await asyncio.to_thread(queue.word_on_the_end))
 
 
 def _address_of(interface: str) -> str:
