@@ -115,8 +115,10 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     copies, size = max((info.replicate_size, info.shard_size) for info in infos)
     own = {param.dtype for info in infos for param in info.params}
     compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
+    flat = [param for info in infos for param in info.params if param.parts]
     said = [
-        "classic: one flat parameter for each unit" if any(param.parts for i in infos for param in i.params) else "",
+        "classic: one flat parameter for each unit" if flat else "",
+        "optimizers have a piece of each parameter" if any(param.use_orig_params for param in flat) else "",
         f"{copies} copies, each on {size} {'ranks' if size > 1 else 'rank'}" if copies > 1 else "",
         _after_forward(infos),
         f"computes in {_listed(compute)}" if compute != own else "",
