@@ -76,6 +76,8 @@ def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -
 
     This process, in which the notebook's side is, and the controller are on a host of their own. ``above_links_ms`` is
     what the worse of the medians has above two latencies of a link; without network namespaces nothing is measured.
+    All hosts compute on the cores of this machine. ``with a core each`` is measured while as many ranks compute as
+    there are cores, and the others wait: as on hosts that have cores of their own.
     """
     why_not = namespaces.why_not()
     if why_not:
@@ -85,7 +87,11 @@ def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -
         here, *hosts = network.hosts
         here.take()
         with engines_on([seat for seat in hosts for _ in range(num_local)], here.address) as target:
-            found = _medians(Cluster.attached(target, device="cpu"), num_times)
+            num_cores = len(os.sched_getaffinity(0))
+            with Cluster.attached(target, device="cpu") as cluster:
+                found = _medians(cluster, num_times)
+                apart = _medians(cluster, num_times, range(num_hosts * num_local)[:num_cores])
+                found["with a core each"] = {name: apart[name] for name in ("python_ms", "torch_ms")}
             latency_ms = _latency_ms(hosts[0].address)
     worst = max(found["python_ms"], found["torch_ms"])
     return {
@@ -160,22 +166,24 @@ def running_engines(num_engines: int) -> Iterator[Target]:
 
 def measure_side_door(num_ranks: int, num_times: int) -> Tree:
     """Return how long all ranks, each of which computes in its main thread, take to say where they are."""
-    return _medians(Cluster(num_ranks, "cpu"), num_times)
+    with Cluster(num_ranks, "cpu") as cluster:
+        return _medians(cluster, num_times)
 
 
-def _medians(cluster: Cluster, num_times: int) -> Tree:
+def _medians(cluster: Cluster, num_times: int, computing: Sequence[int] | None = None) -> Tree:
     found: Tree = {}
-    with cluster:
-        for what in ("python", "torch"):
-            times_ms = round_trips_ms(cluster, what, num_times)
-            found |= {f"{what}_ms": statistics.median(times_ms), f"{what}_spread": spread(times_ms).as_dict()}
+    for what in ("python", "torch"):
+        times_ms = round_trips_ms(cluster, what, num_times, computing)
+        found |= {f"{what}_ms": statistics.median(times_ms), f"{what}_spread": spread(times_ms).as_dict()}
     return found
 
 
-def round_trips_ms(cluster: Cluster, what: str, num_times: int, pause_s: float = 0.02) -> list[float]:
-    """Ask ranks that compute for ``num_times``, at irregular intervals of about ``pause_s``."""
+def round_trips_ms(
+    cluster: Cluster, what: str, num_times: int, computing: Sequence[int] | None = None, pause_s: float = 0.02
+) -> list[float]:
+    """Ask all ranks for ``num_times`` while some compute, or all, at irregular intervals of about ``pause_s``."""
     seconds = 0.5 + num_times * (pause_s + 0.03)
-    pending = cluster.apply("tests.bench.on_rank:compute", what, seconds)
+    pending = cluster.apply("tests.bench.on_rank:compute", what, seconds, ranks=computing)
     draw, times_ms = random.Random(0), []
     time.sleep(0.3)  # by then they compute
     while len(times_ms) < num_times and not any(pending.done(rank) for rank in pending.ranks):
