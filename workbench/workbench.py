@@ -399,6 +399,7 @@ class Workbench:
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""
         trace = self.trace
+        request = None if self._session is None else self._session.request
         return StatusReport(
             running=self.running,
             ranks=tuple(self._rank_status(self._session)) if self._session is not None else (),
@@ -411,6 +412,7 @@ class Workbench:
             kept=tuple(process.pid for process in KEEPER.processes),
             holder=self.held_by,
             clocks=trace.header.clocks,
+            stopped=str(request.stop) if request is not None and request.state == "stopped" else "",
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:

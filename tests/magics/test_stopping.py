@@ -130,6 +130,18 @@ def test_what_steps_print_is_seen_when_they_stop_and_an_event_that_did_not_come_
     assert "; all_reduce did not come" in stoppable.ok("%fsdp step --until all_reduce").shown[-1]["text/plain"]
 
 
+def test_status_says_where_stopped_ranks_stand(stoppable):
+    def first_line(line):
+        return stoppable.ok(f"%fsdp {line}").shown[-1]["text/plain"].splitlines()[0]
+
+    assert first_line("status") == "4 ranks running"
+    stopped = first_line("step 2 --until forward:blocks.0")
+    assert "4 ranks stopped before forward of blocks.0" in stopped
+    assert first_line("status") == stopped
+    stoppable.ok("%fsdp continue")
+    assert first_line("status") == "4 ranks running"
+
+
 def test_eval_that_raises_is_one_line_and_the_stop_stays(stoppable):
     stoppable.ok("%fsdp step --until backward")
     assert "x['a'] differs between" in stoppable.ok("%fsdp eval x['a']").shown[0]["text/plain"]

@@ -119,6 +119,7 @@ class StatusReport(Report):
         kept: ids of the processes that stay without ranks, for the next start.
         holder: who else has the ranks, so that they can be looked at only; empty: nobody.
         clocks: those of hosts that do not read rank 0's.
+        stopped: where what is under way stands, in words; empty: nothing is stopped.
     """
 
     running: bool
@@ -132,6 +133,7 @@ class StatusReport(Report):
     kept: tuple[int, ...] = ()
     holder: str = ""
     clocks: tuple[HostClock, ...] = ()
+    stopped: str = ""
 
     @property
     def headline(self) -> str:
@@ -142,7 +144,7 @@ class StatusReport(Report):
         dead = [r.rank for r in self.ranks if not r.alive]
         if dead:
             return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
-        return f"{plural(len(self.ranks), 'rank')} running"
+        return self.stopped or f"{plural(len(self.ranks), 'rank')} running"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
