@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import over_ssh
 from workbench.cluster.processes import is_running
 
@@ -56,7 +56,7 @@ def test_engines_are_ended_with_what_they_started_and_what_they_wrote_is_removed
     of_host = [launcher(e.pid, file, shell=(shell, "-c")) for e, file in zip(engines, files, strict=True)]
     assert over_ssh.end_there(of_host)
     assert [engine.wait(PATIENCE_S) for engine in engines] == [-15, -9]
-    assert not any(map(is_running, children))
+    wait_until(lambda: not any(map(is_running, children)))
     assert not any(file.exists() for file in files)
     assert over_ssh.end_there(of_host)  # there is nothing left to do
 
