@@ -826,7 +826,10 @@ export interface DrawStates {
   readonly talk?: boolean | null;
 }
 
-/** Count collectives of a step per unit: calls, bytes and time, beside what a formula says. */
+/**
+ * Count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what
+ * a formula says.
+ */
 export interface DrawComms {
   readonly word: "comms";
   /** which step; None: the last one that ended. */

@@ -3,8 +3,8 @@
 The background is transparent and all text is one mid grey with a contrast of more than 4 : 1 on white and on
 JupyterLab's dark page, so one figure serves both. Where a page is known, JupyterLab's with the panel, or one that is
 exported, its style gives that text the page's own colour (``widgets/static/figures.css``). Data colours keep at least
-1.8 : 1 on both. Colours that can meet
-in one figure stay apart for normal sight, protanopia, deuteranopia and tritanopia (a test measures CIEDE2000).
+1.8 : 1 on both. Colours that can meet in one figure stay apart for normal sight, protanopia, deuteranopia and
+tritanopia (a test measures CIEDE2000).
 
 Text that a person or a rank named (unit, parameter, metric, host) goes through :func:`escape` before it becomes part
 of a figure, and never into a ``hovertemplate`` or ``texttemplate``: there ``%{...}`` would be read. :func:`figure`
