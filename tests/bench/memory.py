@@ -2,7 +2,8 @@
 
 ``peak`` is the most that is allocated at once within steps that follow a warm-up, in bytes: the allocator's own running
 total, which is counted from before the model is built, plus what no allocator sees: this rank's part of the shared
-memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not.
+memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not, as
+long as it keeps it.
 Everything else is in it too: activations, optimizer state, the batch. So ours and torch's differ by what the engines
 do.
 
@@ -11,12 +12,13 @@ thread that started it, but many a buffer dies in one of gloo's. So the allocato
 """
 
 import ctypes
+import functools
 import gc
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -79,12 +81,13 @@ class Bytes:
 
     Attributes:
         peak: see the module docstring.
-        shared: the part of ``peak`` that is mapped shared memory.
+        shared: the part of ``peak`` that is mapped shared memory after the steps.
         pages: the part of it that is pages of full parameters, used or spare; 0 for torch's.
         classes: the peak of each of the engine's classes; empty for torch's.
         classes_peak: the most that all classes hold together at one moment.
         comm: how units communicate, in the engine's words; empty for torch's, or if it does not say.
-        rest_of: of what :attr:`rest` consists: what was ``allocated``, and shared ``shards`` and ``stages``.
+        rest_of: of what :attr:`rest` consists: what was ``allocated``, and shared ``shards`` and ``stages``; those of
+            reductions, which come and go, are with the former.
     """
 
     peak: int
@@ -106,19 +109,21 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
     count_in_all_threads()
     before = shared_bytes(_MAPPINGS.read_text())
     classes = Classes()
-    pages = noted_pages() if implementation in {*OF_OURS, CLASSIC} else [(0, 0)]
+    is_ours = implementation in {*OF_OURS, CLASSIC}
+    pages, stages = (noted_pages(), noted_stages()) if is_ours else ([(0, 0)], [(0, 0)])
     training = _warm(case, implementation, classes)
-    del pages[:-1]
+    del pages[:-1], stages[:-1]
     with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(NUM_STEPS):  # when a thread of gloo lets go of a buffer is chance: look more than once
             training.step()
     shared = shared_bytes(_MAPPINGS.read_text()) - before
     dist.barrier()  # a peer that ends takes its part of the shared memory with it
-    stages = classes.live[Category.RESERVED.name] - pages[-1][1]
-    sums = list(added(totals(profiler.profiler.kineto_results.experimental_event_tree()), pages))
-    rest_of = {"allocated": min(sums), "shards": shared - stages, "stages": stages}
+    shared_always = shared - stages[-1][1]
+    of_casts = classes.live[Category.RESERVED.name] - pages[-1][1] - stages[-1][1]
+    sums = list(added(totals(profiler.profiler.kineto_results.experimental_event_tree()), pages, stages))
+    rest_of = {"allocated": min(sums), "shards": shared_always - of_casts, "stages": of_casts}
     return Bytes(
-        peak=max(sums) + shared,
+        peak=max(sums) + shared_always,
         shared=shared,
         pages=max(num_bytes for _, num_bytes in pages),
         classes=dict(classes.peak),
@@ -181,6 +186,30 @@ def noted_pages() -> list[tuple[int, int]]:
             noted.append((time.time_ns(), noted[-1][1] - self.num_bytes))
 
     pages.KeptPages = NotedPages
+    return noted
+
+
+def noted_stages() -> list[tuple[int, int]]:
+    """Return a list that will hold, from now on, when reductions came to have how many bytes of stages on this rank.
+
+    In nanoseconds of the system's clock; used or not.
+    """
+    from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
+
+    noted, held = [(0, 0)], Counter[int]()
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(reduce: SharedMemoryReduceScatter, *args: Any, **options: Any) -> Any:
+            result = method(reduce, *args, **options)
+            held[id(reduce)] = 0 if reduce.lease is None else reduce.num_bytes
+            noted.append((time.time_ns(), held.total()))
+            return result
+
+        return call
+
+    for name in ("allocate", "empty", "release"):
+        setattr(SharedMemoryReduceScatter, name, noting(getattr(SharedMemoryReduceScatter, name)))
     return noted
 
 

@@ -1,16 +1,20 @@
 """Bytes: of mappings, of classes, of a process whose buffers die in other threads."""
 
+import mmap
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import profile
 
-from tests.bench.memory import Classes, added, count_in_all_threads, noted_pages, shared_bytes, totals
+from tests.bench.memory import Classes, added, count_in_all_threads, noted_pages, noted_stages, shared_bytes, totals
 from tests.bench.processes import on_ranks
+from tests.engine.test_shared_memory import connected
 from workbench.engine.backends import pages
 from workbench.engine.backends.pages import Pages, SparePages
+from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
 from workbench.events import Category
 
 MAPPINGS = """\
@@ -56,6 +60,22 @@ def bytes_of_pages() -> list[int]:
 @pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
 def test_pages_of_full_parameters_count_used_or_not():
     assert on_ranks(1, bytes_of_pages) == [[0, 7 * 4, (7 + 5) * 4, 7 * 4]]
+
+
+def bytes_of_stages() -> list[int]:
+    noted, shared = noted_stages(), connected()
+    reduces = [SharedMemoryReduceScatter(shared, dtype) for dtype in (torch.float32, torch.float64)]
+    for reduce in reduces:
+        chunks = reduce.allocate([1], dtype=reduce._dtype, device=torch.device("cpu"))
+        reduce(torch.ones(1, dtype=reduce._dtype), chunks, dist.group.WORLD)
+    for reduce in reduces:
+        reduce.empty()
+    return [num_bytes for _, num_bytes in noted[-4:]]
+
+
+def test_stages_count_as_long_as_they_have_memory():
+    stages = 3 * mmap.PAGESIZE
+    assert on_ranks(2, bytes_of_stages) == [[stages, 2 * stages, stages, 0]] * 2
 
 
 def test_classes_know_their_peaks_and_that_of_all_together():

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -327,10 +328,10 @@ def test_bytes_by_formula(network):
     num_hosts, num_local, size = 2, 2, 4
     root, block = slots(size, ROOT_SHAPES), slots(size, BLOCK_SHAPES)
     largest = max(root, block)
-    aligned = -(-largest * (size - 1) // 16) * 16  # a stage of gradients begins with a cache line
+    aligned = -(-largest * (size - 1) * FP32 // mmap.PAGESIZE) * mmap.PAGESIZE
     for _, record in run_on(seats(network, num_local, num_local), recorded_step):
         gathered = 2 * size * largest // num_local * FP32  # two stages, which the ranks of a host have together
-        reduced = 2 * aligned * FP32
+        reduced = 2 * aligned  # two stages, which nobody uses between two units
         in_use = largest * (size - 1 + num_hosts - 1) * FP32  # its input, and what comes from the other host
         pages = size * largest * FP32  # of full parameters, spare between two units
         assert record.peak[Category.RESERVED] == gathered + reduced + pages

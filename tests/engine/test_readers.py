@@ -14,7 +14,7 @@ from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
 from workbench.engine import CollectiveFailed, StepAborted, collectives
 from workbench.engine.backends import shared_memory
-from workbench.engine.backends.shared_memory import Readers
+from workbench.engine.backends.shared_memory import PARAMETERS, Readers
 from workbench.engine.waits import cancellation
 
 FORK = multiprocessing.get_context("fork")
@@ -43,7 +43,7 @@ class Group:
 @pytest.fixture
 def two() -> list[Readers]:
     numbers = torch.zeros(2, 3, dtype=torch.int64)
-    return [Readers(Group(rank), numbers) for rank in range(2)]
+    return [Readers(Group(rank), numbers, PARAMETERS) for rank in range(2)]
 
 
 @pytest.fixture(autouse=True)

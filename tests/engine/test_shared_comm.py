@@ -166,13 +166,13 @@ def stages_grow() -> list[int]:
 
     sizes.append(reduce.num_bytes)
     reduce.reserve(30)
-    small, large = begin_with(10), begin_with(1000)
-    assert len(mapped()) == 2  # the outstanding one keeps its stages
-    for (work, total), numel in ((small, 10), (large, 1000)):
+    small, large = begin_with(10), begin_with(5000)
+    assert len(mapped()) == 4  # the outstanding one keeps its stages, and who has read them
+    for (work, total), numel in ((small, 10), (large, 5000)):
         work.wait()
         work.wait()  # once more does nothing
         assert total.tolist() == [2 * numel] * numel
-    assert len(mapped()) == 1
+    assert len(mapped()) == 2
     del small, large, work, total
     reduce.release()
     assert mapped() == []
@@ -183,7 +183,7 @@ def stages_grow() -> list[int]:
 
 
 def test_stages_grow_are_given_up_and_come_again():
-    assert run_ranks(2, stages_grow) == [[0, 5 * 32 * 4, 5 * 1008 * 4, 5 * 32 * 4]] * 2
+    assert run_ranks(2, stages_grow) == [[0, 5 * 4096, 5 * 5 * 4096, 5 * 4096]] * 2
 
 
 def what_a_reduction_keeps() -> list[bool]:

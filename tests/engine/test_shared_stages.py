@@ -1,8 +1,13 @@
-"""Ranks that are late: how many stages keep a slow rank from summing later numbers."""
+"""Ranks that are late: how many stages keep a slow rank from summing later numbers; and bytes of the stages."""
 
+import ctypes
+import errno
 import multiprocessing
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,26 +16,37 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
+from tests.engine.recording import recording
 from tests.engine.test_shared_memory import connected
-from workbench.engine.backends import shared_comm
+from workbench.engine.backends import shared_comm, shared_memory
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
 from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.events import Category
 
 FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
+PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Reductions in a row; ``reads_first``: the oldest is waited for before the next is written, not after."""
+    """Reductions in a row.
+
+    Attributes:
+        reads_first: the oldest is waited for before the next is written, not after.
+        empties: after every third nothing is outstanding, and the stages are emptied.
+    """
 
     num_outstanding: int
     num_stages: int
     reads_first: bool = False
     number: int = 12
+    empties: bool = False
 
 
 def value(rank: int, number: int) -> torch.Tensor:
@@ -59,6 +75,11 @@ def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], 
             read_oldest()
         work = reduce(total, chunks, dist.group.WORLD, SUM, async_op=True)
         outstanding.append((number, PendingWork(work, f"reduction {number}")))
+        if plan.empties and number % 3 == 2:
+            while outstanding:
+                read_oldest()
+            reduce.empty()
+            assert not chunks.any()
     while outstanding:
         read_oldest()
     wanted = [(value(0, i) + value(1, i))[4 * rank : 4 * rank + 4] for i in range(plan.number)]
@@ -134,7 +155,9 @@ def test_who_reads_before_writing_needs_2n_stages(num_outstanding):
 @given(
     plans=st.lists(
         st.integers(1, 3).flatmap(
-            lambda n: st.builds(Plan, st.just(n), st.integers(n + 1, 2 * n + 2), st.booleans(), st.integers(1, 40))
+            lambda n: st.builds(
+                Plan, st.just(n), st.integers(n + 1, 2 * n + 2), st.booleans(), st.integers(1, 40), st.booleans()
+            )
         ),
         min_size=2,
         max_size=6,
@@ -147,3 +170,95 @@ def test_any_allowed_number_of_stages_gives_right_sums(plans):
 def all_plans(plans: list[Plan]) -> list[bool]:
     shared = connected()
     return [reductions(shared, plan, nothing, nothing) for plan in plans]
+
+
+# ---- bytes
+
+
+def resident(mapping: torch.Tensor) -> int:
+    """Bytes of a mapping of which this process has a page in memory."""
+    address = f"{mapping.data_ptr():x}-"
+    _, _, rest = Path("/proc/self/smaps").read_text().partition(f"\n{address}")
+    found = re.search(r"\nRss: +(\d+) kB", rest)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
+    """Return bytes of the stages (all, used in a backward, told and resident after it), the largest unit's numel."""
+    plain = {"dim": 64, "num_blocks": num_blocks, "vocab": 100}
+    with recording() as record:
+        model = shard_net(make_net(**plain))
+        unit = model.blocks[0]._get_fsdp_state()._fsdp_param_group
+        for number in range(2):
+            record.clear()
+            loss_of(model, batch(dist.get_rank(), number, plain["vocab"])).backward()
+        reduce = unit.pair.reduce
+        largest = max(u.shard_numel for u in (model._get_fsdp_state()._fsdp_param_group, unit))
+        told = 0 if reduce.lease is None else reduce.num_bytes
+        dist.barrier()  # others have given their part back as well
+        return reduce.num_bytes, record.peak[Category.REDUCE_SCATTER_BUFFERS], told, resident(reduce._stages), largest
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stages_are_for_the_largest_unit_and_have_no_memory_between_steps(world_size, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_COMM", raising=False)
+    for num_bytes, used, told, in_memory, largest in run_ranks(world_size, bytes_of_a_step, 3):
+        needed = (world_size - 1) * largest * 4
+        assert num_bytes == 2 * -(-needed // PAGE) * PAGE
+        assert used == needed
+        assert told == in_memory == 0
+
+
+def kept(can_give_back: bool) -> tuple[int, int]:
+    if not can_give_back:
+        shared_comm.give_back_pages = lambda _: False
+    reduce = SharedMemoryReduceScatter(connected(), torch.float32, 1, 2)
+    with recording() as record:
+        reduce.reserve(5 * PAGE)
+        chunks = reduce.allocate([5 * PAGE], dtype=torch.float32, device=CPU)
+        reduce(torch.zeros(5 * PAGE), chunks.fill_(1), dist.group.WORLD, SUM)
+        reduce.empty()
+        reduce.empty()
+        dist.barrier()
+        return record.live[Category.RESERVED], resident(reduce._stages)
+
+
+def test_where_the_system_takes_nothing_back_it_is_still_counted():
+    assert run_ranks(2, kept, True) == [(0, 0)] * 2
+    for told, in_memory in run_ranks(2, kept, False):
+        assert told == 2 * 5 * PAGE * 4
+        assert in_memory >= told // 2
+
+
+@pytest.mark.parametrize(("problem", "is_told"), [(errno.ENOMEM, True), (errno.EFAULT, True), (errno.EINVAL, False)])
+def test_lack_of_memory_is_an_error_and_an_old_system_takes_page_by_page(monkeypatch, problem, is_told):
+    monkeypatch.setattr(shared_memory, "_madvise", lambda: lambda *_: ctypes.set_errno(problem) or -1)
+    with pytest.raises(OSError, match="no memory for 16 bytes") if is_told else nullcontext():
+        shared_memory.take_pages(torch.zeros(4))
+
+
+def one_is_slow(has_looked: Any) -> list[bool]:
+    """Rank 0 sums only when rank 1 has looked, in vain, whether it may give back what is to be summed."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    reduce = SharedMemoryReduceScatter(connected(), torch.float32, 1, 2)
+    chunks = reduce.allocate([4], dtype=torch.float32, device=CPU).fill_(1.0 + rank)
+    total = torch.zeros(4)
+    work = reduce(total, chunks, group, SUM, async_op=True)
+    if rank == 0:
+        assert has_looked.wait(60)
+    else:
+        look = shared_memory.cancellation.sleep
+
+        def sleep(seconds: float) -> None:
+            has_looked.set()
+            look(seconds)
+
+        shared_memory.cancellation.sleep = sleep
+    work.wait()
+    reduce.empty()
+    return [bool((total == 2.0 - rank).all())]
+
+
+def test_what_another_rank_has_yet_to_sum_is_not_given_back():
+    assert run_ranks(2, one_is_slow, FORK.Event()) == [[True]] * 2

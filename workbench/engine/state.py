@@ -571,6 +571,8 @@ class RootContext:
             ctx.reductions.finish()
         ctx.join(all_streams=True)
         ctx.comms.wait_for_readers()
+        if not ctx.recorded:  # else a backward follows
+            ctx.comms.empty()
         for unit in units_of(self.states):
             unit.wait_for_host()
         if self.is_last_backward:

@@ -210,6 +210,13 @@ class Comms:
     def release(self) -> None:
         """Free what is kept for the next step."""
 
+    def empty(self) -> None:
+        """Let the system have memory that nothing needs before gradients are reduced again.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: a wait for other ranks was given up.
+        """
+
     def has_read(self, unit: CommUser) -> None:
         """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
 

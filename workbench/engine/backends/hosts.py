@@ -323,7 +323,7 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
         self._hosts.reducing.begin_anew_if_rebuilt()
         super()._begin_anew_if_rebuilt()
 
-    def _start(self, output: torch.Tensor, _group: dist.ProcessGroup) -> Issued:
+    def _start(self, output: torch.Tensor, _group: dist.ProcessGroup, done: Callable[[], None]) -> Issued:
         hosts, numel = self._hosts, output.numel()
         stages, first = self._next_stages(), hosts.here * hosts.num_local  # [L, capacity]
 
@@ -342,6 +342,7 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
             with torch.no_grad():  # a thread of gloo's has modes of its own
                 for total, chunks in zip(sums, parts, strict=True):
                     add_others(chunks, within, total)
+            done()
             return _exchanges(across, sums.__getitem__, lambda source: received[source - (source > hosts.here)])
 
         return _SumOverHosts(hosts.reducing.start(barrier, send), received, hosts.here, output)

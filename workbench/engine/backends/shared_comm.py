@@ -24,9 +24,11 @@ lie a mutex to one of gloo's threads, a send and a receive on a socket, and a mu
 from __future__ import annotations
 
 import math
+import mmap
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,12 +37,17 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.pending import PendingWork
-from workbench.engine.backends.shared_memory import Readers, SharedMemory, barrier
+from workbench.engine.backends.shared_memory import (
+    PARAMETERS,
+    Readers,
+    SharedMemory,
+    barrier,
+    give_back_pages,
+    take_pages,
+)
 from workbench.engine.backends.sums import add_others
 from workbench.engine.waits import Work
 from workbench.events import Category
-
-_ALIGNMENT = 64  # bytes, a cache line
 
 
 def _refuse_unless_cpu(device: torch.device) -> None:
@@ -162,7 +169,7 @@ class SharedMemoryCastAllGather:
         self._shared = shared
         self._rank, self._size = shared.group.rank, shared.group.size  # this shard's place among all that are gathered
         self._dtype = dtype
-        self._readers = Readers(shared.group, shared.rows(3, torch.int64))
+        self._readers = Readers(shared.group, shared.rows(3, torch.int64), PARAMETERS)
         self._stages: torch.Tensor | None = None  # [2, F * capacity]
         self._lease: probe.Lease | None = None
         self._begin_anew()
@@ -196,7 +203,7 @@ class SharedMemoryCastAllGather:
 
         Raises:
             ValueError: another dtype or device than this object was made for.
-            OSError: on all ranks, see :meth:`reserve`.
+            OSError: on all ranks, see :meth:`reserve`; on this one, if it has no memory left.
             StepAborted, CollectiveFailed: in a wait for ranks that have yet to read the stage.
         """
         _refuse_unless_cpu(device)
@@ -287,15 +294,30 @@ class Issued(Protocol):
 class _Reduction:
     """A barrier whose ``wait`` also adds this rank's chunk of every other rank's stage to its own.
 
+    Args:
+        barrier: of all ranks.
+        rank: this one.
+        chunks: ``F - 1`` times ``[S]``, of the other ranks in order.
+        output: ``[S]``, this rank's own.
+        done: called once the chunks will not be read any more.
+
     Attributes:
         all_have_issued: this rank has waited for the barrier.
     """
 
-    def __init__(self, barrier: Work, rank: int, chunks: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    def __init__(
+        self,
+        barrier: Work,
+        rank: int,
+        chunks: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        done: Callable[[], None],
+    ) -> None:
         self._barrier = barrier
         self._rank = rank
-        self._unread = chunks  # F - 1 times [S], of the other ranks in order; empty once summed
-        self._output: torch.Tensor | None = output  # [S]; this rank's own, until then; None: it is others' to keep
+        self._unread = chunks  # empty once summed
+        self._output: torch.Tensor | None = output  # until then; None: it is others' to keep
+        self._done: Callable[[], None] | None = done
         self._is_too_late = False
         self.all_have_issued = False
 
@@ -318,7 +340,7 @@ class _Reduction:
             )
         if self._unread and self._output is not None:
             add_others(self._unread, self._rank, self._output)
-        self._unread, self._output = (), None
+        self._let_go()
 
     def wait_for_all_to_issue(self) -> None:
         """Wait for the barrier only, interruptibly.
@@ -333,7 +355,13 @@ class _Reduction:
     def give_up_reading(self) -> None:
         """Never read the stages from now on."""
         self._is_too_late |= bool(self._unread)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        done, self._done = self._done, None
         self._unread, self._output = (), None
+        if done is not None:
+            done()
 
 
 class SharedMemoryReduceScatter:
@@ -352,6 +380,8 @@ class SharedMemoryReduceScatter:
     ``N = 2n``. With fewer (``n + 1`` at least) ``allocate`` itself waits for the barrier in question: right as well,
     but slower ranks are then waited for earlier than need be.
 
+    Between backwards the stages have addresses, but no memory, see :meth:`empty`.
+
     Args:
         shared: the memory of the group.
         dtype: of the gradients that are summed.
@@ -360,6 +390,7 @@ class SharedMemoryReduceScatter:
 
     Attributes:
         own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
+        lease: of the stages' memory; None while they have none.
     """
 
     own_in_output = True
@@ -393,6 +424,8 @@ class SharedMemoryReduceScatter:
         self._max_outstanding = max_outstanding
         self._num_stages = num_stages
         self._stages: torch.Tensor | None = None  # [F, N, capacity]; what is outstanding keeps those before
+        self._readers: Readers | None = None  # of the stages
+        self._last = -1  # as they number what was issued; -1: nothing
         self.lease: probe.Lease | None = None
         self._recent: deque[Issued] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
 
@@ -409,18 +442,47 @@ class SharedMemoryReduceScatter:
         Raises:
             OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
         """
-        if numel <= (0 if self._stages is None else self._stages.shape[2]):
+        if self._stages is not None and numel <= self._stages.shape[2]:
             return
         self.release()
-        step = _ALIGNMENT // math.gcd(_ALIGNMENT, self._dtype.itemsize)
+        step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self._dtype.itemsize)  # each rank gives its own pages back
         capacity = -(-numel // step) * step
         rows = self._shared.rows(self._num_stages * capacity, self._dtype)
+        self._readers = Readers(self._shared.group, self._shared.rows(3, torch.int64), "the gradients it was given")
+        self._last = -1
         self._stages = rows.view(self._shared.group.size, self._num_stages, capacity)
-        self.lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
+        self._give_back()
 
     def release(self) -> None:
         """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
-        self._stages = self.lease = None
+        self._stages = self._readers = self.lease = None
+
+    def empty(self) -> None:
+        """Let the system have the stages' memory until the next ``allocate``, once the other ranks have read them.
+
+        Nobody waits for a reduction any more, as after a backward: what is outstanding is given up.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: in a wait for those that have yet to read.
+        """
+        if self._readers is None or self.lease is None or self._generation != self._shared.group.index:
+            return
+        for reduction in self._recent:
+            reduction.give_up_reading()
+        self._readers.wait_for(self._last)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._stages is not None and give_back_pages(self._stages[self._shared.group.rank]):
+            self.lease = None
+        else:
+            self._take()
+
+    def _take(self) -> None:
+        """Have the stages' memory, and count it, from now on."""
+        if self.lease is None and self._stages is not None:
+            take_pages(self._stages[self._shared.group.rank])
+            self.lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return this rank's next stage, to be filled; all ranks ask for the same sizes in the same order.
@@ -432,7 +494,7 @@ class SharedMemoryReduceScatter:
 
         Raises:
             ValueError: another dtype or device than this object was made for.
-            OSError: on all ranks, see :meth:`reserve`.
+            OSError: on all ranks, see :meth:`reserve`; on this one, if it has no memory left.
             StepAborted, CollectiveFailed: in a wait for ranks that have yet to read the stage.
         """
         _refuse_unless_cpu(device)
@@ -444,6 +506,7 @@ class SharedMemoryReduceScatter:
         last_user = self._issued_ago(self._num_stages - self._max_outstanding)
         if last_user is not None:
             last_user.wait_for_all_to_issue()
+        self._take()
         return self._next_stages()[self._shared.group.rank, :numel].view(*size)
 
     def __call__(
@@ -461,31 +524,37 @@ class SharedMemoryReduceScatter:
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"a reduce-scatter through shared memory sums; {op} was asked for")
-        self._check(output_tensor, input_tensor)
+        readers = self._check(output_tensor, input_tensor)
         oldest = self._issued_ago(self._max_outstanding)
         if oldest is not None:
             oldest.give_up_reading()
-        reduction = self._start(output_tensor, group)
+        self._last = readers.issue()
+        reduction = self._start(output_tensor, group, partial(self._done, readers, self._last, self._generation))
         self._recent.append(reduction)
         self._num_issued += 1
         return _waited(reduction, async_op)
 
-    def _check(self, output: torch.Tensor, chunks: torch.Tensor) -> None:
-        size, numel = self._size, output.numel()
+    def _done(self, readers: Readers, number: int, generation: int) -> None:
+        if generation == self._shared.group.index:  # else the same number may stand for another reduction
+            readers.done(number)
+
+    def _check(self, output: torch.Tensor, chunks: torch.Tensor) -> Readers:
+        size, numel, readers = self._size, output.numel(), self._readers
         stage = self._next_stages()[self._shared.group.rank]
-        if output.dtype != self._dtype or not _is_same(chunks, stage[: (size - 1) * numel]):
+        if readers is None or output.dtype != self._dtype or not _is_same(chunks, stage[: (size - 1) * numel]):
             raise ValueError(
                 "a reduce-scatter through shared memory copies nothing: the input must be the tensor that allocate() "
                 f"returned last, of {size - 1} times as many elements as the output, and both of {self._dtype}"
             )
+        return readers
 
-    def _start(self, output: torch.Tensor, group: dist.ProcessGroup) -> Issued:
-        """Start adding this rank's chunk ``[S]`` of every other rank's stage to the output."""
+    def _start(self, output: torch.Tensor, group: dist.ProcessGroup, done: Callable[[], None]) -> Issued:
+        """Start adding this rank's chunk ``[S]`` of every other rank's stage to the output; ``done`` is called then."""
         rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
         stages = self._next_stages()  # [F, capacity]
         places = [(other, rank - (rank > other)) for other in range(size) if other != rank]
         chunks = [stages[other, place * numel : (place + 1) * numel] for other, place in places]
-        return _Reduction(barrier(group), rank, chunks, output)
+        return _Reduction(barrier(group), rank, chunks, output, done)
 
     def _next_stages(self) -> torch.Tensor:
         """Return the stage of every rank for the next reduction, ``[F, capacity]``.
@@ -506,5 +575,5 @@ class SharedMemoryReduceScatter:
             for reduction in self._recent:
                 reduction.give_up_reading()
             self._recent.clear()
-            self._num_issued = 0
+            self._num_issued, self._last = 0, -1
             self._generation = self._shared.group.index

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import mmap
 import os
 import secrets
 import select
@@ -37,6 +39,9 @@ a network namespace of its own it stands for another host.
 
 SET_UP = Collective("set-up of shared memory", None, 0)
 MAPPED = "mapped"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_NO_MEMORY = {errno.ENOMEM, errno.EFAULT}  # EFAULT: where a write would be a SIGBUS
+PARAMETERS = "the parameters it had gathered"
 _CPU = torch.device("cpu")
 _ON_CPU = dist.BarrierOptions()
 _ON_CPU.device = _CPU  # else a group that knows both gloo and NCCL takes NCCL
@@ -91,6 +96,33 @@ def _map(address: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
+def give_back_pages(memory: torch.Tensor) -> bool:
+    """Let the system have the memory of a part of a mapping, a multiple of its pages, until it is written again.
+
+    It reads as zeros, on all ranks. False, and nothing has happened, where the system cannot do that.
+    """
+    return memory.nbytes == 0 or _madvise()(memory.data_ptr(), memory.nbytes, mmap.MADV_REMOVE) == 0
+
+
+def take_pages(memory: torch.Tensor) -> None:
+    """Have the memory of a part of a mapping at once, which is cheaper than page by page when each is first written.
+
+    Where the system cannot do that, nothing happens.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    if _madvise()(memory.data_ptr(), memory.nbytes, _POPULATE_WRITE) and ctypes.get_errno() in _NO_MEMORY:
+        raise OSError(ctypes.get_errno(), f"there is no memory for {memory.nbytes} bytes of gradients to be reduced")
+
+
+@functools.cache
+def _madvise() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
 class SharedMemory:
     """What the ranks of one group map together.
 
@@ -116,7 +148,7 @@ class SharedMemory:
     def connected(self) -> Self | None:
         """Return this, with readers; otherwise as :meth:`connect`."""
         try:
-            self.readers = Readers(self.group, self.rows(3, torch.int64))
+            self.readers = Readers(self.group, self.rows(3, torch.int64), PARAMETERS)
         except OSError:
             return None
         return self
@@ -157,57 +189,59 @@ class SharedMemory:
 
 
 class Readers:
-    """Which all-gathers the ranks of a group have read, in numbers that each writes for itself and all see.
+    """Which collectives the ranks of a group have read, in numbers that each writes for itself and all see.
 
-    An all-gather through shared memory leaves each rank to read the others' rows when it comes to it. Before a shard is
+    A collective through shared memory leaves each rank to read the others' rows when it comes to it. Before a shard is
     handed to whoever may write it, :meth:`wait` lets the others have read what this rank has; before a stage is written
-    again, :meth:`wait_for` lets them have read what was gathered in it. They need not come for that, as to a barrier:
-    they mostly have read long ago, and then it costs one look at the numbers.
+    again, :meth:`wait_for` lets them have read what was there. They need not come for that, as to a barrier: they
+    mostly have read long ago, and then it costs one look at the numbers.
 
     Args:
         group: the ranks.
-        numbers: ``[F, 3]`` int64, zeroed; per rank its process, all-gathers issued, and how many of these, from the
+        numbers: ``[F, 3]`` int64, zeroed; per rank its process, collectives issued, and how many of these, from the
             first on, it has done with.
+        what: a rank reads, for errors.
     """
 
-    def __init__(self, group: Peers, numbers: torch.Tensor) -> None:
+    def __init__(self, group: Peers, numbers: torch.Tensor, what: str) -> None:
         self._group = group
         self._memory = numbers  # keeps it mapped
         self._numbers = (ctypes.c_int64 * numbers.numel()).from_address(numbers.data_ptr())
+        self._what = what
         self._own = 3 * group.rank
         self._numbers[self._own] = os.getpid()
-        self._fence = threading.Lock()
+        self._lock = threading.Lock()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._generation = self._group.index
         self._unread: set[int] = set()
-        self._num_read = 0  # all-gathers up to the last one read
+        self._num_read = 0  # collectives up to the last one read
         self._numbers[self._own + 1] = self._numbers[self._own + 2] = 0
 
     def issue(self) -> int:
-        """Number an all-gather that is about to be issued."""
+        """Number a collective that is about to be issued."""
         if self._generation != self._group.index:
             self._begin_anew()  # ranks may have come to differ; nobody reads what was issued on the group before
-        number = self._numbers[self._own + 1]
-        self._numbers[self._own + 1] = number + 1
-        self._unread.add(number)
+        with self._lock:
+            number = self._numbers[self._own + 1]
+            self._numbers[self._own + 1] = number + 1
+            self._unread.add(number)
         return number
 
     def is_unread(self, number: int) -> bool:
-        """Whether this rank may still read all-gather ``number``."""
+        """Whether this rank may still read what was issued as ``number``."""
         return number in self._unread
 
     def done(self, number: int) -> None:
-        """This rank will not read all-gather ``number`` any more."""
-        if number not in self._unread:
-            return
-        self._unread.discard(number)
-        self._num_read = max(self._num_read, number + 1)
-        for _ in range(2):
-            with self._fence:  # a mutex is between the reads and the number also where processors reorder accesses
-                pass
-        self._say(min(self._unread, default=self._numbers[self._own + 1]))
+        """This rank will not read what was issued as ``number`` any more; called from any thread."""
+        with self._lock:
+            if number not in self._unread:
+                return
+            self._unread.discard(number)
+            self._num_read = max(self._num_read, number + 1)
+        with self._lock:  # again: a mutex is between the reads and the number also where processors reorder accesses
+            self._say(min(self._unread, default=self._numbers[self._own + 1]))
 
     def _say(self, number: int) -> None:
         self._numbers[self._own + 2] = max(number, self._numbers[self._own + 2])
@@ -228,7 +262,7 @@ class Readers:
         self._wait_while(self._behind)
 
     def wait_for(self, number: int) -> None:
-        """Wait, interruptibly, until the others have read all-gather ``number``; its barrier was waited for.
+        """Wait, interruptibly, until the others have read what was issued as ``number``; its barrier was waited for.
 
         Raises:
             StepAborted, RanksDisagreeError, CollectiveFailed: as :meth:`wait`.
@@ -266,9 +300,7 @@ class Readers:
         for rank in behind:
             if _has_ended(self._numbers[3 * rank]):
                 cancellation.check_after_failure()
-                raise CollectiveFailed(
-                    f"rank {self._group.ranks[rank]} has ended before it read the parameters it had gathered"
-                )
+                raise CollectiveFailed(f"rank {self._group.ranks[rank]} has ended before it read {self._what}")
 
 
 def _has_ended(pid: int) -> bool:

@@ -103,6 +103,15 @@ class SharedComms(Comms):
         for reducer in self._reducers.values():
             reducer.release()
 
+    def empty(self) -> None:
+        """Let the system have the memory of reductions' staging until one begins; its addresses stay.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: in a wait for ranks that have yet to read what is there.
+        """
+        for reducer in self._reducers.values():
+            reducer.empty()
+
     # ---- reads before writes
 
     @property
