@@ -338,9 +338,8 @@ class Launched(Place):
             )
         if isinstance(engine_set, BatchSystemLauncher):
             self.deadline = float("inf")
-        self._queue = queue = Queue(engine_set)
         self._reaper.leave(self._commands_to_end(), self._note_batch_file())
-        self._wait_until_here(engine_set, queue, registered)
+        self._wait_until_here(engine_set, registered)
         self.deadline = time.monotonic() + self._timeout_s
         return tuple(sorted(registered(), key=registered().__getitem__))
 
@@ -365,12 +364,8 @@ class Launched(Place):
             self._batch_files.append(Path(engine_set.batch_file).resolve())
         return self._batch_files
 
-    def _wait_until_here(
-        self,
-        engine_set: Any,  # noqa: ANN401 - untyped in ipyparallel
-        queue: Queue,
-        registered: Registered,
-    ) -> None:
+    def _wait_until_here(self, engine_set: Any, registered: Registered) -> None:  # noqa: ANN401 - untyped in ipyparallel
+        self._queue = queue = Queue(engine_set)
         job = getattr(engine_set, "job_id", "")
         while (num_here := len(registered())) < self._num_ranks:
             what = f"{num_here} of {self._num_ranks} engines are here"
