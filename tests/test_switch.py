@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import namespaces
+from tests.hosts import find
 from tests.switch import AHEAD_S, HEADER, Link, Switch, enter
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -213,14 +214,13 @@ def test_a_connection_brings_all_bytes_over_whatever_is_lost(network, loss):
 
 @between
 def test_without_its_cable_a_host_has_no_carrier_and_hears_nothing(network, ends):
-    carrier = ["ip", "netns", "exec", network.hosts[1].namespace, "cat", "/sys/class/net/eth0/carrier"]
-    environment = os.environ | {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    carrier = [find("ip"), "netns", "exec", network.hosts[1].namespace, "cat", "/sys/class/net/eth0/carrier"]
     here, there = ends
     with network.cables.unplugged(1):
-        assert subprocess.run(carrier, capture_output=True, check=True, env=environment).stdout == b"0\n"
+        assert subprocess.run(carrier, capture_output=True, check=True).stdout == b"0\n"
         here.send(b"nobody hears it")
         network.cables.sent()
-    wait_until(lambda: subprocess.run(carrier, capture_output=True, check=True, env=environment).stdout == b"1\n")
+    wait_until(lambda: subprocess.run(carrier, capture_output=True, check=True).stdout == b"1\n")
     wait_until(lambda: answered(here, there))
 
 
