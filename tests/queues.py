@@ -46,7 +46,6 @@ PartitionName=closed Nodes={host} MaxTime=INFINITE State=DOWN
 """
 
 
-@functools.cache
 def why_not() -> str:
     """Say what of this machine prevents it; empty: nothing."""
     if sys.platform != "linux":

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests import namespaces
 from tests.hosts import find
+from tests.marks import unless
 from tests.switch import AHEAD_S, HEADER, Link, Switch, enter
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -120,7 +121,7 @@ def test_a_port_that_is_unplugged_neither_gives_nor_gets():
 
 # ---- between namespaces
 
-between = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not() or "they can be made")
+between = unless(namespaces.why_not())
 
 
 @pytest.fixture

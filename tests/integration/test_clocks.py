@@ -1,6 +1,5 @@
 """Ranks whose clocks show other times, as those of other machines do: in time namespaces, which are hours apart."""
 
-import functools
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from tests.cluster.test_attached import ipyparallel_ids
 from tests.hosts import ahead_by
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
+from tests.marks import unless
 from tests.waiting import wait_until
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clocks import error_ns
@@ -25,7 +25,6 @@ HOURS = (5, 0, 26)
 S = 10**9
 
 
-@functools.cache
 def why_not() -> str:
     """Say what of this machine prevents it; empty: nothing."""
     if shutil.which("unshare") is None:
@@ -34,7 +33,7 @@ def why_not() -> str:
     return f"no time namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(why_not()), reason=why_not() or "they can be made")]
+pytestmark = [pytest.mark.cluster, unless(why_not())]
 
 
 @pytest.fixture(scope="module")

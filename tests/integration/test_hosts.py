@@ -9,6 +9,7 @@ import pytest
 from tests import hosts
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
+from tests.marks import unless
 from tests.namespaces import LOSSY
 from tests.views.figures import subtitle
 from tests.waiting import PATIENCE_S, wait_until
@@ -21,7 +22,7 @@ from workbench.workbench import Workbench
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "they can be made"),
+    unless(hosts.why_not()),
     pytest.mark.timeout(900),  # SSH starts one engine after the other, each with three Pythons before it
 ]
 

@@ -12,6 +12,7 @@ import pytest
 from tests import queues
 from tests.hosts import find
 from tests.integration.model import CELL
+from tests.marks import unless
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import queues as cluster_queues
 from workbench.cluster.processes import is_running
@@ -20,7 +21,7 @@ from workbench.workbench import Workbench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-needs_slurm = pytest.mark.skipif(bool(queues.why_not()), reason=queues.why_not() or "it can be started")
+needs_slurm = unless(queues.why_not())
 
 NO_MPI = (
     "not installed: mpiexec; on Debian: apt-get install openmpi-bin"
@@ -186,7 +187,7 @@ def test_a_queue_that_refuses_is_quoted(slurm, of_profile):
     assert queues.jobs(slurm) == []
 
 
-@pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI or "it is installed")
+@unless(NO_MPI)
 def test_ranks_that_mpi_starts_train_and_a_stop_leaves_nothing(of_profile, on_one_machine):
     arguments = ["--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
     bench = of_profile("mpi", f"{HERE}c.MPILauncher.mpi_args = {arguments!r}")
