@@ -19,6 +19,7 @@ CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# wha
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
 SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
+export PYTHONDONTWRITEBYTECODE :=# tests start hundreds of Pythons: each would compile all sources again
 PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
 
 VENV := .venv
