@@ -83,3 +83,21 @@ def figures(page: Page) -> list[dict[str, float]]:
     page.wait_for_function(f"() => ({_FIGURES})().every(({{marks}}) => marks > 0)")
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
     return page.evaluate(_FIGURES)
+
+
+NARROW = {"width": 300, "height": 900}
+"""A window that is narrower than figures are made for."""
+
+_LINES = """() => [...document.querySelectorAll(".gtitle")].map((title) => {
+    const {right, width} = title.getBoundingClientRect();
+    return {lines: title.querySelectorAll("tspan.line").length, isSeen: width > 0 && right <= innerWidth};
+})"""
+
+
+def titles_follow_the_width(page: Page) -> bool:
+    """Whether the title of every figure gets more lines, and stays in sight, when the window becomes narrow."""
+    wide = page.evaluate(_LINES)
+    page.set_viewport_size(NARROW)
+    more = f"(wide) => ({_LINES})().every(({{lines, isSeen}}, place) => isSeen && lines > wide[place].lines)"
+    page.wait_for_function(more, arg=wide)
+    return len(wide) > 0

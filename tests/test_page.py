@@ -5,11 +5,12 @@ import nbformat.v4
 import plotly.graph_objects as go
 import pytest
 
-from tests.browser import figures, open_offline
+from tests.browser import figures, open_offline, titles_follow_the_width
+from tests.trace.simulation import example_trace
 from workbench.cluster.pending import Output
 from workbench.page import PLOTLY, to_page
 from workbench.session.outputs import written_at_once
-from workbench.views import theme
+from workbench.views import draw, theme
 
 FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
@@ -120,3 +121,15 @@ default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:\">"
         two.get_by_role("radio", name="rank 1").check()
         assert (seen(one), seen(two)) == (["a", "b"], [EVIL])
         assert opened.page.title() == "T"
+
+
+@pytest.mark.browser
+def test_figures_follow_the_width_of_the_window(tmp_path, chromium):
+    given = json.loads(draw("timeline", example_trace()).to_json())
+    drawn = nbformat.v4.new_output("display_data", data={PLOTLY: given})
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp timeline", outputs=[drawn])])
+    (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        figures(opened.page)
+        assert titles_follow_the_width(opened.page)
+        assert opened.complaints == []

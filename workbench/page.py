@@ -10,7 +10,7 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
-from workbench.widgets.modules import STATIC
+from workbench.widgets.modules import STATIC, joined
 
 PLOTLY = "application/vnd.plotly.v1+json"
 
@@ -23,6 +23,10 @@ _TEMPLATE = """
 {%- block html_head_js -%}
 <script>{{ resources.plotly_js }}</script>
 <style>{{ resources.figures_css }}</style>
+{%- endblock -%}
+{%- block body_footer -%}
+<script type="module">{{ resources.figures_js }}</script>
+{{ super() }}
 {%- endblock -%}
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 {%- block html_head_js_mermaidjs -%}{%- endblock -%}
@@ -43,7 +47,11 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
         if cell.cell_type == "code":
             cell.outputs = [drawn for output in cell.outputs if (drawn := _without_kernel(output)) is not None]
     exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True)
-    inside = {"plotly_js": get_plotlyjs(), "figures_css": (STATIC / "figures.css").read_text("utf-8")}
+    inside = {
+        "plotly_js": get_plotlyjs(),
+        "figures_css": (STATIC / "figures.css").read_text("utf-8"),
+        "figures_js": joined("notebook.js"),
+    }
     html, _ = exporter.from_notebook_node(notebook, resources=inside)
     return str(html)
 

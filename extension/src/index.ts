@@ -11,6 +11,7 @@ import { IStatusBar } from "@jupyterlab/statusbar";
 import about from "../package.json";
 import { addActions } from "./actions";
 import { DashboardWidget } from "./dashboard";
+import { followWidths } from "./figures";
 import { returnFocus } from "./focus";
 import { shardsIcon } from "./icon";
 import { insertLoad, LOAD } from "./load";
@@ -39,6 +40,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     stored: IStateDB | null,
     statusBar: IStatusBar | null,
   ) => {
+    followWidths(rendermime);
     const notebooks = new Notebooks(tracker, about.version);
     const sidebar = new Sidebar(notebooks, DEFAULTS, stored);
     app.shell.add(sidebar, "left", { rank: 600, type: "FSDP" });

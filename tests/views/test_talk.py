@@ -20,11 +20,11 @@ def test_it_says_the_same_in_larger_letters(name):
     for where in (
         "layout.height",
         "layout.margin.t",
+        "layout.title.font.size",
         "layout.title.subtitle.font.size",
         "layout.template.layout.font.size",
     ):
         assert talk[where] == pytest.approx(SCALE * plain[where], abs=1)
-    assert talk.layout.template.layout.title.font.size == round(SCALE * 17)
 
 
 @every_view

@@ -1,4 +1,4 @@
-"""Every view is readable from 600 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot."""
+"""Every view is readable from 250 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot."""
 
 import json
 from dataclasses import replace
@@ -15,18 +15,31 @@ from workbench.events import Kind
 from workbench.trace.columns import Trace
 from workbench.views import VIEWS, compare, draw
 from workbench.views.talk import for_talk
+from workbench.widgets.modules import joined
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
-WIDTHS = (600, 700, 1000, 1400, 2000)
+WIDTHS = (250, 320, 400, 500, 600, 700, 1200, 2000)
 
-_PAGE = "<!doctype html><meta charset=utf-8><body style='margin:0'><div id=place></div><script>PLOTLY</script>"
+_PAGE = """<!doctype html><meta charset=utf-8><body style='margin:0'><div id=around></div><script>PLOTLY</script>
+<script type=module>FIGURES Object.assign(window, {drawAnew, followWidth});</script>"""
 
-_DRAW = """async ([figure, width]) => {
-    const place = document.getElementById("place");
-    Plotly.purge(place);
-    place.style.width = `${width}px`;
-    await Plotly.newPlot(place, figure.data, figure.layout, {displayModeBar: false});
+# a figure on a page that has one width after the other; what is measured on the last one
+_DRAW = """async ([figure, widths]) => {
+    const around = document.getElementById("around"), place = document.createElement("div");
+    const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    around.replaceChildren(place);
+    around.style.width = `${widths[0]}px`;
+    const graph = await Plotly.newPlot(place, figure.data, figure.layout, {displayModeBar: false});
+    let drawn = Promise.resolve();
+    const end = followWidth(graph, () => { drawn = drawAnew(Plotly, graph); });
+    for (const width of widths) {
+        around.style.width = `${width}px`;
+        await frames();
+        await drawn;
+        await Plotly.Plots.resize(graph);
+    }
+    end();
     const box = (element) => {
         const {left, right, top, bottom} = element.getBoundingClientRect();
         return [left, top, right, bottom];
@@ -40,10 +53,11 @@ _DRAW = """async ([figure, width]) => {
         const [rect, text] = [cell.querySelector("rect"), cell.querySelector("text")];
         return {text: text.textContent, cell: box(rect), box: box(text)};
     });
+    const titles = [...place.querySelectorAll(".gtitle, .gtitle-subtitle")].map(box);
     const {_size: {l, t, w, h}} = place._fullLayout;
     const legends = [...place.querySelectorAll(".legend .bg")].map(box);
     return {texts: texts.map((text) => ({text: text.textContent, box: box(text)})), whole, legends, cells,
-        plot: [l, t, l + w, t + h]};
+        titles, width: around.clientWidth, scrolls: around.scrollWidth, plot: [l, t, l + w, t + h]};
 }"""
 
 _ENDINGS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "mlp.up": "mlp.gate_up_proj"}
@@ -76,6 +90,7 @@ def figures():
     found = {f"{name} of {what}": draw(name, trace) for name in VIEWS for what, trace in traces.items()}
     found["memory with the process"] = draw("memory", deep, process=True)
     found["memory of three steps"] = draw("memory", deep, steps=3)
+    found["nothing to draw"] = draw("training", Trace.empty())
     found["compare"] = compare.draw(deep, kept, names=("before.trace", "last, steps 3..5"))
     return found
 
@@ -83,7 +98,8 @@ def figures():
 @pytest.fixture(scope="module")
 def page(chromium, tmp_path_factory):
     file = tmp_path_factory.mktemp("widths") / "page.html"
-    file.write_text(_PAGE.replace("PLOTLY", get_plotlyjs()), encoding="utf-8")
+    text = _PAGE.replace("FIGURES", joined("figures.js")).replace("PLOTLY", get_plotlyjs())
+    file.write_text(text, encoding="utf-8")
     with open_offline(chromium, file) as opened:
         opened.page.set_viewport_size({"width": 2100, "height": 1200})
         yield opened.page
@@ -106,10 +122,18 @@ def complaints(measured):
         for other in texts[place + 1 :]:
             if overlap(one["box"], other["box"]) > 2:
                 yield f"{one['text']!r} lies over {other['text']!r}"
+    if right - left > measured["scrolls"] + 1:
+        yield "what is wider than the page cannot be scrolled to"
+    if any(title[2] > measured["width"] + 1 for title in measured["titles"]):
+        yield "its titles are wider than the page"
     for legend in measured["legends"]:
         if overlap(legend, measured["plot"]) > 1:
             yield "the legend covers the plot"
-    for cell in measured["cells"]:
+    yield from _cells_too_small(measured["cells"])
+
+
+def _cells_too_small(cells):
+    for cell in cells:
         if cell["box"][2] > cell["cell"][2] + 1 or cell["box"][3] > cell["cell"][3] + 1:
             yield f"{cell['text']!r} does not fit into its cell"
 
@@ -118,18 +142,28 @@ def complaints(measured):
 def test_nothing_overlaps_and_nothing_is_cut_off(page, width):
     found = []
     for name, figure in figures().items():
-        measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), width])
+        measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]])
         found += [f"{name}: {complaint}" for complaint in complaints(measured)]
     assert found == []
 
 
-@pytest.mark.parametrize("width", [900, 2000])
+@pytest.mark.parametrize("width", [375, 600, 2000])
 def test_a_figure_for_a_projector_is_readable_as_well(page, width):
     found = []
     for name, figure in figures().items():
-        measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), width])
+        measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), [width]])
         found += [f"{name}: {complaint}" for complaint in complaints(measured)]
     assert found == []
+
+
+def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
+    figure = json.loads(figures()["memory of deep"].to_json())
+    wide, narrow, again = (
+        page.evaluate(_DRAW, [figure, widths]) for widths in ([1000], [1000, 250], [1000, 250, 1000])
+    )
+    assert again == wide
+    assert narrow["scrolls"] > narrow["width"] == 250
+    assert narrow["whole"][3] > wide["whole"][3]
 
 
 def test_the_measure_sees_what_overlaps(page):
@@ -138,6 +172,8 @@ def test_the_measure_sees_what_overlaps(page):
     figure.update_layout(legend={"x": 0.5, "y": 0.5})
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
-    told = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), 600])))
+    figure.layout.title.text = figure.layout.title.text.replace("<br>", " ") * 2
+    told = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [600]])))
     assert "the legend covers the plot" in told
     assert any("lies over" in complaint for complaint in told)
+    assert "its titles are wider than the page" in told

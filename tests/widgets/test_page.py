@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from tests.browser import open_offline
+from tests.browser import open_offline, titles_follow_the_width
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.views.test_contract import same_with_names
 from tests.views.test_theme import contrast
@@ -182,6 +182,13 @@ def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_pa
         assert len(drawn["inks"]) > 10
         assert min(contrast(in_hex(ink), in_hex(drawn["page"])) for ink in drawn["inks"]) >= 7
         assert "rgb(255, 255, 255)" not in drawn["filled"]
+
+
+@pytest.mark.browser
+def test_figures_follow_the_width_of_the_window(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace()) as opened:
+        assert titles_follow_the_width(opened.page)
+        assert opened.complaints == []
 
 
 def in_hex(colour):

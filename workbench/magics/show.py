@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import html
 import json
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import plotly.graph_objects as go
 from IPython.display import clear_output, display
 
 from workbench.cluster.pending import Output
+from workbench.views import theme
 from workbench.widgets.progress import in_notebook
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -26,8 +26,7 @@ def figure_bundle(figure: go.Figure) -> dict[str, Any]:
 
     Plotly's own renderers are left out: their default may open a browser or name a script elsewhere.
     """
-    title, subtitle = figure.layout.title.text, figure.layout.title.subtitle.text
-    words = html.unescape(" - ".join(part.replace("<br>", " ") for part in (title, subtitle) if part))
+    words = " - ".join(filter(None, theme.said(figure)))
     page = json.loads(figure.to_json()) | {"config": {"displaylogo": False}}
     return {PLOTLY_MIME: page, "text/plain": f"{words or 'figure'} [plotly figure]"}
 

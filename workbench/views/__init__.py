@@ -19,6 +19,7 @@ from workbench.views import theme
 from workbench.views.comms import comms as _comms
 from workbench.views.layout import layout as _layout
 from workbench.views.memory import memory as _memory
+from workbench.views.narrow import with_narrow
 from workbench.views.states import states as _states
 from workbench.views.talk import for_talk
 from workbench.views.timeline import timeline as _timeline
@@ -56,6 +57,7 @@ def draw(name: str, trace: Trace, *, talk: bool = False, **options: object) -> g
     fig = VIEWS[name](trace, **options)
     if name != "layout":
         fig = _with_left_edge(fig, trace)
+    fig = with_narrow(fig)
     return for_talk(fig) if talk else fig
 
 

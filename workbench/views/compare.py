@@ -23,6 +23,7 @@ from workbench.replay.units import by_number
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views import theme
+from workbench.views.narrow import with_narrow
 from workbench.views.talk import for_talk
 
 MAX_POINTS = 4_000
@@ -60,18 +61,20 @@ def draw(
     found = differences(without_holds(a)[0], without_holds(b)[0], rank)
     names = tuple(theme.shorten(name) for name in names)  # type: ignore[assignment]
     if found is None or not len(found.aligned.in_a):
-        return theme.empty(f"Nothing to compare: {names[0]} and {names[1]} have no events of the same rank.")
+        return with_narrow(
+            theme.empty(f"Nothing to compare: {names[0]} and {names[1]} have no events of the same rank.")
+        )
     rows = sorted(found.collectives[:MAX_ROWS], key=lambda row: (row.kind, by_number(row.unit)))
     table_height = _ROW_HEIGHT * (len(rows) + 1) + 8 if rows else 0
     below = (table_height + _GAP) / (_PLOT_HEIGHT + table_height + _GAP) if rows else 0.0
     fig = theme.figure(
         sentence(found),
         _subtitle(found, names, theme.host_clock_words(a.header, b.header), (totals_of_used(a), totals_of_used(b))),
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
+        legend={"x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
     )
-    # between title and plot: the legend, and below it the mark
-    top, bottom = fig.layout.margin.t + _LINE, _BELOW_TABLE if rows else _BELOW_PLOT
+    # between title and plot: the legend of two lines, and below it the mark
+    top, bottom = fig.layout.margin.t + 2 * _LINE, _BELOW_TABLE if rows else _BELOW_PLOT
     drawn = _PLOT_HEIGHT + (table_height + _GAP if rows else 0)
     fig.update_layout(margin_t=top, margin_b=bottom, height=top + drawn + bottom)
     fig.update_layout(legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
@@ -79,6 +82,7 @@ def draw(
     if rows:
         fig.update_layout(yaxis_domain=[below, 1])
         _add_table(fig, rows, below * table_height / (table_height + _GAP))
+    fig = with_narrow(fig)
     return for_talk(fig) if talk else fig
 
 

@@ -16,6 +16,7 @@ _COLOURS = {theme.INK: "#111111", theme.GRID: "rgba(0,0,0,0.32)", theme.FAINT: "
 
 # fields of a figure that are pixels; what is data (the width of a bar) is none of these
 _PIXELS = {"size", "minsize", "height", "arrowwidth", "ax", "ay", "xshift", "yshift", "shift", "ticklabelstandoff"}
+_PIXELS |= {"below", "least"}  # of a page (workbench/views/narrow.py)
 _PIXELS_WITHIN = {"line": {"width"}, "margin": {"l", "r", "t", "b"}, "pad": {"l", "r", "t", "b"}}
 
 

@@ -37,7 +37,7 @@ WRONG = "#d6336c"
 """What differs from what was expected, and nothing else in a table."""
 
 NARROWEST = 600
-"""Pixels that a page is wide at least; every figure is readable from there on (a test measures them)."""
+"""Pixels that a page is wide for which figures are made, or more; how they are on others: :mod:`.narrow`."""
 
 FONT_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
@@ -102,18 +102,19 @@ def full(text: str) -> str:
     return escape(shorten(text, HOVER_WIDTH))
 
 
-_LEGEND_LINE, _LEGEND_ENTRY = 19, 142  # pixels of an entry: high, and wide at most, its mark included
+_LEGEND_LINE = 19  # pixels
 _BELOW_AXIS = 60  # pixels that labels and title of an axis take
 
 
-def legend_below(num_entries: int, plot_width: int = 430) -> dict[str, Any]:
-    """Return the layout of a figure whose legend lies under the plot, with room for it on the narrowest page.
+def legend_below(num_entries: int, plot_width: int = 430, entry_width: int = 142) -> dict[str, Any]:
+    """Return the layout of a figure whose legend lies under the plot, with room for it.
 
     Args:
         num_entries: of the legend, or of what it may hold at most.
-        plot_width: pixels of the plot on that page: the legend's lines are no longer.
+        plot_width: pixels of the plot on the narrowest page: the legend's lines are no longer.
+        entry_width: pixels of an entry, its mark included.
     """
-    in_a_line = max(plot_width // _LEGEND_ENTRY, 1)
+    in_a_line = max(plot_width // entry_width, 1)
     legend = {
         "orientation": "h",
         "xref": "container",
@@ -191,7 +192,7 @@ def _template() -> go.layout.Template:
             "paper_bgcolor": CLEAR,
             "plot_bgcolor": CLEAR,
             "font": {"family": FONT_FAMILY, "size": 12, "color": INK},
-            "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 16}, "font": {"size": 17}},
+            "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 16}},
             "colorway": list(CATEGORY_COLOURS.values()),
             "hoverlabel": {"align": "left", "namelength": -1, "font": {"family": FONT_FAMILY, "size": 13}},
             "legend": {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top"},
@@ -208,7 +209,36 @@ TEMPLATE = _template()
 """The plotly template of every figure; handed to each one, so that no global default is changed."""
 
 _TITLE_LINE, _SUBTITLE_LINE = 24, 17  # pixels
-_TITLE_LETTERS, _SUBTITLE_LETTERS = 62, 78  # of a line on the narrowest page
+_TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: of letters, and of a page on which they are small
+_TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # width of a letter, in the mean: of its size; pixels
+_EMPTY_LETTER = 9.2  # pixels, where there is nothing else
+_BESIDE_TITLE = 24  # pixels
+_FIRST_OF_MANY = 12  # pixels: the first line of several is so much higher than the only one
+
+
+def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str, Any], int]:
+    """Return title and subtitle of a layout in lines for a page so wide, and how many pixels they take at its top.
+
+    Args:
+        title: plain text (escaped here).
+        subtitle: plain text (escaped here).
+        width: in pixels.
+    """
+    size = _SMALL_TITLE_SIZE if width < _SMALL_PAGE else _TITLE_SIZE
+    room = width - _BESIDE_TITLE
+    titles = textwrap.wrap(title, int(room / (size * _TITLE_LETTER)), break_on_hyphens=False)
+    subtitles = textwrap.wrap(subtitle, int(room / _SUBTITLE_LETTER), break_on_hyphens=False)
+    found: dict[str, Any] = {
+        "text": _lines(titles),
+        "font": {"size": size},
+        "y": 1,
+        "yref": "container",
+        "yanchor": "top",
+        "pad": {"t": 14 + _FIRST_OF_MANY * (len(titles) > 1)},
+    }
+    if subtitles:
+        found["subtitle"] = {"text": _lines(subtitles), "font": {"size": 13}}
+    return found, 38 + _TITLE_LINE * len(titles) + _SUBTITLE_LINE * len(subtitles)
 
 
 def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: object) -> go.Figure:
@@ -220,28 +250,24 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
         height: of the whole figure, in pixels; the width follows the page.
         layout: further ``go.Layout`` fields.
     """
-    titles = textwrap.wrap(title, _TITLE_LETTERS, break_on_hyphens=False)
-    subtitles = textwrap.wrap(subtitle, _SUBTITLE_LETTERS, break_on_hyphens=False)
-    top = 38 + _TITLE_LINE * len(titles) + _SUBTITLE_LINE * len(subtitles)
-    first_line = {"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 14 + 10 * (len(titles) - 1)}}
-    heading: dict[str, Any] = {"text": _lines(titles), **first_line}
-    if subtitles:
-        heading["subtitle"] = {"text": _lines(subtitles), "font": {"size": 13}}
-    fig = go.Figure(layout={"template": TEMPLATE, "height": height, "title": heading})
+    titles, top = heading(title, subtitle)
+    fig = go.Figure(layout={"template": TEMPLATE, "height": height, "title": titles})
     fig.update_layout(margin_t=top, **layout)
     return fig
 
 
+def said(fig: go.Figure) -> tuple[str, str]:
+    """Return title and subtitle of a figure as plain text without lines; empty where there is none."""
+    texts = (fig.layout.title.text, fig.layout.title.subtitle.text)
+    title, subtitle = (html.unescape((text or "").replace("<br>", " ")) for text in texts)
+    return title, subtitle
+
+
 def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
-    """Put one more sentence, plain text (escaped here), under a figure's subtitle; returns ``fig``."""
-    lines = textwrap.wrap(sentence, 115)
-    before = fig.layout.title.subtitle.text
-    text = "<br>".join([*([before] if before else []), _lines(lines)])
-    fig.update_layout(
-        title_subtitle={"text": text, "font": {"size": 13}},
-        margin_t=(fig.layout.margin.t or 0) + _SUBTITLE_LINE * len(lines),
-    )
-    return fig
+    """Put one more sentence, plain text (escaped here), at the end of a figure's subtitle; returns ``fig``."""
+    title, subtitle = said(fig)
+    titles, top = heading(title, f"{subtitle} · {sentence}" if subtitle else sentence)
+    return fig.update_layout(title=titles, margin_t=fig.layout.margin.t + top - heading(title, subtitle)[1])
 
 
 def _lines(lines: list[str]) -> str:
@@ -251,9 +277,14 @@ def _lines(lines: list[str]) -> str:
 def empty(sentence: str, title: str = "") -> go.Figure:
     """Return a figure that says in one plain sentence why there is nothing to draw and what to do about it."""
     fig = figure(title, height=200, xaxis_visible=False, yaxis_visible=False)
-    text = _lines(textwrap.wrap(sentence, 62))
+    text = in_lines(sentence)
     fig.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=15)
     return fig
+
+
+def in_lines(sentence: str, width: int = NARROWEST) -> str:
+    """Return the sentence of an empty figure, plain text (escaped here), in lines for a page so wide in pixels."""
+    return _lines(textwrap.wrap(sentence, int((width - _BESIDE_TITLE) / _EMPTY_LETTER)))
 
 
 def host_clock_words(*headers: Header) -> str:

@@ -2,11 +2,12 @@
 // workbench/widgets/page.py. Nothing is asked of anybody.
 
 import { showDashboard } from "./dashboard.js";
+import { drawAnew, followWidth } from "./figures.js";
 import { RecordedRun, modelOf, unzipped } from "./recorded.js";
 
-/** @typedef {{ data: object[], layout: object, frames?: object[] }} Figure */
+/** @import { Plotly } from "./figures.js" */
 
-/** @typedef {{ newPlot: (place: HTMLElement, data: object[], layout: object, config: object) => Promise<unknown> }} Plotly */
+/** @typedef {{ data: object[], layout: object, frames?: object[] }} Figure */
 
 /** @typedef {{ figures: Record<string, Figure> }} Figures */
 
@@ -24,7 +25,9 @@ async function show() {
   const { figures } = /** @type {Figures} */ (/** @type {unknown} */ (run.told));
   const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));
   for (const [name, { data, layout }] of Object.entries(figures)) {
-    await Plotly.newPlot(element(name), data, { ...layout, autosize: true }, { displayModeBar: false, responsive: true });
+    const config = { displayModeBar: false, responsive: true };
+    const graph = await Plotly.newPlot(element(name), data, { ...layout, autosize: true }, config);
+    followWidth(graph, () => drawAnew(Plotly, graph));
   }
 }
 

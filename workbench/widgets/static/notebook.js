@@ -1,0 +1,10 @@
+// The program of a notebook that was made a page: see workbench/page.py.
+
+import { drawAnew, followWidth } from "./figures.js";
+
+/** @import { Graph, Plotly } from "./figures.js" */
+
+const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));
+for (const graph of /** @type {NodeListOf<Graph>} */ (document.querySelectorAll(".js-plotly-plot"))) {
+  followWidth(graph, () => drawAnew(Plotly, graph));
+}
