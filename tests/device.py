@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import backends
-from workbench.engine.backends import backend_of
 from workbench.engine.backends.clock import DeviceClock
-from workbench.engine.backends.host import Host
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.streams import StreamBackend, StreamTransport
 from workbench.engine.layout import ShardLayout
@@ -194,10 +192,8 @@ class FakeDevice(StreamBackend):
 @contextmanager
 def computing_on(backend: backends.Backend) -> Iterator[None]:
     """Within the body the engine takes the CPU for another device."""
-    backends.KINDS["cpu"] = lambda _device: backend
-    backend_of.cache_clear()
+    backends.take_for("cpu", lambda _device: backend)
     try:
         yield
     finally:
-        backends.KINDS["cpu"] = Host
-        backend_of.cache_clear()
+        backends.take_for("cpu", None)

@@ -79,7 +79,7 @@ def test_devices_and_backends(num_gpus, gloo, nccl, verdicts, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
     found = list(doctor.devices())
     assert [f.verdict for f in found] == verdicts
-    assert found[0].found == ("cpu, GPU 0, GPU 1" if num_gpus else "cpu (no CUDA GPU)")
+    assert found[0].found == ("cpu, GPU 0, GPU 1" if num_gpus else "cpu, no cuda device")
 
 
 def test_a_torch_that_cannot_be_loaded(monkeypatch):

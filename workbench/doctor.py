@@ -17,6 +17,7 @@ from enum import Enum
 import psutil
 from packaging.requirements import Requirement
 
+from workbench.devices import HOST
 from workbench.installed import PANEL, REMEDY, has_extension
 
 PACKAGE = "fsdp-workbench"
@@ -138,23 +139,27 @@ def devices() -> Iterator[Finding]:
     try:
         import torch  # noqa: PLC0415 - its absence is a finding
         import torch.distributed as dist  # noqa: PLC0415
+
+        from workbench.engine.backends import counts, kind  # noqa: PLC0415 - needs torch
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
         yield Finding(
             "devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install --force-reinstall torch"
         )
         return
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield Finding("devices", Verdict.GOOD, f"cpu, {', '.join(gpus)}" if gpus else "cpu (no CUDA GPU)")
-    has_gloo = dist.is_available() and dist.is_gloo_available()
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    if not has_gloo:
-        yield Finding("backend gloo", Verdict.BAD, "missing", "install a torch that was built with gloo")
-    else:
-        yield Finding("backend gloo", Verdict.GOOD, "for ranks on cpu")
-    if gpus and not has_nccl:
-        yield Finding("backend nccl", Verdict.NOTE, "missing", "ranks on GPUs need a torch that was built with NCCL")
-    elif gpus:
-        yield Finding("backend nccl", Verdict.GOOD, "for ranks on GPUs")
+    found = {name: number for name, number in counts().items() if number}
+    cards = [torch.get_device_module(name).get_device_name(i) for name, number in found.items() for i in range(number)]
+    others = ", ".join(cards) if cards else f"no {' or '.join(counts())} device"
+    yield Finding("devices", Verdict.GOOD, f"{HOST}, {others}")
+    for name in (HOST, *found):
+        backend = kind(name).c10d
+        if dist.is_available() and dist.is_backend_available(backend):
+            yield Finding(f"backend {backend}", Verdict.GOOD, f"for ranks on {name}")
+        else:
+            verdict, advice = (
+                Verdict.BAD if name == HOST else Verdict.NOTE,
+                f"install a torch that was built with {backend}",
+            )
+            yield Finding(f"backend {backend}", verdict, "missing", f"ranks on {name} need it: {advice}")
 
 
 def widgets() -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from workbench.cluster.attached import Target
 from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import select
 from workbench.cluster.place import OnWait, no_wait
+from workbench.devices import AUTO
 from workbench.errors import UsageError
 from workbench.events import Unit
 from workbench.export import export
@@ -138,7 +139,7 @@ class Workbench:
 
     Args:
         num_ranks: number of ranks.
-        device: ``cpu``, ``cuda`` (one GPU per rank) or ``auto``.
+        device: one of :data:`workbench.devices.CHOICES`: ``cpu``, ``cuda`` (one GPU per rank), ...
         profile: an IPython profile whose ipyparallel configuration applies.
         engines: which of ipyparallel's launchers starts them: ``ssh``, ``slurm``, ``mpi``, ...; empty: the profile's,
             or if that configures none this machine's own fast start.
@@ -155,7 +156,7 @@ class Workbench:
         self,
         num_ranks: int = 4,
         *,
-        device: str = "auto",
+        device: str = AUTO,
         profile: str | None = None,
         engines: str = "",
         interface: str = "",
@@ -249,7 +250,7 @@ class Workbench:
         profile: str | None = None,
         cluster_id: str = "",
         file: str | os.PathLike[str] = "",
-        device: str = "auto",
+        device: str = AUTO,
         interface: str = "",
         take: bool = False,
     ) -> StartReport:

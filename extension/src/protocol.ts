@@ -7,6 +7,8 @@ export const DASHBOARD_TARGET = "workbench.dashboard";
 
 export const VERSION = 1;
 
+export const DEVICES = ["auto", "cpu", "cuda"];
+
 export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD", "hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"};
 
 export const HYBRID = ["hybrid", "hybrid2"];
@@ -112,7 +114,7 @@ export interface ClusterState {
   readonly exchange: "" | "start" | "stop" | "open";
   /** how many there are, or there would be with `start` and no number. */
   readonly num_ranks: number;
-  /** where they were asked to compute: `auto`, `cpu` or `cuda`. */
+  /** where they were asked to compute: `auto`, or a kind of device. */
   readonly device: string;
   /** IPython profile that they were started with; empty: none. */
   readonly profile: string;

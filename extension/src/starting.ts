@@ -1,8 +1,8 @@
 /** What the form that starts or attaches ranks holds, and the command that it stands for. */
-import type { Attach, Start } from "./protocol";
+import { type Attach, DEVICES as NAMES, type Start } from "./protocol";
 
 export type Device = NonNullable<Start["device"]>;
-export const DEVICES: readonly Device[] = ["auto", "cpu", "cuda"];
+export const DEVICES = NAMES as readonly Device[];
 
 /** The fields of the form, as they are typed; what is empty is left to the command. */
 export interface Wanted {

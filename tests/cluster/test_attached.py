@@ -64,8 +64,8 @@ def engines_of(cluster):
     return [psutil.Process(info.pid) for info in cluster.rank_info]
 
 
-def test_engines_are_not_taken_for_busy_while_they_count_their_gpus(profile, monkeypatch):
-    begin = "def _num_gpus() -> int:\n"
+def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, monkeypatch):
+    begin = "def _devices() -> dict[str, int]:\n"
     slow = cluster_module.PROGRAM.replace(
         begin, f"{begin}    __import__('time').sleep(2 * {cluster_module._PATIENCE_S})\n"
     )

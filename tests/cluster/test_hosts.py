@@ -22,7 +22,7 @@ HERE = Surveyed(
     python="3.11",
     torch="2.13.0",
     workbench="0.1.0",
-    num_gpus=0,
+    devices={},
     address="10.0.0.1",
     interface="eth0",
     interfaces=("eth0", "lo"),
@@ -89,17 +89,24 @@ def test_ranks_of_several_hosts_meet_where_their_hosts_do():
     [((2, 1), "auto", "cuda"), ((2, 0), "auto", "cpu"), ((1, 1), "auto", "cpu"), ((8, 8), "cpu", "cpu")],
 )
 def test_auto_means_gpus_if_every_rank_can_have_one(gpus, device, settled):
-    found = {"0": on("a", num_gpus=gpus[0]), "1": on("a", num_gpus=gpus[0]), "2": on("b", num_gpus=gpus[1])}
+    found = {
+        "0": on("a", devices={"cuda": gpus[0]}),
+        "1": on("a", devices={"cuda": gpus[0]}),
+        "2": on("b", devices={"cuda": gpus[1]}),
+    }
     assert {boot.device for boot in boots(seats(found), device).values()} == {settled}
 
 
 def test_each_host_with_too_few_gpus_is_named():
-    found = {"0": on("a", num_gpus=1), "1": on("a", num_gpus=1), "2": on("b"), "3": on("c", num_gpus=1)}
+    found = {
+        str(i): on(name, devices={"cuda": num})
+        for i, (name, num) in enumerate([("a", 1), ("a", 1), ("b", 0), ("c", 1)])
+    }
     with pytest.raises(UsageError) as caught:
         boots(seats(found), "cuda")
     assert str(caught.value).splitlines() == [
-        "2 ranks need 2 GPUs and a has 1: use --device cpu, or no more than 1 there",
-        "1 rank needs 1 GPU and b has 0: use --device cpu",
+        "2 ranks need 2 cuda devices and a has 1: use --device cpu, or no more than 1 there",
+        "1 rank needs 1 cuda device and b has 0: use --device cpu",
     ]
 
 
@@ -156,14 +163,14 @@ def registered_at(monkeypatch):
 
 
 def said(**more):
-    return decode(Surveyed, json.loads(survey.survey(more.pop("interface", ""), count_gpus=False)), "said")
+    return decode(Surveyed, json.loads(survey.survey(more.pop("interface", ""), count_for="")), "said")
 
 
 def test_what_a_process_says_of_itself(registered_at):
     registered_at("127.0.0.1")
     found = said()
     assert found.identity == survey.identity()
-    assert (found.python.count("."), found.num_gpus) == (1, 0)
+    assert (found.python.count("."), found.devices) == (1, {})
     assert LOOPBACK_INTERFACE in found.interfaces
     assert found.torch.startswith("2.")
     assert found.workbench
@@ -191,8 +198,8 @@ def test_an_engine_without_the_workbench_and_torch_says_so(registered_at, monkey
 
     monkeypatch.setattr(survey.metadata, "version", no_version)
     monkeypatch.setattr(survey.util, "find_spec", lambda name: None)
-    found = json.loads(survey.survey("", count_gpus=True))
-    assert (found["torch"], found["workbench"], found["num_gpus"]) == ("", "", 0)
+    found = json.loads(survey.survey("", count_for="0.1.0"))
+    assert (found["torch"], found["workbench"], found["devices"]) == ("", "", {})
 
 
 def test_an_address_that_cannot_be_reached_has_no_route(monkeypatch):

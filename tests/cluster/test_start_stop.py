@@ -185,7 +185,7 @@ def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, m
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs for two ranks")
 def test_fewer_gpus_than_ranks_are_refused(make_cluster, private):
     cluster = make_cluster(device="cuda")
-    with pytest.raises(UsageError, match=r"^2 ranks need 2 GPUs and \S+ has \d: use --device cpu"):
+    with pytest.raises(UsageError, match=r"^2 ranks need 2 cuda devices and \S+ has \d: use --device cpu"):
         cluster.start()
     assert list(private.iterdir()) == []
     assert not cluster.is_started

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -10,10 +11,11 @@ import pytest
 
 from tests.cluster.conftest import RUNTIME, texts
 from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster import Cluster, launch, zygote
+from workbench.cluster import Cluster, launch
 from workbench.cluster.keeper import KEEPER
 from workbench.cluster.processes import is_running
 from workbench.cluster.zygote import can_fork
+from workbench.devices import DEVICES
 from workbench.errors import ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")]
@@ -25,9 +27,10 @@ def processes_of(cluster):
 
 
 def test_only_ranks_on_the_cpu_are_forked(monkeypatch, tmp_path):
-    monkeypatch.setattr(zygote, "_NVIDIA", tmp_path / "nvidiactl")
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setitem(DEVICES, "cuda", replace(DEVICES["cuda"], driver=str(driver)))
     assert [can_fork(device) for device in ("cpu", "auto", "cuda")] == [True, True, False]
-    (tmp_path / "nvidiactl").touch()
+    driver.touch()
     assert [can_fork(device) for device in ("cpu", "auto", "cuda")] == [True, False, False]
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not can_fork("cpu")

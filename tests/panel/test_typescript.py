@@ -1,5 +1,6 @@
 from workbench.panel import typescript
 
 
-def test_the_types_of_the_extension_are_those_of_python():
-    assert typescript.FILE.read_text("utf-8") == typescript.program(), "run: python -m workbench.panel.typescript"
+def test_the_files_are_those_that_the_messages_make():
+    written = {path: path.read_text("utf-8") for path in (typescript.TYPES, typescript.SETTINGS)}
+    assert written == typescript.programs(), "run: python -m workbench.panel.typescript"

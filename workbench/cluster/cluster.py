@@ -22,8 +22,9 @@ from workbench.cluster.launched import Launched, check_launcher, configures_laun
 from workbench.cluster.pending import Pending, select
 from workbench.cluster.place import OnWait, Place, no_wait
 from workbench.codec import decode, encode
+from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import DEVICES, Request
+from workbench.protocol.commands import Request
 from workbench.protocol.starting import Boot, Connect, Connected, Holder, World
 
 R = TypeVar("R")
@@ -48,7 +49,7 @@ class Cluster:
 
     Args:
         num_ranks: number of ranks; by the fast start 1 to 64.
-        device: ``cpu``, ``cuda`` (one GPU per rank) or ``auto`` (GPUs when there are enough).
+        device: one of :data:`workbench.devices.CHOICES`.
         profile: an IPython profile whose ``ipcluster_config.py``, ``ipcontroller_config.py``, ``ipengine_config.py``
             and startup files apply.
         engines: which of ipyparallel's launchers starts them, such as ``ssh``, ``slurm``, ``mpi``; empty: the one that
@@ -68,7 +69,7 @@ class Cluster:
     def __init__(
         self,
         num_ranks: int = 4,
-        device: str = "auto",
+        device: str = AUTO,
         profile: str | None = None,
         *,
         engines: str = "",
@@ -79,8 +80,8 @@ class Cluster:
         is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
         if not is_number or num_ranks < 1 or (num_ranks > MAX_RANKS and not engines and profile is None):
             raise UsageError(f"the number of ranks is 1 to {MAX_RANKS}, not {num_ranks!r}")
-        if device not in DEVICES:
-            raise UsageError(f"the device is one of {', '.join(DEVICES)}, not {device!r}")
+        if device not in CHOICES:
+            raise UsageError(f"the device is one of {', '.join(CHOICES)}, not {device!r}")
         if engines:
             check_launcher(engines)
         self.num_ranks = num_ranks
@@ -233,7 +234,7 @@ class Cluster:
     def _find_world(self, place: Place) -> World | None:
         """Return what the engines are part of; those that are busy are asked through their side doors."""
         doors = self._reach()
-        answers = self._survey(doors, counts_gpus=False)  # which may take long: it imports torch
+        answers = self._survey(doors, counts_devices=False)  # which may take long: it imports torch
         told: dict[int, World | None] = {}
         until = time.monotonic() + _ANSWER_S
         while late := self._late(answers, told):
@@ -259,8 +260,9 @@ class Cluster:
         replies = doors.hold(asked, living, _HOLD_S).values()
         return [world.holder for world in replies if isinstance(world, World)]
 
-    def _survey(self, doors: Doors, *, counts_gpus: bool) -> Pending:
-        return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_gpus={counts_gpus})")
+    def _survey(self, doors: Doors, *, counts_devices: bool) -> Pending:
+        count_for = survey.workbench_version() if counts_devices else ""
+        return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_for={count_for!r})")
 
     @staticmethod
     def _said(answers: Pending, ranks: Iterable[int]) -> list[Surveyed]:
@@ -268,7 +270,7 @@ class Cluster:
 
     def _seat(self, place: Place, wire: Wire) -> dict[int, Boot]:
         """Ask the engines who they are, let each become a rank, and return what makes it one."""
-        answers = self._survey(self._reach(), counts_gpus=self.device != "cpu")
+        answers = self._survey(self._reach(), counts_devices=self.device != HOST)
         self._wait(place, answers, "say who it is")
         found = dict(zip(self._engines, self._said(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)

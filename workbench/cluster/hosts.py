@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from workbench.devices import AUTO, DEVICES, HOST
 from workbench.errors import UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.protocol.starting import Boot, Host, World
@@ -25,7 +26,7 @@ class Surveyed:
         python: version, such as ``3.12``.
         torch: version; empty: there is none.
         workbench: version; empty: there is none.
-        num_gpus: GPUs of its host; 0 if they were not to be counted.
+        devices: how many its host has of each kind that ranks do not share; none if they were not to be counted.
         address: of its host, for other hosts; empty: there is none on that interface.
         interface: that has this address.
         interfaces: names of all that have one.
@@ -39,7 +40,7 @@ class Surveyed:
     python: str
     torch: str
     workbench: str
-    num_gpus: int
+    devices: dict[str, int]
     address: str
     interface: str
     interfaces: tuple[str, ...]
@@ -151,11 +152,11 @@ def boots(seated: Sequence[Seat], device: str, interface: str = "") -> dict[int,
 
     Args:
         seated: the engines, by rank.
-        device: ``auto``, ``cpu`` or ``cuda``.
+        device: one of :data:`workbench.devices.CHOICES`.
         interface: what the user says that hosts reach each other on; empty: nothing.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks, or a host cannot be reached by the others; a sentence each.
+        UsageError: there are fewer devices than ranks, or a host cannot be reached by the others; a sentence each.
     """
     settled = _settle_device(seated, device)
     is_alone = len({seat.said.identity for seat in seated}) == 1
@@ -180,18 +181,26 @@ def boots(seated: Sequence[Seat], device: str, interface: str = "") -> dict[int,
 
 
 def _settle_device(seated: Sequence[Seat], device: str) -> str:
-    """Return ``cpu`` or ``cuda``, equal for all ranks; ``auto``: GPUs if every rank can have one of its own."""
-    lacking = {seat.label: seat for seat in seated if seat.said.num_gpus < seat.local_world_size}
-    if device == "cuda" and lacking:
-        raise UsageError("\n".join(_few_gpus(seat) for seat in lacking.values()))
-    return "cpu" if device == "cpu" or lacking else "cuda"
+    """Return the kind of device of all ranks: ``device``, or what :data:`~workbench.devices.AUTO` means here."""
+    if device == AUTO:
+        counted = [kind for kind in DEVICES if kind in seated[0].said.devices]
+        return next((kind for kind in counted if not _lacking(seated, kind)), HOST)
+    if lacking := _lacking(seated, device):
+        raise UsageError("\n".join(_few_devices(seat, device) for seat in lacking))
+    return device
 
 
-def _few_gpus(seat: Seat) -> str:
-    needed, there = seat.local_world_size, seat.said.num_gpus
-    need = f"{needed} ranks need {needed} GPUs" if needed > 1 else "1 rank needs 1 GPU"
+def _lacking(seated: Sequence[Seat], kind: str) -> list[Seat]:
+    """Return one seat of each host that has too few devices of a kind for a rank to have one of its own."""
+    counted = [seat for seat in seated if kind in seat.said.devices]
+    return list({seat.label: seat for seat in counted if seat.said.devices[kind] < seat.local_world_size}.values())
+
+
+def _few_devices(seat: Seat, kind: str) -> str:
+    needed, there = seat.local_world_size, seat.said.devices[kind]
+    need = f"{needed} ranks need {needed} {kind} devices" if needed > 1 else f"1 rank needs 1 {kind} device"
     fewer = f", or no more than {there} there" if there else ""
-    return f"{need} and {seat.label} has {there}: use --device cpu{fewer}"
+    return f"{need} and {seat.label} has {there}: use --device {HOST}{fewer}"
 
 
 def _check_addresses(seated: Sequence[Seat], interface: str) -> None:

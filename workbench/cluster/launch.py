@@ -36,6 +36,7 @@ from workbench.cluster.place import Place, Registered
 from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
 from workbench.cluster.zygote import Forked, Zygote, can_fork
+from workbench.devices import AUTO
 from workbench.errors import ClusterError, UsageError
 from workbench.ports import LOOPBACK, reserved_port
 
@@ -134,7 +135,7 @@ class Launch(Place):
         num_ranks: number of engines.
         profile: name of the IPython profile that lends its configuration; None: none.
         timeout_s: time in seconds the start may take.
-        device: ``cpu``, ``cuda`` or ``auto``; ranks that compute on the CPU are forked from one process (zygote.py).
+        device: one of :data:`workbench.devices.CHOICES`; where they may be, ranks are forked (zygote.py).
         preload: module that every rank will need.
         on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller).
 
@@ -157,7 +158,7 @@ class Launch(Place):
         timeout_s: float,
         on_exit: Callable[[int | None], None],
         *,
-        device: str = "auto",
+        device: str = AUTO,
         preload: str = "",
     ) -> None:
         self.deadline = time.monotonic() + timeout_s

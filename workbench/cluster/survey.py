@@ -1,7 +1,7 @@
 """What a process says of itself before it is a rank. The text of this file runs on every engine.
 
 It is sent as text, for an engine may lack the workbench, or have another one: so it needs nothing but Python and what
-ipyparallel needs itself. Torch, which takes seconds, is imported only where GPUs are to be counted.
+ipyparallel needs itself. Torch, which takes seconds, is imported only where devices are to be counted.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from typing import Any
 ELSEWHERE = "192.0.2.1"  # of a network that nobody has (RFC 5737): the way there is the default route
 
 
-def survey(interface: str, *, count_gpus: bool) -> str:
+def survey(interface: str, *, count_for: str) -> str:
     """Return a JSON object with the fields of :class:`workbench.cluster.hosts.Surveyed`.
 
     Args:
         interface: whose address other hosts are to use, or several, of which it has one: ``eth0,ib0``; empty: the one
             on the route to the controller.
-        count_gpus: whether GPUs matter.
+        count_for: the notebook's version of the workbench, if devices are to be counted; they are where this one has
+            the same. Empty: they are not.
     """
     interfaces = interfaces_here()
     named = [interfaces[name] for name in interface.split(",") if name in interfaces]
     address = "".join(named[:1]) if interface else _route()
+    torch, workbench = _torch(), workbench_version()
     said: dict[str, Any] = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "identity": identity(),
         "executable": sys.executable,
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
-        "torch": _torch(),
-        "workbench": workbench_version(),
-        "num_gpus": _num_gpus() if count_gpus else 0,
+        "torch": torch,
+        "workbench": workbench,
+        "devices": _devices() if torch and workbench and workbench == count_for else {},
         "address": address,
         "interface": next((name for name, own in interfaces.items() if own == address), ""),
         "interfaces": sorted(interfaces),
@@ -102,5 +104,6 @@ def workbench_version() -> str:
     return str(import_module("workbench").__version__) if util.find_spec("workbench") else ""
 
 
-def _num_gpus() -> int:
-    return int(import_module("torch").cuda.device_count()) if util.find_spec("torch") else 0
+def _devices() -> dict[str, int]:
+    """Return how many of each kind there are."""
+    return dict(import_module("workbench.engine.backends").counts())

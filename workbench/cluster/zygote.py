@@ -39,20 +39,22 @@ import psutil
 
 from workbench.cluster import processes
 from workbench.cluster.reaper import Reaper
+from workbench.devices import AUTO, DEVICES
 from workbench.errors import ClusterError
 
 _DIE_S = 5.0  # a process needs a moment to die of a signal
 _PR_SET_PDEATHSIG = 1
 _ENV_START = 47  # which field of /proc/PID/stat, after the name, is the address of the environment
-_NVIDIA = Path("/dev/nvidiactl")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when it is imported
 # no import looks at these; pytest writes the name of the test at hand into the last
 _OF_ONE_START = {processes.MARKER, "IPP_SESSION_KEY", "PYTEST_CURRENT_TEST"}
 
 
 def can_fork(device: str) -> bool:
-    """Whether ranks on ``device`` (``cpu``, ``cuda``, ``auto``) can be forked here."""
-    return sys.platform == "linux" and (device == "cpu" or (device == "auto" and not _NVIDIA.exists()))
+    """Whether ranks on ``device``, one of :data:`workbench.devices.CHOICES`, can be forked here."""
+    drivers = [kind.driver for kind in DEVICES.values() if kind.driver]
+    is_free = not any(Path(driver).exists() for driver in drivers) if device == AUTO else not DEVICES[device].driver
+    return sys.platform == "linux" and is_free
 
 
 # --------------------------------------------------------------------- on the kernel

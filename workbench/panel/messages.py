@@ -210,7 +210,7 @@ class ClusterState:
         exchange: word of the command that starts or stops them at this moment, or opens a file: until it has ended,
             others like it are refused. Empty: none.
         num_ranks: how many there are, or there would be with ``start`` and no number.
-        device: where they were asked to compute: ``auto``, ``cpu`` or ``cuda``.
+        device: where they were asked to compute: ``auto``, or a kind of device.
         profile: IPython profile that they were started with; empty: none.
         host: machine of the notebook's kernel.
         kernel_pid: its process.

@@ -1,28 +1,43 @@
 """The panel's types: ``extension/src/protocol.ts``, made of :mod:`workbench.panel.messages` and the words of ``%fsdp``.
 
-``python -m workbench.panel.typescript`` writes it again after one of them has changed.
+``python -m workbench.panel.typescript`` writes it again after one of them has changed, and the kinds of device that the
+panel's settings offer.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import get_args
 
+from workbench.devices import CHOICES
 from workbench.magics.words import WORDS
 from workbench.panel import messages
 from workbench.panel.messages import DASHBOARD_TARGET, TARGET, VERSION, Answer, Question
 from workbench.protocol.policy import HYBRID, STRATEGIES
 from workbench.widgets.typescript import module
 
-FILE = Path(__file__).parents[2] / "extension" / "src" / "protocol.ts"
+_EXTENSION = Path(__file__).parents[2] / "extension"
+TYPES = _EXTENSION / "src" / "protocol.ts"
+SETTINGS = _EXTENSION / "schema" / "plugin.json"
 
 _HEADING = f"""\
 Made of workbench/panel/messages.py and the words of %fsdp by: python -m workbench.panel.typescript
 {(messages.__doc__ or "").partition(chr(10))[0]}"""
 
 
-def program() -> str:
-    """Return what the file has to hold."""
+def programs() -> dict[Path, str]:
+    """Return what each file that is made, or a part of it, has to hold."""
+    return {TYPES: _types(), SETTINGS: _settings()}
+
+
+def _settings() -> str:
+    settings = json.loads(SETTINGS.read_text("utf-8"))
+    settings["properties"]["device"]["enum"] = CHOICES
+    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+
+
+def _types() -> str:
     questions, answers, commands = get_args(Question), get_args(Answer), list(WORDS.values())
     return module(
         _HEADING,
@@ -30,12 +45,12 @@ def program() -> str:
         unions={"Question": questions, "Answer": answers, "Command": commands},
         constants={
             **{"TARGET": TARGET, "DASHBOARD_TARGET": DASHBOARD_TARGET, "VERSION": VERSION},
-            **{"STRATEGIES": STRATEGIES, "HYBRID": HYBRID},
+            **{"DEVICES": CHOICES, "STRATEGIES": STRATEGIES, "HYBRID": HYBRID},
         },
         sent=[*questions, *commands],
     )
 
 
 if __name__ == "__main__":
-    FILE.parent.mkdir(parents=True, exist_ok=True)
-    FILE.write_text(program(), encoding="utf-8")
+    for path, text in programs().items():
+        path.write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from workbench.codec import decode_named, encode
+from workbench.devices import AUTO, CHOICES
 from workbench.errors import UsageError
 from workbench.protocol.arguments import (
     Argument,
@@ -59,7 +60,6 @@ from workbench.protocol.policy import (
 
 R_co = TypeVar("R_co", covariant=True)
 
-DEVICES = ("auto", "cpu", "cuda")
 NEXT = ("event", "collective", "unit", "phase")
 BREAK = ("add", "list", "clear", "on", "off")
 
@@ -139,7 +139,7 @@ class Start(Command):
     num_ranks: int = field(
         default=4, metadata=argument("ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number)
     )
-    device: str = field(default="auto", metadata=argument("where they compute (default auto)", choices=DEVICES))
+    device: str = field(default=AUTO, metadata=argument(f"where they compute (default {AUTO})", choices=CHOICES))
     profile: str | None = field(default=None, metadata=argument("ipyparallel profile (default: none is needed)"))
     engines: str = field(
         default="",
@@ -173,7 +173,7 @@ class Attach(Command):
     file: str = field(
         default="", metadata=argument("its connection file for clients, instead", metavar="FILE", flags=("--file",))
     )
-    device: str = field(default="auto", metadata=argument("where ranks compute (default auto)", choices=DEVICES))
+    device: str = field(default=AUTO, metadata=argument(f"where ranks compute (default {AUTO})", choices=CHOICES))
     interface: str = field(default="", metadata=_INTERFACE)
     take: bool = field(default=False, metadata=argument("take ranks from a notebook that is gone"))
 

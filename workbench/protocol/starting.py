@@ -45,9 +45,9 @@ class Boot(Request[Address | None]):
     Attributes:
         rank: from 0.
         world_size: number of ranks.
-        local_rank: its number on its host, from 0; that of its GPU.
+        local_rank: its number on its host, from 0; that of its device, if ranks do not share one.
         local_world_size: number of ranks on its host.
-        device: ``cpu`` or ``cuda``.
+        device: its kind, of :data:`workbench.devices.DEVICES`.
         host: where it is.
     """
 

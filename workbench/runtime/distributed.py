@@ -39,6 +39,7 @@ class ProcessGroups:
         local_rank: its number on its host.
         local_world_size: number of ranks on its host.
         device: this rank's device.
+        device_name: what it is called: ``cuda:1``; of a simulated one ``device`` says where it computes.
         host: where it is.
         mesh: 1-D mesh over all ranks, axis ``shard``; as all of :meth:`mesh_of` it stays valid when groups are rebuilt.
     """
@@ -48,6 +49,7 @@ class ProcessGroups:
     local_rank: int
     local_world_size: int
     device: torch.device
+    device_name: str
     host: Host
     _store: Store | None = None
     _variables: dict[str, str] = field(default_factory=dict)

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.clock import clock_here
 from workbench.codec import decode, encode
-from workbench.engine import groups
+from workbench.engine import backends, groups
 from workbench.engine._torch import untried
-from workbench.engine.backends import backend_of, tell_host
+from workbench.engine.backends import backend_of
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.commands import Command, Request, Step, Verified, Verify, from_dict
@@ -213,21 +213,22 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     asked: Boot = decode(Boot, data, "boot")
-    device = torch.device("cuda", asked.local_rank) if asked.device == "cuda" else torch.device(asked.device)
+    backend = backends.choose(asked.device, asked.local_rank)
     process_groups = ProcessGroups(
         rank=asked.rank,
         world_size=asked.world_size,
         local_rank=asked.local_rank,
         local_world_size=asked.local_world_size,
-        device=device,
+        device=backend.device,
+        device_name=asked.device if backend.device.index is None else f"{asked.device}:{backend.device.index}",
         host=asked.host,
     )
-    tell_host(asked.host.identity)
+    backends.tell_host(asked.host.identity)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.local_world_size))
     recorder = Recorder(Header(world_size=asked.world_size))
     trainer = Trainer(recorder)
     hooks = trainer.install()
-    gate = Gate(recorder, asked.rank, Quiet(backend_of(process_groups.device)))
+    gate = Gate(recorder, asked.rank, Quiet(backend))
     gate.install()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer, hooks)
     atexit.register(shutdown)
@@ -249,7 +250,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     mine = RankInfo(
         rank=runtime.groups.rank,
         host=runtime.groups.host.name,
-        device=str(runtime.groups.device),
+        device=runtime.groups.device_name,
         pid=os.getpid(),
         baseline_bytes=_sample_memory(runtime),
         device_error_ns=0 if clock is None else clock.error_ns,

@@ -251,6 +251,16 @@ class Backend:
         self.device = device
         self.kind = device.type
 
+    @classmethod
+    def of_rank(cls, _local_rank: int) -> torch.device:
+        """Return the device of a rank, of its number on its host."""
+        return torch.device("cpu")
+
+    @classmethod
+    def num_here(cls) -> int | None:
+        """Return how many this host has, of which each rank needs one; None: ranks share what there is."""
+        return None
+
     def make_current(self) -> None:
         """Let this process compute here."""
 

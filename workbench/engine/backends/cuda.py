@@ -19,6 +19,16 @@ class Cuda(StreamBackend):
     fuses_copies = True
     c10d = "nccl"
 
+    @classmethod
+    def of_rank(cls, local_rank: int) -> torch.device:
+        """Return the device of that number."""
+        return torch.device("cuda", local_rank)
+
+    @classmethod
+    def num_here(cls) -> int:
+        """Return how many this process may see."""
+        return torch.cuda.device_count()
+
     def make_stream(self, *, is_urgent: bool) -> Stream:
         """Return a new stream."""
         return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
