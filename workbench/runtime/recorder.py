@@ -46,6 +46,8 @@ CAPACITY = 2**18
 NO_STEP = -1
 _NAN = math.nan
 _LOOK_BACK = 256
+_pack_row, _ROW_BYTES, _now_ns = ROW.pack_into, ROW.size, time.monotonic_ns
+_ALLOC, _FREE, _INSTANT = Kind.ALLOC, Kind.FREE, Edge.INSTANT
 _IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
 
 
@@ -131,6 +133,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._head = 0
         self._key_frame = KeyFrame()
+        self._fold_at = capacity // 2
         self._phase = Phase.IDLE
         self._sources: dict[str, Source] = {}
         self._strings: dict[str, int] = {}
@@ -161,11 +164,11 @@ class Recorder:
         pair = (-1, -1)
         if comm is not None:
             pair = (comm.seq, self._groups.get(comm.group, -1))
-            if self.is_recording and pair in self._begun_unrecorded and kind != Kind.WAIT:
+            if pair in self._begun_unrecorded and self.is_recording and kind != Kind.WAIT:
                 self._begun_unrecorded.discard(pair)  # given up off the record; this is its end
                 return
         if self.device_clock is None:
-            self._append(kind, edge, unit, num_bytes, comm=pair, t_ns=t_ns)
+            self._append(kind, edge, unit, num_bytes, NO_CATEGORY, pair, t_ns)
         else:
             self._append_marked(kind, edge, unit, num_bytes, comm=pair)
 
@@ -178,7 +181,7 @@ class Recorder:
 
     def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
         """Record bytes (signed, not 0) that came to life or died."""
-        self._append(Kind.ALLOC if delta_bytes > 0 else Kind.FREE, Edge.INSTANT, unit, delta_bytes, category=category)
+        self._append(_ALLOC if delta_bytes > 0 else _FREE, _INSTANT, unit, delta_bytes, category)
 
     def phase(self, phase: Phase) -> None:
         """Stamp the rows that follow with ``phase``."""
@@ -372,23 +375,27 @@ class Recorder:
         edge: int,
         unit: int,
         num_bytes: int,
-        *,
         category: int = NO_CATEGORY,
         comm: tuple[int, int] = (-1, -1),
         t_ns: int | None = None,
+        *,
         module: int = -1,
         value: float = _NAN,
     ) -> int:
-        """Record a row and return its number; NOBODYS if it is off the record."""
+        """Record a row and return its number; NOBODYS if it is off the record.
+
+        Every event of a step comes through here, and what it takes is what recording takes: so names are looked up, and
+        functions called, no more than need be.
+        """
         with self._lock:
             if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
                 return NOBODYS
             seq = next(self._seq)
-            ROW.pack_into(
+            _pack_row(
                 self._ring,
-                seq % self._capacity * ROW.size,
+                seq % self._capacity * _ROW_BYTES,
                 seq,
-                time.monotonic_ns() if t_ns is None else t_ns,
+                _now_ns() if t_ns is None else t_ns,
                 num_bytes,
                 value,
                 self.step,
@@ -401,8 +408,9 @@ class Recorder:
                 self._phase,
                 category,
             )
-            self._head = max(self._head, seq + 1)
-            if self._head - self._key_frame.seq >= self._capacity // 2:
+            if seq >= self._head:  # else a row was appended within this call
+                self._head = seq + 1
+            if seq >= self._fold_at:
                 self._fold()
             return seq
 
@@ -410,6 +418,7 @@ class Recorder:
         """Bring the key frame up to the newest row, while its rows are still in the ring."""
         rows = np.frombuffer(self._copy(self._key_frame.seq, self._head), ROW_DTYPE)
         self._key_frame = advance(self._key_frame, rows)
+        self._fold_at = self._key_frame.seq + self._capacity // 2
 
     def _copy(self, first: int, last: int) -> bytes:
         """Return the packed rows ``[first, last)``, all of them still in the ring."""
