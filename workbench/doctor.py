@@ -17,7 +17,7 @@ from enum import Enum
 import psutil
 from packaging.requirements import Requirement
 
-from workbench.devices import HOST
+from workbench.devices import DEVICES, HOST
 from workbench.installed import PANEL, REMEDY, has_extension
 
 PACKAGE = "fsdp-workbench"
@@ -146,20 +146,19 @@ def devices() -> Iterator[Finding]:
             "devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install --force-reinstall torch"
         )
         return
-    found = {name: number for name, number in counts().items() if number}
+    here = counts()
+    found = {name: number for name, number in here.items() if number}
     cards = [torch.get_device_module(name).get_device_name(i) for name, number in found.items() for i in range(number)]
-    others = ", ".join(cards) if cards else f"no {' or '.join(counts())} device"
-    yield Finding("devices", Verdict.GOOD, f"{HOST}, {others}")
+    shared = [name for name in DEVICES if name not in here]
+    yield Finding("devices", Verdict.GOOD, ", ".join(shared + (cards or [f"no {' or '.join(here)} device"])))
     for name in (HOST, *found):
         backend = kind(name).c10d
         if dist.is_available() and dist.is_backend_available(backend):
             yield Finding(f"backend {backend}", Verdict.GOOD, f"for ranks on {name}")
         else:
-            verdict, advice = (
-                Verdict.BAD if name == HOST else Verdict.NOTE,
-                f"install a torch that was built with {backend}",
-            )
-            yield Finding(f"backend {backend}", verdict, "missing", f"ranks on {name} need it: {advice}")
+            verdict = Verdict.BAD if name == HOST else Verdict.NOTE
+            advice = f"ranks on {name} need it: install a torch that was built with {backend}"
+            yield Finding(f"backend {backend}", verdict, "missing", advice)
 
 
 def widgets() -> Iterator[Finding]:

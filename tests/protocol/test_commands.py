@@ -189,7 +189,7 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Reshard(model="m", offload="yes"), "not 'yes'"),
         (lambda: Reshard(model="m", prefetch="2"), "not '2'"),
         (lambda: from_dict({"word": "reshard", "model": "m", "ignore": []}), "unknown ['ignore']"),
-        (lambda: from_dict({"word": "dance"}), "shard, reshard, unshard, step, verify"),
+        (lambda: from_dict({"word": "dance"}), f"known: {', '.join(ON_RANKS)}"),
         (lambda: from_dict({"word": "pause"}), "unknown command 'pause'"),
         (lambda: Break("add"), "needs an event"),
         (lambda: Break("dance"), "add, list, clear, on or off"),
