@@ -34,7 +34,7 @@ class PanelNotBuilt(Exception):
 
 
 class PanelHook(BuildHookInterface[BuilderConfig]):
-    """See the module docstring."""
+    """Has the panel built before a wheel is made, and put into it."""
 
     def dependencies(self) -> list[str]:
         """Return what the build needs besides hatchling: Node, if there is something to build and none to do it."""

@@ -138,7 +138,7 @@ def with_ratios(rows: Tree) -> Tree:
 
 
 def against_second_run(rows: Tree, torch_only: Mapping[str, Any]) -> None:
-    """Add each row's ratio to torch's of the second run; see the module docstring."""
+    """Add each row's ratio to torch's of the second run, which leaves ours out."""
     reference = torch_only.get(TORCH, {}).get("to_alone")
     for each in rows.values():
         if reference is not None and "to_alone" in each:

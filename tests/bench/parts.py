@@ -41,7 +41,7 @@ from tests.bench.training import warm
 
 
 class Part(Enum):
-    """Whose time it is; see the module docstring."""
+    """Whose time it is, within a step."""
 
     WIRE = "wire"
     ISSUE = "issue"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import UsageError
 from workbench.magics.words import WORDS, overview, parse_line, parser_for
 from workbench.protocol.commands import Attach, Command, Continue, Detach, Help, Open, Start, Step, Stop
 from workbench.reports.done import Report, Source
+from workbench.session.pulse import Exchange
 from workbench.workbench import RankSettings, Workbench
 
 Run = Callable[[Workbench, Command], Any]
@@ -18,9 +19,6 @@ Run = Callable[[Workbench, Command], Any]
 
 Tell = Callable[[str], None]
 """Takes what is said beside a result, or instead of one."""
-
-Exchange = Literal["", "start", "stop", "open"]
-"""Word of the command that is exchanging the ranks, or what is shown instead of them; empty: none is."""
 
 
 class Notebook:

@@ -31,11 +31,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from workbench.magics.notebook import Exchange
 from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import Past
 from workbench.reports.places import State as Health
-from workbench.session.pulse import Ending
+from workbench.session.pulse import Ending, Exchange
 from workbench.widgets.messages import BreakpointState
 
 TARGET = "workbench.panel"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.events import FlatPart, Param, Unit, unit_words
-from workbench.magics.notebook import Exchange
 from workbench.panel.messages import (
     ClockState,
     ClusterState,
@@ -29,7 +28,7 @@ from workbench.replay.units import model_order
 from workbench.reports.clocks import clock_words
 from workbench.reports.follow import Follower
 from workbench.reports.stopped import row_of
-from workbench.session.pulse import Pulse, UnderWay
+from workbench.session.pulse import Exchange, Pulse, UnderWay
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
 from workbench.widgets.feed import continues, job

@@ -13,8 +13,8 @@ from workbench.reports.follow import Progress
 from workbench.reports.places import State, state_of
 from workbench.trace.columns import Trace
 
-Exchange = Literal["", "start", "stop"]
-"""What happens to the ranks themselves at this moment; empty: nothing."""
+Exchange = Literal["", "start", "stop", "open"]
+"""Word of the command that is exchanging the ranks, or what is shown instead of them; empty: none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
