@@ -10,7 +10,7 @@ from tests.device import ByRows, FakeDevice, computing_on
 from tests.engine.models import make_net
 from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
-from workbench.engine import CollectiveFailed, StepAborted
+from workbench.engine import CollectiveFailed, StepAborted, backends
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, ResizedMemory, Streams
 from workbench.engine.backends.cuda import Cuda
@@ -28,6 +28,29 @@ def test_each_kind_of_device_has_its_backend(kind, backend):
     assert type(backend_of(device)) is backend
     assert backend_of(device) is backend_of(torch.device(kind))
     assert backend_of(device).device == device
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert backends.counts() == {"cuda": 3}
+    assert [backends.kind(name).of_rank(2) for name in ("cpu", "cuda")] == [torch.device("cpu"), torch.device("cuda:2")]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "c10d", "usual"),
+    [
+        ("cuda", "cpu:gloo,cuda:nccl", "cuda"),
+        ("cuda", "cpu:gloo,cuda:gloo", "cpu"),  # its collectives are NCCL's
+        ("mps", "cpu:gloo,cuda:gloo", "cpu"),  # no kind of ours
+        (None, "cpu:gloo,cuda:nccl", "cpu"),
+    ],
+)
+def test_a_rank_computes_on_what_is_there_if_it_can_communicate(accelerator, c10d, usual, monkeypatch):
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: c10d)
+    assert backends.usual_kind() == usual
+    assert backends.can_pin() == (accelerator == "cuda")
 
 
 def test_memory_that_is_resized_is_there_only_while_it_is_used():

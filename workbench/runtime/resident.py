@@ -1,6 +1,6 @@
 """The memory of this process as the operating system counts it: what the engine owns, and everything else.
 
-A sample is one read of ``/proc/self/statm``, about as dear as recording an event, and at most one is taken in
+A sample is one read of ``/proc/self/statm``, as dear as recording five events, and at most one is taken in
 :data:`EVERY_NS`. Where there is no such file (not on Linux) nothing is sampled. Pages shared with other processes count
 in full, as they do in most tools.
 """
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-EVERY_NS = 5_000_000
+EVERY_NS = 10_000_000
 _STATM = Path("/proc/self/statm")
 
 
