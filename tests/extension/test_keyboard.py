@@ -9,6 +9,7 @@ from playwright.sync_api import expect
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
 from tests.extension.page import dashboard, headline, panel, run, section, shot, tool
+from tests.integration.model import UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -46,7 +47,7 @@ def train_step():
     opt.zero_grad()
     return loss
 """
-CELLS = ["%load_ext workbench", MODEL, "%fsdp shard model --wrap Block"]
+CELLS = ["%load_ext workbench", f"{MODEL}{UNHURRIED}", "%fsdp shard model --wrap Block"]
 
 # of what has the focus: its name, its place on the page, and how that is shown
 FOCUSED = """() => {

@@ -8,12 +8,12 @@ from playwright.sync_api import expect
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
 from tests.extension.page import dashboard, headline, panel, section, shot, tool
-from tests.integration.model import CELL
+from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import notebook7, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-CELLS = [f"%%fsdp{CELL}", "%fsdp dashboard"]
+CELLS = [f"%%fsdp{CELL}{UNHURRIED}", "%fsdp dashboard"]
 MODEL, WIDGET = 0, 1
 OF_NOTEBOOK = "Cannot read properties of undefined (reading 'schema')"
 """What Notebook 7.6 complains of when it loads its settings, with the panel and without."""

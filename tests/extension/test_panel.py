@@ -10,12 +10,12 @@ from playwright.sync_api import expect
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
 from tests.extension.page import SHOW, headline, panel, process_of, run, section, shot, status_bar, tool
-from tests.integration.model import CELL
+from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-CELLS = [f"%%fsdp{CELL}"]
+CELLS = [f"%%fsdp{CELL}{UNHURRIED}"]
 
 # how many lines the headline has in a panel of 250 pixels, and how many of them are not seen
 IN_A_NARROW_PANEL = """(line) => {

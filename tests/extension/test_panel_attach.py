@@ -9,14 +9,14 @@ from tests.browser import PATIENCE_MS
 from tests.cluster.test_attached import profile as running_profile
 from tests.extension.built import built_panel
 from tests.extension.page import SHOW, headline, panel, process_of, section, shot, to, tool
-from tests.integration.model import CELL
+from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 profile = running_profile
 
-CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
+CELLS = [f"%%fsdp{CELL}{UNHURRIED}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,17 @@ from tests.extension.page import (
     status_bar,
     tool,
 )
-from tests.integration.model import CELL
+from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import begin, jupyterlab, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-CELLS = ["%load_ext workbench", f"%%fsdp{CELL}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
+CELLS = [
+    "%load_ext workbench",
+    f"%%fsdp{CELL}{UNHURRIED}",
+    "%fsdp shard model --wrap Block",
+    "%fsdp step 1000000 --background",
+]
 LOAD, MODEL, SHARD, STEP = range(4)
 SOCKETS = "**/api/kernels/*/channels*"
 """Between a page and its kernels."""

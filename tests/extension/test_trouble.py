@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
 from tests.extension.page import SHOW, dashboard, headline, panel, process_of, run, section, shot, status_bar, to, tool
-from tests.integration.model import CELL
+from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.clus
 CELLS = [
     "import psutil\n%load_ext workbench",
     "%fsdp start -n 2 --device cpu",
-    f"%%fsdp{CELL}",
+    f"%%fsdp{CELL}{UNHURRIED}",
     "%fsdp shard model --wrap Block",
     "%fsdp step 1000000 --background",
     "%fsdp stop",

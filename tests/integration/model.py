@@ -38,6 +38,17 @@ def train_step():
     return loss.item()
 """
 
+UNHURRIED = """
+import time
+
+as_fast_as_it_can = train_step
+
+def train_step():
+    time.sleep(0.05)  # else the ranks take the processors from the page that is tested
+    return as_fast_as_it_can()
+"""
+"""After such a cell: a step that is long, as large models have them, and computes as little as before."""
+
 
 def fresh_cell(*, optimizer: str, synced: str, clip: str) -> str:
     """Return a cell that makes the same model and optimizer again, and a step of two micro-batches.

@@ -2,20 +2,11 @@
 
 import pytest
 
-from tests.integration.model import CELL
+from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-UNHURRIED = """
-import time
-
-as_fast_as_it_can = train_step
-
-def train_step():
-    time.sleep(0.05)  # else the ranks take the processors from the page that is tested
-    return as_fast_as_it_can()
-"""
 CELLS = [
     "%load_ext workbench",
     "early = %fsdp dashboard\nearly",
