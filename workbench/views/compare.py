@@ -173,6 +173,15 @@ def _event(aligned: Alignment, place: int) -> str:
     return f"{edge}{Kind(row['kind']).words}{of}, {step_name(int(row['step']))}"
 
 
+def _first_words(aligned: Alignment) -> str:
+    """Say what differs first, which may be no more than how many bytes are in use at the same event."""
+    place = aligned.first_difference
+    if place < 0:
+        return ""
+    is_same_event = aligned.in_a[place] >= 0 and aligned.in_b[place] >= 0
+    return f"first difference: {'other bytes at ' if is_same_event else ''}{_event(aligned, place)}"
+
+
 def _names(names: Sequence[str]) -> str:
     known = list(dict.fromkeys(name for name in names if name))
     if len({pattern(name) for name in known}) == 1:
@@ -193,9 +202,7 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
     sentences = [
         f"{names[0]} -> {names[1]}",
         steps + more,
-        f"first difference: {_event(found.aligned, found.aligned.first_difference)}"
-        if found.aligned.first_difference >= 0
-        else "",
+        _first_words(found.aligned),
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}",

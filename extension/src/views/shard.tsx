@@ -296,7 +296,8 @@ function Preliminary({ preview }: { readonly preview: Preview | null }): React.J
           <Known name="units" value={String(preview.units.length)} />
           <Known name="in full" value={formatBytes(preview.bytes_unsharded)} />
           {heldAtRest(preview).map(({ ranks, params, total }, _place, all) => {
-            const who = all.length > 1 ? `rank ${ranges(ranks)} holds` : "a rank holds";
+            const some = ranks.length > 1 ? `each of ranks ${ranges(ranks)} holds` : `rank ${ranges(ranks)} holds`;
+            const who = all.length > 1 ? some : "a rank holds";
             return (
               <React.Fragment key={ranks.join()}>
                 <Known name={`${who} of it`} value={params} />
