@@ -3,6 +3,7 @@ import type { JupyterFrontEnd } from "@jupyterlab/application";
 import { MainAreaWidget } from "@jupyterlab/apputils";
 import { type IRenderMimeRegistry, MimeModel } from "@jupyterlab/rendermime";
 import type { PartialJSONObject } from "@lumino/coreutils";
+import { Panel } from "@lumino/widgets";
 
 import { shardsIcon } from "./icon";
 import type { PanelModel } from "./model";
@@ -129,11 +130,14 @@ async function draw(
   const data = await model.show(command);
   const type = data === null ? undefined : rendermime.preferredMimeType(data as PartialJSONObject, "any");
   if (data === null || type === undefined) return;
-  const content = rendermime.createRenderer(type);
+  const picture = rendermime.createRenderer(type);
+  const content = new Panel(); // which scrolls where the picture is larger than the tab
+  content.addClass("fsdp-Picture");
+  content.addWidget(picture);
   const widget = new MainAreaWidget({ content });
   widget.title.label = `FSDP: ${command.word}`;
   widget.title.icon = shardsIcon;
   widget.title.closable = true;
   app.shell.add(widget, "main");
-  await content.renderModel(new MimeModel({ data: data as PartialJSONObject }));
+  await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
 }

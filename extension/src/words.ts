@@ -19,7 +19,7 @@ export interface Can {
 export interface Headline {
   readonly tone: "plain" | "busy" | "held" | "bad";
   readonly text: string;
-  /** The same where there is little room, if that is another. */
+  /** The same where there is little room, if that is another: without the step, which is told beside it. */
   readonly short?: string;
   /** What can be done about it, if there is something. */
   readonly todo?: string;
@@ -82,7 +82,8 @@ export function headline(state: State): Headline {
     const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
     const [first = "", ...others] = request.reasons.map((reason) => reason.replace(/^(breakpoint \d+|--until)\b.*/s, "$1"));
     const short = [first, others.length > 0 ? `${others.length} more` : ""].filter(Boolean).join(" and ");
-    return { tone: "held", text: `${request.stop}${because}`, short: `${request.stop}${short && ` (${short})`}` };
+    const place = request.stop.replace(/, step \d+$/, "");
+    return { tone: "held", text: `${request.stop}${because}`, short: `${place}${short && ` (${short})`}` };
   }
   if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
   if (!cluster.is_running) return { tone: "plain", text: "No ranks" };

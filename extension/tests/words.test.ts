@@ -165,7 +165,7 @@ describe("the headline", () => {
     expect(headline(state({ request: STOPPED }))).toEqual({
       tone: "held",
       text: "2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)",
-      short: "2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)",
+      short: "2 ranks stopped before all-gather of blocks.2 (breakpoint 1)",
     });
   });
 

@@ -26,6 +26,16 @@ IN_A_NARROW_PANEL = """(line) => {
     return [clientHeight, scrollHeight - clientHeight].map((pixels) => Math.round(pixels / height));
 }"""
 
+# whether the lower right end of the picture in a tab, which is larger than that, can be scrolled to
+SEEN_BY_SCROLLING = """() => {
+    const tab = document.querySelector(".fsdp-Picture"), figure = tab.querySelector(".main-svg");
+    if (tab.scrollHeight <= tab.clientHeight || tab.scrollWidth <= tab.clientWidth) return false;
+    tab.scrollTo(1e6, 1e6);
+    const [end, seen] = [figure, tab].map((element) => element.getBoundingClientRect());
+    tab.scrollTo(0, 0);
+    return end.right <= seen.right && end.bottom <= seen.bottom;
+}"""
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
@@ -158,6 +168,10 @@ def test_a_unit_is_shown_in_the_layout_in_a_tab_of_its_own(lab):
     assert figure.bounding_box()["width"] > 300
     expect(section(lab, "Commands")).to_contain_text("%fsdp layout --unit blocks.1")
     shot(lab, "layout")
+    lab.page.set_viewport_size({"width": 900, "height": 400})
+    lab.page.wait_for_function(SEEN_BY_SCROLLING)
+    shot(lab, "layout_narrow")
+    lab.page.set_viewport_size({"width": 1400, "height": 1100})
     lab.page.get_by_role("tab", name="FSDP: layout").locator(".lm-TabBar-tabCloseIcon").click()
     expect(headline(lab)).to_contain_text("of 100000 steps")  # training went on
 

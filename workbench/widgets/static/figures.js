@@ -24,7 +24,7 @@ export function followWidth(graph, redraw) {
   const around = graph.parentElement, { least, narrow } = graph.layout.meta ?? {};
   if (!around || !least || !narrow) return () => undefined;
   graph.style.minWidth = `${least}px`;
-  around.style.overflow = "auto hidden";
+  around.style.overflowX = "auto";
   const names = new Set(narrow.flatMap(({ layout }) => Object.keys(layout)));
   const wide = Object.fromEntries([...names].map((name) => [name, structuredClone(graph.layout[name])]));
   let shown = wide;
