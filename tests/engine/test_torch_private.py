@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate
 from torch.distributed._shard import sharded_tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules, stage
@@ -34,6 +40,7 @@ from workbench.engine._torch import (
     call_post_accumulate_hooks,
     chunk_cat,
     default_store,
+    drop_own_parameter,
     dtensor_of,
     flattened_mesh,
     forbid_reading,
@@ -46,6 +53,7 @@ from workbench.engine._torch import (
     is_replicated,
     is_transforming,
     joined_mesh,
+    lists_parameters_for_checkpoints,
     local_of,
     make_spec,
     new_group,
@@ -56,6 +64,7 @@ from workbench.engine._torch import (
     reduce_scatter_single,
     set_composed,
     set_local,
+    set_own_parameter,
     set_parameter,
     set_versions,
     shards_along,
@@ -662,11 +671,16 @@ class Asked(nn.Module):
         super().__init__()
         self.inner = nn.Linear(1, 1)
         self.for_names: list[bool] = []
+        self.for_frozen: list[bool] = []
         self.with_optimizers: list[bool] = []
 
     def named_parameters(self, *args, **kwargs):
         self.for_names.append(is_asked_by_checkpoints())
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args, **kwargs):
+        self.for_frozen.append(lists_parameters_for_checkpoints())
+        yield from super().named_modules(*args, **kwargs)
 
     def _fqn_modifiers(self):
         self.with_optimizers.append(optimizers_in_checkpoint())
@@ -679,11 +693,34 @@ def test_it_is_known_when_checkpoints_ask_and_whether_for_optimizers():
     assert module.for_names == [False]
     get_model_state_dict(module)
     assert set(module.for_names[1:]) == {True}
+    assert not any(module.for_frozen)
+    for outer in (module, nn.Sequential(module), nn.Sequential(nn.Sequential(module))):
+        list(outer.named_parameters())
+        list(outer.named_modules())
+        assert not any(module.for_frozen)
+        get_model_state_dict(outer, options=StateDictOptions(ignore_frozen_params=True))
+        assert module.for_frozen.pop()
     assert set(module.with_optimizers) == {False}
     for ask in (get_optimizer_state_dict, get_state_dict):
         module.with_optimizers.clear()
         ask(module, optimizer)
         assert module.with_optimizers[0] is True
+
+
+def test_a_parameter_that_is_none_of_the_modules_is_in_no_checkpoint():
+    module = nn.Linear(1, 1, bias=False)
+    module.register_buffer("table", torch.ones(1), persistent=False)
+    own = nn.Parameter(torch.ones(1))
+    set_own_parameter(module, "own", own)
+    assert module.own is own
+    assert dict(module.named_parameters()).keys() == {"weight", "own"}
+    given = {"weight": torch.ones(1, 1)}
+    options = StateDictOptions(full_state_dict=True, strict=False)  # what is not given and was seen is kept
+    assert set_model_state_dict(module, dict(given), options=options) == (["own"], [])
+    drop_own_parameter(module, "own")
+    drop_own_parameter(module, "own")
+    assert set_model_state_dict(module, dict(given), options=options) == ([], [])
+    assert list(module.state_dict()) == ["weight"]
 
 
 def test_old_shards_are_gathered():

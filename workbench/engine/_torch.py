@@ -177,6 +177,35 @@ def is_asked_by_checkpoints() -> bool:
     return caller.f_globals.get("__name__") == _CHECKPOINTS
 
 
+def lists_parameters_for_checkpoints() -> bool:
+    """Return whether that module has called ``named_parameters``, which goes through modules in the present function.
+
+    It takes frozen parameters out of a state dict by these names.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in {"named_modules", "_named_members"}:
+        frame = frame.f_back
+    is_listing = False
+    while frame is not None and frame.f_code.co_name == "named_parameters":
+        is_listing, frame = True, frame.f_back
+    return is_listing and frame is not None and frame.f_globals.get("__name__") == _CHECKPOINTS
+
+
+def set_own_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Register a parameter that is none of the module's: ``torch.distributed.checkpoint.state_dict`` must not see it.
+
+    That leaves out what a module would not save, buffer or not; the module itself saves it.
+    """
+    module._parameters[name] = param
+    module._non_persistent_buffers_set.add(name)
+
+
+def drop_own_parameter(module: nn.Module, name: str) -> None:
+    """Undo :func:`set_own_parameter`; nothing is wrong if it was never called."""
+    module._parameters.pop(name, None)
+    module._non_persistent_buffers_set.discard(name)
+
+
 def optimizers_in_checkpoint() -> bool:
     """Return whether ``torch.distributed.checkpoint.state_dict`` has called, and was given optimizers."""
     frame: FrameType | None = sys._getframe(2)

@@ -108,11 +108,6 @@ class FSDPParam(ABC):
         """Which of the full forms take a gradient now."""
         return [self.trainable] * len(self.fulls)
 
-    @property
-    def shows_shards_at_rest(self) -> bool:
-        """Modules have the sharded form while the full ones are kept and nothing computes with them."""
-        return False
-
     def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
         """Be called, from now on, what ``full_name`` makes of a module and what this one calls it."""
         self.fqn = full_name(self.info.module, self.info.name)
@@ -228,15 +223,11 @@ class FSDPParam(ABC):
         self.register_full()
         self.state = ShardedState.UNSHARDED
 
-    def to_rest(self) -> None:
-        """Nothing computes with the full forms for now, which stay: :meth:`to_work` before something does."""
-        if self.shows_shards_at_rest and self.state is ShardedState.UNSHARDED:
-            self.register(self.sharded_param)
+    def to_rest(self) -> None:  # noqa: B027 - most need nothing
+        """Nothing computes with the full forms for now, which may stay: :meth:`to_work` before something does."""
 
-    def to_work(self) -> None:
+    def to_work(self) -> None:  # noqa: B027 - most need nothing
         """Undo :meth:`to_rest`."""
-        if self.shows_shards_at_rest and self.state is ShardedState.UNSHARDED:
-            self.register_full()
 
     def to_sharded(self, form: nn.Parameter | None = None) -> None:
         """Register the sharded parameter, or ``form``, one over fewer ranks; see :meth:`FullParam.close`."""

@@ -249,13 +249,13 @@ def test_only_the_outermost_wrapper_clips_and_stops_to_reduce():
 def test_a_flat_parameter_is_not_taken_away_or_exchanged():
     wrapped = wrap_net(OURS, make_net())
     flat = wrapped._state.flat
-    had = wrapped._parameters.pop("_flat_param")
-    with pytest.raises(TypeError, match="was taken off its wrapper; undo the wrapping instead"):
+    had = wrapped.module._parameters.pop("_flat_param")
+    with pytest.raises(TypeError, match="was taken off its module; undo the wrapping instead"):
         flat.registered()
-    wrapped._parameters["_flat_param"] = nn.Parameter(torch.zeros(3))
+    wrapped.module._parameters["_flat_param"] = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="copy values in with summon_full_params, or load a state dict"):
         flat.registered()
-    wrapped._parameters["_flat_param"] = had
+    wrapped.module._parameters["_flat_param"] = had
     with pytest.raises(NotImplementedError, match="cannot be kept split over fewer ranks after forward"):
         flat.post_forward_form(flat.slot, flat.mesh_info)
 

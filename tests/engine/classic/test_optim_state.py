@@ -65,7 +65,8 @@ def every_form_of_it() -> None:
             tell(model, kind)
             saved.append(FSDP.optim_state_dict(model, optimizer))
             state = saved[-1]["state"]
-            assert all(isinstance(s["exp_avg"], DTensor) == (kind != "FULL_STATE_DICT") for s in state.values())
+            splits = kind != "FULL_STATE_DICT" and not (use_orig_params and size == 1)
+            assert all(isinstance(s["exp_avg"], DTensor) == splits for s in state.values())
             whole = {name: {key: whole_of(v) for key, v in own.items()} for name, own in state.items()}
             got = as_plain({**saved[-1], "state": whole}, plain, plain_optimizer)
             torch.testing.assert_close(got["state"], expected["state"], rtol=0, atol=0)
@@ -107,25 +108,26 @@ def torchs_and_ours() -> None:
             saved.append(api.FullyShardedDataParallel.optim_state_dict(model, optimizer))
         ours, theirs = saved
         assert_same_states(ours["state"], theirs["state"])
-        assert [set(g.pop("params")) for g in ours["param_groups"]] == [
-            set(g.pop("params")) for g in theirs["param_groups"]
-        ]
         assert ours["param_groups"] == theirs["param_groups"]
+        orders = []
         for model, optimizer, other in zip(models, optimizers, reversed(saved), strict=True):
             given = {"state": copy.copy(other["state"])}
             loaded = model.optim_state_dict_to_load(model, optimizer, given)
+            orders.append(list(loaded["state"]))
             groups = optimizer.state_dict()["param_groups"]
             optimizer.state.clear()
             optimizer.load_state_dict({**loaded, "param_groups": groups})
             again = model.optim_state_dict(model, optimizer)
             assert_same_states(again["state"], other["state"], rtol=0, atol=0)
+        both = set(orders[0]) & set(orders[1])  # pieces end elsewhere where torch's flat parameter has gaps
+        assert [key for key in orders[0] if key in both] == [key for key in orders[1] if key in both]
 
 
 def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any], **tolerance: float) -> None:
-    """Equal, and split alike."""
-    assert ours.keys() == theirs.keys()
+    """Equal, in the same order, and split alike."""
+    assert list(ours) == list(theirs)
     for name, state in ours.items():
-        assert {key: type(value) for key, value in state.items()} == {k: type(v) for k, v in theirs[name].items()}
+        assert [(key, type(value)) for key, value in state.items()] == [(k, type(v)) for k, v in theirs[name].items()]
         for key, value in state.items():
             torch.testing.assert_close(whole_of(value), whole_of(theirs[name][key]), **tolerance)
 

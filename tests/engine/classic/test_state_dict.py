@@ -1,6 +1,7 @@
 """State dicts of wrapped models: whole, split and flat ones, made, loaded, and beside those of torch's wrapper."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.engine.classic.wrapped import OURS, THEIRS, assert_same_values, wrap_net
+from tests.engine.classic.wrapped import CPU, OURS, THEIRS, assert_same_values, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, shard_net
 from tests.engine.ranks import run_ranks
@@ -395,6 +396,7 @@ def test_the_functions_of_torchs_checkpoints_leave_frozen_parameters_out(use_ori
 
 
 def leaves_frozen_out(use_orig_params):
+    in_a_plain_root(use_orig_params)
     without_frozen = StateDictOptions(ignore_frozen_params=True)
     plain = make_net(num_blocks=2)
     plain.blocks[0].requires_grad_(False)
@@ -407,6 +409,21 @@ def leaves_frozen_out(use_orig_params):
     set_type(model, FULL, rank0_only=True)
     found = get_model_state_dict(model, options=without_frozen)
     assert set(found) == (kept if dist.get_rank() == 0 else set())
+
+
+def in_a_plain_root(use_orig_params):
+    """As with torch's wrapper."""
+    warnings.simplefilter("ignore")  # in this rank; torch's own
+    found = []
+    for api in (OURS, THEIRS):
+        wrap = functools.partial(api.FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=CPU)
+        inner = nn.Sequential(nn.Linear(3, 3), wrap(nn.Linear(3, 3)).requires_grad_(False))
+        model = nn.Sequential(
+            wrap(nn.Linear(3, 3).requires_grad_(False)), wrap(inner), nn.Linear(2, 2).requires_grad_(False)
+        )
+        set_type(model, FULL, api)
+        found.append(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
+    assert list(found[0]) == list(found[1]) == ["1.0.weight", "1.0.bias"]
 
 
 def test_the_functions_of_torchs_checkpoints_refuse_optimizers():

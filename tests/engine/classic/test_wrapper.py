@@ -44,8 +44,8 @@ def test_an_optimizer_is_given_flat_parameters_or_pieces():
 def names_and_shapes():
     flat = wrap_net(OURS, make_net())
     assert [name for name, _ in flat.named_parameters()] == [
-        "_flat_param",
-        *(f"_fsdp_wrapped_module.blocks.{i}._flat_param" for i in range(3)),
+        "_fsdp_wrapped_module._flat_param",
+        *(f"_fsdp_wrapped_module.blocks.{i}._fsdp_wrapped_module._flat_param" for i in range(3)),
     ]
     pieces = wrap_net(OURS, make_net(), use_orig_params=True)
     theirs = wrap_net(THEIRS, make_net(), use_orig_params=True)

@@ -4,7 +4,8 @@ Words, with F ranks and c = ceil(numel / F)::
 
     flat          [numel]    all parameters of a unit, one after another, in the order of their definition
     padded flat   [F * c]    zeros behind it; rank r holds [r * c, (r + 1) * c), which is its slot
-    piece         [k]        what of one parameter lies in a rank's slot: all of it, a part, or nothing
+    piece         [k]        what of one parameter lies in a rank's slot: all of it, a part, or nothing; with one rank
+                             all of it, in its own shape
 
 Other than torch's, a flat parameter has no gaps between its parameters, and modules compute with parameters of their
 own in the unsharded memory, not with views that autograd knows: their gradients need not be put together first.
@@ -19,17 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine._torch import parameter_of, set_parameter
+from workbench.engine._torch import drop_own_parameter, parameter_of, set_own_parameter
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param import FSDPParam, ParamModuleInfo
+from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.events import FlatPart, Param, ParamTensors, within
 
 FLAT_PARAM = "_flat_param"
-"""What a wrapper calls its flat parameter."""
+"""What the module in a wrapper calls its flat parameter."""
 
 
 class FlatParameter(nn.Parameter):
@@ -126,7 +127,7 @@ class FlatParam(FSDPParam):
     Attributes:
         parts: the parameters, in the order of their definition.
         use_orig_params: the originals stay on the modules and in the optimizer, each as its piece; else one
-            :class:`FlatParameter` on the wrapper takes their place.
+            :class:`FlatParameter` on the wrapped module takes their place.
         grad_dtype: of sharded gradients; None: as the shard's.
     """
 
@@ -162,9 +163,14 @@ class FlatParam(FSDPParam):
         return [part.original for part in self.parts] if self.use_orig_params else (self.sharded_param,)
 
     @property
-    def shows_shards_at_rest(self) -> bool:
-        """True where that is what an optimizer is made of."""
-        return self.use_orig_params
+    def is_whole(self) -> bool:
+        """True where one rank has all of it."""
+        return self.layout.num_shards == 1
+
+    @property
+    def owns_wholes(self) -> bool:
+        """True where an optimizer is given parameters as they were: updates and state may look at their shapes."""
+        return self.is_whole and self.use_orig_params
 
     @property
     def trains(self) -> list[bool]:
@@ -193,13 +199,17 @@ class FlatParam(FSDPParam):
         return begin, begin + self.slot_numel
 
     def pieces_of(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """Return what lies of each part in a slot ``[c]`` of this rank, as views ``[k]``."""
+        """Return what lies of each part in a slot ``[c]`` of this rank, as views ``[k]``, or of their shapes."""
+        if self.is_whole:
+            return self.parts_of(slot)
         begin, end = self.bounds
         within = (part.within(begin, end) for part in self.parts)
         return [slot[first - begin : last - begin] if first < last else slot[:0] for first, last in within]
 
     def piece_of_full(self, part: Part, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of a whole parameter, as a view ``[k]`` if that is contiguous."""
+        """Return this rank's piece of a whole parameter, as a view if that is contiguous."""
+        if self.is_whole:
+            return full
         first, last = part.within(*self.bounds)
         return full.reshape(-1)[first - part.first : max(first, last) - part.first]
 
@@ -259,7 +269,7 @@ class FlatParam(FSDPParam):
         return all(
             parameter_of(part.info.module, part.info.name) is part.original
             and part.original.dtype == self.orig_dtype
-            and (part.original.shape == piece.shape and (not len(piece) or is_same_memory(part.original, piece)))
+            and (part.original.shape == piece.shape and (not piece.numel() or is_same_memory(part.original, piece)))
             for part, piece in zip(self.parts, self._pieces, strict=True)
         )
 
@@ -274,7 +284,7 @@ class FlatParam(FSDPParam):
             return self.sharded_param
         param = parameter_of(self.info.module, FLAT_PARAM)
         if param is None:
-            raise TypeError(f"flat parameter {self.fqn!r} was taken off its wrapper; undo the wrapping instead")
+            raise TypeError(f"flat parameter {self.fqn!r} was taken off its module; undo the wrapping instead")
         if param.shape != self.sharded_param.shape:
             raise ValueError(
                 f"flat parameter {self.fqn!r} of shape {list(self.sharded_param.shape)} was replaced by one of shape "
@@ -312,7 +322,7 @@ class FlatParam(FSDPParam):
                     f"{list(part.shape)}, or this rank's piece, {list(piece.shape)}"
                 )
             part.original = param
-            if not param.is_meta and len(piece) and not is_same_memory(param, piece):
+            if not param.is_meta and piece.numel() and not is_same_memory(param, piece):
                 values = param.detach()
                 piece.copy_(values if values.shape == piece.shape else self.piece_of_full(part, values))
 
@@ -322,12 +332,12 @@ class FlatParam(FSDPParam):
         self._lie_in(slot)
 
     def register(self, form: nn.Parameter) -> None:
-        """Put the originals onto their modules; or ``form`` onto the wrapper, and what cannot be read onto these."""
+        """Put the originals onto their modules; or ``form`` onto the wrapped one and onto these what cannot be read."""
         if self.use_orig_params:
             for part in self.parts:
                 part.info.register(part.original)
             return
-        set_parameter(self.info.module, FLAT_PARAM, form)
+        set_own_parameter(self.info.module, FLAT_PARAM, form)
         for part, away in zip(self.parts, self._away, strict=True):
             for module, name in part.info.places:
                 vars(module)[name] = away
@@ -346,6 +356,16 @@ class FlatParam(FSDPParam):
                 for module, name in part.info.places:
                     vars(module)[name] = full.param
 
+    def to_rest(self) -> None:
+        """Let the modules have what an optimizer is made of, where that is the originals."""
+        if self.use_orig_params and self.state is ShardedState.UNSHARDED:
+            self.register(self.sharded_param)
+
+    def to_work(self) -> None:
+        """Undo :meth:`to_rest`."""
+        if self.use_orig_params and self.state is ShardedState.UNSHARDED:
+            self.register_full()
+
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
         """Raise NotImplementedError: a flat parameter is kept whole between forward and backward, or not at all."""
         raise NotImplementedError(f"flat parameter {self.fqn!r} cannot be kept split over fewer ranks after forward")
@@ -359,7 +379,7 @@ class FlatParam(FSDPParam):
 
     @property
     def pieces(self) -> Sequence[torch.Tensor]:
-        """What lies of each part in it, ``[k]``: the same objects as long as it stays."""
+        """What lies of each part in it: the same objects as long as it stays."""
         return self._pieces
 
     def grad_slot(self) -> torch.Tensor:
@@ -402,7 +422,6 @@ class FlatParam(FSDPParam):
 
     def stand_in(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Let the modules have other parameters, one of each of ``tensors``; None: none."""
-        self.info.module._parameters.pop(FLAT_PARAM, None)
         each = zip(tensors, self.trains, strict=True)
         params = [None if tensor is None else nn.Parameter(tensor, requires_grad=trains) for tensor, trains in each]
         self.register_plain(params, lambda module: module)
@@ -430,8 +449,6 @@ class FlatParam(FSDPParam):
 
     def give_back(self, wholes: Sequence[torch.Tensor]) -> None:
         """Let the originals, with whole values, be on their modules as before; for good."""
-        if not self.use_orig_params:
-            del self.info.module._parameters[FLAT_PARAM]
         for part, whole in zip(self.parts, wholes, strict=True):
             part.original.data = whole
             vars(part.original).pop("_workbench_lease", None)
@@ -441,6 +458,7 @@ class FlatParam(FSDPParam):
         self, params: Sequence[nn.Parameter | None], module_of: Callable[[nn.Module], nn.Module]
     ) -> None:
         """Put a parameter for each part on what ``module_of`` says of its modules, in the place of what is there."""
+        drop_own_parameter(module_of(self.info.module), FLAT_PARAM)
         for part, param in zip(self.parts, params, strict=True):
             for module, name in part.info.places:
                 vars(module_of(module)).pop(name, None)
@@ -481,7 +499,7 @@ class FlatParam(FSDPParam):
             self._add(self.sharded_param, local_grad, lease)
             return
         for part, piece in zip(self.parts, self.pieces_of(local_grad), strict=True):
-            if part.original.requires_grad and len(piece):
+            if part.original.requires_grad and piece.numel():
                 self._add(part.original, piece, lease)
 
     def _add(self, param: nn.Parameter, grad: torch.Tensor, lease: object) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class OptimStateDicts:
         """Return the state of an optimizer as ``set_state_dict_type`` says; collective, one tensor whole at a time.
 
         - FULL_STATE_DICT: whole tensors by names; with ``rank0_only`` empty on the other ranks.
-        - SHARDED_STATE_DICT: DTensors over the wrapper's mesh, by names; numbers as they are.
+        - SHARDED_STATE_DICT: DTensors over the wrapper's mesh, by names; numbers as they are, and so is the state of
+          pieces where one rank has whole parameters.
         - LOCAL_STATE_DICT: the optimizer's own dict, of flat parameters or pieces.
 
         Args:
@@ -259,6 +261,16 @@ class Named:
         managed = {param for _, flat, _ in self.flats for param in flat.owned}
         return {names[0]: param for param, names in self.names.items() if param not in managed}
 
+    def as_saved(self, held: Iterable[nn.Parameter], found: Collection[Key]) -> list[str]:
+        """Return those names that are in ``found`` in the order in which torch's wrapper saves their state.
+
+        That is the optimizer's, or with ``use_orig_params`` the alphabet's, wrapper after wrapper.
+        """
+        if not any(flat.use_orig_params for _, flat, _ in self.flats):
+            return [name for param in held for name in self.names[param] if name in found]
+        by_wrapper = [sorted(name for name in names if name in found) for _, _, names in self.flats]
+        return [*sorted(name for name in self.others if name in found), *chain.from_iterable(sorted(by_wrapper))]
+
     def keys(self, model: nn.Module, optim: torch.optim.Optimizer | None, *, is_named: bool) -> dict[nn.Parameter, Key]:
         """Return what the optimizer's own state dict calls each parameter that it holds.
 
@@ -291,12 +303,14 @@ def _by_names(
     states = {param: given["state"][key] for param, key in keys.items() if key in given["state"]}
     found: dict[Key, Any] = {}
     for unit, flat, names in named.flats:
-        keep = partial(_split_over, unit, device) if is_split else partial(_copied_to, device)
+        splits = is_split and not flat.owns_wholes
+        keep = partial(_split_over, unit, device) if splits else partial(_copied_to, device)
         wholes = whole_states(unit, flat, states, keep if is_kept else _dropped)
         found |= {name: _on(device, w) for name, w in zip(names, wholes, strict=True) if w is not None}
     if not is_kept:
         return {}
     found |= {name: _on(device, states[param]) for name, param in named.others.items() if param in states}
+    found = {name: found[name] for name in named.as_saved(keys, found)}
     owned = set(keys.values())
     found |= {key: value for key, value in given["state"].items() if key not in owned}  # of no parameter
     params = {key: param for param, key in keys.items()}
@@ -307,8 +321,10 @@ def _by_names(
 
 
 def _split_over(unit: FSDPParamGroup, device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor split along dim 0 over the ranks that share it, or of copies over all."""
     mesh = unit.mesh_info
-    return laid_out(whole, mesh.mesh, mesh.placements(Shard(0)), device or whole.device)
+    placements = (Shard(0),) if mesh.shard_mesh_dim is None else mesh.placements(Shard(0))
+    return laid_out(whole, mesh.mesh, placements, device or whole.device)
 
 
 def _copied_to(device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:
@@ -361,6 +377,7 @@ def _to_load(
     for name, param in named.others.items():
         if name in state and param in keys:
             found[keys[param]] = _fetched(state[name], fetch)
+    found = {keys[param]: found[keys[param]] for param in named.names if param in keys and keys[param] in found}
     known = {name for names in named.names.values() for name in names}
     found |= {key: _fetched(value, fetch) for key, value in state.items() if key not in known}
     if is_named and optim is not None:  # it has state of empty pieces as well
@@ -372,7 +389,10 @@ def _to_load(
 
 
 def _fetched(state: Any, fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    return {key: fetch(state[key]) for key in sorted(state)} if isinstance(state, dict) else fetch(state)
+    if not isinstance(state, dict):
+        return fetch(state)
+    fetched = {key: fetch(state[key]) for key in sorted(state)}  # one after another on all ranks
+    return {key: fetched[key] for key in state}
 
 
 def _groups_to_load(

@@ -70,11 +70,13 @@ def whole_states(
         unit: sharded now.
         flat: its flat parameter.
         states: of what ``flat`` owns; a parameter without state may be missing.
-        keep: makes what is kept of a whole tensor, a view of the shape of its part.
+        keep: makes what is kept of a whole tensor, which may be a view.
 
     Raises:
-        ValueError: a tensor is neither split as its parameter is nor a number.
+        ValueError: a tensor of a parameter that is split is neither split alike nor a number.
     """
+    if flat.owns_wholes:
+        return [_kept(states.get(part.original), keep, unit.device) for part in flat.parts]
     pieces = _states_of_pieces(flat, states)
     known = _agreed(unit, flat, [_known(flat, part, had, unit) for part, had in zip(flat.parts, pieces, strict=True)])
     found = [None if keys is None else {key: _same(v, unit) for key, v in keys.items()} for keys in known]
@@ -82,12 +84,33 @@ def whole_states(
     for key, dtype in sorted(splits, key=str):
         slot = torch.zeros_like(flat.slot, dtype=dtype)
         for piece, had in zip(flat.pieces_of(slot), pieces, strict=True):
-            if had is not None and len(piece) and isinstance(had.get(key), torch.Tensor):
-                piece.copy_(had[key].reshape(-1))
+            if had is not None and piece.numel() and isinstance(had.get(key), torch.Tensor):
+                piece.copy_(had[key].view_as(piece))
         for whole, keys, state in zip(whole_parts(unit, flat, slot), known, found, strict=True):
             if state is not None and keys is not None and keys.get(key) == Split(dtype):
                 state[key] = keep(whole)
-    return found
+    return [None if state is None else _as_torchs(state, numbers_first=flat.use_orig_params) for state in found]
+
+
+def _as_torchs(state: dict[str, Any], *, numbers_first: bool) -> dict[str, Any]:
+    """Return state in the order that torch's wrapper saves it in: by the alphabet, numbers before tensors or after."""
+
+    def place(key: str) -> tuple[int, str]:
+        value = state[key]
+        dims = -1 if not isinstance(value, torch.Tensor) else min(value.ndim, 1)
+        return (dims if numbers_first else -dims), str(key)
+
+    return {key: state[key] for key in sorted(state, key=place)}
+
+
+def _kept(state: State | None, keep: Callable[[torch.Tensor], Any], device: torch.device) -> dict[str, Any] | None:
+    """Return a copy of what there is of a whole parameter, tensors of any shape."""
+    if state is None:
+        return None
+    return {
+        key: keep(value.to(device)) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
+        for key, value in state.items()
+    }
 
 
 def _states_of_pieces(flat: FlatParam, states: Mapping[Any, State]) -> list[State | None]:
@@ -177,8 +200,8 @@ def split_states(
         fetch: gives the value behind what ``wholes`` holds; called in the same order on all ranks.
 
     Raises:
-        ValueError: a tensor has another shape than its parameter; the parameters of a flat one that the optimizer has
-            as one differ in keys, numbers or dtypes.
+        ValueError: a tensor has another shape than its parameter, which is to be split; the parameters of a flat one
+            that the optimizer has as one differ in keys, numbers or dtypes.
     """
     return dict(_split_pieces(flat, wholes, fetch) if flat.use_orig_params else _split_flat(flat, wholes, fetch))
 
@@ -190,10 +213,10 @@ def _split_pieces(
         found: dict[str, Any] = {}
         for key in sorted(state or ()):
             value = fetch((state or {})[key])
-            is_split = _is_split(part, key, value)
+            is_split = not flat.owns_wholes and _is_split(part, key, value)
             own = flat.piece_of_full(part, value).to(piece.device) if is_split else value
             found[key] = copy.deepcopy(own)
-        if state is not None and len(piece):
+        if state is not None and piece.numel():
             yield part.original, found
 
 

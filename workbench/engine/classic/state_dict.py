@@ -8,7 +8,7 @@ so hooks and overrides of the modules see what they would see in a model that is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,28 +70,29 @@ def named_pieces(state: WrapperState) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((key, piece) for key, _, piece in keys_of(names_below([state.wrapper]), state.flat))
 
 
-def named_holders(
-    wrapper: nn.Module, registered: Iterable[tuple[str, nn.Parameter]]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every name in the state dict of a tree with the parameter that tells whether what is under it trains.
+def as_saved(root: WrapperState) -> nn.Module:
+    """Return a module that has a parameter by each name in the state dict of a tree, trained where that one is.
 
-    ``torch.distributed.checkpoint.state_dict`` takes frozen ones out by these names; it has no use for LOCAL.
-
-    Args:
-        wrapper: outermost of the tree.
-        registered: all parameters on its modules, by their names with wrappers.
+    ``torch.distributed.checkpoint.state_dict`` takes frozen ones out by these names, where there is anything.
     """
-    names, owned = names_below([wrapper]), set[nn.Parameter]()
-    for state in wrapper_states_below(wrapper):
+    saved = nn.Module()
+    if not is_kept(root):
+        return saved
+    names, owned = names_below([root.wrapper]), set[nn.Parameter]()
+    for state in wrapper_states_below(root.wrapper):
         flat = state.flat
         if flat is None:
             continue
         owned.update(flat.owned)
-        holders = flat.owned if flat.use_orig_params else [flat.sharded_param] * len(flat.parts)
-        for part, holder in zip(flat.parts, holders, strict=True):
+        for part, trains in zip(flat.parts, flat.trains, strict=True):
             for module, name in part.info.places:
-                yield key_of(full_name(names, module, name)), holder
-    yield from ((key_of(name), param) for name, param in registered if param not in owned)
+                key = key_of(full_name(names, module, name))
+                saved._parameters[key] = nn.Parameter(torch.empty(0), requires_grad=trains)
+    for module in names:
+        for name, param in module._parameters.items():
+            if param is not None and param not in owned:
+                saved._parameters[key_of(full_name(names, module, name))] = param
+    return saved
 
 
 # ---- made

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.engine._torch import is_asked_by_checkpoints, optimizers_in_checkpoint
+from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, optimizers_in_checkpoint
 from workbench.engine.classic import comm_hooks, materialize
 from workbench.engine.classic.api import (
     BackwardPrefetch,
@@ -34,12 +34,12 @@ from workbench.engine.classic.optim_state import OptimStateDicts
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, wrapper_states_below
 from workbench.engine.classic.state_dict import (
+    as_saved,
     begin_load,
     end_load,
     finish,
     is_kept,
     key_of,
-    named_holders,
     named_pieces,
     own_values,
     shown,
@@ -172,7 +172,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         if given:
             low = precision.reduce_dtype or precision.param_dtype
             kept = low if precision.keep_low_precision_grads else None
-            flat = FlatParam(given, self, mesh, use_orig_params=use_orig_params, grad_dtype=kept)
+            flat = FlatParam(given, module, mesh, use_orig_params=use_orig_params, grad_dtype=kept)
             unit = FSDPParamGroup([flat], mesh, _policy(strategy, offload, precision))
         mark_taken(given, type(module).__name__, WrapperState)
         state = WrapperState(
@@ -260,15 +260,18 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
         """Yield parameters; within ``summon_full_params`` by the names they have without wrappers."""
-        registered = super().named_parameters(*args, **kwargs)
-        if is_asked_by_checkpoints():
-            if kwargs.get("recurse") is False:
-                yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self._state))
-            elif is_kept(self._state):  # elsewhere nothing can be taken out
-                yield from named_holders(self, registered)
+        if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
+            yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self._state))
             return
-        for name, param in registered:
+        for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name) if self._is_summoned else name, param
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as nn.Module
+        """Yield modules; one that has the names of the state dict in their place where checkpoints ask for these."""
+        if lists_parameters_for_checkpoints():
+            yield prefix, as_saved(self._state)
+        else:
+            yield from super().named_modules(memo, prefix, *args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
         """Yield buffers; within ``summon_full_params`` by the names they have without wrappers."""
