@@ -502,6 +502,9 @@ class FSDPParamGroup:
         """After the unit's backward: take the gradients, give the parameters up, start the reduction."""
         if self.training_state is TrainingState.PRE_BACKWARD:
             probe.event(Kind.BACKWARD, Edge.END, self.index)
+        else:  # what is reduced now is of backwards before
+            for fsdp_param in self.fsdp_params:
+                fsdp_param.to_work()
         self.training_state = TrainingState.POST_BACKWARD
         self._recomputed_in = None
         probe.phase(Phase.POST_BACKWARD)

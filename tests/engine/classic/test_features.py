@@ -273,6 +273,60 @@ def test_gradients_are_clipped_as_torchs_are():
     run_ranks(2, clips)
 
 
+def skips_a_batch(model, to_none, between):
+    """Train with the second of two batches; of the first, gradients are dropped, after it or between the two."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        loss_of(model, batch(dist.get_rank(), 1)).backward()
+    if not between:
+        optimizer.zero_grad(set_to_none=to_none)
+    loss = loss_of(model, batch(dist.get_rank(), 2))
+    if between:
+        optimizer.zero_grad(set_to_none=to_none)
+    loss.backward()
+    optimizer.step()
+    return whole(model)
+
+
+def forgets_what_was_added_up():
+    for strategy, use_orig, to_none, between in itertools.product(
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True), (False, True), (False, True)
+    ):
+        (mine, other), (later, _) = (both(strategy, use_orig_params=use_orig) for _ in range(2))
+        ours = skips_a_batch(mine, to_none, between)
+        torch.testing.assert_close(ours, skips_a_batch(other, to_none, between))
+        loss_of(later, batch(dist.get_rank(), 0)).backward()  # what is reduced before is kept by torch's
+        torch.testing.assert_close(ours, skips_a_batch(later, to_none, between), **SAME)
+
+
+def test_gradients_that_no_sync_has_added_up_are_made_zero_as_torchs_are():
+    run_ranks(2, forgets_what_was_added_up)
+
+
+def waits_for_reduction():
+    for use_orig in (False, True):
+        model = wrap_net(OURS, make_net(dim=8), use_orig_params=use_orig)
+        optimizer = adamw(model.parameters())
+        loss_of(model, batch(0, 0)).backward()
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        with model.no_sync():
+            loss_of(model, batch(0, 1)).backward()
+        shown = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(repr(grad).startswith("<gradient of ") for grad in shown)
+        for uses in (optimizer.step, lambda m=model: m.clip_grad_norm_(1.0), lambda g=shown[0]: g + 1):
+            with pytest.raises(
+                RuntimeError, match=r"was added up within no_sync\(\) and is not reduced yet; run a back"
+            ):
+                uses()
+        model.reset_iter_state()
+        after = [p.grad for p in model.parameters()]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_gradients_that_are_not_reduced_are_not_computed_with():
+    run_ranks(2, waits_for_reduction)
+
+
 # ---- a module like another one
 
 

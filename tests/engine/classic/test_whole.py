@@ -61,6 +61,7 @@ def shapes_in_a_life(api: SimpleNamespace, strategy: str, **options: Any) -> Ite
     yield "evaluated", shapes_of(model.train())
     with model.no_sync():
         loss_of(model, batch(dist.get_rank(), 1)).backward()
+    yield "not reduced", shapes_of(model)
     loss_of(model, batch(dist.get_rank(), 1)).backward()
     yield "accumulated", shapes_of(model)
     with type(model).summon_full_params(model, with_grads=True):

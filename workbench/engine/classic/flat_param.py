@@ -37,6 +37,18 @@ class FlatParameter(nn.Parameter):
     """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters."""
 
 
+_OF_FORM = frozenset(
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.element_size,
+    }
+)
+
+
 class Away(torch.Tensor):
     """Stands on a module for a parameter that lies in a flat one: has its shape, dtype and device, and no values."""
 
@@ -76,16 +88,86 @@ class Away(torch.Tensor):
         )
 
 
-_OF_FORM = frozenset(
-    {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.element_size,
-    }
-)
+class Unreduced(torch.Tensor):
+    """Stands in ``.grad`` for gradients that were added up within ``no_sync`` and wait for their reduction.
+
+    There ``zero_grad`` finds them, as it does with torch's wrapper: it takes this away, or makes it zero, and they are
+    forgotten before the next one comes.
+    """
+
+    fqn: str
+    is_zero: bool
+
+    @classmethod
+    def of(cls, param: nn.Parameter, fqn: str) -> Unreduced:
+        """Return what stands for the gradient of ``param``, of its shape, dtype and device."""
+        unreduced = param.detach().new_zeros(()).expand(param.shape).as_subclass(cls)
+        unreduced.fqn, unreduced.is_zero = fqn, False
+        return unreduced
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it is."""
+        return f"<gradient of {self.fqn}, not reduced yet: {list(self.shape)}, {self.dtype}>"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - torch's protocol
+        """Answer what is asked of its form, and note that it was made zero.
+
+        Raises:
+            RuntimeError: something would compute with it.
+        """
+        if func.__name__ == "__get__" or func in {*_OF_FORM, torch.Tensor.requires_grad_}:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        given = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        if func.__name__ not in {"zero_", "_foreach_zero_"}:
+            unreduced = next(value for value in given if isinstance(value, Unreduced))
+            raise RuntimeError(
+                f"{func.__name__}: the gradient of {unreduced.fqn!r} was added up within no_sync() and is not reduced "
+                "yet; run a backward outside of it before whatever needs gradients"
+            )
+        for grad in given:
+            if isinstance(grad, Unreduced):
+                grad.is_zero = True
+            else:
+                grad.zero_()
+        return args[0]
+
+
+def _reduced_grad(param: nn.Parameter) -> torch.Tensor | None:
+    return None if isinstance(param.grad, Unreduced) else param.grad
+
+
+@dataclass(eq=False)
+class Shown:
+    """A gradient that was shown to whoever looks at parameters, or what stands for it.
+
+    Attributes:
+        param: whose it is.
+        grad: what was shown.
+        reduced: what ``param`` had before, of earlier backwards.
+        fulls: what has it in truth.
+    """
+
+    param: nn.Parameter
+    grad: torch.Tensor
+    reduced: torch.Tensor | None
+    fulls: Sequence[FullParam]
+
+    def take_back(self) -> None:
+        """Let ``param`` have what it had; if something else was done with what was shown, this gradient is over."""
+        if self.param.grad is self.grad and not getattr(self.grad, "is_zero", False):
+            self.param.grad = self.reduced
+            return
+        if self.param.grad is self.grad:
+            self.param.grad = None
+        for full in self.fulls:
+            full.drop_grad()
 
 
 @dataclass(eq=False)
@@ -149,6 +231,7 @@ class FlatParam(FSDPParam):
             numel += param.numel()
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
+        self._shown: list[Shown] = []  # until something computes with the modules again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
             ShardLayout(torch.Size([numel]), 0, mesh.shard_mesh_size),
@@ -357,14 +440,22 @@ class FlatParam(FSDPParam):
                     vars(module)[name] = full.param
 
     def to_rest(self) -> None:
-        """Let the modules have what an optimizer is made of, where that is the originals."""
+        """Let the modules have the originals, where these are what is owned; and show gradients that are added up."""
+        if not self._shown and self.has_full_grad:
+            self._shown = list(self._show_grads())
         if self.use_orig_params and self.state is ShardedState.UNSHARDED:
             self.register(self.sharded_param)
 
     def to_work(self) -> None:
         """Undo :meth:`to_rest`."""
+        self._take_grads_back()
         if self.use_orig_params and self.state is ShardedState.UNSHARDED:
             self.register_full()
+
+    def to_unsharded(self) -> None:
+        """Register the full forms; their memory must be there."""
+        self._take_grads_back()
+        super().to_unsharded()
 
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
         """Raise NotImplementedError: a flat parameter is kept whole between forward and backward, or not at all."""
@@ -493,6 +584,31 @@ class FlatParam(FSDPParam):
                 yield flat[first - begin : last - begin], grad.reshape(-1)[first - part.first : last - part.first]
         flat[max(0, self.layout.numel - begin) :].zero_()
 
+    def drop_grad(self) -> None:
+        """Forget full gradients."""
+        self._take_grads_back()
+        super().drop_grad()
+
+    def _show_grads(self) -> Iterator[Shown]:
+        """Give what is owned the gradients that are not reduced yet, where it can have them, and yield them."""
+        if self.use_orig_params:
+            owned = [(part.original, part.fqn, [full]) for part, full in zip(self.parts, self.fulls, strict=True)]
+        else:
+            owned = [(self.sharded_param, self.fqn, list(self.fulls))]
+        for param, fqn, fulls in owned:
+            if not any(full.has_grad for full in fulls):
+                continue
+            before = param.grad
+            grads = fulls[0].grads
+            is_its_own = self.owns_wholes and before is None and len(grads) == 1 and grads[0].dtype == param.dtype
+            param.grad = grads[0] if is_its_own else Unreduced.of(param, fqn)
+            yield Shown(param, param.grad, before, fulls)
+
+    def _take_grads_back(self) -> None:
+        shown, self._shown = self._shown, []
+        for each in shown:
+            each.take_back()
+
     def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
         """Accumulate ``local_grad`` ``[c]`` into the flat parameter's gradient, or its pieces into the originals'."""
         if not self.use_orig_params:
@@ -515,7 +631,7 @@ class FlatParam(FSDPParam):
 
     def tensors(self) -> dict[str, ParamTensors]:
         """Return what this rank has of it now, and of each part, by names."""
-        rank, slot_grad = self.mesh_info.shard_mesh_rank, self.sharded_param.grad
+        rank, slot_grad = self.mesh_info.shard_mesh_rank, _reduced_grad(self.sharded_param)
         found = {
             self.fqn: ParamTensors(
                 shard=self.sharded_param,
@@ -532,7 +648,7 @@ class FlatParam(FSDPParam):
                 shard_rank=rank,
                 full=full.param if full.is_open else None,
                 full_grads=full.grads,
-                sharded_grad=part.original.grad if self.use_orig_params else grad,
+                sharded_grad=_reduced_grad(part.original) if self.use_orig_params else grad,
                 places=part.info.places,
             )
         return found

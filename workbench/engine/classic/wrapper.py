@@ -442,6 +442,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Let backward within the body add up full gradients, which the first one after it reduces; for the root.
 
+        Until then ``.grad`` can be dropped with ``zero_grad``, and not be read where parameters are sharded.
+
         Raises:
             RuntimeError: this is not the outermost wrapper.
         """
