@@ -16,24 +16,26 @@ def test_only_who_answered_when_asked_last_was_heard():
     assert set(collector.positions) == {0, 1}
 
 
-@pytest.mark.parametrize(("took_s", "rests_s"), [(0.001, 0.02), (0.04, 0.08), (3.0, 0.25)])
-def test_ranks_that_take_long_to_answer_are_asked_less_often(monkeypatch, took_s, rests_s):
+@pytest.mark.parametrize(
+    ("num_ranks", "took_s", "rests_s"), [(2, 0.001, 0.02), (2, 0.04, 0.06), (8, 0.04, 0.24), (2, 3.0, 0.25)]
+)
+def test_many_ranks_and_those_that_take_long_to_answer_are_asked_less_often(monkeypatch, num_ranks, took_s, rests_s):
     now = [100.0]
 
     def pass_time():
         now[0] += took_s
 
     monkeypatch.setattr(collect.time, "monotonic", lambda: now[0])
-    cluster, collector = FakeCluster(2), Collector()
+    cluster, collector = FakeCluster(num_ranks), Collector()
     cluster.start()
     cluster.on_drain = pass_time
-    collector.drain(cluster, range(2), timeout_s=1.0, max_age_s=0.02)
+    collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
     asked = len(cluster.patience)
     now[0] += rests_s - 0.001
-    collector.drain(cluster, range(2), timeout_s=1.0, max_age_s=0.02)
+    collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
     assert len(cluster.patience) == asked
-    collector.drain(cluster, range(2), timeout_s=1.0)  # who must know is not put off
+    collector.drain(cluster, range(num_ranks), timeout_s=1.0)  # who must know is not put off
     assert len(cluster.patience) == asked + 1
     now[0] += rests_s + 0.001
-    collector.drain(cluster, range(2), timeout_s=1.0, max_age_s=0.02)
+    collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
     assert len(cluster.patience) == asked + 2
