@@ -27,12 +27,16 @@ import ipyparallel
 import zmq
 from ipyparallel.error import RemoteError
 
+from workbench.cluster.lookout import Lookout
 from workbench.cluster.pending import Answer, Output, OutputKind, settle
 from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
 from workbench.cluster.silence import Listener, end_when_alone
+from workbench.codec import decode
 from workbench.errors import ClusterError, RankError
+from workbench.protocol.starting import Address
 
 REQUEST, REPLY, INTERRUPT, HOLD = "workbench_request", "workbench_reply", "workbench_interrupt", "workbench_hold"
+SILENT = "workbench_silent"
 INSTALL = f"{__name__}:install"
 ERROR_MIME = "application/vnd.workbench.error+json"
 
@@ -79,21 +83,26 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
             return answer
 
 
-standing: dict[str, Any] = {"world": None}
-"""On an engine, what it is part of: a :class:`~workbench.protocol.starting.World`, as data; None: it is no rank."""
+standing: dict[str, Any] = {"world": None, "news": None}
+"""On an engine, what it is part of: a :class:`~workbench.protocol.starting.World`, as data; None: it is no rank. And
+:class:`_News` of hosts that it looks at."""
 
 
-def install(handler_name: str, world: dict[str, Any]) -> None:
+def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:
     """Open the side door of this engine.
 
     Args:
         handler_name: ``"module:function"`` that takes the request (JSON data) and returns the reply (JSON data) and
             what goes beside it. It is called in the control thread and must not block.
         world: what this engine is part of now.
+        hosts: by name, which it looks at whether they are there, and where: an
+            :class:`~workbench.protocol.starting.Address` each, as data.
     """
     kernel = _kernel()
     handler = resolve(handler_name)
+    _leave()
     standing["world"] = world
+    standing["news"] = news = _News(kernel, {name: decode(Address, at, name) for name, at in hosts.items()})
 
     def serving(handle: Callable[..., Any]) -> Callable[..., Any]:
         async def serve(stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own
@@ -106,7 +115,8 @@ def install(handler_name: str, world: dict[str, Any]) -> None:
         return serve
 
     is_first = REQUEST not in kernel.control_handlers
-    kernel.control_handlers.update({REQUEST: serving(handler), INTERRUPT: serving(_interrupt), HOLD: serving(_hold)})
+    served = {REQUEST: handler, INTERRUPT: _interrupt, HOLD: _hold}
+    kernel.control_handlers.update({kind: serving(handle) for kind, handle in served.items()} | {SILENT: news.serve})
     if is_first:  # it may have been a rank before
         _adapt(kernel)
 
@@ -156,10 +166,56 @@ def _hold(asked: dict[str, Any]) -> tuple[Any, list[memoryview]]:
     """
     world = standing["world"]
     if asked.get("leave"):
-        standing["world"] = None
+        _leave()
     elif world is not None and "holder" in asked and (world["holder"] is None or asked["take"]):
         world["holder"] = asked["holder"]
     return standing["world"], []
+
+
+def _leave() -> None:
+    """Be no rank any more."""
+    standing["world"] = None
+    if standing["news"] is not None:
+        standing["news"].close()
+        standing["news"] = None
+
+
+class _News:
+    """Which hosts are silent: those who ask are told once there are others than they know.
+
+    All but :meth:`_hear` runs in the control thread, or before anybody has asked.
+    """
+
+    def __init__(self, kernel: Any, hosts: dict[str, Address]) -> None:  # noqa: ANN401 - untyped in ipyparallel
+        self._kernel = kernel
+        self._silent: tuple[str, ...] = ()
+        self._asked: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._lookout = Lookout(hosts, self._hear) if hosts else None
+
+    async def serve(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own
+        """Answer with the names of silent hosts, as soon as there is one that ``parent`` does not know."""
+        self._asked.append((stream, ident, parent))
+        self._tell()
+
+    def _hear(self, silent: tuple[str, ...]) -> None:
+        self._kernel.control_stream.io_loop.add_callback(self._note, silent)
+
+    def _note(self, silent: tuple[str, ...]) -> None:
+        self._silent = silent
+        self._tell()
+
+    def _tell(self) -> None:
+        asked, self._asked = self._asked, []
+        for stream, ident, parent in asked:
+            if set(self._silent) - set(parent["content"]["known"]):
+                self._kernel.session.send(stream, REPLY, {"content": self._silent}, parent, ident=ident)
+            else:
+                self._asked.append((stream, ident, parent))
+
+    def close(self) -> None:
+        """Look at no host any more."""
+        if self._lookout is not None:
+            self._lookout.close()
 
 
 def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel

@@ -6,8 +6,9 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,7 +17,7 @@ from workbench.cluster import survey
 from workbench.cluster._control import INSTALL, Wire
 from workbench.cluster.attached import Attached, Target, holder_here, is_gone
 from workbench.cluster.doors import Doors
-from workbench.cluster.hosts import Surveyed, boots, misfits, seats
+from workbench.cluster.hosts import Surveyed, boots, lookouts, misfits, seats
 from workbench.cluster.launch import Launch
 from workbench.cluster.launched import Launched, check_launcher, configures_launcher
 from workbench.cluster.pending import Pending, select
@@ -25,6 +26,7 @@ from workbench.codec import decode, encode
 from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Request
+from workbench.protocol.messages import GiveUp, Shut
 from workbench.protocol.starting import Boot, Connect, Connected, Holder, World
 
 R = TypeVar("R")
@@ -152,6 +154,8 @@ class Cluster:
             self._place = place = self._open(on_wait)
             wire = self._connect(place)
             self._rank_info = self._join(place, wire) or self._boot(place, self._seat(place, wire))
+            for rank in lookouts(self._rank_info):
+                self._listen_for_silence(self._reach(), rank, ())
         except KeyboardInterrupt as interrupt:
             raise Interrupted("the start was given up: nothing of it is left") from interrupt
         finally:
@@ -243,9 +247,21 @@ class Cluster:
             silent = [rank for rank in late if rank not in told and not answers.done(rank)]
             if silent and time.monotonic() > until:
                 raise ClusterError(f"{len(silent)} of {len(self._engines)} engines do not answer{place.advice(None)}")
-        said = [one.world for one in self._said(answers, set(answers.ranks) - set(told))]
-        found = [world for world in (*told.values(), *said) if world is not None]
+        others = sorted(set(answers.ranks) - set(told))
+        told |= {rank: one.world for rank, one in zip(others, self._said(answers, others), strict=True)}
+        worlds = {self._engines[rank]: world for rank, world in told.items()}
+        # one that was not reached when the others were stopped knows of a world that is no more
+        found = [each for each in worlds.values() if each and None not in map(worlds.get, {*each.engines} & {*worlds})]
+        if not found:
+            self._free(doors, [rank for rank in told if told[rank] is not None], answers)
         return max(found, key=lambda world: len(world.engines), default=None)
+
+    @staticmethod
+    def _free(doors: Doors, stranded: Sequence[int], answers: Pending) -> None:
+        """Free ranks from waiting for others that are none any more, so that they answer."""
+        doors.ask(GiveUp(reason="the other ranks were stopped"), stranded, _HOLD_S)
+        if not answers.wait(_PATIENCE_S):
+            doors.ask(Shut(store=True), [rank for rank in stranded if not answers.done(rank)], _HOLD_S)
 
     @staticmethod
     def _late(answers: Pending, told: Mapping[int, object]) -> list[int]:
@@ -293,7 +309,9 @@ class Cluster:
         connected = self._begin(place, dict.fromkeys(asked, Connect(address=address)))
         info = tuple(connected.values())
         world = encode(World(engines=self._engines, ranks=info, holder=holder_here()))
-        self._on_all(place, INSTALL, dict.fromkeys(asked, (f"{self._runtime}:side_door", world)))
+        look_at = lookouts(info)
+        side_door = f"{self._runtime}:side_door"
+        self._on_all(place, INSTALL, {rank: (side_door, world, encode(look_at.get(rank, {}))) for rank in asked})
         return info
 
     def _begin(self, place: Place, requests: Mapping[int, Request[R]]) -> dict[int, R]:
@@ -424,6 +442,16 @@ class Cluster:
                 self._lose(doors, rank, how, "")
 
         place.ask_why_gone(tell)
+
+    def _listen_for_silence(self, doors: Doors, rank: int, known: Sequence[str], silent: Sequence[str] = ()) -> None:
+        """Lose the ranks of hosts of which ``rank`` hears nothing: of ``silent`` at once, of others when it says so."""
+        if self._doors is not doors or doors.is_lost(rank):  # it was stopped; or all are silent to who is cut off
+            return
+        for info, engine in zip(self._rank_info, self._engines, strict=True):
+            if info.host in set(silent) - set(known):
+                self._on_gone(engine)
+        known = (*known, *silent)
+        doors.ask_for_silent(rank, known, partial(self._listen_for_silence, doors, rank, known))
 
     def _lose(self, doors: Doors, rank: int, how: str, log: str) -> None:
         self._losses.setdefault(rank, how)

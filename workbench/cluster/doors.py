@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from workbench.cluster._control import HOLD, INTERRUPT, REQUEST, Wire
+from workbench.cluster._control import HOLD, INTERRUPT, REQUEST, SILENT, Wire
 from workbench.cluster.pending import Answer, Pending, settle
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError
@@ -83,6 +83,16 @@ class Doors:
             Per rank the world it is part of then, None if of none, or why it did not answer.
         """
         return {rank: _world(rank, future) for rank, future in self._put(HOLD, asked, ranks, timeout_s).items()}
+
+    def ask_for_silent(self, rank: int, known: Sequence[str], tell: Callable[[Sequence[str]], object]) -> None:
+        """Have ``tell`` called once ``rank`` hears nothing of another host, one that is not among ``known``.
+
+        It is given all such hosts, in the client's IO thread. Nobody waits for it: ``rank`` is not busy.
+        """
+        future: Future[Any] = Future()
+        future.add_done_callback(lambda done: tell(done.result()[0]))
+        with self._sending:
+            self._wire.ask(self._engines[rank], rank, SILENT, {"known": known}, future)
 
     def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
         """Put something to the control thread of each of ``ranks``; every future that is returned is complete."""

@@ -11,7 +11,7 @@ from itertools import groupby
 from workbench.devices import AUTO, DEVICES, HOST
 from workbench.errors import UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
-from workbench.protocol.starting import Boot, Host, World
+from workbench.protocol.starting import Address, Boot, Connected, Host, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,3 +214,15 @@ def _check_addresses(seated: Sequence[Seat], interface: str) -> None:
     ]
     if wrong:
         raise UsageError("\n".join(wrong))
+
+
+def lookouts(ranks: Sequence[Connected]) -> dict[int, dict[str, Address]]:
+    """Return which rank looks at which hosts whether they are there, and where, by the hosts' names.
+
+    The first host looks at all others, and the second one at the first.
+    """
+    hosts = [(rank, rank.refuses) for rank in ranks if rank.refuses is not None]
+    if len(hosts) < 2:
+        return {}
+    (first, at), *others = hosts
+    return {first.rank: {other.host: there for other, there in others}, others[0][0].rank: {first.host: at}}

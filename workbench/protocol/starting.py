@@ -72,6 +72,8 @@ class Connected:
         pid: of its process.
         clock: which it reads (:func:`workbench.clock.clock_here`).
         notice: what the user should know, a sentence; empty: nothing.
+        refuses: where its host refuses connections, as a sign of life for other hosts; None: another rank of the host
+            says so, or there is no other host.
     """
 
     rank: int
@@ -80,6 +82,7 @@ class Connected:
     pid: int
     clock: str = ""
     notice: str = ""
+    refuses: Address | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

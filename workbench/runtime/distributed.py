@@ -54,6 +54,7 @@ class ProcessGroups:
     _store: Store | None = None
     _variables: dict[str, str] = field(default_factory=dict)
     _sockets: PeerSockets = field(default_factory=PeerSockets)
+    _refusing: socket.socket | None = None
     _mesh: DeviceMesh | None = None
     _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
 
@@ -89,6 +90,18 @@ class ProcessGroups:
         port = listener.getsockname()[1]
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return Address(host=host, port=port)
+
+    def refuse(self) -> Address | None:
+        """Have a port of this host at which nothing listens; return where it is.
+
+        Whoever tries to connect there is refused, by the kernel of this host, and so knows that the host is there. One
+        rank of each host has one, where there are several hosts; the others return None.
+        """
+        if self.local_rank or self.host.address == LOOPBACK:
+            return None
+        self._refusing = socket.socket()
+        self._refusing.bind((self.host.address, 0))
+        return Address(host=self.host.address, port=self._refusing.getsockname()[1])
 
     def join(self, address: Address) -> None:
         """Meet the other ranks; collective."""
@@ -175,7 +188,10 @@ class ProcessGroups:
         """Destroy all groups; a rank that exits without can take its process down hard."""
         if dist.is_initialized():
             self._destroy()
+        if self._refusing is not None:
+            self._refusing.close()
         groups.forget_all()
+        cancellation.reset()  # this process may become another rank
         for name in self._variables:
             os.environ.pop(name, None)
 

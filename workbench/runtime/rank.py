@@ -213,6 +213,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     asked: Boot = decode(Boot, data, "boot")
+    shutdown()  # when the ranks of before were stopped it was busy, or its host was not reached
     backend = backends.choose(asked.device, asked.local_rank)
     process_groups = ProcessGroups(
         rank=asked.rank,
@@ -271,6 +272,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
             pid=mine.pid,
             clock=clock_here(),
             notice=untried(),
+            refuses=runtime.groups.refuse(),
         )
     )
 
