@@ -7,6 +7,7 @@ import pytest
 
 from tests.integration.keys import Pressing
 from tests.integration.model import CELL, fresh_cell
+from tests.views.figures import subtitle
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, RankError
@@ -176,7 +177,7 @@ def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(w
     say(wb, "step 2")
     assert say(wb, "verify").ok
     after = wb.trace.slice(step=last + 3)
-    assert "in 4 flat ones -&gt; by themselves" in (draw(before, after).layout.title.subtitle.text or "")
+    assert "in 4 flat ones -&gt; by themselves" in subtitle(draw(before, after))
     say(wb, "unshard model")
 
 
