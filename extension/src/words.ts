@@ -65,10 +65,11 @@ export function progress(state: State): string {
 export function headline(state: State): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
   if (gone.length > 0) {
-    const [first] = gone;
-    const which = gone.length === 1 ? `rank ${first?.rank}` : `${gone.length} ranks`;
+    const alike = new Map<string, number[]>();
+    for (const { rank, where } of gone) alike.set(where, [...(alike.get(where) ?? []), rank]);
+    const text = [...alike].map(([how, which]) => `${which.length === 1 ? "rank" : "ranks"} ${ranges(which)} ${how}`).join("; ");
     const todo = state.request === null ? "Stop the ranks, then start them again." : "Abort, then stop the ranks and start them again.";
-    return { tone: "bad", text: `${which} ${first?.where ?? "died"}`, todo };
+    return { tone: "bad", text, todo };
   }
   const { request, cluster } = state;
   if (cluster.held_by) {

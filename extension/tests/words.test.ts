@@ -159,6 +159,8 @@ describe("the headline", () => {
       todo: "Abort, then stop the ranks and start them again.",
     });
     expect(headline(state({ ranks: [rank(0), GONE] })).todo).toBe("Stop the ranks, then start them again.");
+    const killed = [2, 3].map((number) => rank(number, { health: "gone", where: "died: killed" }));
+    expect(headline(state({ ranks: [rank(0), GONE, ...killed] })).text).toBe("rank 1 died: ended by signal 9; ranks 2-3 died: killed");
   });
 
   it("says where and why ranks are stopped", () => {

@@ -10,17 +10,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ipyparallel
 import psutil
 
 from tests import namespaces
 from tests.bench.stats import spread
-from tests.namespaces import Seat
-from tests.waiting import wait_until
+from tests.engines import engines_on, wait_for_engines
 from workbench.cluster import Cluster
 from workbench.cluster.attached import Target
 from workbench.protocol.messages import Locate
@@ -86,7 +84,7 @@ def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -
         network.cables.become(namespaces.MEASURED_ON)
         here, *hosts = network.hosts
         here.take()
-        with engines_on([seat for seat in hosts for _ in range(num_local)], here.address) as target:
+        with engines_on([seat.namespace for seat in hosts for _ in range(num_local)], here.address) as target:
             num_cores = len(os.sched_getaffinity(0))
             with Cluster.attached(target, device="cpu") as cluster:
                 found = _medians(cluster, num_times)
@@ -114,38 +112,6 @@ def _latency_ms(address: str) -> float:
 
 
 @contextmanager
-def engines_on(seats: Sequence[Seat], address: str) -> Iterator[Target]:
-    """Let an engine of ipyparallel run on each seat, and their controller here, on ``address``."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as last:
-        security = Path(folder) / "profile_bench" / "security"
-        where = [f"--ipython-dir={folder}", "--profile=bench"]
-        _run(last, "ipyparallel.controller", *where, f"--ip={address}", f"--location={address}")
-        file = security / "ipcontroller-engine.json"
-        wait_until(file.exists, LONG_S)
-        for seat in seats:
-            _run(last, "ipyparallel.engine", *where, f"--file={file}", in_namespace=seat.namespace)
-        client_file = security / "ipcontroller-client.json"
-        wait_until(client_file.exists, LONG_S)
-        _wait_for_engines(client_file, len(seats))
-        yield Target(file=str(client_file))
-
-
-def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> None:
-    """Run a module in a process of its own, in a network namespace or here, until the end."""
-    before = ["ip", "netns", "exec", in_namespace] if in_namespace else []
-    command = [*before, sys.executable, "-m", module, *words]
-    environment = os.environ | {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    last.callback(process.wait)
-    last.callback(process.terminate)
-
-
-def _wait_for_engines(client_file: Path, num_engines: int) -> None:
-    with ipyparallel.Client(str(client_file)) as client:
-        client.wait_for_engines(num_engines, timeout=LONG_S, interactive=False)
-
-
-@contextmanager
 def running_engines(num_engines: int) -> Iterator[Target]:
     """Let ipyparallel start engines of its own, in a process and a directory that end with the body."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -157,7 +123,7 @@ def running_engines(num_engines: int) -> Iterator[Target]:
                     if "engines appear to have started" in line.lower():
                         break
                 file = Path(folder) / "profile_bench" / "security" / "ipcontroller-one-client.json"
-                _wait_for_engines(file, num_engines)
+                wait_for_engines(file, num_engines)
                 yield Target(file=str(file))
             finally:
                 started.terminate()

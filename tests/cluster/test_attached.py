@@ -256,7 +256,7 @@ def test_an_attached_engine_that_is_killed_is_named_at_once_though_its_controlle
         engine = looking.rank_info[1]
         os.kill(engine.pid, signal.SIGKILL)
         wait_until(looking.losses, SOON_S)
-        assert looking.losses() == {1: f"died: its process on {engine.host} has ended, or its host is gone"}
+        assert looking.losses() == {1: f"died: the process on {engine.host} has ended, or its host is gone"}
         looking.stop()
 
 

@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_and_the_others_work_on(ipython_directory):
         pending = cluster.apply(f"{RUNTIME}:hold")
         wait_until_held(cluster)
         os.kill(cluster.rank_info[1].pid, signal.SIGKILL)
-        with pytest.raises(RankDied, match=r"rank 1 died: its process on .* has ended"):
+        with pytest.raises(RankDied, match=r"rank 1 died: the process on .* has ended"):
             pending.result(1, PATIENCE_S)
         assert cluster.alive() == (True, False)
         cluster.ask(Release(), timeout_s=PATIENCE_S)

@@ -1,15 +1,12 @@
 """Whether another host is there: what its kernel answers, or does not, to who tries to connect."""
 
-import asyncio
 import errno
 import socket
-import threading
-from types import SimpleNamespace
 
 import pytest
 
-from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster import _control, lookout
+from tests.waiting import wait_until
+from workbench.cluster import lookout
 from workbench.cluster.hosts import lookouts
 from workbench.cluster.lookout import SILENCE_S, Knocking, Lookout
 from workbench.protocol.starting import Address, Connected
@@ -89,18 +86,14 @@ def test_what_a_router_says_is_no_sign_of_life_and_what_is_wrong_here_none_of_de
     assert host.is_silent(2.0 + SILENCE_S) is is_silent
 
 
-def test_those_who_become_silent_are_told_of_and_those_who_come_back(refusing, answers_once, monkeypatch):
+def test_who_becomes_silent_is_so_until_it_comes_back(refusing, answers_once, monkeypatch):
     monkeypatch.setattr(lookout, "PERIOD_S", 0.01)
     monkeypatch.setattr(lookout, "SILENCE_S", 0.1)
-    told, is_told = [], threading.Semaphore(0)
-    hosts = {"one": refusing, "two": address_of(answers_once)}
-    looking = Lookout(hosts, lambda silent: (told.append(silent), is_told.release()))
-    assert is_told.acquire(timeout=PATIENCE_S)
-    assert told == [("two",)]
+    looking = Lookout({"one": refusing, "two": address_of(answers_once)})
+    wait_until(lambda: looking.silent == ("two",))
     answers_once.accept()[0].close()
-    assert is_told.acquire(timeout=PATIENCE_S)
+    wait_until(lambda: looking.silent == ())
     looking.close()
-    assert told[1] == ()
 
 
 def ranks_on(*hosts):
@@ -126,36 +119,3 @@ def test_the_first_host_looks_at_the_others_and_the_second_at_the_first():
 
 def test_one_host_alone_is_not_looked_at():
     assert lookouts(ranks_on("a", "a")) == {}
-
-
-class FakeKernel:
-    """As much of a kernel as sends answers: ``sent`` are they, with who gets each."""
-
-    def __init__(self):
-        self.sent = []
-        self.session = self.control_stream = self.io_loop = self
-
-    def add_callback(self, function, *args):
-        function(*args)
-
-    def send(self, stream, kind, content, parent, ident):
-        self.sent.append((ident, content["content"]))
-
-
-def test_who_asks_is_told_of_hosts_that_it_does_not_know_to_be_silent(monkeypatch):
-    monkeypatch.setattr(_control, "Lookout", lambda hosts, on_change: SimpleNamespace(tell=on_change))
-    kernel = FakeKernel()
-    news = _control._News(kernel, {"b": Address(host=HERE, port=1)})
-
-    def ask(ident, *known):
-        asyncio.run(news.serve("stream", ident, {"content": {"known": known}}))
-
-    ask("one")
-    news._lookout.tell(("b",))
-    assert kernel.sent == [("one", ("b",))]
-    ask("one", "b")
-    ask("two")
-    assert kernel.sent[1:] == [("two", ("b",))]
-    news._lookout.tell(())  # it has come back
-    news._lookout.tell(("c",))
-    assert kernel.sent[2:] == [("one", ("c",))]

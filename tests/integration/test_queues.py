@@ -108,7 +108,7 @@ def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile, monkeypatch
     engines, (job,) = engines_of(bench), queues.jobs(slurm)
     queues.cancel(slurm, job)
     wait_until(lambda: set(bench.losses) == {0, 1})
-    said = rf"died: its process on \S+ has ended: the queue has ended job {job}: CANCELLED.*"
+    said = rf"died: the process on \S+ has ended: the queue has ended job {job}: CANCELLED.*"
     assert re.fullmatch(said, bench.losses[1])
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 

@@ -84,7 +84,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
     with network.unplugged(network.names[lost]):
         wait_until(lambda: bench.losses, SOON_S)
         said = text_of_the_end(bench)
-        assert f"rank {lost} died: its process on {network.names[lost]} has ended, or its host is gone" in said
+        assert f"rank {lost} died: the process on {network.names[lost]} has ended, or its host is gone" in said
         assert f"without rank {lost} no step is possible" in said
         assert set(bench.losses) == {lost}
         assert [test_hosts.told_by(bench, "rank", rank) for rank in sorted(others)] == list(map(str, sorted(others)))

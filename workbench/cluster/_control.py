@@ -83,9 +83,9 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
             return answer
 
 
-standing: dict[str, Any] = {"world": None, "news": None}
+standing: dict[str, Any] = {"world": None, "lookout": None}
 """On an engine, what it is part of: a :class:`~workbench.protocol.starting.World`, as data; None: it is no rank. And
-:class:`_News` of hosts that it looks at."""
+the :class:`~workbench.cluster.lookout.Lookout` for other hosts; None: it looks at none."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:
@@ -102,7 +102,8 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
     handler = resolve(handler_name)
     _leave()
     standing["world"] = world
-    standing["news"] = news = _News(kernel, {name: decode(Address, at, name) for name, at in hosts.items()})
+    if hosts:
+        standing["lookout"] = Lookout({name: decode(Address, at, name) for name, at in hosts.items()})
 
     def serving(handle: Callable[..., Any]) -> Callable[..., Any]:
         async def serve(stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own
@@ -115,8 +116,8 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
         return serve
 
     is_first = REQUEST not in kernel.control_handlers
-    served = {REQUEST: handler, INTERRUPT: _interrupt, HOLD: _hold}
-    kernel.control_handlers.update({kind: serving(handle) for kind, handle in served.items()} | {SILENT: news.serve})
+    served = {REQUEST: handler, INTERRUPT: _interrupt, HOLD: _hold, SILENT: _silent}
+    kernel.control_handlers.update({kind: serving(handle) for kind, handle in served.items()})
     if is_first:  # it may have been a rank before
         _adapt(kernel)
 
@@ -175,47 +176,15 @@ def _hold(asked: dict[str, Any]) -> tuple[Any, list[memoryview]]:
 def _leave() -> None:
     """Be no rank any more."""
     standing["world"] = None
-    if standing["news"] is not None:
-        standing["news"].close()
-        standing["news"] = None
+    if standing["lookout"] is not None:
+        standing["lookout"].close()
+        standing["lookout"] = None
 
 
-class _News:
-    """Which hosts are silent: those who ask are told once there are others than they know.
-
-    All but :meth:`_hear` runs in the control thread, or before anybody has asked.
-    """
-
-    def __init__(self, kernel: Any, hosts: dict[str, Address]) -> None:  # noqa: ANN401 - untyped in ipyparallel
-        self._kernel = kernel
-        self._silent: tuple[str, ...] = ()
-        self._asked: list[tuple[Any, Any, dict[str, Any]]] = []
-        self._lookout = Lookout(hosts, self._hear) if hosts else None
-
-    async def serve(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:  # noqa: ANN401 - ipykernel's own
-        """Answer with the names of silent hosts, as soon as there is one that ``parent`` does not know."""
-        self._asked.append((stream, ident, parent))
-        self._tell()
-
-    def _hear(self, silent: tuple[str, ...]) -> None:
-        self._kernel.control_stream.io_loop.add_callback(self._note, silent)
-
-    def _note(self, silent: tuple[str, ...]) -> None:
-        self._silent = silent
-        self._tell()
-
-    def _tell(self) -> None:
-        asked, self._asked = self._asked, []
-        for stream, ident, parent in asked:
-            if set(self._silent) - set(parent["content"]["known"]):
-                self._kernel.session.send(stream, REPLY, {"content": self._silent}, parent, ident=ident)
-            else:
-                self._asked.append((stream, ident, parent))
-
-    def close(self) -> None:
-        """Look at no host any more."""
-        if self._lookout is not None:
-            self._lookout.close()
+def _silent(_: dict[str, Any]) -> tuple[Sequence[str], list[memoryview]]:
+    """Return the names of the hosts of which nothing is heard here."""
+    lookout = standing["lookout"]
+    return ([] if lookout is None else lookout.silent), []
 
 
 def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
@@ -229,11 +198,13 @@ def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipypar
 
     async def process_control(message: Any) -> None:  # noqa: ANN401 - frames of ZeroMQ
         idents, frames = session.feed_identities(message, copy=False)
-        if REQUEST.encode() not in bytes(frames[1]):  # the header
+        header = bytes(frames[1])
+        kind = next((kind for kind in (REQUEST, SILENT) if kind.encode() in header), None)
+        if kind is None:
             await process(message)
             return
         request = session.deserialize(frames, content=True, copy=False)  # raises if it is not signed
-        await kernel.control_handlers[REQUEST](kernel.control_stream, idents, request)
+        await kernel.control_handlers[kind](kernel.control_stream, idents, request)
 
     kernel.process_control = process_control
 
@@ -380,6 +351,11 @@ class Wire:
         message = client._send(client._control_stream, kind, content=request, ident=engine.encode())
         message.add_done_callback(lambda done: settle(future, _side_outcome(rank, done.result())))
         return str(message.msg_id)
+
+    def later(self, delay_s: float, do: Callable[[], object]) -> None:
+        """Have ``do`` called in the client's IO thread, if it still runs by then."""
+        loop = self._client._io_loop
+        loop.add_callback(loop.call_later, delay_s, do)
 
     def forget(self, message_id: str) -> None:
         """Stop waiting for the reply to a side-door request."""

@@ -41,6 +41,7 @@ _PATIENCE_S = 1.0
 _HOLD_S = 2.0
 _ANSWER_S = 20.0  # how long it may take until an engine that does nothing else counts as busy: its machine may be
 _WHO_S = 2.0  # how often it is asked whether another notebook has taken the ranks
+_SILENT_S = 0.2  # how often two ranks are asked which hosts are silent
 
 PROGRAM = Path(survey.__file__).read_text(encoding="utf-8")
 """Runs on every engine before it is a rank: it need not have the workbench."""
@@ -155,7 +156,7 @@ class Cluster:
             wire = self._connect(place)
             self._rank_info = self._join(place, wire) or self._boot(place, self._seat(place, wire))
             for rank in lookouts(self._rank_info):
-                self._listen_for_silence(self._reach(), rank, ())
+                self._watch_hosts(self._reach(), rank, frozenset())
         except KeyboardInterrupt as interrupt:
             raise Interrupted("the start was given up: nothing of it is left") from interrupt
         finally:
@@ -438,20 +439,23 @@ class Cluster:
 
         def tell(why: str) -> None:
             if self._doors is doors:  # else it was stopped meanwhile
-                how = f"died: its process{host} has ended" + (f": {why}" if why else ", or its host is gone")
+                how = f"died: the process{host} has ended" + (f": {why}" if why else ", or its host is gone")
                 self._lose(doors, rank, how, "")
 
         place.ask_why_gone(tell)
 
-    def _listen_for_silence(self, doors: Doors, rank: int, known: Sequence[str], silent: Sequence[str] = ()) -> None:
-        """Lose the ranks of hosts of which ``rank`` hears nothing: of ``silent`` at once, of others when it says so."""
+    def _watch_hosts(self, doors: Doors, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
+        """Lose the ranks of hosts of which ``rank`` hears nothing: of ``silent``, and of those it tells of from now on.
+
+        It is asked again and again, and tells nothing unasked: what it sends once the controller is gone would keep
+        ipyparallel's process between the two for ever.
+        """
         if self._doors is not doors or doors.is_lost(rank):  # it was stopped; or all are silent to who is cut off
             return
         for info, engine in zip(self._rank_info, self._engines, strict=True):
-            if info.host in set(silent) - set(known):
+            if info.host in silent and info.host not in known:
                 self._on_gone(engine)
-        known = (*known, *silent)
-        doors.ask_for_silent(rank, known, partial(self._listen_for_silence, doors, rank, known))
+        doors.ask_for_silent(rank, _SILENT_S, partial(self._watch_hosts, doors, rank, known.union(silent)))
 
     def _lose(self, doors: Doors, rank: int, how: str, log: str) -> None:
         self._losses.setdefault(rank, how)

@@ -84,15 +84,20 @@ class Doors:
         """
         return {rank: _world(rank, future) for rank, future in self._put(HOLD, asked, ranks, timeout_s).items()}
 
-    def ask_for_silent(self, rank: int, known: Sequence[str], tell: Callable[[Sequence[str]], object]) -> None:
-        """Have ``tell`` called once ``rank`` hears nothing of another host, one that is not among ``known``.
+    def ask_for_silent(self, rank: int, delay_s: float, tell: Callable[[Sequence[str]], object]) -> None:
+        """Ask ``rank``, ``delay_s`` seconds from now, of which hosts it hears nothing.
 
-        It is given all such hosts, in the client's IO thread. Nobody waits for it: ``rank`` is not busy.
+        ``tell`` is called with their names in the client's IO thread. Nobody waits for it: ``rank`` is not busy.
         """
         future: Future[Any] = Future()
         future.add_done_callback(lambda done: tell(done.result()[0]))
-        with self._sending:
-            self._wire.ask(self._engines[rank], rank, SILENT, {"known": known}, future)
+
+        def ask() -> None:
+            if not self.is_lost(rank):
+                with self._sending:
+                    self._wire.ask(self._engines[rank], rank, SILENT, {}, future)
+
+        self._wire.later(delay_s, ask)
 
     def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
         """Put something to the control thread of each of ``ranks``; every future that is returned is complete."""

@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from workbench.protocol.starting import Address
 
@@ -89,27 +89,25 @@ def _outcome(attempt: socket.socket) -> int | None:
 
 
 class Lookout:
-    """Tells which hosts are silent.
+    """Looks in a thread of its own which hosts are silent.
 
     Args:
         hosts: where each is asked for a sign of life, by its name.
-        on_change: called with the names of those that are silent, whenever others are than before, in a thread of its
-            own.
+
+    Attributes:
+        silent: the names of those that are.
     """
 
-    def __init__(self, hosts: Mapping[str, Address], on_change: Callable[[tuple[str, ...]], None]) -> None:
+    def __init__(self, hosts: Mapping[str, Address]) -> None:
         self._hosts = {name: Knocking(address) for name, address in hosts.items()}
-        self._on_change = on_change
+        self.silent: tuple[str, ...] = ()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="workbench: lookout", daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
-        silent: tuple[str, ...] = ()
         while not self._is_over.wait(PERIOD_S):
-            before, silent = silent, tuple(n for n, host in self._hosts.items() if host.is_silent(time.monotonic()))
-            if silent != before:
-                self._on_change(silent)
+            self.silent = tuple(name for name, host in self._hosts.items() if host.is_silent(time.monotonic()))
         for host in self._hosts.values():
             host.close()
 

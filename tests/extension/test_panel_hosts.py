@@ -1,0 +1,82 @@
+"""Ranks on several hosts in the panel: by host, and when one of these loses its cable."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.extension.built import built_panel
+from tests.extension.page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
+from tests.integration import test_hosts_attached
+from tests.integration.model import CELL
+from tests.notebooks.lab import jupyterlab, opened
+
+pytestmark = [
+    *test_hosts_attached.pytestmark,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.timeout(900),
+]
+
+network, running = test_hosts_attached.network, test_hosts_attached.running
+
+CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block --mesh hosts", "%fsdp step 1000000 --background"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium, running):
+    """A JupyterLab with the panel, open, where the controller is."""
+    expect.set_options(timeout=PATIENCE_MS)
+    with (
+        jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel(), has_one_kernel=False) as url,
+        opened(url, chromium) as lab,
+    ):
+        lab.page.evaluate(f"() => {SHOW}")
+        yield lab
+
+
+def ranks_on(lab, host):
+    """The rows of the ranks of a host."""
+    group = section(lab, "Ranks").get_by_role("group", name=f"ranks on {host}")
+    return group.get_by_role("listitem")
+
+
+def in_both_themes(lab, name):
+    """Keep a picture of the page, light and dark."""
+    for theme in ("Light", "Dark"):
+        run(lab, "apputils:change-theme", theme=f"JupyterLab {theme}")
+        lab.page.locator(f"body[data-jp-theme-light='{str(theme == 'Light').lower()}']").wait_for(state="attached")
+        shot(lab, f"{name}_{theme.lower()}")
+
+
+def test_engines_of_several_hosts_become_ranks_by_host_and_train(lab, network, running):
+    panel(lab).get_by_role("combobox", name="From").select_option("attach")
+    panel(lab).get_by_label("File", exact=True).fill(running.file)
+    panel(lab).get_by_role("combobox", name="Device").select_option("cpu")
+    tool(lab, "Attach").click()
+    for host in network.names:
+        expect(ranks_on(lab, host)).to_have_count(2)
+    for number in range(3):
+        lab.do(number)
+    expect(headline(lab)).to_contain_text(re.compile(r"[1-9]\d* of 1000000 steps"))
+    in_both_themes(lab, "hosts")
+
+
+def test_a_host_that_loses_its_cable_is_named_with_its_ranks(lab, network):
+    run(lab, "fsdp:open-dashboard")
+    expect(dashboard(lab).locator(".fw-badge")).to_contain_text("training")
+    lost = network.names[2]
+    with network.unplugged(lost):
+        for where in (headline(lab), dashboard(lab)):
+            expect(where).to_contain_text("ranks 4-5 died")
+            expect(where).to_contain_text(lost)
+        expect(status_bar(lab)).to_have_class("fsdp-mod-bad")
+        in_both_themes(lab, "host_lost")
+        tool(lab, "Stop the ranks").click()
+        expect(section(lab, "Ranks")).to_have_count(0)
+
+
+def test_nothing_complains(lab):
+    assert lab.outside == []
+    assert lab.errors == []
