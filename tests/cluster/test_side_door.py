@@ -33,6 +33,10 @@ def test_ranks_answer_while_their_main_thread_is_occupied(cluster, occupation):
     assert pending.results(PATIENCE_S) == dict.fromkeys(range(3), True)
 
 
+def test_a_main_thread_that_computes_in_python_makes_way_for_it_soon(cluster):
+    assert cluster.apply("sys:getswitchinterval").results(PATIENCE_S) == dict.fromkeys(range(3), 0.001)
+
+
 def test_an_error_of_the_handler_is_the_ranks_answer(cluster):
     replies = cluster.ask(Raise(), ranks=[1], timeout_s=PATIENCE_S)
     assert isinstance(replies[1], RankError)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -39,6 +40,10 @@ REQUEST, REPLY, INTERRUPT, HOLD = "workbench_request", "workbench_reply", "workb
 SILENT = "workbench_silent"
 INSTALL = f"{__name__}:install"
 ERROR_MIME = "application/vnd.workbench.error+json"
+
+# how long the side door waits until the main thread, which computes in Python, lets it have the interpreter: once and
+# again for every request, and so less than the 5 ms that Python waits by itself
+_SWITCH_S = 0.001
 
 # between a request's reply and its last output (either may be first); longer only when one of them was lost
 _STRAGGLER_S = 3.0
@@ -124,6 +129,7 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
 
 def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Have an engine's kernel do what a rank's must."""
+    sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
     kernel.shell.events.register("post_run_cell", _publish_error)
     _repair_await(kernel)
