@@ -5,8 +5,8 @@ import pytest
 
 from tests import hosts
 from tests.engines import engines_on
+from tests.integration import test_hosts
 from tests.integration.model import CELL
-from tests.integration.test_hosts import told_by
 from tests.marks import unless
 from tests.waiting import wait_until
 from workbench.cluster import Cluster
@@ -23,10 +23,7 @@ SOON_S = 15.0
 """Much more than the 2 s that it takes, and less than the 30 s that ipyparallel would take by itself."""
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with hosts.network_of(3, tmp_path_factory.mktemp("network")) as made:
-        yield made
+network = test_hosts.network
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +88,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, runni
         wait_until(lambda: bench.pulse().under_way is None)
         assert f"without ranks {min(gone)}-{max(gone)} no step is possible" in bench.pulse().ended.text
         left = sorted({*range(6)} - gone)
-        assert [told_by(bench, "rank", rank) for rank in left] == list(map(str, left))
+        assert [test_hosts.told_by(bench, "rank", rank) for rank in left] == list(map(str, left))
     looking.detach()
 
 

@@ -57,8 +57,7 @@ def _layout(fig: go.Figure, width: int, drawn: int) -> dict[str, Any]:
 
 
 def _wrapped(annotation: go.layout.Annotation, width: int) -> dict[str, Any]:
-    sentence = html.unescape(annotation.text.replace("<br>", " "))
-    return {**annotation.to_plotly_json(), "text": theme.in_lines(sentence, width)}
+    return {**annotation.to_plotly_json(), "text": theme.in_lines(theme.plain(annotation.text), width)}
 
 
 def _legend(fig: go.Figure) -> dict[str, str]:

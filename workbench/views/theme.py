@@ -258,9 +258,12 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
 
 def said(fig: go.Figure) -> tuple[str, str]:
     """Return title and subtitle of a figure as plain text without lines; empty where there is none."""
-    texts = (fig.layout.title.text, fig.layout.title.subtitle.text)
-    title, subtitle = (html.unescape((text or "").replace("<br>", " ")) for text in texts)
-    return title, subtitle
+    return plain(fig.layout.title.text or ""), plain(fig.layout.title.subtitle.text or "")
+
+
+def plain(text: str) -> str:
+    """Return text that was broken into lines, and escaped, as it was before."""
+    return html.unescape(text.replace("<br>", " "))
 
 
 def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:

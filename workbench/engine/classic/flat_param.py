@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class FlatParameter(nn.Parameter):
     """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters."""
 
 
-_OF_FORM = frozenset(
+_OF_FORM: frozenset[Callable[..., Any]] = frozenset(
     {
         torch.Tensor.size,
         torch.Tensor.dim,
@@ -49,21 +49,15 @@ _OF_FORM = frozenset(
 )
 
 
-class Away(torch.Tensor):
-    """Stands on a module for a parameter that lies in a flat one: has its shape, dtype and device, and no values."""
+class _StandIn(torch.Tensor):
+    """Stands where a tensor is looked for: has its shape, dtype and device, and no values."""
 
-    full: FullParam
+    answers: ClassVar[frozenset[Callable[..., Any]]] = _OF_FORM
+    """What it does as any tensor."""
 
     @classmethod
-    def of(cls, full: FullParam) -> Away:
-        """Return what stands for ``full`` while that is closed."""
-        away = full.data.new_zeros(()).expand(full.data.shape).as_subclass(cls)
-        away.full = full
-        return away
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is."""
-        return f"<{self.full.fqn} is sharded: {list(self.shape)}, {self.dtype}>"
+    def _for(cls, tensor: torch.Tensor) -> Self:
+        return tensor.new_zeros(()).expand(tensor.shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -78,30 +72,63 @@ class Away(torch.Tensor):
         Raises:
             RuntimeError: something would compute with it.
         """
-        if func.__name__ == "__get__" or func in _OF_FORM:
+        if func.__name__ == "__get__" or func in cls.answers:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         given = (*args, *(kwargs or {}).values())
-        away = next(value for value in given if isinstance(value, Away))
-        raise RuntimeError(
-            f"{func.__name__}: parameter {away.full.fqn!r} is sharded; call the FullyShardedDataParallel around its "
-            "module, or compute within summon_full_params"
+        return cls._compute(func, [v for arg in given for v in (arg if isinstance(arg, (list, tuple)) else [arg])])
+
+    @classmethod
+    def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
+        """Do what is neither of its form nor refused; ``given``: to ``func``, what lists hold by itself."""
+        one = next(value for value in given if isinstance(value, cls))
+        raise RuntimeError(f"{func.__name__}: {one.refusal}")
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing computes with it, and what to do instead."""
+        raise NotImplementedError
+
+
+class Away(_StandIn):
+    """Stands on a module for a parameter that lies in a flat one."""
+
+    full: FullParam
+
+    @classmethod
+    def of(cls, full: FullParam) -> Away:
+        """Return what stands for ``full`` while that is closed."""
+        away = cls._for(full.data)
+        away.full = full
+        return away
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it is."""
+        return f"<{self.full.fqn} is sharded: {list(self.shape)}, {self.dtype}>"
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing computes with it, and what to do instead."""
+        return (
+            f"parameter {self.full.fqn!r} is sharded; call the FullyShardedDataParallel around its module, or compute "
+            "within summon_full_params"
         )
 
 
-class Unreduced(torch.Tensor):
+class Unreduced(_StandIn):
     """Stands in ``.grad`` for gradients that were added up within ``no_sync`` and wait for their reduction.
 
     There ``zero_grad`` finds them, as it does with torch's wrapper: it takes this away, or makes it zero, and they are
     forgotten before the next one comes.
     """
 
+    answers = _OF_FORM | {torch.Tensor.requires_grad_}
     fqn: str
     is_zero: bool
 
     @classmethod
     def of(cls, param: nn.Parameter, fqn: str) -> Unreduced:
-        """Return what stands for the gradient of ``param``, of its shape, dtype and device."""
-        unreduced = param.detach().new_zeros(()).expand(param.shape).as_subclass(cls)
+        """Return what stands for the gradient of ``param``."""
+        unreduced = cls._for(param.detach())
         unreduced.fqn, unreduced.is_zero = fqn, False
         return unreduced
 
@@ -109,34 +136,25 @@ class Unreduced(torch.Tensor):
         """Say what it is."""
         return f"<gradient of {self.fqn}, not reduced yet: {list(self.shape)}, {self.dtype}>"
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - torch's protocol
-        """Answer what is asked of its form, and note that it was made zero.
+    @property
+    def refusal(self) -> str:
+        """Why nothing computes with it, and what to do instead."""
+        return (
+            f"the gradient of {self.fqn!r} was added up within no_sync() and is not reduced yet; run a backward "
+            "outside of it before whatever needs gradients"
+        )
 
-        Raises:
-            RuntimeError: something would compute with it.
-        """
-        if func.__name__ == "__get__" or func in {*_OF_FORM, torch.Tensor.requires_grad_}:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        given = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    @classmethod
+    def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
+        """Note that it was made zero."""
         if func.__name__ not in {"zero_", "_foreach_zero_"}:
-            unreduced = next(value for value in given if isinstance(value, Unreduced))
-            raise RuntimeError(
-                f"{func.__name__}: the gradient of {unreduced.fqn!r} was added up within no_sync() and is not reduced "
-                "yet; run a backward outside of it before whatever needs gradients"
-            )
+            return super()._compute(func, given)
         for grad in given:
             if isinstance(grad, Unreduced):
                 grad.is_zero = True
             else:
                 grad.zero_()
-        return args[0]
+        return given[0]
 
 
 def _reduced_grad(param: nn.Parameter) -> torch.Tensor | None:
