@@ -143,6 +143,14 @@ def test_join_keeps_places_and_lets_the_newer_win():
     assert join(both, Header(strings=("d",))).producer == "p"
 
 
+@pytest.mark.parametrize("ended", ["retired", "gone"])
+def test_a_unit_that_is_not_in_use_on_one_rank_is_not_in_use_whichever_rank_was_heard_last(ended):
+    first, second = make_unit(index=0), make_unit(index=1)
+    used, over = Header(units=(first, second)), Header(units=(replace(first, **{ended: True}), second))
+    for both in (join(used, over), join(over, used)):
+        assert [unit.in_use for unit in both.units] == [False, True]
+
+
 def test_join_keeps_every_reading_of_a_clock_once_in_the_order_of_their_times():
     first, second, third = (Reading(t_ns=t_ns, offset_ns=1, error_ns=1) for t_ns in (1, 2, 3))
     old = Header(clocks=(HostClock(ranks=(2, 3), readings=(first, third)),))

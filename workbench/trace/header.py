@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.codec import CodecError, decode, encode
 from workbench.errors import TraceError
-from workbench.events import Category
+from workbench.events import Category, Unit
 from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, HostClock, KeyFrame, Reading, Rows
 from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
@@ -68,14 +68,15 @@ def join(first: Header, second: Header) -> Header:
     """Return one header for rows of both: every string, group, unit, rank and reading of a clock of either.
 
     Indices into ``first``'s tables stay valid; rows written against ``second`` go through :func:`translate`. Where
-    both describe the same unit or rank, or the run as a whole, ``second`` is the newer and wins.
+    both describe the same unit or rank, or the run as a whole, ``second`` is the newer and wins; but a unit that is not
+    in use for one is in use no more: it can do nothing without all its ranks.
     """
     run = second if second.world_size else first
     return dataclasses.replace(
         run,
         ranks=tuple(v for _, v in sorted({r.rank: r for r in first.ranks + second.ranks}.items())),
         clocks=_clocks(first.clocks, second.clocks),
-        units=tuple(v for _, v in sorted({u.index: u for u in first.units + second.units}.items())),
+        units=_units(first.units, second.units),
         comm_groups=_union(first.comm_groups, second.comm_groups),
         strings=_union(first.strings, second.strings),
     )
@@ -102,6 +103,16 @@ def _moved(rows: Rows, column: str, old: tuple[Entry, ...], new: tuple[Entry, ..
     rows = rows.copy()
     rows[column] = moved[rows[column]]
     return rows
+
+
+def _units(first: tuple[Unit, ...], second: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    units = {unit.index: unit for unit in first}
+    for unit in second:
+        known = units.get(unit.index, unit)
+        units[unit.index] = dataclasses.replace(
+            unit, retired=known.retired or unit.retired, gone=known.gone or unit.gone
+        )
+    return tuple(unit for _, unit in sorted(units.items()))
 
 
 def _clocks(first: tuple[HostClock, ...], second: tuple[HostClock, ...]) -> tuple[HostClock, ...]:
