@@ -1,17 +1,22 @@
 """Loopback ports that stay free until the process that is to listen on them has started.
 
 Jupyter and ipyparallel choose free ports themselves, and listen on them up to a second later; meanwhile the operating
-system may give one to somebody else.
+system may give one to somebody else, or have given it to one who listens as late.
 """
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
+from random import SystemRandom
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
+_PORTS = range(20_000, 32_768)
+"""Below those that an operating system gives to who asks for any: such a one closes it, and comes back for it later."""
+_TRIES = 1000
 _OF_A_KERNEL = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
 
@@ -20,15 +25,34 @@ def reserved_port() -> int:
 
     ZeroMQ's sockets have it. On a port where the side that listened has just closed a connection (``TIME_WAIT``, RFC
     9293, section 3.3.2), the operating system gives nobody else a place.
+
+    Raises:
+        OSError: none is free.
+    """
+    for port in SystemRandom().sample(_PORTS, _TRIES):
+        try:
+            _reserve(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
+    where = f"{_PORTS.start}-{_PORTS.stop - 1} on {LOOPBACK}"
+    raise OSError(errno.EADDRINUSE, f"of the ports {where} {_TRIES} were tried, and all are in use")
+
+
+def _reserve(port: int) -> None:
+    """Take ``port`` from all who do not know it.
+
+    Raises:
+        OSError: somebody has it.
     """
     with socket.socket() as listener, socket.socket() as peer:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, 0))
+        listener.bind((LOOPBACK, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # before it was bound: it would share a port
         listener.listen(1)
         peer.connect(listener.getsockname())
         listener.accept()[0].close()  # before its peer: so the wait is on this side
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def of_a_kernel() -> dict[str, int]:
