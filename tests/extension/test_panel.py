@@ -209,8 +209,7 @@ def test_each_notebook_has_ranks_of_its_own(lab):
 
 
 def test_it_is_dark_with_a_dark_theme_and_fits_into_a_narrow_window(lab):
-    run(lab, "apputils:change-theme", theme="JupyterLab Dark")
-    lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    lab.change_theme("Dark")
     shot(lab, "dark")
     lab.page.set_viewport_size({"width": 700, "height": 900})
     lab.page.evaluate(f"() => {SHOW}")
@@ -221,7 +220,7 @@ def test_it_is_dark_with_a_dark_theme_and_fits_into_a_narrow_window(lab):
         assert inside["x"] + inside["width"] <= box["x"] + box["width"]
     shot(lab, "narrow")
     lab.page.set_viewport_size({"width": 1400, "height": 1100})
-    run(lab, "apputils:change-theme", theme="JupyterLab Light")
+    lab.change_theme("Light")
 
 
 def test_the_controls_hide_what_is_scrolled_below_them_while_the_kernel_is_silent_too(lab):

@@ -45,8 +45,7 @@ def ranks_on(lab, host):
 def in_both_themes(lab, name):
     """Keep a picture of the page, light and dark."""
     for theme in ("Light", "Dark"):
-        run(lab, "apputils:change-theme", theme=f"JupyterLab {theme}")
-        lab.page.locator(f"body[data-jp-theme-light='{str(theme == 'Light').lower()}']").wait_for(state="attached")
+        lab.change_theme(theme)
         shot(lab, f"{name}_{theme.lower()}")
 
 

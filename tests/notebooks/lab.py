@@ -135,6 +135,18 @@ class Opened:
         self.run(number)
         self.ends(number)
 
+    def change_theme(self, name: str) -> None:
+        """Change to the theme ``"Light"`` or ``"Dark"``, and wait until the page is through with it.
+
+        JupyterLab takes its splash screen away 200 ms after each change: after two of them at once, one too often.
+        """
+        theme, is_over = f"JupyterLab {name}", "() => document.getElementById('jupyterlab-splash') === null"
+        self.page.wait_for_function(is_over)
+        change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+        self.page.evaluate(change, theme)
+        self.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=theme)
+        self.page.wait_for_function(is_over)
+
     def reads(self, number: int, words: str) -> None:
         """Wait until a cell's output, brought into view, says ``words``; a page draws them after the cell has ended."""
         output = self.cell(number).locator(".jp-OutputArea-output")
@@ -156,7 +168,7 @@ def opened(url: str, chromium: str) -> Iterator[Opened]:
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
             found.page.on("console", lambda said: found.errors.append(said.text) if _is_ours(said) else None)
-            found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+            found.page.on("pageerror", lambda error: found.errors.append(error.stack or str(error)))
             begin(found.page, url)
             yield found
         finally:

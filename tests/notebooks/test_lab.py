@@ -72,9 +72,7 @@ ON_THE_PAGE = (
 
 @pytest.mark.parametrize("theme", ["Dark", "Light"])
 def test_text_of_figures_has_the_contrast_of_other_text_whatever_the_theme(ran, theme):
-    change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
-    ran.page.evaluate(change, f"JupyterLab {theme}")
-    ran.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}")
+    ran.change_theme(theme)
     for name, number in CELL_OF.items():
         cell = ran.cell(number)
         cell.scroll_into_view_if_needed()

@@ -278,8 +278,7 @@ def test_dark_it_is_as_legible(lab):
 
 def theme(lab, name):
     """Change JupyterLab's theme; it loads anew, and all draw themselves again."""
-    change = f"window.jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {name}'}})"
-    lab.page.evaluate(f"() => {change}")
+    lab.change_theme(name)
     dark = ".fw-dark" if name == "Dark" else ":not(.fw-dark)"
     lab.page.wait_for_function(f"() => document.querySelectorAll('.fw-dashboard{dark}').length === 3")
 

@@ -71,11 +71,9 @@ def lab(tmp_path_factory, chromium):
 def shot(lab, cell, name):
     SHOTS.mkdir(parents=True, exist_ok=True)
     for theme in ("Light", "Dark"):
-        command = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
-        lab.page.evaluate(command, f"JupyterLab {theme}")
-        lab.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=f"JupyterLab {theme}")
+        lab.change_theme(theme)
         (SHOTS / f"lab_{name}_{theme.lower()}.png").write_bytes(cell.screenshot())
-    lab.page.evaluate(command, "JupyterLab Light")
+    lab.change_theme("Light")
 
 
 def test_what_all_print_is_there_once(lab):
