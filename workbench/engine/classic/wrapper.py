@@ -365,8 +365,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         memory of their own. With SHARDED_STATE_DICT they are DTensors, split along dim 0, also where no device mesh was
         given (torch's wrapper gives a ShardedTensor there, which is deprecated). With LOCAL_STATE_DICT each wrapper has
         one ``_flat_param``, a DTensor ``[numel]`` of all its parameters, and it is the wrapper's own memory. With the
-        strategy NO_SHARD values are whole in any case. Within ``summon_full_params`` the parameters that the modules
-        have there are taken.
+        strategy NO_SHARD values are whole in any case; where there is one rank, SHARDED_STATE_DICT has no DTensors.
+        Within ``summon_full_params`` the parameters that the modules have there are taken.
 
         Args:
             destination: filled and returned; None: a new dict.
