@@ -1,21 +1,23 @@
 """Process groups of the engine: which backend they have, and what becomes of one with a collective unfinished."""
 
 import multiprocessing
+import os
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
+from tests.engine.ranks import on_one_rank, outcomes, run_ranks
 from tests.engine.test_order import gather
 from tests.waiting import eventually
-from workbench.engine import StepAborted, groups
-from workbench.engine.backends.pending import Transport
+from workbench.engine import CollectiveFailed, StepAborted, groups
+from workbench.engine.backends.pending import AllOf, Transport
 from workbench.engine.backends.streams import StreamTransport, StreamWork
 from workbench.engine.order import Collective
 from workbench.engine.state import states_below, units_of
@@ -116,3 +118,31 @@ def test_a_group_with_a_kernel_that_waits_for_a_peer_is_aborted():
 @on_one_rank
 def test_one_of_gloo_is_kept_for_good():
     assert unfinished(Transport()) == ([], 0)
+
+
+def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] | None:
+    group = groups.group_of((0, 1, 2))
+    if dist.get_rank() == 2:
+        begun.wait()
+        os._exit(1)
+    if dist.get_rank() == 1:
+        is_free.wait()
+        return None
+    works = [dist.broadcast(torch.ones(1), source, group.process_group, async_op=True) for source in (1, 2)]
+    pending = group._transport.pending(AllOf(works), "broadcasts", group)
+    group._in_flight.add(pending)
+    begun.set()
+    pending.block()
+    with pytest.raises(CollectiveFailed, match="broadcasts failed: "):
+        pending.finish()  # and does not wait for rank 1
+    group.finished(pending)
+    found = [pending.has_ended, group.num_unfinished]
+    group.let_go()  # nor does this, in a thread that still waits for it
+    is_free.set()
+    return found
+
+
+def test_what_failed_in_part_is_unfinished_while_the_rest_goes_on():
+    begun, is_free = (multiprocessing.get_context("fork").Event() for _ in range(2))
+    found = outcomes(3, with_one_peer_dead_and_one_that_never_comes, begun, is_free, timeout_s=20)
+    assert found == [("ok", [False, 1]), ("ok", None), ("died", "exit code 1")]

@@ -222,8 +222,9 @@ class CommGroup:
             self._order_check.end_iteration()
 
     def finished(self, pending: PendingWork) -> None:
-        """Forget a collective that was waited for."""
-        self._in_flight.discard(pending)
+        """Forget a collective that was waited for, unless a part of it goes on."""
+        if not pending.goes_on:
+            self._in_flight.discard(pending)
 
     @property
     def num_unfinished(self) -> int:

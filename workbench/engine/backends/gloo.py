@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engine.backends.pending import AllOf
 from workbench.engine.backends.sums import add_others
 from workbench.engine.comm import Allocator, Peers
 from workbench.engine.waits import Work
@@ -78,22 +79,6 @@ def exchange(
     each, all_ranks = received.numel() // len(sources), range(group.size())
     taken, given = ([each if rank in some else 0 for rank in all_ranks] for some in (sources, targets))
     return cast("Work", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
-
-
-class AllOf:
-    """Collectives that are waited for as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def get_future(self) -> Any:  # noqa: ANN401 - see Work
-        """Future of them all."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
-
-    def wait(self) -> None:
-        """Wait for each; later calls do nothing."""
-        for work in self._works:
-            work.wait()
 
 
 class GlooReduceScatter(Allocator):

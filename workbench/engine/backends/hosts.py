@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.backends import shared_memory
-from workbench.engine.backends.gloo import AllOf, exchange, neighbours
+from workbench.engine.backends.gloo import exchange, neighbours
+from workbench.engine.backends.pending import AllOf
 from workbench.engine.backends.shared_comm import (
     Issued,
     SharedMemoryCastAllGather,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +77,27 @@ class _WaitedInAThread:
         self._future.wait()
 
 
+class AllOf:
+    """Collectives that are waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._futures = [work.get_future() for work in works]
+        self._future = torch.futures.collect_all(self._futures)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once each of them has ended, well or badly."""
+        return all(future.done() for future in self._futures)
+
+    def get_future(self) -> Any:  # noqa: ANN401 - see Work
+        """Future of them all; it fails as soon as one does."""
+        return self._future
+
+    def wait(self) -> None:
+        """Wait for all, or until one fails: the others may never end then."""
+        self._future.wait()
+
+
 class PendingWork:
     """One collective in flight, which the host waits for.
 
@@ -118,7 +139,12 @@ class PendingWork:
     @property
     def has_ended(self) -> bool:
         """True once the collective has ended, well or badly."""
-        return self._done.is_set()
+        return self._done.is_set() and not self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """True where a part of it failed, and another is under way: maybe for ever."""
+        return self._done.is_set() and isinstance(self._work, AllOf) and not self._work.has_ended
 
     def block(self) -> None:
         """Wait until the collective has ended, well or badly; on a device, let the current stream wait, and return.
