@@ -26,9 +26,16 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with clusters and browsers first: one of them at the very end would leave the other workers idle."""
-    slow = {item.path for item in items if any(map(item.get_closest_marker, ("cluster", "browser")))}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with clusters and browsers first: one of them at the very end would leave the other workers idle.
+
+    Among these, those with a network of hosts are spread out: there is one at a time, for which others would wait.
+    """
+    slow = {item.path: None for item in items if any(map(item.get_closest_marker, ("cluster", "browser")))}
+    with_hosts = {item.path: None for item in items if "network" in item.fixturenames and item.path in slow}
+    others = [path for path in slow if path not in with_hosts]
+    place = {path: number for number, path in enumerate(others)}
+    place |= {path: number * len(others) / len(with_hosts) - 0.5 for number, path in enumerate(with_hosts)}
+    items.sort(key=lambda item: place.get(item.path, len(slow)))
 
 
 @pytest.fixture(autouse=True, scope="session")
