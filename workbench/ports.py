@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 _PORTS = range(20_000, 32_768)
-"""Below those that an operating system gives to who asks for any: such a one closes it, and comes back for it later."""
+"""Below those that an operating system gives to whoever asks for any, and who may close it and come back for it."""
 _TRIES = 1000
 _OF_A_KERNEL = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
@@ -49,7 +49,7 @@ def _reserve(port: int) -> None:
     """
     with socket.socket() as listener, socket.socket() as peer:
         listener.bind((LOOPBACK, port))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # before it was bound: it would share a port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier it would take what others have
         listener.listen(1)
         peer.connect(listener.getsockname())
         listener.accept()[0].close()  # before its peer: so the wait is on this side
