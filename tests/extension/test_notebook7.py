@@ -49,8 +49,11 @@ def test_the_panel_is_found_in_the_menu_and_starts_ranks(book):
 def test_a_model_is_sharded_and_trains_and_the_ranks_are_shown_live(book):
     book.do(MODEL)
     expect(section(book, "Shard")).to_contain_text("model (Net)")
-    section(book, "Shard").locator("button[type=submit]").click()
+    submit = section(book, "Shard").locator("button[type=submit]")
+    submit.click()
     expect(section(book, "Commands")).to_contain_text("%fsdp shard model")
+    expect(submit).to_have_text("Reshard")  # which is offered, as a step is, once the ranks have done it
+    expect(submit).to_be_enabled()
     panel(book).get_by_label("Training steps").fill("100000")
     tool(book, "Step 100000\u00d7").click()
     expect(headline(book)).to_contain_text("of 100000 steps")
