@@ -141,12 +141,16 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
 
 
 def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
+    tool(lab, "Pause inside the step").click()  # set while they run, it may come too late for one of them
+    expect(headline(lab)).to_contain_text("2 ranks stopped")
     unit = section(lab, "Units").locator("[data-fsdp-unit='blocks.2'] .fsdp-Unit-row")
     unit.click(button="right")
     shot(lab, "menu")
     lab.page.get_by_text("Break before Its Backward").click()
     breakpoints = section(lab, "Breakpoints")
-    expect(headline(lab)).to_contain_text("backward of blocks.2")
+    expect(breakpoints.get_by_role("checkbox")).to_be_checked()
+    tool(lab, "Continue").click()
+    expect(headline(lab)).to_contain_text("2 ranks stopped before backward of blocks.2")
     expect(headline(lab)).to_have_attribute("title", re.compile(r"\(breakpoint 1: backward:blocks\.2\)$"))
     lines, hidden = headline(lab).evaluate(IN_A_NARROW_PANEL)
     assert (lines, hidden) == (2, 0)
