@@ -30,9 +30,10 @@ def pytest_collection_modifyitems(items):
 
     Among these, those with a network of hosts are spread out: there is one at a time, for which others would wait.
     """
-    slow = {item.path: None for item in items if any(map(item.get_closest_marker, ("cluster", "browser")))}
-    with_hosts = {item.path: None for item in items if "network" in item.fixturenames and item.path in slow}
-    others = [path for path in slow if path not in with_hosts]
+    slow = dict.fromkeys(i.path for i in items if any(map(i.get_closest_marker, ("cluster", "browser"))))
+    has_hosts = {item.path for item in items if "network" in item.fixturenames}
+    others = [path for path in slow if path not in has_hosts]
+    with_hosts = [path for path in slow if path in has_hosts]
     place = {path: number for number, path in enumerate(others)}
     place |= {path: number * len(others) / len(with_hosts) - 0.5 for number, path in enumerate(with_hosts)}
     items.sort(key=lambda item: place.get(item.path, len(slow)))

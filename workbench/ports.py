@@ -7,9 +7,9 @@ system may give one to somebody else, or have given it to one who listens as lat
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
 import sys
-from random import SystemRandom
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -29,7 +29,8 @@ def reserved_port() -> int:
     Raises:
         OSError: none is free.
     """
-    for port in SystemRandom().sample(_PORTS, _TRIES):
+    for _ in range(_TRIES):
+        port = secrets.choice(_PORTS)
         try:
             _reserve(port)
         except OSError as error:

@@ -109,9 +109,11 @@ def _units(first: tuple[Unit, ...], second: tuple[Unit, ...]) -> tuple[Unit, ...
     units = {unit.index: unit for unit in first}
     for unit in second:
         known = units.get(unit.index, unit)
-        units[unit.index] = dataclasses.replace(
-            unit, retired=known.retired or unit.retired, gone=known.gone or unit.gone
-        )
+        if known.in_use:
+            units[unit.index] = unit
+        else:
+            retired, gone = known.retired or unit.retired, known.gone or unit.gone
+            units[unit.index] = dataclasses.replace(unit, retired=retired, gone=gone)
     return tuple(unit for _, unit in sorted(units.items()))
 
 

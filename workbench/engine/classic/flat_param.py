@@ -49,6 +49,12 @@ _OF_FORM: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+def _one_by_one(given: Sequence[Any]) -> Iterator[Any]:
+    """Yield what a function was given, what is in lists by itself."""
+    for value in given:
+        yield from value if isinstance(value, (list, tuple)) else [value]
+
+
 class _StandIn(torch.Tensor):
     """Stands where a tensor is looked for: has its shape, dtype and device, and no values."""
 
@@ -74,13 +80,12 @@ class _StandIn(torch.Tensor):
         """
         if func.__name__ == "__get__" or func in cls.answers:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        given = (*args, *(kwargs or {}).values())
-        return cls._compute(func, [v for arg in given for v in (arg if isinstance(arg, (list, tuple)) else [arg])])
+        return cls._compute(func, (*args, *(kwargs or {}).values()))
 
     @classmethod
     def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
-        """Do what is neither of its form nor refused; ``given``: to ``func``, what lists hold by itself."""
-        one = next(value for value in given if isinstance(value, cls))
+        """Do what is neither of its form nor refused."""
+        one = next(value for value in _one_by_one(given) if isinstance(value, cls))
         raise RuntimeError(f"{func.__name__}: {one.refusal}")
 
     @property
@@ -149,7 +154,7 @@ class Unreduced(_StandIn):
         """Note that it was made zero."""
         if func.__name__ not in {"zero_", "_foreach_zero_"}:
             return super()._compute(func, given)
-        for grad in given:
+        for grad in _one_by_one(given):
             if isinstance(grad, Unreduced):
                 grad.is_zero = True
             else:

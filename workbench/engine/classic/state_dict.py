@@ -47,8 +47,9 @@ def key_of(name: str) -> str:
 def settings_for(state: WrapperState) -> StateDictSettings:
     """Return what one wrapper's state dict is: whole where nothing is split; with NO_SHARD LOCAL is so too."""
     said = state.settings
-    is_whole = state.flat is not None and state.flat.is_whole and said.state_dict_type is SHARDED
-    if not is_whole and (state.strategy is not ShardingStrategy.NO_SHARD or said.state_dict_type is not LOCAL):
+    copies = state.strategy is ShardingStrategy.NO_SHARD
+    is_whole = {LOCAL: copies, SHARDED: copies or (state.flat is not None and state.flat.is_whole)}
+    if not is_whole.get(said.state_dict_type, False):
         return said
     config = FullStateDictConfig(offload_to_cpu=said.state_dict_config.offload_to_cpu)
     return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
