@@ -206,7 +206,7 @@ def test_a_second_ctrl_c_aborts(wb):
     with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again"):
         wb.step(1)
     assert wb.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
-    assert wb.asked("recover") == [("recover", 1)]
+    assert len(wb.asked("recover")) == 1
     for rank in range(4):
         wb.make_late(rank, False)
     assert wb.step(1).steps_done == 1

@@ -346,10 +346,10 @@ def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
     assert caught.value.traceback == "ZeroDivisionError!\n"
     reason = "rank 2: ZeroDivisionError: division by zero"
     assert trained.asked("give up") == [("give up", GiveUp(reason=reason), (0, 1, 3))]
-    assert trained.asked("recover") == [("recover", 1)]
+    assert len(trained.asked("recover")) == 1
     trained.fake.script["step"] = gives(step_result(1))
     assert trained.step().steps_done == 1
-    assert trained.asked("recover") == [("recover", 1)]
+    assert len(trained.asked("recover")) == 1
 
 
 def test_the_place_in_the_step_is_read_off_the_trace(trained):
@@ -387,7 +387,7 @@ def test_it_recovers_when_some_rank_may_be_behind(wb, acts):
     wb.fake.script["cell"] = acts
     with pytest.raises(RankError):
         wb.run_cell("x")
-    assert wb.asked("recover") == [("recover", 1)]
+    assert len(wb.asked("recover")) == 1
 
 
 def test_it_recovers_after_a_failed_cell_that_trained(wb):
@@ -397,7 +397,7 @@ def test_it_recovers_after_a_failed_cell_that_trained(wb):
     wb.fake.on_drain = lambda: next(ready, None) is None and [setattr(r, "recorded", 10) for r in wb.fake.ranks]
     with pytest.raises(RankError):
         wb.run_cell("train()")
-    assert wb.asked("recover") == [("recover", 1)]
+    assert len(wb.asked("recover")) == 1
 
 
 def test_ranks_whose_optimizer_stepped_alone_are_named(trained):
@@ -453,7 +453,7 @@ def test_a_recovery_that_fails_says_to_start_anew_and_is_tried_again(trained):
         trained.run_cell("x")
     trained.fake.script["recover"] = gives({})
     trained.run_cell("x")
-    assert [entry[1] for entry in trained.asked("recover")] == [1, 2, 3]
+    assert len(set(trained.asked("recover"))) == 3  # each by a name of its own
 
 
 def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
@@ -466,7 +466,7 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
     assert trained.asked("give up")[0][2] == (0, 1, 2, 3)
     trained.fake.script["step"] = gives(step_result(1))
     trained.step()
-    assert trained.asked("recover") == [("recover", 1)]
+    assert len(trained.asked("recover")) == 1
 
 
 # ---- Ctrl-C
@@ -509,7 +509,7 @@ def test_ctrl_c_frees_ranks_that_wait(trained):
     assert isinstance(caught.value, KeyboardInterrupt)
     assert trained.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
     assert trained.asked("interrupt") == []
-    assert trained.asked("recover") == [("recover", 1)]
+    assert len(trained.asked("recover")) == 1
 
 
 def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):

@@ -1,9 +1,13 @@
 """Ranks that train on engines which somebody else started: left, found again with all they have, and let go."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.cluster.test_attached import profile as running_profile
 from tests.integration.model import CELL
+from tests.waiting import wait_until
 from workbench.errors import UsageError
 from workbench.events import Kind
 from workbench.workbench import Workbench
@@ -11,6 +15,56 @@ from workbench.workbench import Workbench
 pytestmark = pytest.mark.cluster
 
 profile = running_profile
+
+
+BLOCKED = """
+import torch.distributed as dist
+
+def train_step():
+    if rank:
+        dist.barrier()  # no flag of ours ends it, and rank 0 never comes
+    model(torch.randn(8, 16)).sum().backward()
+"""
+
+AT_WORK = """
+from tests.integration.model import CELL
+from workbench.workbench import Workbench
+
+bench = Workbench.attach(2, profile="running", device="cpu")
+bench.run_cell(CELL)
+bench.shard("model", wrap="Block")
+bench.step(100_000, background=True)
+while bench.pulse().trace.num_rows < 1000:
+    pass
+print("it trains", flush=True)
+bench.run_cell("", [0])  # waits for the steps
+"""
+
+
+@pytest.fixture
+def bench(profile):
+    """Two ranks with a sharded model."""
+    with Workbench.attach(2, profile="running", device="cpu") as bench:
+        bench.run_cell(CELL)
+        bench.shard("model", wrap="Block")
+        yield bench
+
+
+def again():
+    """The ranks that were left, for another notebook."""
+    return Workbench.attach(profile="running", device="cpu")
+
+
+def given_up(bench):
+    """Stop ranks inside a step and give it up."""
+    bench.step(1, until="forward")
+    bench.abort()
+
+
+def trains(bench):
+    """Wait until steps come to their end."""
+    num_rows = bench.pulse().trace.num_rows
+    wait_until(lambda: bench.pulse().trace.num_rows > num_rows + 1000)
 
 
 def optimizer_rows(bench):
@@ -48,6 +102,48 @@ def test_ranks_at_work_are_not_left(profile):
         with pytest.raises(UsageError, match=r"%fsdp step --until forward is under way .* then %fsdp detach"):
             bench.detach()
         bench.abort()
+
+
+def test_each_notebook_may_give_steps_up(bench):
+    given_up(bench)
+    bench.detach()
+    with again() as other:
+        given_up(other)  # its ranks meet by another name than they did for the first one
+        assert len(other.step(2).losses) == 2
+
+
+def test_ranks_that_were_at_work_when_their_notebook_closed_train_again(bench):
+    bench.step(100_000, background=True)
+    trains(bench)
+    bench.close()
+    with again() as other:
+        assert len(other.step(2).losses) == 2
+
+
+def test_ranks_that_block_when_they_are_stopped_become_ranks_again(bench):
+    bench.run_cell(BLOCKED)
+    bench.step(2, background=True)
+    wait_until(lambda: any("barrier" in str(thread) for row in bench.where(stacks=True).rows for thread in row.stacks))
+    bench.stop()
+    with Workbench.attach(2, profile="running", device="cpu") as anew:
+        anew.run_cell(CELL)
+        anew.shard("model", wrap="Block")
+        assert len(anew.step(2).losses) == 2
+
+
+def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(profile):
+    command = [sys.executable, "-c", AT_WORK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as notebook:
+        assert notebook.stdout.readline() == "it trains\n"
+        notebook.kill()
+    with again() as bench:
+        with pytest.raises(UsageError, match=r"still do %fsdp step of the notebook .* wait, or %fsdp abort"):
+            bench.step()
+        trains(bench)  # nothing was done to them
+        assert str(bench.abort()) == "what the ranks did for the notebook before was given up"
+        assert len(bench.step(2).losses) == 2
+        with pytest.raises(UsageError, match="nothing is stopped and nothing runs"):
+            bench.abort()
 
 
 def test_what_was_started_here_is_not_left():

@@ -36,7 +36,7 @@ def life_of_a_mesh(shape):
     same = runtime.groups.mesh_of(shape) is mesh
     first = groups_of(mesh), use(mesh)
     results = []
-    for generation in (1, 2):
+    for generation in ("1", "2"):
         rank_module.recover(generation)
         runtime.groups.mesh_of((1, dist.get_world_size()))  # another mesh, another order of making
         results.append((groups_of(mesh), use(mesh)))

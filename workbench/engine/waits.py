@@ -50,6 +50,11 @@ class Cancellation:
         """Allow waits again."""
         self._cancelled.clear()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether waits raise."""
+        return self._cancelled.is_set()
+
     def check(self) -> None:
         """Raise StepAborted if cancelled."""
         if self._cancelled.is_set():

@@ -113,6 +113,7 @@ class Position:
         waiting: whether it waits for other ranks.
         newest: the newest event that it recorded.
         unfinished: collectives begun and not ended.
+        given_up: whether it was told to give up, and has not been joined to the others again since.
         optimizer_steps: since it was started.
         tickets: jobs that have ended and that nobody has asked to forget.
     """
@@ -126,6 +127,7 @@ class Position:
     waiting: bool = False
     newest: Event | None = None
     unfinished: int = 0
+    given_up: bool = False
     optimizer_steps: int = 0
     tickets: dict[str, Done] = field(default_factory=dict)
 

@@ -111,7 +111,7 @@ class ProcessGroups:
         self._set_variables(address)
         self._backend.make_current()
         groups.around_creation = self._sockets.tracked
-        self._init(0)
+        self._init("0")
         with self._sockets.tracked():
             self._mesh = init_device_mesh(self._backend.kind, (self.world_size,), mesh_dim_names=("shard",))
 
@@ -133,7 +133,7 @@ class ProcessGroups:
         }
         os.environ.update(self._variables)
 
-    def _init(self, generation: int) -> None:
+    def _init(self, generation: str) -> None:
         if self._store is None:
             raise ClusterError(f"rank {self.rank} has no store: join first")
         with self._sockets.tracked():
@@ -163,7 +163,7 @@ class ProcessGroups:
         if store:
             self._sockets.shut_store()
 
-    def rebuild(self, generation: int) -> None:
+    def rebuild(self, generation: str) -> None:
         """Drop every process group and make new ones; collective over all ranks.
 
         The meshes of before keep working: c10d gives the new default group the name of the old one, and those of

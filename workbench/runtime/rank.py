@@ -23,6 +23,7 @@ from workbench.codec import decode, encode
 from workbench.engine import backends, groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
+from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.commands import Command, Request, Step, Verified, Verify, from_dict
@@ -118,6 +119,7 @@ class RankRuntime:
             waiting=self.gate.is_waiting,
             newest=_event_of(recorder.last_event()),
             unfinished=groups.num_unfinished(),
+            given_up=cancellation.is_set,
             optimizer_steps=self.trainer.optimizer_steps,
             tickets=self.gate.tickets,
         )
@@ -295,11 +297,11 @@ def execute(command: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def recover(generation: int) -> None:
+def recover(generation: str) -> None:
     """Build new process groups after a failure and make the next step clean; collective over all ranks.
 
     Args:
-        generation: a number that no earlier call had, equal on all ranks.
+        generation: a name that no earlier call had, equal on all ranks.
     """
     runtime = _this_rank()
     runtime.gate.forget_requests()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from workbench.protocol.messages import (
     Plan,
     Position,
     SetBreakpoints,
+    Shut,
     Stacks,
 )
 from workbench.protocol.starting import Connected
@@ -57,7 +59,17 @@ from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import Standing, no_standing, who_works
 from workbench.session.stopping import WHERE_S
-from workbench.session.watch import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, Tick, Watch
+from workbench.session.watch import (
+    ASK_S,
+    PATIENT_S,
+    SHUT_AFTER_S,
+    SIGNAL_AFTER_S,
+    TICK_S,
+    Interruptible,
+    Outcome,
+    Tick,
+    Watch,
+)
 from workbench.trace.columns import Trace
 
 R = TypeVar("R")
@@ -180,8 +192,7 @@ class Session:
         self._clocks = Clocks({info.rank: info.clock for info in cluster.rank_info})
         self._collector = Collector(self._clocks)
         self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
-        self._generation = 0
-        self._needs_recovery = False
+        self._needs_recovery: bool | None = None if cluster.outlives else False  # None: another notebook may know
 
     # ---- asking
 
@@ -383,6 +394,8 @@ class Session:
             UsageError: nothing is under way.
             WorkbenchError: they could not be made ready again.
         """
+        if self.request is None and self._needs_recovery is None:
+            return self._end_left()
         request = self._under_way("abort")
         with self._changed:
             request.watch.ask_abort()
@@ -499,6 +512,8 @@ class Session:
         if dead:
             how = losses_in_words(self.cluster.losses()) or "its process is gone"
             raise RankDied(f"{label(dead)} died earlier: {how}\n{death_sentence(dead, living)}", ranks=dead)
+        if self._needs_recovery is None:
+            self._needs_recovery = self._find_left()
         if self._needs_recovery and len(living) == self.cluster.num_ranks:
             self.recover()
         self._catch_up()
@@ -509,6 +524,23 @@ class Session:
             commands={rank: position.commands for rank, position in here},
             gradient_bytes=dict(self._collector.gradient_bytes),
         )
+
+    def _find_left(self) -> bool:
+        """Return whether an earlier notebook gave up what these ranks did, so that they have to be joined again.
+
+        Raises:
+            UsageError: they do it still.
+        """
+        here = self.positions(timeout_s=PATIENT_S)
+        doing = {position.doing for position in here.values()} - {""}
+        if doing or not self._is_idle().wait(PATIENT_S):
+            what = f"%fsdp {min(doing)}" if doing else "a cell"
+            raise UsageError(f"the ranks still do {what} of the notebook that had them before: wait, or %fsdp abort")
+        return any(position.given_up for position in here.values())
+
+    def _is_idle(self) -> Pending:
+        """Return what is done once the ranks have done all that they were asked before."""
+        return self.cluster.run_cell("pass", self.living())
 
     def _open(self, work: Work, pending: Pending, mark: Mark) -> Request:
         """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
@@ -650,10 +682,38 @@ class Session:
         request = self.request
         if request is None:
             return
-        self.ask(GiveUp(reason="the ranks are being stopped"))
-        request.pending.wait(CLOSE_S)
+        self._free(request.pending, "the ranks are being stopped")
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(CLOSE_S)
+
+    def _free(self, pending: Pending, reason: str) -> None:
+        """Have ranks leave what they do, more and more firmly until ``pending`` is done; wait for it in the end."""
+        self.ask(GiveUp(reason=reason))
+        if not pending.wait(SHUT_AFTER_S):
+            answers(self.cluster, Shut(), self._late(pending), timeout_s=ASK_S)
+        if not pending.wait(SIGNAL_AFTER_S - SHUT_AFTER_S):
+            self.cluster.interrupt(self._late(pending))
+            pending.wait(CLOSE_S)
+
+    def _late(self, pending: Pending) -> list[int]:
+        """Return which of the ranks that live have not done what they were asked."""
+        return [rank for rank in self.living() if rank in pending.ranks and not pending.done(rank)]
+
+    def _end_left(self) -> EndReport:
+        """Have the ranks give up what an earlier notebook asked of them, if they do it still.
+
+        Raises:
+            UsageError: they do nothing.
+            ClusterError: they do it for ever, or could not be joined again.
+        """
+        idle = self._is_idle()
+        if idle.wait(ASK_S):
+            self._under_way("abort")  # says that nothing is
+        self._free(idle, "aborted")
+        if late := self._late(idle):
+            raise ClusterError(f"{label(late)} did not give up what the notebook before asked of it: {RESTART}")
+        self.recover()
+        return EndReport(sentence="what the ranks did for the notebook before was given up")
 
     def recover(self) -> None:
         """Have all ranks build new process groups and forget the step they were in.
@@ -662,9 +722,8 @@ class Session:
             ClusterError: it failed or took too long; the cluster is of no more use.
         """
         self._needs_recovery = True
-        self._generation += 1
         try:
-            self.cluster.apply(f"{RUNTIME}:recover", self._generation).results(RECOVER_S)
+            self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex).results(RECOVER_S)
         except WorkbenchError as error:
             raise ClusterError(f"the ranks could not be joined again ({error}): {RESTART}") from error
         self._needs_recovery = False
