@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
 from tests.cluster.fake_rank import Look, Release
+from tests.engines import wait_for_engines
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
@@ -40,15 +41,12 @@ def profile(tmp_path_factory):
             "--profile=running",
             "--cluster-id=one",
         ]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
-            for line in started.stderr:
-                if "engines appear to have started" in line.lower():
-                    break
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as started:
             file = directory / "profile_running" / "security" / "ipcontroller-one-client.json"
-            wait_until(lambda: file.exists() and len(ipyparallel_ids(file)) == 3)
+            wait_until(file.exists)  # ipcluster itself says half a minute later that they are there
+            wait_for_engines(file, 3)
             yield directory / "profile_running"
             started.terminate()
-            started.stderr.read()
 
 
 def ipyparallel_ids(file):

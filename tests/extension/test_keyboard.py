@@ -91,6 +91,12 @@ def press(lab, *keys):
         lab.page.keyboard.press(key)
 
 
+def enter(button):
+    """Press Enter on a button once it does something then: while the kernel says nothing it does not."""
+    expect(button).to_be_enabled()
+    button.press("Enter")
+
+
 def nameless(lab, selector):
     """Roles of all below an element that can have the focus and have no name, as the browser tells them to readers."""
     devtools = lab.page.context.new_cdp_session(lab.page)
@@ -122,7 +128,7 @@ def test_ranks_are_started_by_keyboard_and_the_focus_is_not_lost(lab):
     to(lab, "Ranks")
     press(lab, "Control+a", "2", "Tab", "c", "Tab", "Tab")  # over what is under More
     assert focused(lab)["name"] == "Start 2 ranks"
-    press(lab, "Enter")
+    enter(tool(lab, "Start 2 ranks"))
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
     assert focused(lab)["isInside"]  # the form has gone
     for number in (1, 2):
@@ -192,7 +198,7 @@ def test_one_unit_is_resharded_from_its_menu(lab):
     lab.page.get_by_text("Copy as %fsdp Line").click()
     line = "%fsdp reshard model.blocks.1 --reshard-after-forward false"
     lab.page.wait_for_function("async (line) => (await navigator.clipboard.readText()) === line", arg=line)
-    form.get_by_role("button", name="Reshard").press("Enter")
+    enter(form.get_by_role("button", name="Reshard"))
     expect(section(lab, "Commands")).to_contain_text(f"{line}resharded in place, model.blocks.1: 1 unit on 2 ranks")
     kept = tree.get_by_role("treeitem", name="blocks.1", exact=True)
     expect(kept.locator(".fsdp-Unit-row")).to_have_attribute("title", re.compile("reshard after forward: false"))
@@ -202,11 +208,11 @@ def test_a_screen_reader_hears_once_what_is_the_case_and_not_each_step(lab):
     lab.page.evaluate(LISTEN, ".fsdp-Panel")
     tool(lab, "Step 1\u00d7").focus()
     lab.page.get_by_label("Training steps").fill("100000")
-    tool(lab, "Step 100000\u00d7").press("Enter")
+    enter(tool(lab, "Step 100000\u00d7"))
     for _ in range(3):
         before = headline(lab).inner_text()
         expect(headline(lab)).not_to_have_text(before)
-    tool(lab, "Pause inside the step").press("Enter")
+    enter(tool(lab, "Pause inside the step"))
     expect(panel(lab).get_by_role("status", name="state of the ranks")).to_contain_text(" stopped ")
     assert focused(lab)["name"] == "Pause inside the step"  # it can do nothing now, and has it still
     said = [words for words in lab.page.evaluate("said") if "step 100000" in words or " stopped " in words]
@@ -220,7 +226,7 @@ def test_breakpoints_are_cleared_one_after_the_other(lab):
         press(lab, "Enter")
         expect(section(lab, "Breakpoints")).to_contain_text(event.strip("'"))
     clear = section(lab, "Breakpoints").get_by_role("button", name="Clear breakpoint")
-    clear.first.press("Enter")
+    enter(clear.first)
     expect(clear).to_have_count(1)
     assert focused(lab)["isInside"]
     assert lab.page.evaluate("() => document.querySelector('.fsdp-Breakpoints').contains(document.activeElement)")
@@ -236,7 +242,7 @@ def test_the_dashboard_has_names_keeps_the_focus_and_is_calm_for_readers(lab):
     for _ in range(3):
         expect(tool(lab, "Go on to the next event")).to_be_enabled()  # the stop is known to the notebook too
         where = dashboard(lab).locator(".fw-why").inner_text()
-        following.press("Enter")
+        enter(following)
         expect(dashboard(lab).locator(".fw-why")).not_to_have_text(where)
         expect(dashboard(lab).locator(".fw-badge")).to_contain_text("stopped")
         expect(following).to_be_focused()

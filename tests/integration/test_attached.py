@@ -37,7 +37,7 @@ bench.step(100_000, background=True)
 while bench.pulse().trace.num_rows < 1000:
     pass
 print("it trains", flush=True)
-bench.run_cell("", [0])  # waits for the steps
+input()
 """
 
 
@@ -131,19 +131,32 @@ def test_ranks_that_block_when_they_are_stopped_become_ranks_again(bench):
         assert len(anew.step(2).losses) == 2
 
 
-def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(profile):
-    command = [sys.executable, "-c", AT_WORK]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as notebook:
+@pytest.fixture
+def left_at_work(profile):
+    """Two ranks that train for a notebook that was killed."""
+    command, pipe = [sys.executable, "-c", AT_WORK], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as notebook:
         assert notebook.stdout.readline() == "it trains\n"
         notebook.kill()
+
+
+def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(left_at_work):
     with again() as bench:
-        with pytest.raises(UsageError, match=r"still do %fsdp step of the notebook .* wait, or %fsdp abort"):
-            bench.step()
+        for ask in (bench.step, bench.pause):
+            with pytest.raises(UsageError, match=r"still do %fsdp step of the notebook before: wait, or .*%fsdp abort"):
+                ask()
         trains(bench)  # nothing was done to them
+        assert bench.pulse().under_way.words == "%fsdp step of the notebook before"
         assert str(bench.abort()) == "what the ranks did for the notebook before was given up"
         assert len(bench.step(2).losses) == 2
         with pytest.raises(UsageError, match="nothing is stopped and nothing runs"):
             bench.abort()
+
+
+def test_ranks_at_work_for_a_notebook_that_is_gone_can_be_stopped(left_at_work):
+    again().stop()
+    with Workbench.attach(2, profile="running", device="cpu") as anew:
+        assert anew.status().units == ()
 
 
 def test_what_was_started_here_is_not_left():

@@ -259,10 +259,16 @@ class Cluster:
 
     @staticmethod
     def _free(doors: Doors, stranded: Sequence[int], answers: Pending) -> None:
-        """Free ranks from waiting for others that are none any more, so that they answer."""
+        """Free ranks from what they do for nobody any more, more and more firmly, so that they answer."""
+
+        def late() -> list[int]:
+            return [rank for rank in stranded if not answers.done(rank)]
+
         doors.ask(GiveUp(reason="the other ranks were stopped"), stranded, _HOLD_S)
         if not answers.wait(_PATIENCE_S):
-            doors.ask(Shut(store=True), [rank for rank in stranded if not answers.done(rank)], _HOLD_S)
+            doors.ask(Shut(store=True), late(), _HOLD_S)
+            if not answers.wait(_PATIENCE_S):
+                doors.interrupt(late(), _INTERRUPT_S)
 
     @staticmethod
     def _late(answers: Pending, told: Mapping[int, object]) -> list[int]:
@@ -398,7 +404,10 @@ class Cluster:
     def _shut_down(self, doors: Doors) -> None:
         if self._rank_info and self._holder is None:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
-            doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ())).wait(_SHUTDOWN_S)
+            left = doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
+            if not left.wait(_SHUTDOWN_S) and self._target is not None:  # at work for a notebook that is gone
+                self._free(doors, [rank for rank in idle if not left.done(rank)], left)
+                left.wait(_SHUTDOWN_S)
             if self._target is not None:
                 self._hold({"leave": True})
 

@@ -224,7 +224,7 @@ class Session:
             found,
             losses=losses,
             holder=self.cluster.held_by,
-            under_way=_under_way(self.request, trace),
+            under_way=_under_way(self.request, trace, self._left()),
             ended=self.ended,
             breakpoints=self.stops(),
         )
@@ -459,7 +459,8 @@ class Session:
     def _under_way(self, word: str) -> Request:
         request = self.request
         if request is None:
-            raise UsageError(f"{word}: {NOTHING}")
+            left = self._left()
+            raise UsageError(_left_sentence(left) if left else f"{word}: {NOTHING}")
         return request
 
     def _follow(self, request: Request, listener: Listener, *, background: bool) -> Report:
@@ -525,18 +526,24 @@ class Session:
             gradient_bytes=dict(self._collector.gradient_bytes),
         )
 
+    def _left(self) -> str:
+        """Return in words what these ranks still do for a notebook that had them before, as far as they say."""
+        if self._needs_recovery is not None or self.cluster.held_by:
+            return ""
+        doing = {position.doing for position in self._collector.positions.values()} - {""}
+        return f"%fsdp {min(doing)} of the notebook before" if doing else ""
+
     def _find_left(self) -> bool:
         """Return whether an earlier notebook gave up what these ranks did, so that they have to be joined again.
 
         Raises:
             UsageError: they do it still.
         """
-        here = self.positions(timeout_s=PATIENT_S)
-        doing = {position.doing for position in here.values()} - {""}
-        if doing or not self._is_idle().wait(PATIENT_S):
-            what = f"%fsdp {min(doing)}" if doing else "a cell"
-            raise UsageError(f"the ranks still do {what} of the notebook that had them before: wait, or %fsdp abort")
-        return any(position.given_up for position in here.values())
+        self.drain()
+        left = self._left()
+        if left or not self._is_idle().wait(PATIENT_S):
+            raise UsageError(_left_sentence(left or "what the notebook before asked of them"))
+        return any(position.given_up for position in self._collector.positions.values())
 
     def _is_idle(self) -> Pending:
         """Return what is done once the ranks have done all that they were asked before."""
@@ -683,17 +690,17 @@ class Session:
         if request is None:
             return
         self._free(request.pending, "the ranks are being stopped")
+        request.pending.wait(CLOSE_S)
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(CLOSE_S)
 
     def _free(self, pending: Pending, reason: str) -> None:
-        """Have ranks leave what they do, more and more firmly until ``pending`` is done; wait for it in the end."""
+        """Have ranks leave what they do, more and more firmly until ``pending`` is done."""
         self.ask(GiveUp(reason=reason))
         if not pending.wait(SHUT_AFTER_S):
-            answers(self.cluster, Shut(), self._late(pending), timeout_s=ASK_S)
+            answers(self.cluster, Shut(store=0 not in self.living()), self._late(pending), timeout_s=ASK_S)
         if not pending.wait(SIGNAL_AFTER_S - SHUT_AFTER_S):
             self.cluster.interrupt(self._late(pending))
-            pending.wait(CLOSE_S)
 
     def _late(self, pending: Pending) -> list[int]:
         """Return which of the ranks that live have not done what they were asked."""
@@ -710,7 +717,7 @@ class Session:
         if idle.wait(ASK_S):
             self._under_way("abort")  # says that nothing is
         self._free(idle, "aborted")
-        if late := self._late(idle):
+        if not idle.wait(RECOVER_S) and (late := self._late(idle)):
             raise ClusterError(f"{label(late)} did not give up what the notebook before asked of it: {RESTART}")
         self.recover()
         return EndReport(sentence="what the ranks did for the notebook before was given up")
@@ -763,9 +770,9 @@ class Session:
         }
 
 
-def _under_way(request: Request | None, trace: Trace) -> UnderWay | None:
+def _under_way(request: Request | None, trace: Trace, left: str) -> UnderWay | None:
     if request is None:
-        return None
+        return UnderWay(words=left, in_background=True) if left else None
     is_stopped, report = request.state == "stopped", request.report
     return UnderWay(
         words=request.work.words,
@@ -788,6 +795,11 @@ def busy_sentence(request: Request) -> str:
         )
     where = " in the background" if request.thread is not None else ""
     return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort gives it up"
+
+
+def _left_sentence(left: str) -> str:
+    """Return why nothing can be asked of ranks that do something for nobody any more, and what to do."""
+    return f"the ranks still do {left}: wait, or give it up with %fsdp abort"
 
 
 def _error_of(outcome: Outcome, found: dict[int, Aftermath]) -> WorkbenchError:
