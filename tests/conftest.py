@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import leaks
+from tests import hosts, leaks
 from workbench.cluster.keeper import KEEPER
 
 # time is no law here: machines are shared; what CI says of a commit does not depend on chance
@@ -23,6 +23,11 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 def pytest_configure():
     leaks.mark()
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):
+        hosts.take_away()  # what all workers had in turn
 
 
 def pytest_collection_modifyitems(items):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -27,7 +27,8 @@ NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "unshare")
 NETWORK = "10.203.7"  # of a private range; no route of the machine is touched but the one to it
 PORT = 22
 INTERFACE = "wbtest0"
-"""Of this machine, to them."""
+"""Of this machine, to them. It stays until :func:`take_away`: a browser whose machine loses an address gives up what it
+is fetching (ERR_NETWORK_CHANGED), and others test pages meanwhile."""
 LOCK = Path("/run/lock/workbench-test-hosts")
 HOURS = (7, 3, 26)
 """How far the clocks of the first hosts are ahead of this machine's, and of those that follow likewise."""
@@ -121,7 +122,7 @@ class Hosts:
 
 @contextmanager
 def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
-    """Make hosts, and leave nothing of them."""
+    """Make hosts, and leave nothing of them but :data:`INTERFACE`."""
     names = tuple(f"wbhost{number}" for number in range(1, num_hosts + 1))
     addresses = tuple(f"{NETWORK}.{number + 1}" for number in range(1, num_hosts + 1))
     Path("/run/sshd").mkdir(exist_ok=True)  # where sshd's children are confined; of its package
@@ -136,12 +137,42 @@ def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
         for name in names:
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
+        _have_interface()
         cables = last.enter_context(joined([Port("", INTERFACE), *(Port(name, "eth0") for name in names)]))
-        bring_up(INTERFACE, f"{NETWORK}.1")
         for name, address, hours in zip(names, addresses, cycle(HOURS), strict=False):
             bring_up("eth0", address, "-n", name)
             _serve(last, name, address, directory, hours)
         yield Hosts(names, addresses, f"{NETWORK}.1", INTERFACE, cables, config)
+
+
+def _have_interface() -> None:
+    if _has_interface():
+        _run("ip", "neighbour", "flush", "dev", INTERFACE)  # other hosts had these addresses
+        return
+    _run("ip", "tuntap", "add", "dev", INTERFACE, "mode", "tap")
+    _run("ip", "link", "set", INTERFACE, "addrgenmode", "none")  # it would have a further address while it is joined
+    bring_up(INTERFACE, f"{NETWORK}.1")
+
+
+def _has_interface() -> bool:
+    return Path("/sys/class/net", INTERFACE).exists()
+
+
+def _is_joined() -> bool:
+    """Whether a switch has the interface."""
+    try:
+        return Path("/sys/class/net", INTERFACE, "carrier").read_text() == "1\n"
+    except OSError:  # there is none, or it is not up
+        return False
+
+
+def take_away() -> None:
+    """Take away the interface, if there is one and no process has hosts."""
+    if not _has_interface():
+        return
+    with LOCK.open("wb") as lock, suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _run("ip", "link", "delete", INTERFACE)
 
 
 def bring_up(interface: str, address: str, *where: str) -> None:
@@ -166,7 +197,7 @@ def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int
 
 def _clear() -> None:
     """Take away all hosts there are, of a process that was killed as well."""
-    wait_until(lambda: not Path("/sys/class/net", INTERFACE).exists())  # it goes with its switch, and that with them
+    wait_until(lambda: not _is_joined())  # the switch of a process that was killed goes a moment later
     for name in sorted(each.name for each in Path("/run/netns").glob("wbhost*")):
         # what runs there would keep the namespace
         for pid in pids_on(name):

@@ -67,6 +67,7 @@ def test_a_model_is_sharded_and_trains_and_the_ranks_are_shown_live(book):
 def test_the_dashboard_is_opened_from_the_command_palette_below_the_notebook(book):
     book.page.keyboard.press("Control+Shift+C")
     book.page.get_by_placeholder("SEARCH").fill("FSDP Dashboard")
+    expect(book.page.locator(".lm-CommandPalette-item.lm-mod-active")).to_contain_text("Dashboard")
     book.page.keyboard.press("Enter")
     expect(dashboard(book).locator(".fw-badge")).to_contain_text("training")
     draws(book, ".fsdp-Dashboard")

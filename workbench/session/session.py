@@ -530,7 +530,8 @@ class Session:
         """Return in words what these ranks still do for a notebook that had them before, as far as they say."""
         if self._needs_recovery is not None or self.cluster.held_by:
             return ""
-        doing = {position.doing for position in self._collector.positions.values()} - {""}
+        here = self._collector.positions
+        doing = {here[rank].doing for rank in self.living() if rank in here} - {""}
         return f"%fsdp {min(doing)} of the notebook before" if doing else ""
 
     def _find_left(self) -> bool:
@@ -711,15 +712,15 @@ class Session:
 
         Raises:
             UsageError: they do nothing.
-            ClusterError: they do it for ever, or could not be joined again.
+            ClusterError: they do it for ever.
         """
         idle = self._is_idle()
         if idle.wait(ASK_S):
-            self._under_way("abort")  # says that nothing is
+            raise UsageError(f"abort: {NOTHING}")
         self._free(idle, "aborted")
         if not idle.wait(RECOVER_S) and (late := self._late(idle)):
             raise ClusterError(f"{label(late)} did not give up what the notebook before asked of it: {RESTART}")
-        self.recover()
+        self._needs_recovery = True
         return EndReport(sentence="what the ranks did for the notebook before was given up")
 
     def recover(self) -> None:
