@@ -17,6 +17,7 @@ from workbench.cluster import survey
 from workbench.cluster._control import INSTALL, Wire
 from workbench.cluster.attached import Attached, Target, holder_here, is_gone
 from workbench.cluster.doors import Doors
+from workbench.cluster.freeing import free, late
 from workbench.cluster.hosts import Surveyed, boots, lookouts, misfits, seats
 from workbench.cluster.launch import Launch
 from workbench.cluster.launched import Launched, check_launcher, configures_launcher
@@ -26,7 +27,6 @@ from workbench.codec import decode, encode
 from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Request
-from workbench.protocol.messages import GiveUp, Shut
 from workbench.protocol.starting import Boot, Connect, Connected, Holder, World
 
 R = TypeVar("R")
@@ -35,8 +35,8 @@ RUNTIME = "workbench.runtime.rank"
 MAX_RANKS = 64
 """On this machine, by the fast start."""
 
+_STOPPED = "the other ranks were stopped"
 _SHUTDOWN_S = 2.0
-_INTERRUPT_S = 1.0
 _PATIENCE_S = 1.0
 _HOLD_S = 2.0
 _ANSWER_S = 20.0  # how long it may take until an engine that does nothing else counts as busy: its machine may be
@@ -242,10 +242,10 @@ class Cluster:
         answers = self._survey(doors, counts_devices=False)  # which may take long: it imports torch
         told: dict[int, World | None] = {}
         until = time.monotonic() + _ANSWER_S
-        while late := self._late(answers, told):
-            replies = doors.hold({}, late, _HOLD_S)
+        while busy := self._busy(answers, told):
+            replies = doors.hold({}, busy, _HOLD_S)
             told |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
-            silent = [rank for rank in late if rank not in told and not answers.done(rank)]
+            silent = [rank for rank in busy if rank not in told and not answers.done(rank)]
             if silent and time.monotonic() > until:
                 raise ClusterError(f"{len(silent)} of {len(self._engines)} engines do not answer{place.advice(None)}")
         others = sorted(set(answers.ranks) - set(told))
@@ -254,24 +254,12 @@ class Cluster:
         # one that was not reached when the others were stopped knows of a world that is no more
         found = [each for each in worlds.values() if each and None not in map(worlds.get, {*each.engines} & {*worlds})]
         if not found:
-            self._free(doors, [rank for rank in told if told[rank] is not None], answers)
+            stranded = [rank for rank in told if told[rank] is not None]
+            free(doors, stranded, answers, _STOPPED, store=True, interrupts=False)
         return max(found, key=lambda world: len(world.engines), default=None)
 
     @staticmethod
-    def _free(doors: Doors, stranded: Sequence[int], answers: Pending) -> None:
-        """Free ranks from what they do for nobody any more, more and more firmly, so that they answer."""
-
-        def late() -> list[int]:
-            return [rank for rank in stranded if not answers.done(rank)]
-
-        doors.ask(GiveUp(reason="the other ranks were stopped"), stranded, _HOLD_S)
-        if not answers.wait(_PATIENCE_S):
-            doors.ask(Shut(store=True), late(), _HOLD_S)
-            if not answers.wait(_PATIENCE_S):
-                doors.interrupt(late(), _INTERRUPT_S)
-
-    @staticmethod
-    def _late(answers: Pending, told: Mapping[int, object]) -> list[int]:
+    def _busy(answers: Pending, told: Mapping[int, object]) -> list[int]:
         """Wait for answers; return who has given none by then, and ``told`` nothing either."""
         answers.wait(_PATIENCE_S)
         return [rank for rank in answers.ranks if rank not in told and not answers.done(rank)]
@@ -406,7 +394,7 @@ class Cluster:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
             left = doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
             if not left.wait(_SHUTDOWN_S) and self._target is not None:  # at work for a notebook that is gone
-                self._free(doors, [rank for rank in idle if not left.done(rank)], left)
+                free(doors, late(left, idle), left, _STOPPED, store=True)
                 left.wait(_SHUTDOWN_S)
             if self._target is not None:
                 self._hold({"leave": True})
@@ -588,7 +576,7 @@ class Cluster:
         """
         doors = self._reach()
         self._check_held()
-        doors.interrupt(self._select(ranks, may_be_none=True), _INTERRUPT_S)
+        doors.interrupt(self._select(ranks, may_be_none=True))
 
     def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         return select(ranks, self.num_ranks, may_be_none=may_be_none)

@@ -67,7 +67,7 @@ class Doors:
         futures = self._put(REQUEST, encode(request), ranks, timeout_s)
         return {rank: _outcome(request, rank, future) for rank, future in futures.items()}
 
-    def interrupt(self, ranks: Iterable[int], timeout_s: float) -> None:
+    def interrupt(self, ranks: Iterable[int], timeout_s: float = 1.0) -> None:
         """Send SIGINT to the main thread of each of ``ranks``, and wait until they have it, ``timeout_s`` s at most.
 
         What they are asked later is not interrupted by it.

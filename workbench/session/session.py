@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from workbench.cluster.freeing import free, late
 from workbench.cluster.pending import Pending, select
 from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
@@ -20,7 +21,6 @@ from workbench.protocol.commands import Command, Inspect, Reshard, Shard, Step, 
 from workbench.protocol.commands import Request as SideRequest
 from workbench.protocol.messages import (
     Done,
-    GiveUp,
     Line,
     ListModels,
     ListNames,
@@ -30,7 +30,6 @@ from workbench.protocol.messages import (
     Plan,
     Position,
     SetBreakpoints,
-    Shut,
     Stacks,
 )
 from workbench.protocol.starting import Connected
@@ -62,8 +61,6 @@ from workbench.session.stopping import WHERE_S
 from workbench.session.watch import (
     ASK_S,
     PATIENT_S,
-    SHUT_AFTER_S,
-    SIGNAL_AFTER_S,
     TICK_S,
     Interruptible,
     Outcome,
@@ -696,16 +693,9 @@ class Session:
             request.thread.join(CLOSE_S)
 
     def _free(self, pending: Pending, reason: str) -> None:
-        """Have ranks leave what they do, more and more firmly until ``pending`` is done."""
-        self.ask(GiveUp(reason=reason))
-        if not pending.wait(SHUT_AFTER_S):
-            answers(self.cluster, Shut(store=0 not in self.living()), self._late(pending), timeout_s=ASK_S)
-        if not pending.wait(SIGNAL_AFTER_S - SHUT_AFTER_S):
-            self.cluster.interrupt(self._late(pending))
-
-    def _late(self, pending: Pending) -> list[int]:
-        """Return which of the ranks that live have not done what they were asked."""
-        return [rank for rank in self.living() if rank in pending.ranks and not pending.done(rank)]
+        """Free the ranks from what they do until ``pending`` is done."""
+        living = self.living()
+        free(self.cluster, living, pending, reason, store=0 not in living)
 
     def _end_left(self) -> EndReport:
         """Have the ranks give up what an earlier notebook asked of them, if they do it still.
@@ -718,8 +708,10 @@ class Session:
         if idle.wait(ASK_S):
             raise UsageError(f"abort: {NOTHING}")
         self._free(idle, "aborted")
-        if not idle.wait(RECOVER_S) and (late := self._late(idle)):
-            raise ClusterError(f"{label(late)} did not give up what the notebook before asked of it: {RESTART}")
+        if not idle.wait(RECOVER_S):
+            raise ClusterError(
+                f"{label(late(idle, self.living()))} did not give up what the notebook before asked of it: {RESTART}"
+            )
         self._needs_recovery = True
         return EndReport(sentence="what the ranks did for the notebook before was given up")
 

@@ -11,6 +11,7 @@ from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from workbench.cluster.freeing import SHUT_AFTER_S, SIGNAL_AFTER_S
 from workbench.cluster.pending import Pending
 from workbench.errors import RankDied, RankError
 from workbench.protocol.messages import GiveUp, Position, Shut
@@ -28,18 +29,9 @@ TICK_S = 0.1
 GRACE_S = 0.1
 """How long after a rank's failure the others may fail by themselves before they are aborted, in seconds."""
 
-SHUT_AFTER_S = 0.35
-"""How long after an abort a rank may still run before its process groups' sockets are shut, in seconds.
-
-By then the engine's waits have ended, and who still runs computes or is blocked in a collective of the user's own.
-Shutting while ranks still exchange data could leave one waiting for ever inside that exchange.
-"""
-
-SIGNAL_AFTER_S = 0.5
-"""How long after a Ctrl-C a rank in a step may still run before it is sent the signal itself, in seconds."""
-
 SIGNAL_CELL_AFTER_S = 0.25
-"""The same for a cell, most of which is the user's own code, in seconds: by then the engine's waits have ended."""
+"""How long after a Ctrl-C a cell, most of which is the user's own code, may still run before it is sent the signal, in
+seconds: by then the engine's waits have ended."""
 
 QUIET_S, HEAR_OUT_S = 0.05, 0.3
 """How long nothing must arrive until all that stopped ranks wrote counts as here, and how long at most, in seconds."""
