@@ -17,7 +17,7 @@ Shutting while ranks still exchange data could leave one waiting for ever inside
 """
 
 SIGNAL_AFTER_S = 0.5
-"""How long after that a rank in a step may still run before it is sent SIGINT, in seconds."""
+"""How long after an abort a rank in a step may still run before it is sent SIGINT, in seconds."""
 
 
 _ASK_S = 1.0  # how long a rank may take to answer at its side door

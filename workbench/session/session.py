@@ -58,15 +58,7 @@ from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import Standing, no_standing, who_works
 from workbench.session.stopping import WHERE_S
-from workbench.session.watch import (
-    ASK_S,
-    PATIENT_S,
-    TICK_S,
-    Interruptible,
-    Outcome,
-    Tick,
-    Watch,
-)
+from workbench.session.watch import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, Tick, Watch
 from workbench.trace.columns import Trace
 
 R = TypeVar("R")
