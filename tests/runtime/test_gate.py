@@ -15,7 +15,7 @@ from tests.runtime.stopping import Door, Meeting, beside
 from tests.runtime.test_commands import trace_of
 from tests.waiting import PATIENCE_S
 from workbench.engine import StepAborted
-from workbench.events import Edge, Kind
+from workbench.events import Edge, Kind, Phase
 from workbench.protocol.breakpoints import UNTIL
 from workbench.protocol.commands import Continue, Evaluate, Next, Pause, Shard, Step, Verify
 from workbench.protocol.messages import GiveUp, Job, Place, RunTo
@@ -194,6 +194,40 @@ def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
     for rank, (losses, said) in enumerate(results):
         assert losses == expected[rank][0][1:]
         assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
+
+
+def paused_before_a_collective_of_the_users_own(meeting):
+    """Rank 0 has done its part of the backward and lets rank 1 read the last of it; both then limit the norm."""
+    ns = prepare(clip=1.0)
+    execute(Shard(model="model", wrap=("Block",)))
+    execute(Step())
+    last_wait = {"event": "wait", "unit": "(root)", "when": "phase == 'post_backward'"}
+    Door().break_at({**last_wait, "rank": 1})
+
+    def is_through(where):
+        return where.waiting and where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
+
+    def script(door):
+        where = door.until(lambda where: where.held if ns["rank"] else is_through(where))
+        furthest = Place(*meeting.furthest(ns["rank"], where))
+        door.break_at()
+        door(Pause())
+        door(RunTo(place=furthest))
+        held = door.until_held()
+        meeting.wait()
+        door(Continue())
+        return held.place > where.place, place(held)
+
+    done, said = beside(script, Step())
+    return done["losses"], said
+
+
+def test_a_rank_that_lets_others_read_runs_on_as_those_may_wait_for_it_in_the_users_own_collective():
+    (_, (moved, where)), (_, (other_moved, other_where)) = run(
+        2, paused_before_a_collective_of_the_users_own, Meeting(2)
+    )
+    assert where == other_where == ("optimizer", "begin", "optimizer", -1)
+    assert (moved, other_moved) == (False, True)
 
 
 def give_up(how, event, meeting):

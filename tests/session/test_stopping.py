@@ -76,6 +76,17 @@ def test_a_rank_that_computes_on_is_late():
     assert (stop.held, stop.is_late) == ((0,), True)
 
 
+def test_a_rank_that_has_not_looked_up_from_its_wait_is_waited_for_as_one_that_computes():
+    stopper, _, clock = setup()
+    assert SETTLED_S < PAUSE_S
+    stopper.pause({0, 1})
+    for clock.now in (0.0, SETTLED_S):
+        assert stopper.look({0: at(3), 1: at(3, held=False, waiting=True)}, {0, 1}) is None
+    clock.now = PAUSE_S
+    stop = stopper.look({0: at(3), 1: at(3, held=False, waiting=True)}, {0, 1})
+    assert (stop.held, stop.is_late) == ((0,), False)
+
+
 def test_a_rank_that_does_not_answer_is_named_as_well():
     stopper, _, clock = setup()
     stopper.pause({0, 1})

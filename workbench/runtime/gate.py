@@ -146,14 +146,14 @@ class Gate:
         if self._stops(event, lambda wanted: wanted.stops_at(event)):
             self._hold(unit)
 
-    def _ask_waiting(self) -> None:
+    def _ask_waiting(self, may_hold: bool) -> None:
         """Stop in a wait for other ranks; the event that comes after it has not been asked about yet."""
         self.interrupts.check()
         if self._alone and self._recorder.is_aside:
             raise UsageError(jobs.needs_others("this", self._alone))
         self._waits_at = self._place()
         self._waited_ns = time.monotonic_ns()
-        if not (self._wanted.is_anything and self._may_hold):
+        if not (may_hold and self._wanted.is_anything and self._may_hold):
             return
         row = self._recorder.last_event()
         event = self._event(Kind.WAIT, Edge.BEGIN, -1 if row is None else int(row["unit"]), 0)

@@ -22,7 +22,10 @@ ALIGN_S = 0.15
 """How long after a pause a rank may still run before the others are told how far to go, in seconds."""
 
 PAUSE_S = 0.4
-"""How long after a pause a rank that computes is waited for, in seconds; it stops later by itself."""
+"""How long after a pause a rank that computes is waited for, in seconds; it stops later by itself.
+
+So does one that waits and has not looked up from that yet.
+"""
 
 SETTLED_S = 0.25
 """How long ranks must have stood still before those that wait for a held one count as stopped, in seconds."""
@@ -129,14 +132,13 @@ class Stopper:
     def _is_over(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
         if held == running:
             return True
+        if self._paused_at is not None:  # whoever waits comes to a stop by itself
+            return self._clock() - self._paused_at >= (PAUSE_S if running <= here.keys() else STARVED_S)
         others_wait = all(rank in here and here[rank].waiting for rank in running - held)
         places = {rank: position.place for rank, position in here.items()}
         # whoever is furthest behind has from all others what it needs: it waits for nobody, unless it is held
         is_held_up = min(places.values()) in {places[rank] for rank in held}
-        if others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S):
-            return True
-        enough_s = PAUSE_S if running <= here.keys() else STARVED_S
-        return self._paused_at is not None and self._clock() - self._paused_at >= enough_s
+        return others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S)
 
     def _ask(self, request: Request[R], ranks: Set[int]) -> dict[int, R]:
         return answers(self._door, request, sorted(ranks), timeout_s=WHERE_S) if ranks else {}
