@@ -220,6 +220,11 @@ def test_a_rank_that_comes_late_is_named(wb):
     assert wb.fake.patience[-1] == ("drain", ASK_S)
     assert [row.state for row in wb.where().rows] == ["held", "held", "held", "running"]
     assert wb.fake.patience[-1] == ("locate", WHERE_S)
+    assert wb._session.pulse().under_way.stop.endswith("; rank 3 stops at the next event")
+    wb.make_late(3, False)
+    wait_until(lambda: wb._session.pulse().under_way.stop.startswith("4 ranks stopped"))
+    with pytest.raises(UsageError, match=r"under way \(4 ranks stopped"):
+        wb.step(1)
     assert "ready again" in wb.abort().headline
 
 

@@ -54,6 +54,10 @@ def test_a_stop_in_a_sentence():
     assert (one.held, one.breakpoints) == ((1,), (3,))
     late = Stop(positions={0: position(held()), 1: position(), 2: position()}, units=UNITS)
     assert str(late).endswith("; ranks 1-2 stop at the next event")
+    assert (late.is_late, everywhere.is_late, one.is_late) == (True, False, False)
+    assert late.renewed({1: position(held()), 7: position(held())}).held == (0, 1)
+    older = Stop(positions={0: position(held()), 1: position(now_ns=2)})
+    assert older.renewed({1: position(held(), now_ns=1)}).held == (0,)
     assert str(Stop(positions={})) == "no rank is stopped"
 
 

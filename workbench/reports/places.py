@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from workbench.events import Edge, Kind, Unit, unit_words
@@ -24,12 +24,20 @@ class Stop:
     Attributes:
         positions: the newest of every rank of the request that has not ended.
         units: names by index.
-        is_late: whether a rank neither stands in the gate nor waits; it stops at its next event.
     """
 
     positions: Mapping[int, Position]
     units: Mapping[int, str] = field(default_factory=dict)
-    is_late: bool = False
+
+    def renewed(self, positions: Mapping[int, Position]) -> Stop:
+        """Return the same with what was heard of its ranks since."""
+        newest = {r: max(positions.get(r, p), p, key=lambda p: p.now_ns) for r, p in self.positions.items()}
+        return replace(self, positions=newest)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a rank neither stands in the gate nor waits; it stops at its next event."""
+        return any(state_of(position) == "running" for position in self.positions.values())
 
     @property
     def holds(self) -> dict[int, Hold]:

@@ -206,6 +206,7 @@ class Session:
         alive = self.cluster.alive()
         living = [rank for rank, is_alive in enumerate(alive) if is_alive]
         self._collector.drain(self.cluster, living, timeout_s=ASK_S, max_age_s=self._max_age_s(living))
+        self._renew_stop(self._collector.heard)
         trace, losses = self.trace, self.cluster.losses()
         alive = tuple(rank in living and rank not in losses for rank in range(len(alive)))  # one may be lost meanwhile
         found = pulse(trace, alive, self._collector.positions, self.state)
@@ -217,6 +218,12 @@ class Session:
             ended=self.ended,
             breakpoints=self.stops(),
         )
+
+    def _renew_stop(self, positions: Mapping[int, Position]) -> None:
+        """Take note of ranks that have come to the stop late."""
+        request = self.request
+        if request is not None and request.state == "stopped" and request.stop is not None and request.stop.is_late:
+            request.stop = request.stop.renewed(positions)
 
     def _max_age_s(self, living: Sequence[int]) -> float:
         """How old what a live view is shown may be; 0 once after each change of what the ranks are asked."""
@@ -273,6 +280,7 @@ class Session:
         # if all stand, they are there, and answer once the machine lets them
         timeout_s = PATIENT_S if stop is not None and not stop.is_late else WHERE_S
         positions = self.positions(timeout_s=timeout_s)
+        self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
         header = self.trace.header
         rows = []

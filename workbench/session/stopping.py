@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from workbench.protocol.commands import Continue, Next, Pause, Request
 from workbench.protocol.messages import Hold, Locate, Place, Position, RunTo
-from workbench.reports.places import Stop, state_of
+from workbench.reports.places import Stop
 from workbench.session.door import SideDoor, answers
 
 R = TypeVar("R")
@@ -100,9 +100,7 @@ class Stopper:
         if not held or not self._is_over(here, held, running):
             return None
         self._paused_at, self.eager = None, False
-        is_late = any(rank in here and state_of(here[rank]) == "running" for rank in running - held)
-        positions = {rank: here.get(rank, Position(rank=rank)) for rank in sorted(running)}
-        return Stop(positions=positions, is_late=is_late)
+        return Stop(positions={rank: here.get(rank, Position(rank=rank)) for rank in sorted(running)})
 
     def _fresh(self, rank: int, position: Position) -> Position:
         """A rank that was let go and has not noticed yet is not held."""
