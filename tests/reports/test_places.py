@@ -56,6 +56,9 @@ def test_a_stop_in_a_sentence():
     assert str(late).endswith("; ranks 1-2 stop at the next event")
     assert (late.is_late, everywhere.is_late, one.is_late) == (True, False, False)
     assert late.renewed({1: position(held()), 7: position(held())}).held == (0, 1)
+    silent = Stop(positions={0: position(held()), 1: Position(rank=1)}, units=UNITS)
+    assert not silent.is_late
+    assert str(silent.renewed({1: position(held())})).startswith("2 ranks stopped")
     older = Stop(positions={0: position(held()), 1: position(now_ns=2)})
     assert older.renewed({1: position(held(), now_ns=1)}).held == (0,)
     assert str(Stop(positions={})) == "no rank is stopped"

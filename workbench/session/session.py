@@ -220,10 +220,13 @@ class Session:
         )
 
     def _renew_stop(self, positions: Mapping[int, Position]) -> None:
-        """Take note of ranks that have come to the stop late."""
+        """Take note of ranks that have come to the stop late, or had not answered."""
         request = self.request
-        if request is not None and request.state == "stopped" and request.stop is not None and request.stop.is_late:
-            request.stop = request.stop.renewed(positions)
+        if request is None or request.state != "stopped":
+            return
+        with self._changed:  # it may go on, and stop elsewhere
+            if request.state == "stopped" and request.stop is not None:
+                request.stop = request.stop.renewed(positions)
 
     def _max_age_s(self, living: Sequence[int]) -> float:
         """How old what a live view is shown may be; 0 once after each change of what the ranks are asked."""
