@@ -205,7 +205,7 @@ def read_late(act, write, may_read) -> bool:
         last = len(copies)
         copies.clear()
         if dist.get_rank() == 0:  # once it waits for readers, there is nothing that it still writes
-            patch.setattr(shared_memory, "cancellation", SimpleNamespace(sleep=lambda _, **__: may_read.set()))
+            patch.setattr(shared_memory, "cancellation", SimpleNamespace(sleep=lambda _: may_read.set()))
         act(model)
         write(model)
         may_read.set()

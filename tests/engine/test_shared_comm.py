@@ -298,9 +298,7 @@ def cast_read_late(has_read, waits_for_readers) -> list[float]:
                 has_read.set()
                 gather.free(outputs[0])
             if value == 2 and rank == 1:
-                patch.setattr(
-                    shared_memory, "cancellation", SimpleNamespace(sleep=lambda _, **__: waits_for_readers.set())
-                )
+                patch.setattr(shared_memory, "cancellation", SimpleNamespace(sleep=lambda _: waits_for_readers.set()))
                 gather.free(outputs[0])
             output = gather.allocate([2], dtype=torch.bfloat16, device=CPU)
             if value == 2 and rank == 1:

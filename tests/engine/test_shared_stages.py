@@ -250,9 +250,9 @@ def one_is_slow(has_looked: Any) -> list[bool]:
     else:
         look = shared_memory.cancellation.sleep
 
-        def sleep(seconds: float, **how: bool) -> None:
+        def sleep(seconds: float) -> None:
             has_looked.set()
-            look(seconds, **how)
+            look(seconds)
 
         shared_memory.cancellation.sleep = sleep
     work.wait()

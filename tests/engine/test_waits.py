@@ -431,7 +431,7 @@ def test_a_sleep_ends_with_an_abort():
 
 
 def test_waiting_threads_come_to_the_stop_point_and_may_be_interrupted_there(monkeypatch):
-    def stop(_):
+    def stop():
         raise KeyboardInterrupt
 
     watcher = Watcher()

@@ -8,13 +8,16 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
 
 from tests.engine.models import loss_of
 from tests.runtime.job import drain, execute, prepare, run
 from tests.runtime.stopping import Door, Meeting, beside
 from tests.runtime.test_commands import trace_of
 from tests.waiting import PATIENCE_S
-from workbench.engine import StepAborted
+from workbench.engine import StepAborted, waits
+from workbench.engine.classic.comm_hooks import all_reduce
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.breakpoints import UNTIL
 from workbench.protocol.commands import Continue, Evaluate, Next, Pause, Shard, Step, Verify
@@ -196,8 +199,15 @@ def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
         assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
 
 
+def looks_from_now():
+    """What grows whenever this rank looks up from a wait."""
+    looks, look = [], waits.stop_point
+    waits.stop_point = lambda: (looks.append(None), look())
+    return looks
+
+
 def paused_before_a_collective_of_the_users_own(meeting):
-    """Rank 0 has done its part of the backward and lets rank 1 read the last of it; both then limit the norm."""
+    """Rank 0 has done its part of the backward and waits for rank 1, without an event; both then limit the norm."""
     ns = prepare(clip=1.0)
     execute(Shard(model="model", wrap=("Block",)))
     execute(Step())
@@ -205,13 +215,17 @@ def paused_before_a_collective_of_the_users_own(meeting):
     Door().break_at({**last_wait, "rank": 1})
 
     def is_through(where):
-        return where.waiting and where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
+        return where.waiting and (where.newest.phase, where.newest.edge) == (Phase.POST_BACKWARD, Edge.END)
 
     def script(door):
         where = door.until(lambda where: where.held if ns["rank"] else is_through(where))
         furthest = Place(*meeting.furthest(ns["rank"], where))
         door.break_at()
         door(Pause())
+        looks = looks_from_now()
+        if not ns["rank"]:
+            door.until(lambda where: where.held or len(looks) > 1)  # it has looked up from its wait, and come back
+        meeting.wait()
         door(RunTo(place=furthest))
         held = door.until_held()
         meeting.wait()
@@ -222,7 +236,17 @@ def paused_before_a_collective_of_the_users_own(meeting):
     return done["losses"], said
 
 
-def test_a_rank_that_lets_others_read_runs_on_as_those_may_wait_for_it_in_the_users_own_collective():
+def clipped_after_a_sum(params, max_norm):
+    """A collective of the engine's that no event tells of, such as a grad scaler's, then one of the user's own."""
+    all_reduce(torch.ones(()), dist.ReduceOp.SUM, dist.group.WORLD, "all-reduce")
+    clip_grad_norm_(params, max_norm)
+
+
+# over shared memory rank 0 waits for the readers of its gradients, over gloo in that sum
+@pytest.mark.parametrize(("comm", "clip"), [("", clip_grad_norm_), ("gloo", clipped_after_a_sum)])
+def test_a_rank_is_not_held_in_a_wait_without_an_event_as_others_may_be_past_it(comm, clip, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMM", comm)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     (_, (moved, where)), (_, (other_moved, other_where)) = run(
         2, paused_before_a_collective_of_the_users_own, Meeting(2)
     )

@@ -16,15 +16,12 @@ SLICE_S = 0.2
 GRACE_S = 0.3
 
 
-def go_on(may_hold: bool) -> None:
+def go_on() -> None:
     """Do not stop."""
 
 
-stop_point: Callable[[bool], None] = go_on
-"""Called in the waiting thread, again and again while it waits for other ranks; it may raise there.
-
-And block, if ``may_hold``: then the next event of this rank follows the wait, and whoever is past it is asked there.
-"""
+stop_point: Callable[[], None] = go_on
+"""Called in the waiting thread, again and again while it waits for other ranks; it may block or raise there."""
 
 
 class Work(Protocol):
@@ -63,16 +60,11 @@ class Cancellation:
         if self._cancelled.is_set():
             raise StepAborted(self._reason)
 
-    def sleep(self, seconds: float, *, may_hold: bool = True) -> None:
-        """Sleep before looking again whether other ranks have come, and raise StepAborted as soon as cancelled.
-
-        Args:
-            seconds: how long.
-            may_hold: as :data:`stop_point` is told.
-        """
+    def sleep(self, seconds: float) -> None:
+        """Sleep before looking again whether other ranks have come, and raise StepAborted as soon as cancelled."""
         if self._cancelled.wait(seconds):
             self.check()
-        stop_point(may_hold)
+        stop_point()
 
     def check_after_failure(self) -> None:
         """Raise StepAborted if cancelled, now or within :data:`GRACE_S`.

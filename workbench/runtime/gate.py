@@ -40,6 +40,7 @@ Inbox = SimpleQueue[Job | None]
 GateRequest = Pause | RunTo | Continue | Next | SetBreakpoints | Job | Forget
 
 _NEEDS_OTHERS = (*COLLECTIVES, Kind.UNSHARD)
+_WITHIN_COLLECTIVE = (*COLLECTIVES, Kind.WAIT)  # while one of these has begun
 _RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
 
 
@@ -146,17 +147,24 @@ class Gate:
         if self._stops(event, lambda wanted: wanted.stops_at(event)):
             self._hold(unit)
 
-    def _ask_waiting(self, may_hold: bool) -> None:
-        """Stop in a wait for other ranks; the event that comes after it has not been asked about yet."""
+    def _ask_waiting(self) -> None:
+        """Stop in a wait for other ranks, if it is within a collective: its end has not been asked about yet.
+
+        The user's own code can follow other waits, such as that for readers at the end of a backward. A rank that is
+        past one may stand in a collective there, of which no event tells, and wait for this one: to hold it would keep
+        the other from ever coming to an event.
+        """
         self.interrupts.check()
         if self._alone and self._recorder.is_aside:
             raise UsageError(jobs.needs_others("this", self._alone))
         self._waits_at = self._place()
         self._waited_ns = time.monotonic_ns()
-        if not (may_hold and self._wanted.is_anything and self._may_hold):
+        if not (self._wanted.is_anything and self._may_hold):
             return
         row = self._recorder.last_event()
-        event = self._event(Kind.WAIT, Edge.BEGIN, -1 if row is None else int(row["unit"]), 0)
+        if row is None or row["edge"] != Edge.BEGIN or row["kind"] not in _WITHIN_COLLECTIVE:
+            return
+        event = self._event(Kind.WAIT, Edge.BEGIN, int(row["unit"]), 0)
         if self._stops(event, lambda wanted: (wanted.stops_waiting(event.place), None)):
             self._hold(event.unit)
 

@@ -149,7 +149,7 @@ def give_up_while_another_is_late():
         store.wait(["gave up"])
         ours.allreduce_hook(state, grad)  # what rank 0 issued ends
         return
-    waits.stop_point = lambda _: cancellation.cancel("enough")  # called while it waits
+    waits.stop_point = lambda: cancellation.cancel("enough")  # called while it waits
     with pytest.raises(StepAborted, match=r"^enough$"):
         ours.allreduce_hook(state, grad)
     cancellation.reset()

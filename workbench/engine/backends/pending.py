@@ -164,7 +164,7 @@ class PendingWork:
     def _wait_in_slices(self) -> None:
         while not self._done.wait(waits.SLICE_S):
             cancellation.check()
-            waits.stop_point(True)
+            waits.stop_point()
             self._watch.look()
 
     def abandon(self) -> None:

@@ -276,9 +276,7 @@ class Readers:
         delay_s, next_look_s = FIRST_POLL_S, time.monotonic() + SLICE_S
         try:
             while behind := find_behind():
-                # after the last of a backward comes the user's code: a rank that is past it may stand in a collective
-                # there, which no event tells of, and wait for this rank; the others need nothing more of it to read
-                cancellation.sleep(delay_s, may_hold=False)
+                cancellation.sleep(delay_s)
                 delay_s = min(2 * delay_s, LAST_POLL_S)
                 if time.monotonic() > next_look_s:
                     next_look_s += SLICE_S
