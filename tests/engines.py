@@ -12,6 +12,7 @@ import ipyparallel
 from tests.hosts import find
 from tests.waiting import wait_until
 from workbench.cluster.attached import Target
+from workbench.cluster.launch import is_complete
 
 LONG_S, GRACE_S = 60.0, 3.0
 
@@ -27,11 +28,10 @@ def engines_on(namespaces: Sequence[str], address: str) -> Iterator[Target]:
         where = [f"--ipython-dir={folder}", "--profile=test"]
         _run(last, "ipyparallel.controller", *where, f"--ip={address}", f"--location={address}")
         file = security / "ipcontroller-engine.json"
-        wait_until(file.exists, LONG_S)
+        wait_until(lambda: is_complete(file), LONG_S)
         for namespace in namespaces:
             _run(last, "ipyparallel.engine", *where, f"--file={file}", in_namespace=namespace)
         client_file = security / "ipcontroller-client.json"
-        wait_until(client_file.exists, LONG_S)
         wait_for_engines(client_file, len(namespaces))
         yield Target(file=str(client_file))
 
@@ -69,6 +69,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_engines(client_file: Path, num_engines: int) -> None:
-    """Wait until so many engines have registered."""
+    """Wait until so many engines have registered with the controller that writes this file."""
+    wait_until(lambda: is_complete(client_file), LONG_S)
     with ipyparallel.Client(str(client_file)) as client:
         client.wait_for_engines(num_engines, timeout=LONG_S, interactive=False)

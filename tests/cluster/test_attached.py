@@ -42,11 +42,12 @@ def profile(tmp_path_factory):
             "--cluster-id=one",
         ]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as started:
-            file = directory / "profile_running" / "security" / "ipcontroller-one-client.json"
-            wait_until(file.exists)  # ipcluster itself says half a minute later that they are there
-            wait_for_engines(file, 3)
-            yield directory / "profile_running"
-            started.terminate()
+            try:
+                # ipcluster itself says half a minute later that they are there
+                wait_for_engines(directory / "profile_running" / "security" / "ipcontroller-one-client.json", 3)
+                yield directory / "profile_running"
+            finally:
+                started.terminate()
 
 
 def ipyparallel_ids(file):
@@ -211,9 +212,14 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
     ):
         with pytest.raises(UsageError, match=said):
             Cluster.attached(target, device="cpu").start()
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(UsageError, match="is no connection file"):
-        Cluster.attached(Target(file=str(tmp_path / "broken.json"))).start()
+    for content, said in (
+        (b"{", "is no connection file"),
+        (b"\xff", "is no connection file"),
+        (b"", "is empty: .* again"),
+    ):
+        (tmp_path / "broken.json").write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            Cluster.attached(Target(file=str(tmp_path / "broken.json"))).start()
     with pytest.raises(UsageError, match="has 3 engines, not 4: ipcluster engines -n N starts more"):
         attached(4).start()
     file = security / "ipcontroller-one-client.json"

@@ -13,6 +13,7 @@ from tests.integration.collected import late_ends
 from tests.integration.model import CELL
 from tests.marks import unless
 from tests.waiting import wait_until
+from workbench.cluster.launch import is_complete
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clocks import error_ns
 from workbench.session import clocks
@@ -45,7 +46,7 @@ def bench(tmp_path_factory):
         (directory / "profile_clocks" / "startup").mkdir(parents=True)
         file = directory / "profile_clocks" / "security" / "ipcontroller-client.json"
         last.callback(start(last, [], "controller").terminate)  # it has processes of its own
-        wait_until(file.exists)
+        wait_until(lambda: is_complete(file))
         for number, hours in enumerate(HOURS):
             last.callback(start(last, ahead_by(hours) if hours else [], "engine").kill)  # unshare lets SIGTERM pass by
             wait_until(lambda number=number: len(ipyparallel_ids(file)) == number + 1)

@@ -214,7 +214,7 @@ class Launch(Place):
         """
         security = self._root / "profile" / "security"
         for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
-        while not (_is_complete(for_client) and _is_complete(for_engine)):
+        while not (is_complete(for_client) and is_complete(for_engine)):
             self._wait_a_moment("the controller did not start", [None])
         # a copy, for the controller is not done with its own; it appears complete: engines read it once it is there
         copy = self._root / "engine.json.copy"
@@ -337,7 +337,7 @@ def _name(rank: int | None) -> str:
     return "the controller" if rank is None else f"the process of rank {rank}"
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Tell whether a JSON file is there and was written to its end."""
     try:
         json.loads(path.read_text())
