@@ -215,7 +215,7 @@ def paused_before_a_collective_of_the_users_own(meeting):
     Door().break_at({**last_wait, "rank": 1})
 
     def is_through(where):
-        return where.waiting and (where.newest.phase, where.newest.edge) == (Phase.POST_BACKWARD, Edge.END)
+        return where.waiting and where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
 
     def script(door):
         where = door.until(lambda where: where.held if ns["rank"] else is_through(where))

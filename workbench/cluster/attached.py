@@ -68,13 +68,13 @@ class Target:
         """
         found = Path(self.file).expanduser() if self.file else self._in_profile()
         try:
-            text = found.read_bytes()
-            known = json.loads(text)
+            content = found.read_bytes()
+            known = json.loads(content)
         except OSError as error:
             raise UsageError(f"{found} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            empty = "is empty: if the controller is starting, try again in a moment"
-            raise UsageError(f"{found} {'is no connection file of ipyparallel' if text else empty}") from error
+            is_empty = "is empty: if the controller is starting, try again in a moment"
+            raise UsageError(f"{found} {'is no connection file of ipyparallel' if content else is_empty}") from error
         if not isinstance(known, dict) or not known.keys() >= _NEEDED:
             raise UsageError(f"{found} is not ipyparallel's connection file for clients, {_CLIENT.format('')}")
         return found
