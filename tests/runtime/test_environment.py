@@ -2,6 +2,8 @@
 
 import os
 
+import torch.distributed as dist
+
 from tests.runtime.job import run
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.runtime import rank as rank_module
@@ -15,6 +17,7 @@ def found():
 
 def before_and_after_it_leaves():
     before = found()
+    dist.barrier()  # a rank that leaves first closes the connection that the other one may still be making
     rank_module.shutdown()
     return before, found()
 
