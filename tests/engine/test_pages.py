@@ -10,7 +10,7 @@ import torch
 from tests.engine.ranks import on_one_rank
 from tests.engine.recording import recording
 from workbench.engine.backends import pages
-from workbench.engine.backends.pages import Pages, SparePages
+from workbench.engine.backends.pages import Buffers, Pages, SparePages
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 SIZES = (0, 1, 1000, pages._ALIGNMENT // 4 + 5, pages._TILE // 2 + 3)
@@ -137,3 +137,52 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much(monkeypatch
     memory._num_bytes = 2**62
     with pytest.raises(OSError, match=f"{2**62} bytes for full parameters cannot be mapped"):
         memory.fill(spare)
+
+
+# ---- what is in flight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(0,), (3, 0), (1,), (3, 5), (pages._ALIGNMENT // 4 + 5,)])
+def test_a_buffer_is_nobody_elses_until_it_is_given_back(size, dtype):
+    buffers = Buffers()
+    for _ in range(2):
+        first, second = (buffers.take(size, dtype).fill_(value) for value in (1, 2))
+        for buffer, value in ((first, 1), (second, 2)):
+            assert (buffer.shape, buffer.dtype, buffer.is_contiguous()) == (torch.Size(size), dtype, True)
+            assert buffer.eq(value).all()
+        for buffer in (first, second):
+            buffers.give_back(buffer)
+
+
+@on_one_rank
+def test_a_buffer_of_the_size_of_the_one_before_needs_no_fresh_page():
+    buffers, numel = Buffers(), pages._ALIGNMENT + 5
+    num_pages = numel // os.sysconf("SC_PAGE_SIZE")
+
+    def use(wanted: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        buffers.give_back(buffers.take((wanted,), torch.uint8).fill_(1))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert use(numel) >= num_pages
+    assert all(use(smaller) < num_pages // 10 for smaller in (numel, numel - 1, 5, numel))
+    buffers.release()
+    assert use(numel) >= num_pages
+
+
+def test_buffers_count_while_nobody_uses_them_and_not_once_they_are_dropped():
+    buffers = Buffers()
+    with recording() as record:
+        given, dropped = (buffers.take((10,), torch.float32) for _ in range(2))
+        assert record.reserved == 0
+        buffers.give_back(given)
+        assert record.reserved == 40
+        smaller = buffers.take((4,), torch.float32)
+        assert record.reserved == 24  # of the same pages
+        del dropped
+        assert record.reserved == 24
+        buffers.give_back(smaller)
+        assert record.reserved == 40
+        buffers.release()
+        assert record.reserved == 0

@@ -15,6 +15,7 @@ from workbench.engine import collectives, fully_shard, reduction
 from workbench.engine.backends.host import Host
 from workbench.engine.collectives import UnitId
 from workbench.engine.flat_shard import in_flat_order
+from workbench.engine.layout import rows_of
 from workbench.engine.param_group import FSDPParamGroup
 
 UNIT = UnitId(0, "unit")
@@ -138,7 +139,7 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fuse
     targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
     sizes = [len(part) for part in torch.arange(world_size).tensor_split(num_parts) if len(part)]
     with kernels(fused):
-        collectives.foreach_all_gather_copy_out(gathered.split(sizes), targets, UNIT)
+        collectives.foreach_all_gather_copy_out(gathered.split(sizes), rows_of(targets, sizes), UNIT)
     for full, tensor in zip(fulls, in_flat_order_of(units[0], tensors), strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()

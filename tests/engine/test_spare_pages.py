@@ -16,7 +16,7 @@ from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, slots
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, fully_shard, unshard_module
-from workbench.engine.backends import pages
+from workbench.engine.backends import backend_of, pages
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import states_below, units_of
 from workbench.events import Category, Edge, Kind
@@ -136,15 +136,14 @@ def allocated(model: nn.Module) -> int:
     """Bytes of full parameters' pages, whether used or not, and of the storages of what is communicated."""
     ctx = model._get_fsdp_state()._comm_ctx
     full = [unit._home.memory._memory._kept for unit in units(model) if unit._home.memory.is_held]
+    free = (*ctx.pages._free, *backend_of(torch.device("cpu"))._buffers._spare._free)
     flying = [unit._all_gather for unit in units(model) if unit._all_gather is not None]
     casts = [g.own for g in flying if g.own.dtype is torch.bfloat16]
     scatters = [r.scatter for r in ctx.reductions._scattering]
-    received = [s.flight.pending._work._received[0] for s in scatters]
+    received = [s.flight.pending._work._received for s in scatters]
     to_cast = [s.output for s in scatters if s.output.dtype is torch.bfloat16]
     buffers = (*(g.output for g in flying), *casts, *(s.chunks for s in scatters), *received, *to_cast)
-    return sum(kept.num_bytes for kept in (*ctx.pages._free, *full)) + sum(
-        tensor.untyped_storage().nbytes() for tensor in buffers
-    )
+    return sum(kept.num_bytes for kept in (*free, *full)) + sum(tensor.untyped_storage().nbytes() for tensor in buffers)
 
 
 def sums(policy: MixedPrecisionPolicy) -> list[tuple[str, int, int]]:

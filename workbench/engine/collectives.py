@@ -203,22 +203,19 @@ def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None
 
 
 def foreach_all_gather_copy_out(
-    gathered: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], unit: UnitId
+    gathered: Sequence[torch.Tensor], targets: Sequence[Sequence[torch.Tensor]], unit: UnitId
 ) -> None:
-    """Copy ``gathered`` into each parameter's padded full, seen rank by rank ``[F, ...]``; casts if need be.
+    """Copy ``gathered`` into the parameters' padded fulls; casts if need be.
 
     Args:
         gathered: ``[n, S]`` each, of so many ranks one after another, F in all.
-        targets: :meth:`ShardLayout.by_rank`'s views.
+        targets: for each of these what its ranks hold of each parameter, ``[n, ...]``; see
+            :func:`workbench.engine.layout.rows_of`.
         unit: for the probe.
     """
     num_bytes = sum(part.nbytes for part in gathered)
     probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
     backend = backend_of(gathered[0].device)
-    if len(gathered) == 1:
-        backend.copy_out(gathered[0], targets)
-    else:
-        sizes = [len(part) for part in gathered]
-        for part, *rows in zip(gathered, *(target.split(sizes) for target in targets), strict=True):
-            backend.copy_out(part, rows)
+    for part, rows in zip(gathered, targets, strict=True):
+        backend.copy_out(part, rows)
     probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)

@@ -111,6 +111,11 @@ class DTensorParam(FSDPParam):
         return (self.sharded_param,)
 
     @property
+    def trainable(self) -> bool:
+        """True if it takes a gradient now (may change between iterations)."""
+        return self.sharded_param.requires_grad
+
+    @property
     def is_tensor_parallel(self) -> bool:
         """True if it is a DTensor of another mesh as well."""
         return self.full.tp_spec is not None

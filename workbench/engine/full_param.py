@@ -141,6 +141,8 @@ class FullParam:
             NotImplementedError: the gradient is sparse.
         """
         grad = self.param.grad
+        if grad is None and self.accumulated_grad is None:
+            return 0
         if grad is not None and grad.layout is not torch.strided:
             raise NotImplementedError(
                 f"parameter {self.fqn!r} got a sparse gradient, which cannot be reduced with those of its unit; make "

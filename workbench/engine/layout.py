@@ -13,7 +13,7 @@ Only dim 0 may be uneven: along another dim padding would lie between the tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,11 +99,10 @@ class ShardLayout:
 
         These are the ranks from ``first_rank`` on; padding is zeroed.
         """
-        ranks = slice(first_rank, first_rank + len(slots))
         if self.is_even and self.dim == 0:
-            yield slots, full.reshape(self.num_shards, self.slot_numel)[ranks]
+            yield slots, full.reshape(self.num_shards, self.slot_numel).narrow(0, first_rank, len(slots))
         elif self.is_even:
-            parts = self._parts(full)[ranks]
+            parts = self._parts(full).narrow(0, first_rank, len(slots))
             yield slots.view(parts.shape), parts
         else:
             yield from self._uneven_pairs(full, slots, first_rank)
@@ -117,3 +116,10 @@ class ShardLayout:
             slot[numel:].zero_()
             if numel:
                 yield slot[:numel], full[first:last].reshape(-1)
+
+
+def rows_of(by_rank: Sequence[torch.Tensor], num_ranks: Sequence[int]) -> list[Sequence[torch.Tensor]]:
+    """Return, for so many ranks one after another, their rows of each of :meth:`ShardLayout.by_rank`'s views."""
+    if len(num_ranks) == 1:
+        return [by_rank]
+    return list(zip(*(each.split_with_sizes(list(num_ranks)) for each in by_rank), strict=True))

@@ -18,6 +18,7 @@ from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, Comm
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
 from workbench.engine.groups import CommGroup
+from workbench.engine.layout import rows_of
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ShardedState
 from workbench.engine.policies import UnitPolicy
@@ -363,11 +364,12 @@ class FSDPParamGroup:
             return self._post_forward.flat, self._post_forward.mesh_info
         return self.shards.flat, self.mesh_info
 
-    def _targets(self) -> Sequence[torch.Tensor]:
-        """Return the full parameters' memory, cut as the flat shards are."""
+    def _targets(self, gathered: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Return the full parameters' memory, cut as the flat shards ``gathered`` are."""
+        num_ranks = [len(part) for part in gathered]
         if self._post_forward is not None:
-            return self._post_forward.by_rank(self._home.padded_fulls)
-        return self._home.by_rank
+            return rows_of(self._post_forward.by_rank(self._home.padded_fulls), num_ranks)
+        return self._home.rows_of(num_ranks)
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
         # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
@@ -390,7 +392,7 @@ class FSDPParamGroup:
         gathered = [shard.view(1, -1)] if self._all_gather is None else self._all_gather.wait()
         self._take_memory()
         if not self._home.memory.is_shards:
-            collectives.foreach_all_gather_copy_out(gathered, self._targets(), self._unit)
+            collectives.foreach_all_gather_copy_out(gathered, self._targets(gathered), self._unit)
         self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:
@@ -532,12 +534,8 @@ class FSDPParamGroup:
     @unrecorded
     def _reduce(self) -> None:
         self._reshard_after_backward()
-        for param in self.fsdp_params:
-            if param.has_accumulated_grad:  # of earlier micro-batches: the last one's comes on top
-                param.accumulate_grad(self.reduce_dtype)
-            elif self.sync.reduce_unused:
-                param.count_as_zero()
-        self._account_grads()
+        if self._complete_grads():
+            self._account_grads()
         params = [p for p in self.fsdp_params if p.has_full_grad]
         if not (params or self._reducer.owes_all_reduce):
             return
@@ -553,6 +551,18 @@ class FSDPParamGroup:
             if not grads:  # emptied, their end was announced
                 self._grad_bytes = 0
         ctx.join()  # what backward allocates next may lie where these gradients were
+
+    def _complete_grads(self) -> bool:
+        """Add to full gradients what else is to be reduced with them; returns False if there was nothing."""
+        added = False
+        for param in self.fsdp_params:
+            if param.has_accumulated_grad:  # of earlier micro-batches: the last one's comes on top
+                param.accumulate_grad(self.reduce_dtype)
+                added = True
+            elif self.sync.reduce_unused:
+                param.count_as_zero()
+                added = True
+        return added
 
     def _unused(self, reduced: list[FSDPParam]) -> list[str]:
         """Name the trainable parameters that are not among those reduced."""

@@ -476,7 +476,7 @@ def _reduce_scatter(
     with alive_unless_raised(partial(_use_staging, reduce, unit, chunks, group), 1):
         rows = chunks.view(num_staged, slot_numel)
         parts = [rows] if own is None else [rows[: group.rank], own.view(1, -1), rows[group.rank :]]
-        lay_out(params, grads, parts, unit)
+        lay_out(params, grads, [part for part in parts if len(part)], unit)
         drop_full_grads(grads, unit)
         for part in (chunks,) if own is None else (chunks, own):
             scaling.before(part)
@@ -593,5 +593,5 @@ class ReductionQueue:
 
 def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.Lease) -> None:
     """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
-    for param, slot in zip(params, flat_grad.split([p.slot_numel for p in params]), strict=True):
+    for param, slot in zip(params, flat_grad.split_with_sizes([p.slot_numel for p in params]), strict=True):
         param.add_sharded_grad(param.local_view(slot), lease)

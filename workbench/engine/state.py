@@ -342,6 +342,7 @@ class FSDPState:
                     unit.reshard()  # gathered ahead for nothing; by the next forward the shards may have changed
             self._root.forget_forwards(self._comm_ctx)
         self._comm_ctx.comms.wait_for_readers()
+        self._comm_ctx.comms.release_buffers()  # a step needs the most memory now, and nothing is in flight
         if not self._backward_follows:
             groups.end_iteration()
         probe.phase(Phase.IDLE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +12,7 @@ from workbench.engine import probe
 from workbench.engine.backends.base import FullMemory
 from workbench.engine.backends.pages import SparePages
 from workbench.engine.full_param import FullView
+from workbench.engine.layout import rows_of
 from workbench.events import Category
 
 
@@ -105,3 +106,11 @@ class Home:
     padded_fulls: Sequence[torch.Tensor]
     by_rank: Sequence[torch.Tensor]
     views: Sequence[Sequence[FullView]]
+    _rows: dict[tuple[int, ...], list[Sequence[torch.Tensor]]] = field(default_factory=dict)
+
+    def rows_of(self, num_ranks: Sequence[int]) -> list[Sequence[torch.Tensor]]:
+        """Return :func:`workbench.engine.layout.rows_of` of :attr:`by_rank`; it is cut once."""
+        key = tuple(num_ranks)
+        if key not in self._rows:
+            self._rows[key] = rows_of(self.by_rank, key)
+        return self._rows[key]

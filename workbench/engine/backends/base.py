@@ -209,6 +209,11 @@ class Comms:
 
     def release(self) -> None:
         """Free what is kept for the next step."""
+        self.release_buffers()
+
+    def release_buffers(self) -> None:
+        """Let the system have what was given back by collectives that have ended."""
+        self._backend.release_buffers()
 
     def empty(self) -> None:
         """Let the system have memory that nothing needs before gradients are reduced again.
@@ -216,6 +221,7 @@ class Comms:
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: a wait for other ranks was given up.
         """
+        self.release_buffers()
 
     def has_read(self, unit: CommUser) -> None:
         """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
@@ -276,22 +282,26 @@ class Backend:
         """Return what works between any ranks."""
         return CommPair(DefaultAllGather(), DefaultReduceScatter(), C10D)
 
+    def release_buffers(self) -> None:
+        """Let the system have memory that is kept for what will be in flight."""
+
     def comms(self) -> Comms:
         """Return what chooses, and knows, what the units of a communication context communicate with."""
         return Comms(self)
 
     def copy_out(self, gathered: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         """Copy flat shards of n ranks, ``[n, S]``, into the targets, ``[n, ...]`` each; casts if need be."""
-        sizes = [target.numel() // len(gathered) for target in targets]
+        num_ranks = len(gathered)
+        sizes = [target.numel() // num_ranks for target in targets]
         if self.fuses_copies and all(
-            t.dtype == gathered.dtype and t.shape == (len(gathered), size) and t.is_contiguous()
+            t.dtype == gathered.dtype and t.shape == (num_ranks, size) and t.is_contiguous()
             for t, size in zip(targets, sizes, strict=True)
         ):
             torch.split_with_sizes_copy(gathered, sizes, dim=1, out=list(targets))
             return
-        slots = gathered.split(sizes, dim=1)
-        views = [slot.view(target.shape) for slot, target in zip(slots, targets, strict=True)]
-        torch._foreach_copy_(list(targets), views)
+        pairs = zip(targets, gathered.split_with_sizes(sizes, dim=1), strict=True)
+        slots = [slot if slot.shape == target.shape else slot.view(target.shape) for target, slot in pairs]
+        torch._foreach_copy_(list(targets), slots)
 
     def copy_in(
         self, params: Sequence[CopiedIn], grads: Sequence[Grads], chunks: torch.Tensor, first_rank: int = 0
@@ -301,7 +311,7 @@ class Backend:
         if wholes:
             chunk_cat(wholes, len(chunks), out=chunks)
             return
-        slots = chunks.split([param.layout.slot_numel for param in params], dim=1)
+        slots = chunks.split_with_sizes([param.layout.slot_numel for param in params], dim=1)
         pairs = [
             pair for p, g, s in zip(params, grads, slots, strict=True) for pair in p.copy_in_pairs(g, s, first_rank)
         ]

@@ -8,16 +8,38 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engine.backends.pages import Buffers
 from workbench.engine.backends.pending import AllOf
 from workbench.engine.backends.sums import add_others
-from workbench.engine.comm import Allocator, Peers
+from workbench.engine.comm import Peers
 from workbench.engine.waits import Work
 
 _FEW_BYTES = 2**20
 """So many bytes of copies are taken for one all-to-all instead of several: what is small waits for messages mostly."""
 
 
-class GlooAllGather(Allocator):
+class _Kept:
+    """Where the pairs of this file get their buffers: what one collective gave back is the next one's.
+
+    Args:
+        buffers: what several of them share; None: one has its own.
+    """
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = buffers or Buffers()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised buffer of ``size`` on the host."""
+        if device.type != "cpu":
+            raise ValueError(f"memory on {device} was asked for; gloo's collectives need it on the CPU")
+        return self._buffers.take(size, dtype)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that nobody uses any more."""
+        self._buffers.give_back(buffer)
+
+
+class GlooAllGather(_Kept):
     """All-to-alls, in each of which a rank sends its shard to one other: from memory to memory.
 
     gloo's all-gathers, and c10d's over them, gather in a buffer of their own, fresh at every call, and copy that. One
@@ -51,7 +73,7 @@ class GlooAllGather(Allocator):
                 exchange(places[source], [source], input_tensor, [target], group)
                 for source, target in neighbours(group)
             ]
-        work = AllOf(works)
+        work = works[0] if len(works) == 1 else AllOf(works)
         if async_op:
             return work
         work.wait()
@@ -81,7 +103,7 @@ def exchange(
     return cast("Work", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
 
 
-class GlooReduceScatter(Allocator):
+class GlooReduceScatter(_Kept):
     """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic.
 
     Attributes:
@@ -110,10 +132,9 @@ class GlooReduceScatter(Allocator):
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"GlooReduceScatter sums; it got {op}")
         others = _others(group)
-        received = torch.empty_like(input_tensor)
-        sent = exchange(received, others, input_tensor, others, group)
-        parts = received.view(len(others), output_tensor.numel()).unbind(0)
-        work = _SumAfterExchange(sent, parts, group.rank(), output_tensor)
+        received = self._buffers.take((len(others), output_tensor.numel()), input_tensor.dtype)
+        sent = exchange(received.view(-1), others, input_tensor, others, group)
+        work = _SumAfterExchange(sent, received, group.rank(), output_tensor, self._buffers)
         if async_op:
             return work
         work.wait()
@@ -123,11 +144,12 @@ class GlooReduceScatter(Allocator):
 class _SumAfterExchange:
     """An all-to-all whose ``wait`` also sums, in rank order: independent of the order of arrival."""
 
-    def __init__(self, work: Work, received: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
+    def __init__(self, work: Work, received: torch.Tensor, rank: int, output: torch.Tensor, buffers: Buffers) -> None:
         self._work = work
-        self._received = received  # F - 1 times [S], of the other ranks in order; empty once summed
+        self._received: torch.Tensor | None = received  # [F - 1, S], of the other ranks in order; None once summed
         self._rank = rank
         self._output = output  # [S]; this rank's own, until then
+        self._buffers = buffers
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
         """Future of the exchange."""
@@ -136,6 +158,7 @@ class _SumAfterExchange:
     def wait(self) -> None:
         """Finish the exchange and sum into the output; later calls do nothing."""
         self._work.wait()
-        if self._received:
-            add_others(self._received, self._rank, self._output)
-            self._received = ()
+        received, self._received = self._received, None
+        if received is not None:
+            add_others(received.unbind(0), self._rank, self._output)
+            self._buffers.give_back(received)

@@ -9,7 +9,7 @@ import torch
 
 from workbench.engine.backends.base import Backend, FullMemory
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
-from workbench.engine.backends.pages import Pages
+from workbench.engine.backends.pages import Buffers, Pages
 from workbench.engine.backends.shared_selection import SharedComms
 from workbench.engine.comm import CommPair, comm_choice
 from workbench.events import GLOO
@@ -29,6 +29,10 @@ class Host(Backend):
 
     is_host = True
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._buffers = Buffers()
+
     def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
         """Return pages for a unit's full parameters, empty."""
         return HostMemory(numel, dtype)
@@ -45,4 +49,8 @@ class Host(Backend):
         """
         if comm_choice() == "default":
             return super().pair()
-        return CommPair(GlooAllGather(), GlooReduceScatter(), GLOO)
+        return CommPair(GlooAllGather(self._buffers), GlooReduceScatter(self._buffers), GLOO)
+
+    def release_buffers(self) -> None:
+        """Let the system have what no collective over gloo uses now."""
+        self._buffers.release()

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 import os
 import tempfile
+import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -110,6 +113,41 @@ class SparePages:
     def _drop_largest(self) -> None:
         if self._free:
             self._free.remove(max(self._free, key=lambda each: each.num_bytes))
+
+
+class Buffers:
+    """Host memory for what is in flight, whose pages go from one buffer to the next; thread-safe.
+
+    An allocator may give what is free at the end of its heap to the system, again and again, and then each page of the
+    next buffer is a fault.
+    """
+
+    def __init__(self) -> None:
+        self._spare = SparePages()
+        self._lock = threading.Lock()
+
+    def take(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised buffer of ``size``; it lives as long as somebody has it, given back or not."""
+        num_bytes = math.prod(size) * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(tuple(size), dtype=dtype)
+        with self._lock:
+            kept = self._spare.take(num_bytes)
+        buffer = kept.range.memory[:num_bytes].view(dtype).view(tuple(size))
+        buffer._workbench_kept = kept  # type: ignore[attr-defined]
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Let the next one have the memory of what :meth:`take` gave out; nobody may use it any more."""
+        if buffer.numel():
+            kept = buffer.__dict__.pop("_workbench_kept")
+            with self._lock:
+                self._spare.give_back(kept)
+
+    def release(self) -> None:
+        """Let the system have what was given back."""
+        with self._lock:
+            self._spare.release()
 
 
 class Pages:

@@ -98,6 +98,7 @@ class SharedComms(Comms):
 
     def release(self) -> None:
         """Free the staging of casts and reductions."""
+        super().release()
         for casts in self._casts.values():
             casts.release()
         for reducer in self._reducers.values():
@@ -109,6 +110,7 @@ class SharedComms(Comms):
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: in a wait for ranks that have yet to read what is there.
         """
+        super().empty()
         for reducer in self._reducers.values():
             reducer.empty()
 
