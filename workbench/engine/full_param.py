@@ -141,7 +141,7 @@ class FullParam:
             NotImplementedError: the gradient is sparse.
         """
         grad = self.param.grad
-        if grad is None and self.accumulated_grad is None:
+        if not self.has_grad:
             return 0
         if grad is not None and grad.layout is not torch.strided:
             raise NotImplementedError(

@@ -30,6 +30,7 @@ _NAN = b"\xff"  # in every byte, that is NaN in every floating-point dtype
 _FIXED = 0x10  # MAP_FIXED, which Python's mmap does not name: at this very address, whatever was there
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the range that pages leave stays mapped
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_KEPT = "_workbench_kept"  # attribute of a buffer: the pages it lies in, which so live as long as it does
 
 
 class _Range:
@@ -134,13 +135,13 @@ class Buffers:
         with self._lock:
             kept = self._spare.take(num_bytes)
         buffer = kept.range.memory[:num_bytes].view(dtype).view(tuple(size))
-        buffer._workbench_kept = kept  # type: ignore[attr-defined]
+        buffer.__dict__[_KEPT] = kept
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Let the next one have the memory of what :meth:`take` gave out; nobody may use it any more."""
         if buffer.numel():
-            kept = buffer.__dict__.pop("_workbench_kept")
+            kept = buffer.__dict__.pop(_KEPT)
             with self._lock:
                 self._spare.give_back(kept)
 
