@@ -1,9 +1,9 @@
 """What ranks wrote where they differ: as text, and as tabs that need no script. Pure.
 
-There are two displays. The upper one holds the tabs, which are radio buttons, and is renewed only when another rank is
-found to differ; the lower one holds a pane for each text, and is renewed as ranks write. So the tab that somebody chose
-stays chosen. Which panes are seen is decided by the style sheet of the lower one, in a saved notebook and on an
-exported page as well; where a page takes no style sheets, all panes stand one below the other under their names.
+There are two displays. The upper one holds the tabs, which are radio buttons, and is never renewed, so the tab that
+somebody chose stays chosen; the lower one holds a pane for each text, and is renewed as ranks write. Which panes are
+seen and which tabs are marked is decided by the style sheet of the lower one, in a saved notebook and on an exported
+page as well; where a page takes no style sheets, all panes stand one below the other under their names.
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ _TABS = """<style>
 #NAME-tabs label:hover {background: rgba(128, 128, 128, 0.14)}
 #NAME-tabs label:has(:checked) {background: rgba(128, 128, 128, 0.28); font-weight: 600}
 #NAME-tabs label:has(:focus-visible) {outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px}
-#NAME-tabs b {color: var(--jp-warn-color0, #c2570c); font-weight: 700; margin-left: 4px}
 </style>"""
 _PANES = """<style>
 #NAME-panes {margin-left: 8px; font-size: 13px; color: inherit}
@@ -155,33 +154,42 @@ _PANES = """<style>
 body:has(#NAME-all:checked) #NAME-panes > section > pre {max-height: 15em}
 RULES
 </style>"""
+_MARK = """ {content: "≠"; content: "≠" / "differs from the first";
+  color: var(--jp-warn-color0, #c2570c); font-weight: 700; margin-left: 4px}"""
 
 
-def tabs_page(name: str, ranks: Sequence[int], marked: Collection[int]) -> str:
-    """Return the tabs: one a rank in the order that is given, those of ``marked`` ranks marked, then one for all.
+def tabs_page(name: str, ranks: Sequence[int]) -> str:
+    """Return the tabs: one a rank in the order that is given, then one for all.
 
     Args:
         name: starts the names of what is on the page; no other display has it.
         ranks: the first one is chosen at first.
-        marked: which differ from it.
     """
-    tabs = [_tab(name, f"r{rank}", f"rank {rank}", rank == ranks[0], rank in marked) for rank in ranks]
-    tabs.append(_tab(name, "all", "all", is_chosen=False, is_marked=False))
+    tabs = [_tab(name, f"r{rank}", f"rank {rank}", rank == ranks[0]) for rank in ranks]
+    tabs.append(_tab(name, "all", "all", is_chosen=False))
     style = _TABS.replace("NAME", name)
     return f'{style}<fieldset id="{name}-tabs"><legend>what ranks wrote</legend>{"".join(tabs)}</fieldset>'
 
 
-def _tab(name: str, key: str, text: str, is_chosen: bool, is_marked: bool) -> str:
+def _tab(name: str, key: str, text: str, is_chosen: bool) -> str:
     checked = " checked" if is_chosen else ""
-    mark = '<b title="differs from the first" aria-label="differs from the first">≠</b>' if is_marked else ""
     # its arrows go from tab to tab, and not from cell to cell of a JupyterLab
     told = f'type="radio" name="{name}" id="{name}-{key}" data-lm-suppress-shortcuts="true"{checked}'
-    return f"<label><input {told}><span>{text}</span>{mark}</label>"
+    return f"<label><input {told}><span>{text}</span></label>"
 
 
-def panes_page(name: str, panes: Sequence[Pane], *, is_live: bool) -> str:
-    """Return the panes of the tabs of the same ``name``; one that is live shows its end."""
+def panes_page(name: str, panes: Sequence[Pane], marked: Collection[int], *, is_live: bool) -> str:
+    """Return the panes of the tabs of the same ``name``, and mark the tabs of some ranks.
+
+    Args:
+        name: that of the tabs.
+        panes: those of all ranks.
+        marked: which differ from the first one.
+        is_live: whether more is to come; each pane shows its end.
+    """
     rules = [f"body:has(#{name}-r{r}:checked) #{name}-panes > :not(.r{r}) {{display: none}}" for r in _ranks(panes)]
+    if marked:
+        rules.append(", ".join(f"label:has(> #{name}-r{rank})::after" for rank in sorted(marked)) + _MARK)
     if is_live:  # what stands on its head keeps to its end as it grows
         rules.append(f"#{name}-panes > section > pre {{display: flex; flex-direction: column-reverse}}")
     style = _PANES.replace("NAME", name).replace("RULES", "\n".join(rules))

@@ -114,17 +114,15 @@ class _Tabs:
 
     Attributes:
         name: starts those of both.
-        marked: ranks that the upper one marks; None: there is none yet.
-        lengths: letters of all ranks that the lower one shows; None: there is none yet.
+        lengths: letters of all ranks that the lower one shows; None: there is neither yet.
     """
 
     name: str = field(default_factory=lambda: f"wb-{uuid4().hex[:12]}")
-    marked: frozenset[int] | None = None
     lengths: tuple[int, ...] | None = None
 
-    def display(self, what: str, page: str, text: str, *, is_first: bool, is_draft: bool) -> Output:
+    def display(self, what: str, page: str, text: str, *, is_draft: bool) -> Output:
         data = {"text/html": page, "text/plain": text}
-        kind: OutputKind = "display" if is_first else "update"
+        kind: OutputKind = "display" if self.lengths is None else "update"
         return Output(kind, data=data, display_id=f"{self.name}-{what}", is_draft=is_draft)
 
 
@@ -219,18 +217,17 @@ class Stream:
     def _renew(self, on_output: OnOutput) -> None:
         """Show the tabs as they are now, if it is time and there is anything new."""
         lengths = tuple(map(len, self._ranks.values()))
-        if self._clock() >= self._renew_at and (self._tabs.lengths, self._tabs.marked) != (lengths, self._apart):
+        if self._clock() >= self._renew_at and self._tabs.lengths != lengths:
             self._show(on_output, by_rank.panes_of(self._written(), self._first), self._apart, is_draft=True)
 
     def _show(self, on_output: OnOutput, panes: Sequence[Pane], marked: frozenset[int], *, is_draft: bool) -> None:
         tabs, name, first = self._tabs, self._tabs.name, self._first
-        if tabs.marked != marked:
-            order = (first, *(number for number in self._ranks if number != first))
-            page = by_rank.tabs_page(name, order, marked)
-            on_output(tabs.display("tabs", page, by_rank.TABS, is_first=tabs.marked is None, is_draft=True))
-        page, text = by_rank.panes_page(name, panes, is_live=is_draft), by_rank.as_text(panes).rstrip("\n")
-        on_output(tabs.display("panes", page, text, is_first=tabs.lengths is None, is_draft=is_draft))
-        tabs.marked, tabs.lengths = marked, tuple(map(len, self._ranks.values()))
+        if tabs.lengths is None:
+            page = by_rank.tabs_page(name, (first, *(number for number in self._ranks if number != first)))
+            on_output(tabs.display("tabs", page, by_rank.TABS, is_draft=True))
+        page, text = by_rank.panes_page(name, panes, marked, is_live=is_draft), by_rank.as_text(panes).rstrip("\n")
+        on_output(tabs.display("panes", page, text, is_draft=is_draft))
+        tabs.lengths = tuple(map(len, self._ranks.values()))
         self._renew_at = self._clock() + RENEW_S + len(page) / CHARS_A_SECOND
 
     def _written(self) -> Mapping[int, Written]:
