@@ -1,6 +1,7 @@
 """Memory that is emptied under tensors which still point to it, and filled with the pages of others."""
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_what_is_written_to_empty_memory_harms_nobody(moves, spare):
 @pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
 @on_one_rank
 def test_memory_that_is_filled_after_another_was_emptied_needs_no_fresh_page():
-    spare, numel = SparePages(), 5 * pages._ALIGNMENT // 4 + 5
+    spare, numel = SparePages(), pages._ALIGNMENT // 8  # too few bytes for huge pages, which would be few faults
     memories = [Pages(numel, torch.float32) for _ in range(3)]
     num_pages = memories[0].tensor.nbytes // os.sysconf("SC_PAGE_SIZE")
 
@@ -89,6 +90,25 @@ def test_memory_that_is_filled_after_another_was_emptied_needs_no_fresh_page():
 
     assert use(memories[0]) >= num_pages
     assert all(use(memory) < num_pages // 10 for memory in (*memories, *memories))
+
+
+def advice(address: int) -> list[str]:
+    """Return the flags of the mapping that begins at an address, see proc(5)."""
+    found = re.search(rf"^{address:x}-.*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S)
+    assert found is not None
+    return found[1].split()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
+def test_memory_asks_for_huge_pages_whether_they_are_new_or_another_s(moves, spare):
+    first, second = (Pages(pages._TILE, torch.uint8) for _ in range(2))
+    first.fill(spare)
+    assert "hg" in advice(first.tensor.data_ptr())
+    first.empty(spare)
+    assert "hg" not in advice(first.tensor.data_ptr())  # the file of NaN
+    second.fill(spare)
+    assert "hg" in advice(second.tensor.data_ptr())
+    assert "hg" in advice(Buffers().take((pages._TILE,), torch.uint8).data_ptr())
 
 
 @on_one_rank
@@ -157,7 +177,7 @@ def test_a_buffer_is_nobody_elses_until_it_is_given_back(size, dtype):
 
 @on_one_rank
 def test_a_buffer_of_the_size_of_the_one_before_needs_no_fresh_page():
-    buffers, numel = Buffers(), pages._ALIGNMENT + 5
+    buffers, numel = Buffers(), pages._ALIGNMENT - 5  # too few bytes for huge pages, which would be few faults
     num_pages = numel // os.sysconf("SC_PAGE_SIZE")
 
     def use(wanted: int) -> int:

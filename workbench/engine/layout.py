@@ -70,7 +70,8 @@ class ShardLayout:
     def local_view(self, slot: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the rows of ``rank`` as a view of its slot ``[slot_numel]``."""
         shape = self.local_shape(rank)
-        return slot[: math.prod(shape)].view(shape)
+        numel = math.prod(shape)
+        return (slot if numel == slot.numel() else slot[:numel]).view(shape)
 
     def shard_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the rows of ``rank`` as a view of the whole tensor."""

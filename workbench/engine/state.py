@@ -289,12 +289,15 @@ class FSDPState:
         """Let the units know when the gradients of their inputs are done."""
         if not self._fsdp_param_groups or not torch.is_grad_enabled():
             return args, kwargs
-        found = differentiable_in((args, kwargs))
+        found = [*differentiable_in(args), *differentiable_in(kwargs)]
         if not found:
             return args, kwargs
         hooked = iter(RegisterPostBackwardFunction.apply(self, *found))  # type: ignore[no-untyped-call]
-        hooked_args, hooked_kwargs = map_tensors((args, kwargs), lambda t: next(hooked) if t.requires_grad else t)
-        return hooked_args, hooked_kwargs
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            return next(hooked) if tensor.requires_grad else tensor
+
+        return map_tensors(args, put), map_tensors(kwargs, put)
 
     def _post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
         if self._training_state is TrainingState.PRE_BACKWARD:

@@ -53,6 +53,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
     ``value`` itself is returned where nothing changed.
     """
+    if not value and type(value) in (tuple, dict):
+        return value
+    if type(value) is tuple and all(isinstance(each, torch.Tensor) for each in value):  # most arguments: at every hook
+        found = tuple(map(change, value))
+        return value if all(new is old for new, old in zip(found, value, strict=True)) else found
     leaves, spec = tree_flatten(value)
     changed = [_map_leaf(leaf, change) for leaf in leaves]
     if all(new is old for new, old in zip(changed, leaves, strict=True)):

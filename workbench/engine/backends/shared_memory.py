@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import secrets
@@ -25,6 +24,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engine.backends.pages import madvise
 from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
 from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
@@ -101,7 +101,7 @@ def give_back_pages(memory: torch.Tensor) -> bool:
 
     It reads as zeros, on all ranks. False, and nothing has happened, where the system cannot do that.
     """
-    return memory.nbytes == 0 or _madvise()(memory.data_ptr(), memory.nbytes, mmap.MADV_REMOVE) == 0
+    return memory.nbytes == 0 or madvise()(memory.data_ptr(), memory.nbytes, mmap.MADV_REMOVE) == 0
 
 
 def take_pages(memory: torch.Tensor) -> None:
@@ -112,15 +112,8 @@ def take_pages(memory: torch.Tensor) -> None:
     Raises:
         OSError: there is not enough memory.
     """
-    if _madvise()(memory.data_ptr(), memory.nbytes, _POPULATE_WRITE) and ctypes.get_errno() in _NO_MEMORY:
+    if madvise()(memory.data_ptr(), memory.nbytes, _POPULATE_WRITE) and ctypes.get_errno() in _NO_MEMORY:
         raise OSError(ctypes.get_errno(), f"there is no memory for {memory.nbytes} bytes of gradients to be reduced")
-
-
-@functools.cache
-def _madvise() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
 
 
 class SharedMemory:
