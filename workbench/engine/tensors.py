@@ -53,7 +53,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
     ``value`` itself is returned where nothing changed.
     """
-    if not value and type(value) in (tuple, dict):
+    if type(value) is dict and not value:
         return value
     if type(value) is tuple and all(isinstance(each, torch.Tensor) for each in value):  # most arguments: at every hook
         found = tuple(map(change, value))
