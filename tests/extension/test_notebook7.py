@@ -49,6 +49,7 @@ def test_the_panel_is_found_in_the_menu_and_starts_ranks(book):
 def test_a_model_is_sharded_and_trains_and_the_ranks_are_shown_live(book):
     book.do(MODEL)
     expect(section(book, "Shard")).to_contain_text("model (Net)")
+    expect(section(book, "Shard").get_by_role("status")).to_contain_text("a step sends")  # it moves what is below it
     submit = section(book, "Shard").locator("button[type=submit]")
     submit.click()
     expect(section(book, "Commands")).to_contain_text("%fsdp shard model")
