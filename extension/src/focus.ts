@@ -2,18 +2,19 @@
 import type { JupyterFrontEnd } from "@jupyterlab/application";
 import type { IDisposable } from "@lumino/disposable";
 
-const TABBABLE = "a[href], button, input, select, textarea, [tabindex]";
+const TABBABLE = "a[href], button, input, select, summary, textarea, [tabindex]";
 
-/** What Tab stops at inside of an element, in that order. */
+/** What Tab stops at inside of an element, in that order; not what is folded away, which cannot have the focus. */
 function tabbable(node: HTMLElement): readonly HTMLElement[] {
-  return [...node.querySelectorAll<HTMLElement>(TABBABLE)].filter(({ tabIndex }) => tabIndex >= 0);
+  const found = node.querySelectorAll<HTMLElement>(TABBABLE);
+  return [...found].filter((each) => each.tabIndex >= 0 && each.checkVisibility());
 }
 
 function isNowhere(): boolean {
   return document.activeElement === null || document.activeElement === document.body;
 }
 
-/** Gives the focus, when what has it is taken out of an element, to what is in its place then. */
+/** Gives the focus, when what has it is taken out of an element, to what is in its place then, or to the element. */
 export class FocusKeeper implements IDisposable {
   readonly #node: HTMLElement;
   readonly #ender = new AbortController();
@@ -58,7 +59,7 @@ export class FocusKeeper implements IDisposable {
     }
     this.#last = null;
     const left = tabbable(this.#node);
-    if (isNowhere()) left[Math.min(this.#place, left.length - 1)]?.focus();
+    if (isNowhere()) (left[Math.min(this.#place, left.length - 1)] ?? this.#node).focus();
   }
 }
 

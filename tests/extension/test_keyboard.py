@@ -130,7 +130,7 @@ def test_ranks_are_started_by_keyboard_and_the_focus_is_not_lost(lab):
     assert focused(lab)["name"] == "Start 2 ranks"
     enter(tool(lab, "Start 2 ranks"))
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
-    assert focused(lab)["isInside"]  # the form has gone
+    assert focused(lab)["isInside"], focused(lab)  # the form has gone
     for number in (1, 2):
         lab.do(number)
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
