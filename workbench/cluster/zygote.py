@@ -263,11 +263,12 @@ def main() -> None:
 
 def _import(preload: Sequence[str]) -> None:
     importlib.invalidate_caches()
+    gc.disable()  # it would look at all that was imported, again and again: a quarter of the time
     for module in ("ipyparallel.engine.app", *preload):
         with contextlib.suppress(ImportError):  # the rank says so when it is asked for it
             importlib.import_module(module)
-    gc.collect()
     gc.freeze()  # what is there now is never looked at again: the ranks share its pages
+    gc.enable()
 
 
 def _fork(engines: Sequence[Mapping[str, Any]], tell: IO[bytes]) -> Mapping[str, Any] | None:
