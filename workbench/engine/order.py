@@ -16,7 +16,8 @@ only when all ranks have added the same::
     another end        A  B  D? END?     agreed on by all: the tree now branches behind B
     from then on       A  B  C? END      one question each iteration, until D was not seen for REMEMBERED iterations
 
-A question costs each rank one addition and, while it waits, three reads a look, however many ranks there are.
+A question costs each rank one addition and, while it waits, one read a look, and three once others are late, however
+many ranks there are.
 
 Ranks that follow the tree do not look at the board. One that waits for a collective does so in its wait slices: a
 question about a place that it has passed without being asked is a difference, because trees are equal on all ranks. It
@@ -416,12 +417,17 @@ class OrderCheck:
         delay_s = FIRST_POLL_S
         while tally.count < len(self._ranks):
             delay_s = _pause(delay_s)
-            self._board.check_left()
-            if self._disputed([self._board.note_of_next()], own) is not None:
-                self._raise_difference(own, own.place)
+            if delay_s == LAST_POLL_S:
+                self._look_for_others(own)
             tally = self._board.tally(own.serial)
             self._check_same(tally, own)
         self._serial += 1
+
+    def _look_for_others(self, own: Note) -> None:
+        """Look whether those that do not vote have left, or do something else."""
+        self._board.check_left()
+        if self._disputed([self._board.note_of_next()], own) is not None:
+            self._raise_difference(own, own.place)
 
     def _check_same(self, tally: Tally, own: Note) -> None:
         if not tally.all_say(own.text()):
