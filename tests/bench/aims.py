@@ -84,6 +84,17 @@ def _step(case: str, implementation: str, limit: float, *, is_must: bool = True)
     )
 
 
+def _to_ddp(case: str, implementation: str, limit: float) -> Aim:
+    """A step's time to that of torch's DistributedDataParallel, which communicates least."""
+    return Aim(
+        what=f"{implementation}, {case}: step / DDP's",
+        part=("cases", case),
+        values=(("steps", implementation, "to_ddp"),),
+        limit=limit,
+        is_must=False,
+    )
+
+
 def _peak(case: str, implementation: str) -> Aim:
     """The most bytes that a process of ours needs at once in its steps, to the most that one of torch's does."""
     return Aim(
@@ -103,6 +114,10 @@ ENGINE = (
     _step("3.3M", OURS, 0.74, is_must=False),
     _step("19.2M-4ranks", OURS, 0.82, is_must=False),
     _step("19.2M-bf16", OURS, 0.85, is_must=False),
+    _to_ddp("19.2M", OURS_GLOO, 1.08),
+    _to_ddp("3.3M", OURS_GLOO, 1.15),
+    _to_ddp("19.2M", OURS, 1.00),
+    _to_ddp("3.3M", OURS, 1.03),
     *(_peak(case, implementation) for case in CASES for implementation in OF_OURS),
     Aim(
         what=f"{OURS}, 0.8 B parameters: sharding time / torch's",

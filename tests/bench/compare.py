@@ -18,6 +18,7 @@ from tests.bench.cases import (
     CLASSIC,
     CLASSIC_TORCH,
     CLASSICS,
+    DDP,
     IMPLEMENTATIONS,
     OF_OURS,
     OURS,
@@ -130,8 +131,8 @@ def row(starts: Iterable[Sequence[Sequence[Sample]]]) -> Tree:
 
 
 def with_ratios(rows: Tree) -> Tree:
-    """Add each row's ratio to compute alone and to torch's, as far as these were measured."""
-    for name, other in (("to_alone", ALONE), ("to_torch", TORCH)):
+    """Add each row's ratio to compute alone, to DDP and to torch's, as far as these were measured."""
+    for name, other in (("to_alone", ALONE), ("to_ddp", DDP), ("to_torch", TORCH)):
         for each in rows.values() if other in rows else ():
             each[name] = each["wall_ms"]["median"] / rows[other]["wall_ms"]["median"]
     return rows

@@ -32,14 +32,14 @@ def number(value: float | None, digits: int) -> str:
 
 def steps(case: Tree) -> Iterator[str]:
     """Lines on how long a step takes under each implementation."""
-    titles = ("", "step ms", "quartiles", "/ alone", "/ torch", "/ torch only", "CPU ms")
+    titles = ("", "step ms", "quartiles", "/ alone", "/ DDP", "/ torch", "/ torch only", "CPU ms")
     second_run = {f"{name}, second run": row for name, row in case["steps_torch_only"].items()}
     yield from table(titles, (_step(name, row) for name, row in {**case["steps"], **second_run}.items()))
 
 
 def _step(name: str, row: Tree) -> tuple[str, ...]:
     wall = row["wall_ms"]
-    ratios = [number(row.get(key), 3) for key in ("to_alone", "to_torch", "to_torch_only")]
+    ratios = [number(row.get(key), 3) for key in ("to_alone", "to_ddp", "to_torch", "to_torch_only")]
     quartiles = f"{wall['lower']:.1f} - {wall['upper']:.1f}"
     return (name, number(wall["median"], 1), quartiles, *ratios, number(row["cpu_ms"]["median"], 1))
 

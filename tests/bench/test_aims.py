@@ -7,7 +7,7 @@ from tests.bench.aims import AIMS, ENGINE, LIVE, Aim, Verdict, verdicts
 from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
 from tests.bench.memory import Bytes
 
-STEP, PEAK = "step / torch's", "peak of the process / torch's"
+STEP, TO_DDP, PEAK = "step / torch's", "step / DDP's", "peak of the process / torch's"
 
 
 def result(cases=(), **sharding):
@@ -32,11 +32,18 @@ def test_the_table_is_the_issues():
         "19.2M-4ranks": (0.88, 0.82),
         "19.2M-bf16": (0.92, 0.85),
     }
-    others = [a for a in ENGINE if STEP not in a.what]
+    to_ddp = {a.what: a.limit for a in ENGINE if TO_DDP in a.what}
+    assert to_ddp == {
+        f"{OURS_GLOO}, 19.2M: {TO_DDP}": 1.08,
+        f"{OURS_GLOO}, 3.3M: {TO_DDP}": 1.15,
+        f"{OURS}, 19.2M: {TO_DDP}": 1.00,
+        f"{OURS}, 3.3M: {TO_DDP}": 1.03,
+    }
+    others = [a for a in ENGINE if STEP not in a.what and TO_DDP not in a.what]
     assert {a.limit for a in others} == {1.0}
     assert len(others) == len(CASES) * len(OF_OURS) + 1
     aims = {a.what for a in AIMS if not a.is_must}
-    assert aims == {f"{OURS}, {case}: {STEP}" for case in CASES}
+    assert aims == {f"{OURS}, {case}: {STEP}" for case in CASES} | set(to_ddp)
 
 
 def test_the_live_figures_are_the_issues():

@@ -39,8 +39,9 @@ def rows(**medians):
     return with_ratios({name: {"wall_ms": {"median": value}} for name, value in medians.items()})
 
 
-def test_ratios_are_to_compute_alone_and_to_torchs():
-    assert rows(alone=4, torch=8, ours=6)["ours"] == {"wall_ms": {"median": 6}, "to_alone": 1.5, "to_torch": 0.75}
+def test_ratios_are_to_compute_alone_to_ddp_and_to_torchs():
+    ratios = {"to_alone": 1.5, "to_ddp": 1.2, "to_torch": 0.75}
+    assert rows(alone=4, ddp=5, torch=8, ours=6)["ours"] == {"wall_ms": {"median": 6}, **ratios}
     assert rows(torch=8)["torch"] == {"wall_ms": {"median": 8}, "to_torch": 1}
 
 
