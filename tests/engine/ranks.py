@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,9 +67,12 @@ def _store(rank: int, ports: tuple[Connection, ...], address: str) -> dist.Store
     """Rank 0 listens on a free port of ``address``, its host's, and tells the parent, which tells the others."""
     port = ports[rank]
     if rank == 0:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        port.send(store.port)
-        return store
+        # a listener of torch's own takes IPv6 too: it then asks the network for the name of every rank that connects
+        listener = socket.create_server((address, 0))
+        number = listener.getsockname()[1]
+        port.send(number)
+        fd = listener.detach()
+        return dist.TCPStore(address, number, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     return dist.TCPStore(address, port.recv(), is_master=False)
 
 

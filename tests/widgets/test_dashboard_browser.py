@@ -67,6 +67,7 @@ def showing(chromium, tmp_path, widget):
         head = opened.page.locator(".fw-badge").inner_text(), opened.page.locator(".fw-live").inner_text()
         assert head == ("", "\u25cf live"), "nothing was told yet"
         answer(opened.page, widget, "feed")
+        opened.page.wait_for_function("view.frame === 0")  # it is drawn
         yield opened.page, widget
         assert opened.complaints == []
 
