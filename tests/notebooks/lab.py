@@ -72,8 +72,17 @@ def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterato
         assert isinstance(address, str), (folder / "log").read_text()[-2000:]  # it has ended
         yield address
     finally:
-        process.terminate()
-        process.wait(90)
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server; it stops its kernels first, and now and then waits for ever for a thread of AnyIO's after that."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> Path:
