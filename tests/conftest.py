@@ -17,7 +17,6 @@ settings.register_profile(
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.load_profile("laws")
 
-gc.disable()  # until all tests are collected: what they import stays anyway
 # a collection in a forked rank would look at all that torch ever made, and so copy it: most of what a short test takes
 os.register_at_fork(after_in_child=gc.freeze)
 
@@ -31,9 +30,15 @@ def pytest_sessionfinish(session):
         hosts.take_away()  # what all workers had in turn
 
 
-def pytest_collection_finish():
-    gc.freeze()  # what is there is not looked at again with each collection of a test
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What tests import stays: the garbage collector looks at it neither meanwhile nor while they run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -10,7 +10,7 @@ from pathlib import Path
 import ipyparallel
 
 from tests.hosts import find
-from tests.waiting import wait_until
+from tests.waiting import end, wait_until
 from workbench.cluster.attached import Target
 from workbench.cluster.launch import is_complete
 
@@ -55,17 +55,7 @@ def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> N
             *command,
         ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    last.callback(_end, process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process; a rank that waits for others in a collective does not hear of SIGTERM."""
-    process.terminate()
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    last.callback(end, process, GRACE_S)  # a rank that waits for others in a collective does not hear of SIGTERM
 
 
 def wait_for_engines(client_file: Path, num_engines: int) -> None:

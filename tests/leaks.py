@@ -10,19 +10,18 @@ of every process of the machine).
 
 import os
 import socket
-import stat
 import sys
 import threading
 import time
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
 
 from workbench.cluster.keeper import KEEPER
+from workbench.runtime.sockets import open_sockets
 
 MARKER = "WORKBENCH_TEST_RUN"
 _INTERNET = {socket.AF_INET, socket.AF_INET6}
@@ -106,21 +105,16 @@ def _orphans():
 
 def _listening():
     """Ask this process's own sockets: the list that psutil reads is of the whole machine, which takes 10 ms."""
-    own = Path("/proc/self/fd")
-    if not own.exists():
-        return {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
-    return {port for fd in os.listdir(own) if (port := _port_of(int(fd))) is not None}
+    return {port for fd in open_sockets() if (port := _port_of(fd)) is not None}
 
 
 def _port_of(fd):
-    """The port at which a file descriptor listens; None if it does not."""
+    """The port at which a socket listens; None if it does not."""
     try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return None
         with socket.socket(fileno=os.dup(fd)) as found:
             listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             return found.getsockname()[1] if listens and found.family in _INTERNET else None
-    except OSError:  # closed meanwhile, as what listed the descriptors was
+    except OSError:  # closed meanwhile
         return None
 
 

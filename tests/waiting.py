@@ -1,5 +1,6 @@
-"""Waiting for a condition instead of for some time."""
+"""Waiting for a condition, or for the end of a process, instead of for some time."""
 
+import subprocess
 import time
 
 PATIENCE_S = 60.0
@@ -20,3 +21,13 @@ def wait_until(condition, timeout_s=PATIENCE_S):
     if not value:
         raise AssertionError(f"still not true after {timeout_s} s: {condition.__qualname__}")
     return value
+
+
+def end(process, grace_s):
+    """Ask a process to end, and end it when ``grace_s`` seconds were not enough."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

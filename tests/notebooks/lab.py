@@ -15,7 +15,7 @@ from pathlib import Path
 from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 
 from tests.browser import FLAGS, PATIENCE_MS
-from tests.waiting import wait_until
+from tests.waiting import end, wait_until
 from workbench import ports
 from workbench.cli import lab_command
 from workbench.installed import PANEL
@@ -72,17 +72,7 @@ def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterato
         assert isinstance(address, str), (folder / "log").read_text()[-2000:]  # it has ended
         yield address
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server; it stops its kernels first, and now and then waits for ever for a thread of AnyIO's after that."""
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        end(process, 60)  # it stops its kernels, and now and then waits for ever for a thread of AnyIO's after that
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> Path:

@@ -52,7 +52,7 @@ def test_the_store_s_connections_are_left_alone(listener):
 
 
 def test_a_socket_that_another_thread_closes_while_sockets_are_listed_is_no_peer(listener, monkeypatch):
-    sockets, listed = PeerSockets(), sockets_module._open_sockets
+    sockets, listed = PeerSockets(), sockets_module.open_sockets
 
     def list_and_close():
         found = listed()
@@ -61,7 +61,7 @@ def test_a_socket_that_another_thread_closes_while_sockets_are_listed_is_no_peer
 
     with sockets.tracked():
         client, accepted = connect(listener)
-        monkeypatch.setattr(sockets_module, "_open_sockets", list_and_close)
+        monkeypatch.setattr(sockets_module, "open_sockets", list_and_close)
     assert sockets.shut() == 1
     accepted.close()
 

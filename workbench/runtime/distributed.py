@@ -86,6 +86,7 @@ class ProcessGroups:
     def listen(self) -> Address:
         """Open the store that all ranks meet at, on a free port of this host (rank 0 only); return where it is."""
         host = self.host.address
+        # one of torch's own would listen on every address, and ask the network for the name of each rank that connects
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

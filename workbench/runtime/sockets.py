@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 
 
-def _open_sockets() -> dict[int, int]:
+def open_sockets() -> dict[int, int]:
     """Return the inode of every open socket of this process, by descriptor."""
     found = {}
     for name in os.listdir("/dev/fd"):
@@ -52,9 +52,9 @@ class PeerSockets:
     @contextlib.contextmanager
     def tracked(self) -> Iterator[None]:
         """Count the connected TCP sockets that the body opens as sockets to peers."""
-        before = _open_sockets()
+        before = open_sockets()
         yield
-        now = _open_sockets()
+        now = open_sockets()
         new = {fd: inode for fd, inode in now.items() if before.get(fd) != inode}
         self._inodes |= {fd: inode for fd, inode in new.items() if self._is_peer(fd)}
 
@@ -69,7 +69,7 @@ class PeerSockets:
 
     def shut_store(self) -> int:
         """Shut the connections to the store; returns how many."""
-        return sum(_shut(fd, inode) for fd, inode in _open_sockets().items() if self.store_port in _ports(fd))
+        return sum(_shut(fd, inode) for fd, inode in open_sockets().items() if self.store_port in _ports(fd))
 
 
 def _shut(fd: int, inode: int) -> bool:
