@@ -59,7 +59,8 @@ def pytest_collection_modifyitems(items):
 def no_leaks_at_the_end():
     with leaks.guard():
         yield
-        KEEPER.end()
+        for keeper in (KEEPER, *leaks.KEPT):
+            keeper.end()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,7 @@
 
 A census counts what belongs to this test run: processes below this one (also those that lost their parent: they carry
 a marker in their environment), threads, listening ports, torch's process group. What is kept for the next start of a
-cluster is not counted while it is.
+cluster, or for the next test, is not counted while it is.
 ``tests/conftest.py`` compares the census before and after every test, every test module, and all of them, when nothing
 is kept any more; processes that lost their parent are looked for after every module (it means to read the environment
 of every process of the machine).
@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +25,8 @@ from workbench.cluster.keeper import KEEPER
 from workbench.runtime.sockets import open_sockets
 
 MARKER = "WORKBENCH_TEST_RUN"
+KEPT = []
+"""What else keeps processes for the next test: each has ``processes``, and ``end()``."""
 _INTERNET = {socket.AF_INET, socket.AF_INET6}
 
 
@@ -50,7 +53,8 @@ def mark():
 
 
 def census(*, with_orphans=True):
-    found = (_descendants() | (_orphans() if with_orphans else set())).difference(KEEPER.processes)
+    kept = (keeper.processes for keeper in (KEEPER, *KEPT))
+    found = (_descendants() | (_orphans() if with_orphans else set())).difference(*kept)
     return Census(
         processes=frozenset(p for p in found if _is_running(p)),
         threads=frozenset(threading.enumerate()) - {KEEPER.thread},
@@ -78,18 +82,23 @@ def guard(*, with_orphans=True):
 
 
 def _descendants():
-    return set(psutil.Process().children(recursive=True)) if _has_children() else set()
+    """Ask the kernel: psutil looks at every process of the machine, and that twice a test adds up."""
+    if not Path("/proc/thread-self/children").exists():  # no Linux
+        return set(psutil.Process().children(recursive=True))
+    found, asked = set(), [os.getpid()]
+    while asked:
+        for pid in _children(asked.pop()):
+            with suppress(psutil.NoSuchProcess):
+                found.add(psutil.Process(pid))
+            asked.append(pid)
+    return found
 
 
-def _has_children():
-    """Ask the kernel in one call: psutil looks at every process of the machine, and that twice a test adds up."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    except AttributeError:  # on macOS before Python 3.13
-        return True
-    return True
+def _children(pid):
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    with suppress(OSError):  # one that ends
+        return [int(child) for children in lists for child in children.read_text().split()]
+    return []
 
 
 def _orphans():

@@ -1,18 +1,21 @@
 """Nothing may be left over by a test of the engine: no rank, no process group, no probe, no cancellation."""
 
 import multiprocessing
+import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from tests.engine.ranks import POOL
 from workbench.engine import groups, probe, waits
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
     yield
-    assert multiprocessing.active_children() == []
+    assert {child.pid for child in multiprocessing.active_children()} == {rank.pid for rank in POOL.processes}
     assert not dist.is_initialized()
     assert groups.num_unfinished() == 0
     assert probe.active is None
@@ -20,6 +23,15 @@ def nothing_left_over() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_that_stay(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests share the ranks that stay, but for those that patch something here, which only a fork sees."""
+    POOL.is_open = "monkeypatch" not in request.fixturenames and request.node.get_closest_marker("fresh_ranks") is None
+    yield
+    POOL.is_open = False
+
+
+@pytest.fixture(autouse=True)
+def over_gloo() -> Iterator[None]:
     """Tests say themselves when ranks are to use shared memory: there, staging and its bytes are others."""
-    monkeypatch.setenv("WORKBENCH_COMM", "gloo")
+    with patch.dict(os.environ, WORKBENCH_COMM="gloo"):
+        yield
