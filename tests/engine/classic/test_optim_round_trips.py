@@ -1,6 +1,7 @@
 """An optimizer's state, saved and loaded: training goes on as if nothing had happened, and other shardings take it."""
 
 import itertools
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.engine.classic.wrapped import OURS, SAME, adam, whole
 from tests.engine.models import make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
+from tests.pairwise import pairs_and_rest, rows_of
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 LOW = OURS.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -76,12 +78,12 @@ def goes_on(kind: str, saved: Saved, strategy: str, **options: Any) -> tuple[lis
     return train(model, optimizer, range(2, 4)), whole(model)
 
 
-def every_type_goes_on(strategy: str) -> None:
-    for precision in (None, LOW):
+def every_type_goes_on(strategy: str, rows: list[tuple[Any, Any, bool]]) -> None:
+    for precision, options_of_it in itertools.groupby(rows, key=operator.itemgetter(0)):
         model, optimizer = begun(strategy, mixed_precision=precision)
         losses = train(model, optimizer, range(4))[2:]
         values = whole(model)
-        for offload, use_orig_params in itertools.product((None, OFFLOAD), (False, True)):
+        for _, offload, use_orig_params in options_of_it:
             options = {"mixed_precision": precision, "cpu_offload": offload, "use_orig_params": use_orig_params}
             for kind, saved in saved_after_two_steps(strategy, **options).items():
                 found, left = goes_on(kind, saved, strategy, **options)
@@ -96,10 +98,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), CASES)
-def test_training_goes_on_bit_by_bit_from_every_type(world_size, strategy):
+@pairs_and_rest
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_training_goes_on_bit_by_bit_from_every_type(case, part):
     """With and without mixed precision, offload and ``use_orig_params``."""
-    run_ranks(world_size, every_type_goes_on, strategy)
+    world_size, strategy = case
+    rows = [options for at, *options in rows_of(part, CASES, (None, LOW), (None, OFFLOAD), (False, True)) if at == case]
+    run_ranks(world_size, every_type_goes_on, strategy, rows)
 
 
 # ---- into other shardings

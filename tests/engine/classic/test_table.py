@@ -1,7 +1,8 @@
 """The whole table: strategy x precision x offload x ``use_orig_params`` x accumulation, on 1, 2 and 4 ranks.
 
 Every cell is trained in a run of ten steps of Adam. The accumulations of a cell take turns in it, so that each also
-goes on with what the others have left.
+goes on with what the others have left. The cells of all pairs of values are trained in every run of the tests, the
+others with ``-m exhaustive``.
 
 Torch's wrapper is the oracle, bit by bit, and in fp32 an unsharded copy as well. Torch's has no gaps in its flat
 parameters while ``use_orig_params`` is off, and collectives are c10d's own here: each element lies where it does in
@@ -9,6 +10,7 @@ ours, and is summed over ranks in the same order.
 """
 
 import itertools
+import operator
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from tests.engine.classic.wrapped import OURS, THEIRS, Way, adam, copies_of_shar
 from tests.engine.models import make_net
 from tests.engine.parity import average_grads
 from tests.engine.ranks import run_ranks
+from tests.pairwise import pairs_and_rest, rows_of
 
 BF16 = torch.bfloat16
 NUM_STEPS = 10
@@ -40,10 +43,8 @@ ACCUMULATIONS: dict[str, Way] = {
     "two, the first in no_sync": (2, True),
     "two, both reduced": (2, False),
 }
-FORMS = [
-    {"cpu_offload": OURS.CPUOffload(offload_params=offload), "use_orig_params": use_orig_params}
-    for offload, use_orig_params in itertools.product((False, True), repeat=2)
-]
+WORLD_SIZES = [1, 2, 4]
+OFFLOADS = ORIG_PARAMS = [False, True]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 Found = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
@@ -106,29 +107,42 @@ def runs(strategy: str, precision: str) -> Iterator[tuple[Oracle, list[str]]]:
     yield from asked.items()
 
 
-def every_cell(strategy: str) -> int:
-    """Run every cell of a strategy; an error says which one it was. Returns how many there were."""
+def every_cell(strategy: str, cells: list[tuple[str, dict[str, Any]]]) -> int:
+    """Run cells of a strategy; an error says which one it was. Returns how many there were."""
     num_cells = 0
-    for precision, dtypes in PRECISIONS.items():
-        for (of_theirs, *tolerance), accumulations in runs(strategy, precision):
-            ways = [ACCUMULATIONS[accumulation] for accumulation in accumulations]
-            theirs = trained(wrap(THEIRS, of_theirs, dtypes), ways)
-            if precision == "fp32":
-                torch.testing.assert_close(theirs, trained_plain(ways), **CLOSE)
-            for form in FORMS:
-                ours = trained(wrap(OURS, strategy, dtypes, **form), ways)
-                try:
-                    torch.testing.assert_close(ours, theirs, **dict(zip(("rtol", "atol"), tolerance, strict=True)))
-                except AssertionError as error:
-                    error.add_note(f"cell: {strategy}, {precision}, {accumulations}, {form}")
-                    raise
-                num_cells += len(accumulations)
+    for precision, forms in itertools.groupby(cells, key=operator.itemgetter(0)):
+        num_cells += cells_of(strategy, precision, [form for _, form in forms])
     return num_cells
 
 
+def cells_of(strategy: str, precision: str, forms: list[dict[str, Any]]) -> int:
+    """The same of one precision: all forms are compared with one oracle."""
+    num_cells = 0
+    for (of_theirs, *tolerance), accumulations in runs(strategy, precision):
+        ways = [ACCUMULATIONS[accumulation] for accumulation in accumulations]
+        theirs = trained(wrap(THEIRS, of_theirs, PRECISIONS[precision]), ways)
+        if precision == "fp32":
+            torch.testing.assert_close(theirs, trained_plain(ways), **CLOSE)
+        for form in forms:
+            ours = trained(wrap(OURS, strategy, PRECISIONS[precision], **form), ways)
+            try:
+                torch.testing.assert_close(ours, theirs, **dict(zip(("rtol", "atol"), tolerance, strict=True)))
+            except AssertionError as error:
+                error.add_note(f"cell: {strategy}, {precision}, {accumulations}, {form}")
+                raise
+            num_cells += len(accumulations)
+    return num_cells
+
+
+@pairs_and_rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_cell_trains_as_torchs_wrapper_does(world_size, strategy, monkeypatch):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_cell_trains_as_torchs_wrapper_does(world_size, strategy, part, monkeypatch):
     monkeypatch.setenv("WORKBENCH_COMM", "default")
-    num_cells = len(PRECISIONS) * len(ACCUMULATIONS) * len(FORMS)
-    assert run_ranks(world_size, every_cell, strategy) == [num_cells] * world_size
+    rows = rows_of(part, WORLD_SIZES, STRATEGIES, list(PRECISIONS), OFFLOADS, ORIG_PARAMS)
+    cells = [
+        (precision, {"cpu_offload": OURS.CPUOffload(offload_params=offload), "use_orig_params": use_orig_params})
+        for *here, precision, offload, use_orig_params in rows
+        if here == [world_size, strategy]
+    ]
+    assert run_ranks(world_size, every_cell, strategy, cells) == [len(cells) * len(ACCUMULATIONS)] * world_size
