@@ -19,6 +19,7 @@ OTHER_TESTS := tests/engine tests/runtime# what depends on torch's version: the 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
+WHOLE := $(if $(CI),-m "")# in CI all rows of cross products, elsewhere those of all pairs of values
 SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
 export PYTHONDONTWRITEBYTECODE :=# tests start hundreds of Pythons: each would compile all sources again
 PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
@@ -37,7 +38,7 @@ help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
-	@echo "make test         lint, types and all tests (the browser tests need Chromium and Firefox)"
+	@echo "make test         lint, types and all tests; the last lines say which were left out for want of a tool, and what brings it"
 	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab, with the panel"
@@ -67,7 +68,7 @@ check: lint
 	  --hypothesis-profile=few -k "$(FEW)" $(CHECKED)
 
 test: lint
-	$(BIN)/python -m pytest $(COLOUR) $(SPREAD)
+	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) $(WHOLE)
 
 test-torch: $(OTHER_TORCH:%=test-torch-%)
 

@@ -1,7 +1,10 @@
 """A headless Chromium without a network, and what it complains about."""
 
+import functools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +12,6 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-NO_BROWSER = "WORKBENCH_NO_BROWSER"
 PATIENCE_MS = 90_000
 """How long a browser may take for one thing: a machine may be busy with others."""
 
@@ -18,6 +20,8 @@ _MAC = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
+_FIREFOX = ("firefox", "firefox-esr")
+_FIREFOX_MAC = ("/Applications/Firefox.app/Contents/MacOS/firefox",)
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -30,10 +34,33 @@ FLAGS = [
 
 
 def find_chromium() -> str | None:
-    """Path of the browser to use, None if there is none."""
-    named = os.environ.get("WORKBENCH_CHROMIUM")
-    found = [named] if named else [*map(shutil.which, _NAMES), *_MAC]
+    """Path of the browser to use, None if there is none: the machine's, or what playwright installed for this user."""
+    return _first("WORKBENCH_CHROMIUM", _NAMES, _MAC) or _of_playwright()
+
+
+def find_firefox() -> str | None:
+    """As above; Puppeteer, which drives it, cannot drive playwright's, which is another program."""
+    return _first(
+        "WORKBENCH_FIREFOX", ("firefox", "firefox-esr"), ("/Applications/Firefox.app/Contents/MacOS/firefox",)
+    )
+
+
+def _first(variable: str, names: tuple[str, ...], elsewhere: tuple[str, ...]) -> str | None:
+    named = os.environ.get(variable)
+    found = [named] if named else [*map(shutil.which, names), *elsewhere]
     return next((path for path in found if path and Path(path).exists()), None)
+
+
+@functools.cache
+def _of_playwright() -> str | None:
+    """Return the path of playwright's own Chromium; None: it or its driver does not run, for want of a library."""
+    ask = "import playwright.sync_api as p\nwith p.sync_playwright() as asked: print(asked.chromium.executable_path)"
+    try:
+        found = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        subprocess.run([found, "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found
 
 
 @dataclass

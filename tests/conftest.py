@@ -2,12 +2,13 @@
 
 import gc
 import os
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import hosts, leaks
+from tests import browser, hosts, leaks, tools
 from workbench.cluster.keeper import KEEPER
 
 # time is no law here: machines are shared; what CI says of a commit does not depend on chance
@@ -23,6 +24,35 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 def pytest_configure():
     leaks.mark()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    tools.leave_out(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """Last of all: which tests were left out for want of what, and in CI how long each file took."""
+    yield
+    reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
+    if "CI" in os.environ:
+        terminalreporter.section("seconds per file")
+        terminalreporter.write_line("\n".join(seconds_per_file(reports)))
+    properties = (each for report in reports if report.when == "setup" for each in report.user_properties)
+    if names := [value for key, value in properties if key == tools.LEFT_OUT]:
+        terminalreporter.section("left out")
+        terminalreporter.write_line("\n".join(tools.left_out(names)))
+
+
+def seconds_per_file(reports):
+    """Return a line for each file of tests, the longest first: that it grows is to be seen."""
+    seconds, number = Counter(), Counter()
+    for report in reports:
+        file = report.nodeid.partition("::")[0]
+        seconds[file] += report.duration
+        number[file] += report.when == "call"
+    return [f"{total:8.1f} s, {number[file]:4} tests: {file}" for file, total in seconds.most_common()]
 
 
 def pytest_sessionfinish(session):
@@ -78,26 +108,11 @@ def no_leaks_in_test(request):
 
 @pytest.fixture(scope="session")
 def chromium():
-    """Path of the browser; without one the test fails, unless browser tests are left out on purpose."""
-    from tests.browser import find_chromium
-
-    return _browser("neither Chromium nor Chrome", find_chromium)
+    """Path of the browser."""
+    return browser.find_chromium()
 
 
 @pytest.fixture(scope="session")
 def firefox():
     """As above, of the other browser."""
-    from tests.firefox.driver import find_firefox
-
-    return _browser("no Firefox", find_firefox)
-
-
-def _browser(none, find):
-    from tests.browser import NO_BROWSER
-
-    if os.environ.get(NO_BROWSER):
-        pytest.skip(f"{NO_BROWSER} is set")
-    path = find()
-    if path is None:
-        pytest.fail(f"{none} was found: install one, or set {NO_BROWSER}=1", pytrace=False)
-    return path
+    return browser.find_firefox()

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from tests import namespaces
 from tests.hosts import find
-from tests.marks import unless
 from tests.switch import AHEAD_S, HEADER, Link, Switch, enter
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -121,7 +120,7 @@ def test_a_port_that_is_unplugged_neither_gives_nor_gets():
 
 # ---- between namespaces
 
-between = unless(namespaces.why_not())
+between = pytest.mark.needs("namespaces")
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests import namespaces
 from tests.bench import between_hosts
 from tests.bench.between_hosts import compare_hosts
 from tests.bench.cases import HOSTS_CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
 from tests.bench.compare import Effort
-from tests.marks import unless
 
 LITTLE = Effort(rounds=1, steps=1, pairs=1)
 
@@ -26,7 +24,7 @@ def test_where_there_are_no_hosts_it_is_said_why(monkeypatch):
     assert compare_hosts(HOSTS_CASES["3hosts"], LITTLE) == {"left out": "only root can", "failed": {}}
 
 
-@unless(namespaces.why_not())
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_all_are_measured_and_ours_sends_least_between_hosts(is_copied):
     case = replace(RECORDED["0.23M"], num_ranks=4, num_hosts=2, is_copied=is_copied)

@@ -24,7 +24,6 @@ from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from tests.engine.test_shared_comm import begin, drop_some
 from tests.engine.test_waits import FakeWork
-from tests.marks import unless
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, StepAborted, groups
 from workbench.engine.backends import hosts, shared_memory
@@ -38,7 +37,7 @@ CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
 PER_HOST = "shared memory, gloo between hosts"
 
-on_hosts = unless(namespaces.why_not())
+on_hosts = pytest.mark.needs("namespaces")
 
 
 @pytest.fixture(scope="module")

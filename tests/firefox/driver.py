@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -19,15 +18,6 @@ from tests.source import REPO
 
 HERE = Path(__file__).parent
 VIEWPORT = {"width": 1280, "height": 900}
-_NAMES = ("firefox", "firefox-esr")
-_MAC = "/Applications/Firefox.app/Contents/MacOS/firefox"
-
-
-def find_firefox() -> str | None:
-    """Path of the browser to use, None if there is none."""
-    named = os.environ.get("WORKBENCH_FIREFOX")
-    found = [named] if named else [*map(shutil.which, _NAMES), _MAC]
-    return next((path for path in found if path and Path(path).exists()), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Ranks whose clocks show other times, as those of other machines do: in time namespaces, which are hours apart."""
 
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -11,7 +10,6 @@ from tests.cluster.test_attached import ipyparallel_ids
 from tests.hosts import ahead_by
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
-from tests.marks import unless
 from tests.waiting import wait_until
 from workbench.cluster.launch import is_complete
 from workbench.events import REDUCTIONS, Kind
@@ -26,15 +24,7 @@ HOURS = (5, 0, 26)
 S = 10**9
 
 
-def why_not() -> str:
-    """Say what of this machine prevents it; empty: nothing."""
-    if shutil.which("unshare") is None:
-        return "not installed: unshare; on Debian: apt-get install util-linux"
-    tried = subprocess.run([*ahead_by(1), "true"], capture_output=True, text=True, check=False)
-    return f"no time namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-pytestmark = [pytest.mark.cluster, unless(why_not())]
+pytestmark = [pytest.mark.cluster, pytest.mark.needs("clocks")]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from tests import hosts
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
-from tests.marks import unless
 from tests.namespaces import LOSSY
 from tests.views.figures import subtitle
 from tests.waiting import PATIENCE_S, wait_until
@@ -22,7 +21,7 @@ from workbench.workbench import Workbench
 
 pytestmark = [
     pytest.mark.cluster,
-    unless(hosts.why_not()),
+    pytest.mark.needs("hosts"),
     pytest.mark.timeout(900),  # SSH starts one engine after the other, each with three Pythons before it
 ]
 

@@ -3,11 +3,9 @@
 import psutil
 import pytest
 
-from tests import hosts
 from tests.engines import engines_on
 from tests.integration import test_hosts
 from tests.integration.model import CELL
-from tests.marks import unless
 from tests.waiting import wait_until
 from workbench.cluster import Cluster
 from workbench.cluster.lookout import SILENCE_S
@@ -15,7 +13,7 @@ from workbench.workbench import Workbench
 
 pytestmark = [
     pytest.mark.cluster,
-    unless(hosts.why_not()),
+    pytest.mark.needs("hosts"),
     pytest.mark.timeout(600),
 ]
 

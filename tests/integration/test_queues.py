@@ -4,15 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import psutil
 import pytest
 
 from tests import queues
-from tests.hosts import find
 from tests.integration.model import CELL
-from tests.marks import unless
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import queues as cluster_queues
 from workbench.cluster.processes import is_running
@@ -20,16 +17,6 @@ from workbench.errors import ClusterError, Interrupted
 from workbench.workbench import Workbench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-
-needs_slurm = unless(queues.why_not())
-
-NO_MPI = (
-    "not installed: mpiexec; on Debian: apt-get install openmpi-bin"
-    if find("mpiexec") is None
-    else "not installed: mpi4py, which ipyparallel's engines import; pip install mpi4py"
-    if find_spec("mpi4py") is None
-    else ""
-)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +75,7 @@ def engines_of(bench):
     return [psutil.Process(info.pid) for info in bench._session.cluster.rank_info]
 
 
-@needs_slurm
+@pytest.mark.needs("slurm")
 def test_ranks_of_a_job_train_and_a_stop_leaves_neither_job_nor_process(slurm, of_profile, on_one_machine):
     bench = of_profile("slurm", HERE)
     bench.start()
@@ -100,7 +87,7 @@ def test_ranks_of_a_job_train_and_a_stop_leaves_neither_job_nor_process(slurm, o
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 
 
-@needs_slurm
+@pytest.mark.needs("slurm")
 def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile, monkeypatch):
     monkeypatch.setattr(cluster_queues, "WORD_S", PATIENCE_S)
     bench = of_profile("slurm", HERE)
@@ -113,7 +100,7 @@ def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile, monkeypatch
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 
 
-@needs_slurm
+@pytest.mark.needs("slurm")
 def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm, of_profile):
     bench, told = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'"), []
 
@@ -130,7 +117,7 @@ def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm
     wait_until(lambda: queues.jobs(slurm) == [])
 
 
-@needs_slurm
+@pytest.mark.needs("slurm")
 def test_a_job_that_is_taken_from_the_queue_ends_the_start(slurm, of_profile):
     bench = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'")
 
@@ -151,7 +138,7 @@ bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _:
 """
 
 
-@needs_slurm
+@pytest.mark.needs("slurm")
 @pytest.mark.parametrize("partition", ["open", "closed"])
 def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(slurm, of_profile, ipython, partition):
     of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = {partition!r}")
@@ -179,7 +166,7 @@ def engines_of_jobs():
     ]
 
 
-@needs_slurm
+@pytest.mark.needs("slurm")
 def test_a_queue_that_refuses_is_quoted(slurm, of_profile):
     bench = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'nowhere'")
     with pytest.raises(ClusterError, match=r"could not start 2 engines: .*sbatch: error: .*[Ii]nvalid partition"):
@@ -187,7 +174,7 @@ def test_a_queue_that_refuses_is_quoted(slurm, of_profile):
     assert queues.jobs(slurm) == []
 
 
-@unless(NO_MPI)
+@pytest.mark.needs("mpi")
 def test_ranks_that_mpi_starts_train_and_a_stop_leaves_nothing(of_profile, on_one_machine):
     arguments = ["--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
     bench = of_profile("mpi", f"{HERE}c.MPILauncher.mpi_args = {arguments!r}")
