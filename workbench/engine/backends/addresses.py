@@ -13,9 +13,3 @@ def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are views of one storage."""
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether ``part`` begins within the memory of ``whole``, or has none."""
-    first = whole.data_ptr()
-    return first <= part.data_ptr() < first + whole.nbytes or part.numel() == 0
