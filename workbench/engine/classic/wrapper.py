@@ -287,7 +287,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
         states = wrapper_states_below(self)
         flats = sharded_flats(state for state in states if not state.is_summoned)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for unit, _ in flats:
             unit.adopt_registered(fresh=True)
         return self
