@@ -10,7 +10,7 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.addresses import is_same_memory, storages_nbytes
 from workbench.engine.backends.pages import Region
 from workbench.engine.collectives import Scattered
 from workbench.engine.param import FSDPParam, check_uniform
@@ -147,8 +147,7 @@ class FlatShard:
         pairs = partial(_pairs, self._params)
         self.flat, self.region = Scattered([p.slot_numel for p in self._params], first.dtype, first.device, pairs), None
         unleased = [h for p in self._params for h in p.holders if not hasattr(h, "_workbench_lease")]
-        storages = {s.data_ptr(): s.nbytes() for s in (h.untyped_storage() for h in unleased)}
-        self._lease = self._leased(sum(storages.values()))  # memory of flat tensors counts as long as it is held
+        self._lease = self._leased(storages_nbytes(unleased))  # memory of flat tensors counts as long as it is held
         for holder in unleased:
             holder._workbench_lease = self._lease  # type: ignore[attr-defined]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -13,3 +15,9 @@ def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are views of one storage."""
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def storages_nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages that the tensors are views of, each storage counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
