@@ -155,7 +155,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much(monkeypatch
     monkeypatch.setattr(pages, "_can_move", lambda: False)
     memory = Pages(10, torch.float32)
     memory._num_bytes = 2**62
-    with pytest.raises(OSError, match=f"{2**62} bytes for full parameters cannot be mapped"):
+    with pytest.raises(OSError, match=f"{2**62} bytes for parameters cannot be mapped"):
         memory.fill(spare)
 
 

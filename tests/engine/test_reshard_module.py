@@ -887,10 +887,10 @@ def bytes_meanwhile(change: str) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("change", ["wrap", "mesh"])
-def test_old_and_new_shards_at_once_and_then_only_the_new(change):
+def test_old_and_new_shards_are_there_at_once_only_if_they_are_others(change):
     old, whole = (FP32 * (slots(size, ROOT_SHAPES) + BLOCKS * slots(size, BLOCK_SHAPES)) for size in (2, 1))
-    new = old if change == "wrap" else whole
-    assert run_ranks(2, bytes_meanwhile, change) == [(old, old + new, new, new)] * 2
+    expected = (old, old, old, old) if change == "wrap" else (old, old + whole, whole, whole)
+    assert run_ranks(2, bytes_meanwhile, change) == [expected] * 2
 
 
 def refused_replicas() -> str:

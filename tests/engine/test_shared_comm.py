@@ -1,5 +1,6 @@
 """The collectives over shared memory: equal to gloo's bit for bit, without a copy, and what they refuse."""
 
+import mmap
 import multiprocessing
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import DTYPES, connected, mapped
 from workbench.engine import MixedPrecisionPolicy
 from workbench.engine.backends import shared_memory
+from workbench.engine.backends.pages import Region
 from workbench.engine.backends.shared_comm import (
     SharedMemoryAllGather,
     SharedMemoryCastAllGather,
@@ -60,7 +62,7 @@ CASES = st.builds(
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.view(torch.uint8).tolist()
+    return tensor.flatten().contiguous().view(torch.uint8).tolist()
 
 
 def gloo_gather(shard: torch.Tensor) -> torch.Tensor:
@@ -91,12 +93,19 @@ def gloo_reduce(chunks: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def share(gather: SharedMemoryAllGather, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Let the other ranks read a new shard, and return it."""
+    region = Region(numel, dtype)
+    gather.share(region, numel, dtype)
+    return region.tensor
+
+
 def compare(cases: list[Case]) -> None:
     shared, size, group = connected(), dist.get_world_size(), dist.group.WORLD
     reduces = {dtype: SharedMemoryReduceScatter(shared, dtype) for dtype in DTYPES}
     for case in cases:
         gather, reduce = SharedMemoryAllGather(shared), reduces[case.dtype]
-        shard = gather.shard_memory(case.numel, case.dtype)
+        shard = share(gather, case.numel, case.dtype)
         shard.copy_(case.numbers(case.numel))
         output = gather.allocate([case.numel * size], dtype=case.dtype, device=CPU)
         gather(output, shard, group, async_op=True).wait()
@@ -116,7 +125,7 @@ def test_both_collectives_give_the_same_bits_as_gloo(world_size, cases):
 def synchronous() -> tuple[list[float], list[float]]:
     shared, group = connected(), dist.group.WORLD
     gather, reduce = SharedMemoryAllGather(shared), SharedMemoryReduceScatter(shared, torch.float32)
-    shard = gather.shard_memory(1, torch.float32).fill_(dist.get_rank())
+    shard = share(gather, 1).fill_(dist.get_rank())
     output = gather.allocate([2, 1], dtype=torch.float32, device=CPU)
     assert gather(output, shard, group) is None
     chunks = reduce.allocate([1, 1], dtype=torch.float32, device=CPU)
@@ -139,15 +148,17 @@ def shards() -> None:
     gather = SharedMemoryAllGather(shared)
     kept = []
     for dtype in (torch.float32, torch.bfloat16):  # a unit may get new memory: another policy
-        shard = gather.shard_memory(1000, dtype)
-        assert shard.untyped_storage().nbytes() == shard.nbytes == gather.num_bytes == 1000 * dtype.itemsize
+        shard = share(gather, 1000, dtype)
+        assert shard.nbytes == gather.num_bytes == 1000 * dtype.itemsize
         output = gather.allocate([2000], dtype=dtype, device=CPU)
-        assert output.data_ptr() + dist.get_rank() * shard.nbytes == shard.data_ptr()
+        assert (output.shape, output.data_ptr() % mmap.PAGESIZE) == ((2, 1000), 0)
         kept.append(shard.fill_(1))
-        assert len(mapped()) == len(kept)
+        assert output[dist.get_rank()].eq(1).all()
+        assert output.data_ptr() != shard.data_ptr()  # the same pages, at two addresses
+        assert len(set(mapped())) == len(kept)
     del gather, output, kept
     assert len(mapped()) == 1
-    assert shard.sum() == 1000  # a shard keeps its memory without anybody's help
+    assert shard.eq(1).all()  # a shard keeps its memory without anybody's help
     del shard
     assert mapped() == []
 
@@ -222,7 +233,7 @@ def overwritten_after(ordered: bool, has_read, has_written) -> list[float]:
     """A forward without backward, then rank 1 writes its shard; rank 0 reads late."""
     shared = connected()
     gather = SharedMemoryAllGather(shared)
-    shard = gather.shard_memory(1, torch.float32).fill_(1 + dist.get_rank())
+    shard = share(gather, 1).fill_(1 + dist.get_rank())
     output = gather.allocate([2], dtype=torch.float32, device=CPU)
     gather(output, shard, dist.group.WORLD)
     if dist.get_rank() == 1:
@@ -235,7 +246,7 @@ def overwritten_after(ordered: bool, has_read, has_written) -> list[float]:
         return []
     if not ordered:
         assert has_written.wait(60)
-    seen = output.tolist()
+    seen = output.flatten().tolist()
     has_read.set()
     gather.free(output)
     return seen
@@ -399,7 +410,7 @@ def test_a_reduction_that_was_waited_for_too_late_is_an_error_not_a_wrong_sum():
 def refusals() -> list[str]:
     shared, group, other = connected(), dist.group.WORLD, torch.zeros(4)
     gather, reduce = SharedMemoryAllGather(shared), SharedMemoryReduceScatter(shared, torch.float32)
-    shard = gather.shard_memory(2, torch.float32)
+    shard = share(gather, 2)
     output = gather.allocate([4], dtype=torch.float32, device=CPU)
     chunks = reduce.allocate([2], dtype=torch.float32, device=CPU)
     casts = SharedMemoryCastAllGather(shared, torch.bfloat16)
@@ -436,14 +447,14 @@ def test_what_cannot_be_done_without_copying_is_refused():
     messages, _ = run_ranks(2, refusals)
     assert messages[1] == (
         "an output of 4 elements of torch.bfloat16 was asked for, but this unit's shared memory has 4 of "
-        "torch.float32; call shard_memory() with a shard's size and dtype first"
+        "torch.float32; call share() with a shard's size and dtype first"
     )
     assert messages[2] == messages[6] == "memory on meta was asked for; ranks share memory of the CPU only"
     assert messages[5] == (
         "an input of torch.bfloat16 was asked for; the stages of this reduce-scatter hold torch.float32"
     )
     assert messages[10] == "a reduce-scatter through shared memory sums; RedOpType.AVG was asked for"
-    assert "the input must be the tensor that shard_memory() returned last" in messages[3] == messages[4]
+    assert "the input must be the tensor of the region that share() was given last" in messages[3] == messages[4]
     assert "the input must be the tensor that allocate() returned last" in messages[7] == messages[8] == messages[9]
     assert messages[12] == (
         "0 outstanding reductions with 1 stages were asked for; at least 1 reduction and one stage more than "

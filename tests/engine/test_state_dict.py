@@ -14,6 +14,7 @@ from tests.engine.parity import assert_same_shards, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from workbench.engine import fully_shard
+from workbench.events import Category
 
 
 def shares_storage(a: DTensor, b: DTensor) -> bool:
@@ -47,15 +48,18 @@ def round_trip(assign: bool, unsharded_first: bool) -> None:
         model = shard_net(make_net(seed=2, num_blocks=2), reshard_after_forward=False)
         pointers = [p.to_local().data_ptr() for p in model.parameters()]
         at_rest = record.alive
+        if assign:
+            at_rest = {Category.SHARDED_PARAMS: sum(value.to_local().nbytes for value in state.values())}
         if unsharded_first:
             with torch.no_grad():
                 model(batch(0, 0))  # all units are full, and stay so: the policy says it
         assert model.load_state_dict(state, assign=assign).missing_keys == []
-    assert record.alive == at_rest  # what was replaced is gone
+    assert record.alive == at_rest  # what was replaced is gone, and what took its place has no padding
     assert_same_shards(model, source)
-    if not assign:
-        assert [p.to_local().data_ptr() for p in model.parameters()] == pointers
+    wanted = [v.to_local().data_ptr() for v in state.values()] if assign else pointers
+    assert [p.to_local().data_ptr() for p in model.parameters()] == wanted
     train_both(source, model, 2)
+    assert [p.to_local().data_ptr() for p in model.parameters()] == wanted
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

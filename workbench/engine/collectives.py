@@ -9,10 +9,11 @@ taking part, F = shard ranks)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -32,6 +33,31 @@ class UnitId:
 
     index: int
     name: str
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A flat shard ``[S]`` whose slots do not lie in one piece, but where the user has put them.
+
+    Attributes:
+        slot_numels: elements of each slot, S in all.
+        pairs: yields for memory of each slot, in order, (where this rank's rows lie in it, these rows).
+    """
+
+    slot_numels: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    pairs: Callable[[Sequence[torch.Tensor]], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+    is_meta: ClassVar[bool] = False
+
+    def numel(self) -> int:
+        """Return S."""
+        return sum(self.slot_numels)
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Fill ``target`` ``[S]``, but for padding; casts and moves if need be."""
+        pairs = list(self.pairs(target.split(list(self.slot_numels))))
+        torch._foreach_copy_([slot for slot, _ in pairs], [rows for _, rows in pairs], non_blocking=True)
 
 
 @dataclass
@@ -159,22 +185,29 @@ def announce(
 
 
 def foreach_all_gather(
-    shard: torch.Tensor, dtype: torch.dtype, device: torch.device, group: CommGroup, gather: AllGather, unit: UnitId
+    shard: torch.Tensor | Scattered,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: CommGroup,
+    gather: AllGather,
+    unit: UnitId,
 ) -> AllGatherState:
     """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
 
-    It is the collective's input as it lies, unless it must be cast or moved, or be in this rank's row of the output;
-    then that is, if there is one.
+    It is the collective's input as it lies, unless it must be cast, moved or put together, or be in this rank's row of
+    the output; then that is, if there is one.
     """
     numel, leaves_own_out = shard.numel(), is_of_others(gather)
     num_gathered = group.size - leaves_own_out
     output = gather.allocate((numel * num_gathered,), dtype=dtype, device=device)
-    own, own_nbytes = shard, 0
-    is_copied = shard.dtype != dtype or shard.device != output.device or reads_own_row(gather)
-    if is_copied and leaves_own_out:
+    own, own_nbytes = None, 0
+    if isinstance(shard, torch.Tensor) and (shard.dtype, shard.device) == (dtype, output.device):
+        own = None if reads_own_row(gather) else shard
+    is_copied = own is None
+    if own is None and leaves_own_out:
         own = torch.empty(numel, dtype=dtype, device=device)
         own_nbytes = own.nbytes
-    elif is_copied:
+    elif own is None:
         own = output.view(group.size, numel)[group.rank]
     payload, num_bytes = numel * group.size * dtype.itemsize, output_nbytes(gather, output, group) + own_nbytes
     with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), num_bytes):
@@ -186,7 +219,9 @@ def foreach_all_gather(
     return AllGatherState(output, own, gather, flight, num_bytes)
 
 
-def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device, unit: UnitId) -> DeviceCopyState:
+def copy_to_device(
+    shard: torch.Tensor | Scattered, dtype: torch.dtype, device: torch.device, unit: UnitId
+) -> DeviceCopyState:
     """Start copying the flat shard ``[S]``, in one piece, to ``device``, in ``dtype``."""
     output = torch.empty(shard.numel(), dtype=dtype, device=device)
     with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output.nbytes):
@@ -194,11 +229,14 @@ def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device
     return DeviceCopyState(output, unit, backend_of(device).record_event())
 
 
-def _copy_shard(target: torch.Tensor, shard: torch.Tensor, unit: UnitId) -> None:
-    """Cast and move a flat shard."""
+def _copy_shard(target: torch.Tensor, shard: torch.Tensor | Scattered, unit: UnitId) -> None:
+    """Cast and move a flat shard, or put it together."""
     kind = Kind.COPY_IN if target.device == shard.device else Kind.OFFLOAD
     probe.event(kind, Edge.BEGIN, unit.index, target.nbytes)
-    target.copy_(shard, non_blocking=True)
+    if isinstance(shard, Scattered):
+        shard.copy_to(target)
+    else:
+        target.copy_(shard, non_blocking=True)
     probe.event(kind, Edge.END, unit.index, target.nbytes)
 
 

@@ -207,19 +207,20 @@ class DTensorParam(FSDPParam):
         if not param.is_meta and not is_same_memory(local_of(param), view):
             view.copy_(local_of(param))
         set_local(param, view)
-        self._local = view
-        self.sharded_param = cast("nn.Parameter", param)
-        self.info.register(self.sharded_param)  # a loader exchanges one place only
-        self.orig_dtype = view.dtype
-        self.spec = with_dtype(self.spec, view.dtype)
+        self.keep()
 
-    def move(self, slot: torch.Tensor) -> None:
-        """Make ``slot`` the storage of the sharded parameter, whether it is registered now or not."""
-        view = self.local_view(slot)
-        param = cast("DTensor", self.sharded_param)
-        view.copy_(local_of(param))
-        set_local(param, view)
-        self._local = view
+    def keep(self) -> None:
+        """Take the registered parameter over where it lies."""
+        self.sharded_param = self.registered()
+        self._local = local_of(cast("DTensor", self.sharded_param))
+        self.info.register(self.sharded_param)  # a loader exchanges one place only
+        self.orig_dtype = self._local.dtype
+        self.spec = with_dtype(self.spec, self.orig_dtype)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        return self._local
 
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
         """Return the DTensor over fewer ranks whose rows are in ``slot``, filled from the full parameter."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from workbench.engine import probe
-from workbench.engine.backends.addresses import lies_in
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.addresses import is_same_memory, storages_nbytes
+from workbench.engine.backends.pages import Region
+from workbench.engine.collectives import Scattered
 from workbench.engine.param import FSDPParam, check_uniform
 from workbench.engine.policies import UnitPolicy
 from workbench.events import Category
@@ -29,41 +33,57 @@ def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
 
 
 class FlatShard:
-    """The shards of one unit on this rank, in one flat tensor.
+    """The shards of one unit on this rank.
+
+    They lie in one flat tensor of the engine's, whose address never changes: other pages may come to lie beneath it.
+    Parameters that the user has put elsewhere stay there, as somebody may hold that memory, and then all do: each
+    all-gather puts them together anew. Only what ``.to`` or ``to_empty`` has just made goes into a flat tensor again.
 
     Attributes:
-        flat: ``[S]``, the slots one after another; the all-gather's input as it lies.
+        flat: ``[S]``, the slots one after another; the all-gather's input, as it lies if it is a tensor.
+        region: where that is, if other pages can lie beneath it.
         numel: S.
     """
 
-    flat: torch.Tensor
+    flat: torch.Tensor | Scattered
+    region: Region | None
 
     def __init__(self, unit: int, params: Sequence[FSDPParam]) -> None:
         self._unit = unit
         self._params = params
         self.numel = sum(p.slot_numel for p in params)
+        self._lease: probe.Lease | None = None
+
+    def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> tuple[torch.Tensor, ...]:
+        """Make a flat tensor, of zeros: padding travels in collectives, it must not hold signalling garbage."""
+        computes_on = self._params[0].mesh_info.device
+        place = CPU if policy.offloads and device != META else device
+        pin = policy.pins and place == CPU and not backend_of(computes_on).is_host
+        self.region = None if pin or device == META else backend_of(place).shard_region(self.numel, dtype)
+        if self.region is not None:
+            flat = self.region.tensor
+        else:
+            flat = torch.zeros(self.numel, dtype=dtype, device=place, pin_memory=pin)
+        self.flat = flat
+        self._lease = None if flat.is_meta else self._leased(flat.nbytes)
+        return self._slots()
 
     def _slots(self) -> tuple[torch.Tensor, ...]:
+        """Return the slots of the flat tensor, each at the start of a storage of its own; none if there is none."""
+        if isinstance(self.flat, Scattered):
+            return ()
         slots = self.flat.split([p.slot_numel for p in self._params])
         return slots if self.flat.is_meta else tuple(map(in_own_storage, slots))
 
-    def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> None:
-        # zeros: padding travels in collectives, it must not hold signalling garbage
-        place = CPU if policy.offloads and device != META else device
-        pin = policy.pins and place == CPU
-        self._use(torch.zeros(self.numel, dtype=dtype, device=place, pin_memory=pin))
-
-    def _use(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-        self._lease = probe.Lease(Category.SHARDED_PARAMS, self._unit, 0 if flat.is_meta else flat.nbytes)
+    def _leased(self, num_bytes: int) -> probe.Lease:
+        return probe.Lease(Category.SHARDED_PARAMS, self._unit, num_bytes)
 
     @torch.no_grad()
     def fill(self, policy: UnitPolicy) -> None:
         """Copy this rank's rows of the full parameters and make the sharded ones of them."""
         first = self._params[0].first
         device = self._params[0].mesh_info.device if not first.is_meta else first.device
-        self._make(first.dtype, device, policy)
-        for param, slot in zip(self._params, self._slots(), strict=True):
+        for param, slot in zip(self._params, self._make(first.dtype, device, policy), strict=True):
             param.shard_from(slot)
 
     def share_lease(self) -> None:
@@ -72,47 +92,74 @@ class FlatShard:
             for holder in param.holders:
                 holder._workbench_lease = self._lease  # type: ignore[attr-defined]
 
-    def _owns(self, local: torch.Tensor) -> bool:
-        return lies_in(local, self.flat)
-
     @torch.no_grad()
-    def adopt_registered(self, policy: UnitPolicy) -> bool:
-        """Take over parameters that were replaced, or whose data was; returns True if they have another flat tensor.
+    def adopt_registered(self, policy: UnitPolicy, *, fresh: bool) -> bool:
+        """Take over parameters that were replaced, or whose data was; returns True if the flat tensor is another one.
+
+        Args:
+            policy: the unit's.
+            fresh: memory that was not theirs before was made just now, so that nobody else has it.
 
         Raises:
             TypeError: a parameter was replaced by a plain tensor.
             ValueError: parameters of the unit now differ in dtype or device.
         """
         locals_ = [p.registered_local() for p in self._params]
-        if len({local.is_meta for local in locals_}) > 1:
-            return False  # being filled piece by piece; the first forward lists what was left out
-        check_uniform([(p.fqn, local) for p, local in zip(self._params, locals_, strict=True)])
-        first = locals_[0]
-        same_kind = first.dtype == self.flat.dtype and first.device == self.flat.device
-        if same_kind and all(p.is_registered or self._owns(v) for p, v in zip(self._params, locals_, strict=True)):
-            self._note_registered()
+        if len({local.is_meta for local in locals_}) > 1:  # filled piece by piece; the first forward lists what is left
+            for param, local in zip(self._params, locals_, strict=True):
+                if not local.is_meta:
+                    param.keep()
             return False
-        self._make(first.dtype, first.device, policy)
-        self._adopt()
+        check_uniform([(p.fqn, local) for p, local in zip(self._params, locals_, strict=True)])
+        if self._stay(locals_):
+            return False
+        if locals_[0].is_meta or all(self._may_move(*pair, fresh) for pair in zip(self._params, locals_, strict=True)):
+            for param, slot in zip(self._params, self._make(locals_[0].dtype, locals_[0].device, policy), strict=True):
+                param.adopt(slot)
+            self.share_lease()
+        else:
+            self._leave_scattered()
         return True
 
-    def _note_registered(self) -> None:
-        for param, slot in zip(self._params, self._slots(), strict=True):
+    def _stay(self, locals_: Sequence[torch.Tensor]) -> bool:
+        """Take over what is where it was, or goes there by itself; returns False if something is elsewhere."""
+        if isinstance(self.flat, Scattered):
+            return all(p.is_registered for p in self._params)
+        if (locals_[0].dtype, locals_[0].device) != (self.flat.dtype, self.flat.device):
+            return False
+        triples = list(zip(self._params, locals_, self._slots(), strict=True))
+        if not all(p.writes_back or is_at(local, slot) for p, local, slot in triples):
+            return False
+        for param, _, slot in triples:
             if not param.is_registered:
                 param.adopt(slot)
-
-    def _adopt(self) -> None:
-        for param, slot in zip(self._params, self._slots(), strict=True):
-            param.adopt(slot)
         self.share_lease()
+        return True
 
-    @torch.no_grad()
-    def move_to(self, memory: torch.Tensor) -> None:
-        """Keep the shards in ``memory`` ``[S]`` from now on."""
-        self._use(memory)
-        for param, slot in zip(self._params, self._slots(), strict=True):
-            param.move(slot)
-        self.share_lease()
+    @staticmethod
+    def _may_move(param: FSDPParam, local: torch.Tensor, fresh: bool) -> bool:
+        return param.writes_back or (fresh and not (local.numel() and is_same_memory(local, param.local)))
+
+    def _leave_scattered(self) -> None:
+        for param in self._params:
+            param.keep()
+        first = self._params[0].local
+        pairs = partial(_pairs, self._params)
+        self.flat, self.region = Scattered([p.slot_numel for p in self._params], first.dtype, first.device, pairs), None
+        unleased = [h for p in self._params for h in p.holders if not hasattr(h, "_workbench_lease")]
+        self._lease = self._leased(storages_nbytes(unleased))  # memory of flat tensors counts as long as it is held
+        for holder in unleased:
+            holder._workbench_lease = self._lease  # type: ignore[attr-defined]
+
+
+def _pairs(params: Sequence[FSDPParam], slots: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for param, slot in zip(params, slots, strict=True):
+        yield param.local_view(slot), param.local
+
+
+def is_at(local: torch.Tensor, slot: torch.Tensor) -> bool:
+    """Whether a rank's rows begin where ``slot`` does, or there are none."""
+    return (local.is_meta and slot.is_meta) or local.numel() == 0 or is_same_memory(local, slot)
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -249,7 +249,7 @@ class FSDPModule:
             unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
-            unit.adopt_registered()
+            unit.adopt_registered(fresh=True)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -185,8 +185,18 @@ class FSDPParam(ABC):
         """
 
     @abstractmethod
-    def move(self, slot: torch.Tensor) -> None:
-        """Make ``slot`` the storage of the sharded parameter, whether it is registered now or not."""
+    def keep(self) -> None:
+        """Take the registered parameter over where it lies: somebody may hold that memory."""
+
+    @property
+    @abstractmethod
+    def local(self) -> torch.Tensor:
+        """What this rank holds of ``sharded_param``."""
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether values that are put in the place of registered ones are copied to the slot, as torch does too."""
+        return False
 
     @abstractmethod
     def register(self, form: nn.Parameter) -> None:

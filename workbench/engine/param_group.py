@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,7 +14,8 @@ from workbench import events
 from workbench.engine import collectives, probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import FullMemory
-from workbench.engine.collectives import AllGatherState, DeviceCopyState, UnitId
+from workbench.engine.backends.pages import Region
+from workbench.engine.collectives import AllGatherState, DeviceCopyState, Scattered, UnitId
 from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, CommPair, ReduceScatter, group_pair
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
@@ -204,9 +206,10 @@ class FSDPParamGroup:
     def _make_memory(self) -> FullMemory:
         flat, size = self.shards.flat, self.mesh_info.shard_mesh_size
         is_full = size == 1 and flat.dtype == self.param_dtype and (flat.is_meta or not self.policy.offloads)
-        if is_full and all(param.computes_in_shard for param in self.fsdp_params):
+        computes_in_shard = is_full and all(param.computes_in_shard for param in self.fsdp_params)
+        if computes_in_shard and isinstance(flat, torch.Tensor):
             return MemoryOfShards(flat)
-        return backend_of(self.device).full_memory(flat.numel() * size, self.param_dtype)
+        return backend_of(self.device).full_memory(self.shards.numel * size, self.param_dtype)
 
     def _show(self, home: Home) -> None:
         """Let the unsharded parameters be those in ``home``."""
@@ -236,14 +239,17 @@ class FSDPParamGroup:
             self._show(self._usual)
 
     @torch.no_grad()
-    def adopt_registered(self) -> None:
+    def adopt_registered(self, *, fresh: bool = False) -> None:
         """Take over parameters that ``.to``, ``to_empty`` or a loader replaced while sharded; else do nothing.
+
+        Args:
+            fresh: memory that was not theirs before was made just now, so that nobody else has it.
 
         Raises:
             TypeError: a parameter was replaced by a plain tensor.
             ValueError: parameters of the unit now differ in dtype or device.
         """
-        if self.is_sharded and self.shards.adopt_registered(self.policy):
+        if self.is_sharded and self.shards.adopt_registered(self.policy, fresh=fresh):
             self._choose_comm_again()
             self._bind()
             self.announce()
@@ -278,9 +284,10 @@ class FSDPParamGroup:
         """Elements of the flat shard."""
         return self.shards.numel
 
-    def keep_shards_in(self, memory: torch.Tensor) -> None:
-        """Keep the flat shard in ``memory`` ``[S]`` from now on."""
-        self.shards.move_to(memory)
+    @property
+    def shard_region(self) -> Region | None:
+        """Where the flat shard lies, if other pages can lie beneath it."""
+        return self.shards.region
 
     @property
     def pair(self) -> CommPair:
@@ -346,7 +353,7 @@ class FSDPParamGroup:
                 self._all_gather = collectives.foreach_all_gather(
                     shard, self.param_dtype, self.device, info.shard_group, self._gather(info), self._unit
                 )
-        elif shard.device != self.device:
+        elif shard.device != self.device or isinstance(shard, Scattered):
             with self.comm_ctx.streams.gathering():
                 self._all_gather = collectives.copy_to_device(shard, self.param_dtype, self.device, self._unit)
         self._is_unsharding = True
@@ -358,11 +365,16 @@ class FSDPParamGroup:
                 "forward from before that cannot run: run the forward again"
             )
 
-    def _source(self) -> tuple[torch.Tensor, FSDPMeshInfo]:
+    def _source(self) -> tuple[torch.Tensor | Scattered, FSDPMeshInfo]:
         """Return the flat shard that full parameters are made from, and whose ranks hold the rest."""
         if self._post_forward is not None:
             return self._post_forward.flat, self._post_forward.mesh_info
         return self.shards.flat, self.mesh_info
+
+    def _whole_shard(self) -> torch.Tensor:
+        """Return the flat shard ``[1, S]`` that is full parameters as it lies."""
+        shard, _ = self._source()
+        return cast("torch.Tensor", shard).view(1, -1)
 
     def _targets(self, gathered: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Return the full parameters' memory, cut as the flat shards ``gathered`` are."""
@@ -388,8 +400,7 @@ class FSDPParamGroup:
             for fsdp_param in self.fsdp_params:
                 fsdp_param.to_work()
             return
-        shard, _ = self._source()
-        gathered = [shard.view(1, -1)] if self._all_gather is None else self._all_gather.wait()
+        gathered = [self._whole_shard()] if self._all_gather is None else self._all_gather.wait()
         self._take_memory()
         if not self._home.memory.is_shards:
             collectives.foreach_all_gather_copy_out(gathered, self._targets(gathered), self._unit)

@@ -159,9 +159,12 @@ class Replacement:
         home = CPU if unit.policy.offloads else unit.device
         params = [cast("DTensorParam", param) for param in unit.fsdp_params]
         pairs = [(param, self._old_of(param)) for param in params]
+        is_new = []
         for param, old in pairs:
-            param.info.register(self._handed_over(param, old, home))
-        unit.adopt_registered()
+            given = self._handed_over(param, old, home)
+            is_new.append(given is not old.sharded_param)
+            param.info.register(given)
+        unit.adopt_registered(fresh=all(is_new))
         moved = [(param, grad) for param, old in pairs if (grad := self._grad_to_move(param, old)) is not None]
         if moved:
             _set_grads(unit, moved, home)

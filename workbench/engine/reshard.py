@@ -51,8 +51,8 @@ def reshard_module(
 
     - ``reshard_after_forward``, ``mp_policy``, and ``offload_policy`` where shards are on the CPU anyway, change what
       the next forward does. No memory, no communication.
-    - ``wrap`` makes new units of the parameters there are, which stay the objects they are. Old and new shards are in
-      memory at once; no communication.
+    - ``wrap`` makes new units of the parameters there are, which stay the objects they are, in the memory they are in.
+      No memory, no communication; from then on each all-gather first copies a unit's shards together.
     - ``mesh``, and ``offload_policy`` on a GPU, make new parameters; ``optimizers`` go on with them. Old and new shards
       of parameters, gradients and optimizer state are in memory at once; for another mesh each tensor of these is
       gathered, one at a time, so that one of them is whole.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -15,7 +17,7 @@ def is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether ``part`` begins within the memory of ``whole``, or has none."""
-    first = whole.data_ptr()
-    return first <= part.data_ptr() < first + whole.nbytes or part.numel() == 0
+def storages_nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages that the tensors are views of, each storage counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from workbench.engine._torch import allow_reading, chunk_cat, forbid_reading
 from workbench.engine.backends.clock import DeviceClock, Event
-from workbench.engine.backends.pages import SparePages
+from workbench.engine.backends.pages import Region, SparePages
 from workbench.engine.backends.pending import Transport
 from workbench.engine.comm import SET_BY_USER, CommPair, DefaultAllGather, DefaultReduceScatter, Peers
 from workbench.engine.layout import ShardLayout
@@ -173,11 +173,12 @@ class CommUser(Protocol):
     def is_trained(self) -> bool:
         """True if there will be gradients to reduce."""
 
+    @property
+    def shard_region(self) -> Region | None:
+        """Where its flat shard lies, if other pages can lie beneath it."""
+
     def use_comm(self, pair: CommPair) -> None:
         """Communicate with ``pair`` from now on."""
-
-    def keep_shards_in(self, memory: torch.Tensor) -> None:
-        """Keep the flat shard in ``memory`` ``[S]`` from now on."""
 
 
 class Comms:
@@ -275,6 +276,10 @@ class Backend:
     def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
         """Return memory for a unit's full parameters, empty."""
         return ResizedMemory(numel, dtype, self.device)
+
+    def shard_region(self, _numel: int, _dtype: torch.dtype) -> Region | None:
+        """Return memory for shards, beneath which other pages can lie; None: there is no such memory."""
+        return None
 
     # ---- gather and reduce
 

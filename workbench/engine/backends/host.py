@@ -9,7 +9,7 @@ import torch
 
 from workbench.engine.backends.base import Backend, FullMemory
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
-from workbench.engine.backends.pages import Buffers, Pages
+from workbench.engine.backends.pages import Buffers, Pages, Region
 from workbench.engine.backends.shared_selection import SharedComms
 from workbench.engine.comm import CommPair, comm_choice
 from workbench.events import GLOO
@@ -36,6 +36,10 @@ class Host(Backend):
     def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
         """Return pages for a unit's full parameters, empty."""
         return HostMemory(numel, dtype)
+
+    def shard_region(self, numel: int, dtype: torch.dtype) -> Region:
+        """Return memory for shards, beneath which pages can lie that ranks share."""
+        return Region(numel, dtype)
 
     def comms(self) -> SharedComms:
         """Return what lets units whose ranks share this host communicate through memory."""

@@ -32,6 +32,7 @@ _ALIGNMENT = 2 * 2**20  # bytes; between ranges that begin at multiples of it th
 _NAN = b"\xff"  # in every byte, that is NaN in every floating-point dtype
 _FIXED = 0x10  # MAP_FIXED, which Python's mmap does not name: at this very address, whatever was there
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the range that pages leave stays mapped
+_SHARE = 1 | 2  # with an old size of 0: what a shared mapping has is mapped once more
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", 0)  # on Linux alone; 0 asks for nothing
 _KEPT = "_workbench_kept"  # attribute of a buffer: the pages it lies in, which so live as long as it does
@@ -48,6 +49,31 @@ class _Range:
         self.memory = whole[begin : begin + num_bytes]
         self.address = self.memory.data_ptr()
         _ask_for_huge(self.address, num_bytes)
+
+
+class Region:
+    """Zeroed memory at an address that stays, whichever pages lie beneath it.
+
+    Attributes:
+        tensor: ``[numel]``.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self._range = _Range(numel * dtype.itemsize) if numel else None
+        self.tensor = torch.empty(0, dtype=dtype) if self._range is None else self._range.memory.view(dtype)
+
+    def lie_on(self, shared: torch.Tensor) -> None:
+        """Have the pages of ``shared``, which begins a page of a shared mapping, beneath the same address.
+
+        Values go along. From then on a write to either is a write to both.
+
+        Raises:
+            OSError: the system refused; there is no telling what lies at the address then.
+        """
+        if self._range is None:
+            return
+        shared.copy_(self.tensor)
+        _share(shared.data_ptr(), self._range.address, self._range.num_bytes)
 
 
 class KeptPages:
@@ -222,10 +248,27 @@ def _move(source: int, target: int, num_bytes: int) -> None:
     _check(_mremap()(source, num_bytes, num_bytes, _MOVE, target), target, num_bytes)
 
 
+def _share(source: int, target: int, num_bytes: int) -> None:
+    """Map the pages of a shared mapping at another address as well, where others may be; those are gone then."""
+    _check(_mremap()(source, 0, num_bytes, _SHARE, target), target, num_bytes)
+
+
 def _check(got: int, address: int, num_bytes: int) -> None:
     if got != address:
         code = ctypes.get_errno()
-        raise OSError(code, f"{num_bytes} bytes for full parameters cannot be mapped: {os.strerror(code)}")
+        raise OSError(code, f"{num_bytes} bytes for parameters cannot be mapped: {os.strerror(code)}")
+
+
+@functools.cache
+def can_share() -> bool:
+    """Whether the system can map shared pages beneath an address that is in use: Linux."""
+    region, shared = Region(1, torch.uint8), torch.frombuffer(mmap.mmap(-1, 1), dtype=torch.uint8)
+    try:
+        region.lie_on(shared)
+    except (AttributeError, OSError):
+        return False
+    shared.fill_(1)
+    return bool(region.tensor == 1)
 
 
 @functools.cache

@@ -24,7 +24,6 @@ lie a mutex to one of gloo's threads, a send and a receive on a socket, and a mu
 from __future__ import annotations
 
 import math
-import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.pages import Region
 from workbench.engine.backends.pending import PendingWork
 from workbench.engine.backends.shared_memory import (
     PARAMETERS,
@@ -44,6 +44,7 @@ from workbench.engine.backends.shared_memory import (
     barrier,
     give_back_pages,
     take_pages,
+    whole_pages,
 )
 from workbench.engine.backends.sums import add_others
 from workbench.engine.waits import Work
@@ -81,55 +82,54 @@ class SharedMemoryAllGather:
 
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
-        self._whole = torch.empty(0)  # [F * S]
-        self._row = torch.empty(0)  # [S]
+        self._whole = torch.empty(0)  # [F, S]
+        self._own = torch.empty(0)  # [S]
         self._number: int | None = None  # of the all-gather that is not done with
 
-    def shard_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory ``[numel]`` for this rank's shard; its storage is this alone, not the whole mapping.
+    def share(self, region: Region | None, numel: int, dtype: torch.dtype) -> None:
+        """Let the other ranks read this one's shard ``[numel]`` in ``region``, whose address stays; collective.
 
-        All ranks call it together. What was returned before stays memory, but no longer takes part.
+        What was shared before stays memory, but no longer takes part.
 
         Raises:
+            LiesElsewhereError: on all ranks, if one of them has no region.
             OSError: on all ranks, see :meth:`SharedMemory.rows`.
         """
-        rows = self._shared.rows(numel, dtype)
-        self._whole = rows.view(-1)
-        self._row = torch.from_dlpack(rows[self._shared.group.rank])  # type: ignore[attr-defined]
-        return self._row
+        self._whole = self._shared.lay_beneath(region, numel, dtype)
+        self._own = torch.empty(0) if region is None else region.tensor
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's row; the output of the all-gather needs no more."""
-        return self._row.nbytes
+        """Bytes of this rank's shard; the output of the all-gather needs no more."""
+        return self._own.nbytes
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return every rank's shard, ``[F * S]``, as it is from now on; nothing is allocated.
+        """Return every rank's shard, ``[F, S]``, as it is from now on; nothing is allocated.
 
         Raises:
-            ValueError: ``shard_memory`` was not called for this size and dtype.
+            ValueError: ``share`` was not called for this size and dtype.
         """
         _refuse_unless_cpu(device)
         numel = math.prod(size)
         if (numel, dtype) != (self._whole.numel(), self._whole.dtype):
             raise ValueError(
                 f"an output of {numel} elements of {dtype} was asked for, but this unit's shared memory has "
-                f"{self._whole.numel()} of {self._whole.dtype}; call shard_memory() with a shard's size and dtype first"
+                f"{self._whole.numel()} of {self._whole.dtype}; call share() with a shard's size and dtype first"
             )
-        return self._whole.view(*size)
+        return self._whole
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F * S]``.
+        """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F, S]``.
 
         Raises:
-            ValueError: the input is not what ``shard_memory`` gave, or the output not what ``allocate`` gave.
+            ValueError: the input is not what ``share`` was given, or the output not what ``allocate`` gave.
         """
-        if not (_is_same(input_tensor, self._row) and _is_same(output_tensor, self._whole)):
+        if not (_is_same(input_tensor, self._own) and _is_same(output_tensor, self._whole)):
             raise ValueError(
-                "an all-gather through shared memory copies nothing: the input must be the tensor that shard_memory() "
-                "returned last, the output the one that allocate() returned"
+                "an all-gather through shared memory copies nothing: the input must be the tensor of the region that "
+                "share() was given last, the output the one that allocate() returned"
             )
         self.free(output_tensor)  # one that was given up
         self._number = self._shared.readers.issue()
@@ -152,7 +152,7 @@ class _Gathered:
 
 
 class SharedMemoryCastAllGather:
-    """All-gather of the units of a group that cast their shards to one dtype.
+    """All-gather of the units of a group that cast or copy their shards to one dtype.
 
     Each rank casts into its row of a *stage*, where the others read it. There are two, which take turns: while one is
     read, the next unit is gathered in the other. Before a rank writes to a stage it waits until the others have read
@@ -161,9 +161,11 @@ class SharedMemoryCastAllGather:
 
     Attributes:
         is_shared: the output costs no memory beside the stages.
+        reads_own_row: see :func:`workbench.engine.comm.reads_own_row`.
     """
 
     is_shared = True
+    reads_own_row = True
 
     def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
         self._shared = shared
@@ -445,8 +447,7 @@ class SharedMemoryReduceScatter:
         if self._stages is not None and numel <= self._stages.shape[2]:
             return
         self.release()
-        step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self._dtype.itemsize)  # each rank gives its own pages back
-        capacity = -(-numel // step) * step
+        capacity = whole_pages(numel, self._dtype)  # each rank gives its own pages back
         rows = self._shared.rows(self._num_stages * capacity, self._dtype)
         self._readers = Readers(self._shared.group, self._shared.rows(3, torch.int64), "the gradients it was given")
         self._last = -1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import secrets
@@ -24,7 +25,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.pages import madvise
+from workbench.engine.backends.pages import Region, can_share, madvise
 from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
 from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
@@ -39,6 +40,7 @@ a network namespace of its own it stands for another host.
 
 SET_UP = Collective("set-up of shared memory", None, 0)
 MAPPED = "mapped"
+ELSEWHERE = "its shards lie in memory of the user's"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _NO_MEMORY = {errno.ENOMEM, errno.EFAULT}  # EFAULT: where a write would be a SIGBUS
 PARAMETERS = "the parameters it had gathered"
@@ -87,6 +89,8 @@ def _create(num_bytes: int, until_mapped: ExitStack) -> str:
 
 def _map(address: str, num_bytes: int) -> torch.Tensor:
     """Map the memory at an address, ``[num_bytes]`` uint8; unmapped when its last view dies."""
+    if not can_share():
+        raise OSError(errno.ENOSYS, "this system cannot map memory at an address that is in use")
     pid, fd, name, its_host = address.split(" ", 3)
     if its_host != host:
         raise OSError(errno.ENXIO, "the other rank is on another host")
@@ -114,6 +118,16 @@ def take_pages(memory: torch.Tensor) -> None:
     """
     if madvise()(memory.data_ptr(), memory.nbytes, _POPULATE_WRITE) and ctypes.get_errno() in _NO_MEMORY:
         raise OSError(ctypes.get_errno(), f"there is no memory for {memory.nbytes} bytes of gradients to be reduced")
+
+
+def whole_pages(numel: int, dtype: torch.dtype) -> int:
+    """Return how many elements fill the pages that ``numel`` of them need."""
+    step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, dtype.itemsize)
+    return -(-numel // step) * step
+
+
+class LiesElsewhereError(OSError):
+    """On some rank the shards do not lie in memory that other pages can lie beneath."""
 
 
 class SharedMemory:
@@ -155,26 +169,51 @@ class SharedMemory:
             OSError: on all ranks, if one of them could not get or map the memory; the message names it and says why.
             StepAborted, CollectiveFailed: see :class:`PendingWork`.
         """
+        return self._rows(numel, dtype, refusal="")
+
+    def lay_beneath(self, region: Region | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the shards of all ranks, ``[F, numel]``, each in its own pages; ``region`` lies on those of this rank.
+
+        Args:
+            region: this rank's shard ``[numel]``; None: it lies elsewhere.
+            numel: elements of a shard.
+            dtype: of all.
+
+        Raises:
+            LiesElsewhereError: on all ranks, if one of them has no region.
+            OSError, StepAborted, CollectiveFailed: as :meth:`rows`.
+            RuntimeError: this rank could not put the pages beneath its shard, which is lost.
+        """
+        rows = self._rows(whole_pages(numel, dtype), dtype, refusal=ELSEWHERE if region is None else "")[:, :numel]
+        if region is not None:
+            try:
+                region.lie_on(rows[self.group.rank])
+            except OSError as error:  # not one of all ranks
+                raise RuntimeError(f"a shard of {numel} elements was lost: {error}") from error
+        return rows
+
+    def _rows(self, numel: int, dtype: torch.dtype, refusal: str) -> torch.Tensor:
         num_bytes = self.group.size * numel * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(self.group.size, numel, dtype=dtype)
-        return self._map_together(num_bytes).view(dtype).view(self.group.size, numel)
+        return self._map_together(num_bytes, refusal).view(dtype).view(self.group.size, numel)
 
-    def _map_together(self, num_bytes: int) -> torch.Tensor:
+    def _map_together(self, num_bytes: int, refusal: str) -> torch.Tensor:
         memory: torch.Tensor | None = None
         address: str | None = None
-        problem = ""
+        problem = refusal
         with ExitStack() as until_mapped:
-            if self.group.rank == 0:
+            if self.group.rank == 0 and not refusal:
                 address, problem = _attempt(_create, num_bytes, until_mapped)
             address = self.group.tell(SET_UP, address or "")
-            if address:
+            if address and not refusal:
                 memory, problem = _attempt(_map, address, num_bytes)
             answers = self.group.compare(SET_UP, problem or MAPPED)
         problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != MAPPED]
         if problems or memory is None:
             memory = None  # else the exception would keep it
-            raise OSError(
+            kind = LiesElsewhereError if ELSEWHERE in answers else OSError
+            raise kind(
                 f"ranks {list(self.group.ranks)} cannot share {num_bytes} bytes of memory; {'; '.join(problems)}. "
                 "Set WORKBENCH_COMM=gloo to do without."
             )

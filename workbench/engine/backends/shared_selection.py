@@ -14,7 +14,7 @@ from workbench.engine.backends.shared_comm import (
     SharedMemoryCastAllGather,
     SharedMemoryReduceScatter,
 )
-from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.engine.backends.shared_memory import LiesElsewhereError, SharedMemory
 from workbench.engine.comm import AllGather, CommPair, Peers, comm_choice
 from workbench.events import PER_HOST
 
@@ -65,8 +65,12 @@ class SharedComms(Comms):
     def _gather(self, unit: CommUser, group: Peers, shared: SharedMemory | Hosts) -> AllGather:
         if isinstance(shared, SharedMemory) and unit.param_dtype == unit.orig_dtype:
             gather = SharedMemoryAllGather(shared)
-            unit.keep_shards_in(gather.shard_memory(unit.shard_numel, unit.param_dtype))
-            return gather
+            try:
+                gather.share(unit.shard_region, unit.shard_numel, unit.param_dtype)
+            except LiesElsewhereError:  # on all ranks: copied like what is cast
+                pass
+            else:
+                return gather
         key = (group, unit.param_dtype)
         if key not in self._casts:
             self._casts[key] = (

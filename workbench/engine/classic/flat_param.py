@@ -432,10 +432,21 @@ class FlatParam(FSDPParam):
                 values = param.detach()
                 piece.copy_(values if values.shape == piece.shape else self.piece_of_full(part, values))
 
-    def move(self, slot: torch.Tensor) -> None:
-        """Make ``slot`` the storage of what is owned, whether it is registered now or not."""
-        slot.copy_(self._slot)
-        self._lie_in(slot)
+    def keep(self) -> None:
+        """Take the registered flat parameter over where it lies."""
+        self.sharded_param = self.registered()
+        self._lie_in(self.sharded_param.detach())
+        self.register(self.sharded_param)
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether values that are put in the place of the originals' pieces are copied to the slot."""
+        return self.use_orig_params
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part ``[c]``, padding included."""
+        return self._slot
 
     def register(self, form: nn.Parameter) -> None:
         """Put the originals onto their modules; or ``form`` onto the wrapped one and onto these what cannot be read."""

@@ -27,7 +27,7 @@ from workbench.engine.classic.api import (
 )
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.full_params import summon_full_params
+from workbench.engine.classic.full_params import sharded_flats, summon_full_params
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
 from workbench.engine.classic.optim_state import OptimStateDicts
@@ -282,6 +282,15 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         """Call ``fn`` with every module, while its parameters are whole; what it does to them is kept."""
         with nullcontext() if self._is_summoned else self.summon_full_params(self, recurse=False):
             return super().apply(fn)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
+        states = wrapper_states_below(self)
+        flats = sharded_flats(state for state in states if not state.is_summoned)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for unit, _ in flats:
+            unit.adopt_registered(fresh=True)
+        return self
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; without a forward so far it will be."""
