@@ -306,13 +306,14 @@ class FSDPState:
         """Let the units know when the gradients of their inputs are done."""
         if not self._fsdp_param_groups or not torch.is_grad_enabled():
             return args, kwargs
-        found = [*differentiable_in(args), *differentiable_in(kwargs)]
+        found = differentiable_in((args, kwargs))
         if not found:
             return args, kwargs
-        hooked = iter(RegisterPostBackwardFunction.apply(self, *found))  # type: ignore[no-untyped-call]
+        outputs = RegisterPostBackwardFunction.apply(self, *found)  # type: ignore[no-untyped-call]
+        hooked: dict[int, torch.Tensor] = {id(tensor): output for tensor, output in zip(found, outputs, strict=True)}
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
-            return next(hooked) if tensor.requires_grad else tensor
+            return hooked.get(id(tensor), tensor)
 
         return map_tensors(args, put), map_tensors(kwargs, put)
 
