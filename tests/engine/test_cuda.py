@@ -424,7 +424,7 @@ def spinning_kernel() -> None:
             group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
         if number < 2:
             torch.cuda.synchronize()
-            engine.groups.end_iteration()
+            engine.groups.end_iteration([group])
     engine.groups.rebuild_all()
     torch.cuda.synchronize()  # else for ever
     group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call).finish()

@@ -52,7 +52,7 @@ def mixed_and_interrupted() -> None:
     group = groups.group_of((0, 1))
     for _ in range(2):
         gather(group, "a")
-        groups.end_iteration()
+        groups.end_iteration([group])
     if dist.get_rank() == 0:
         canceller = threading.Thread(target=lambda: (eventually(groups.num_unfinished), cancellation.cancel("enough")))
         canceller.start()

@@ -600,7 +600,7 @@ def told_by_others() -> tuple[str, list[list[float]]]:
     shard, replicate = rows_and_columns()
     for _ in range(2):
         seen = [gather(shard, "a"), gather(replicate, "a")]
-        groups.end_iteration()
+        groups.end_iteration([shard, replicate])
     with pytest.raises(RanksDisagreeError) as refused:
         gather_in_both(shard, "b" if dist.get_rank() == 3 else "a", replicate)
     groups.rebuild_all()
@@ -668,5 +668,5 @@ def test_a_simulated_world_asks_nobody():
         group = groups.group_of((0, 1, 2, 3))
         assert group.rank == 1
         assert group.start(lambda _: None, A).has_ended
-        groups.end_iteration()
+        groups.end_iteration([group])
         group.look()

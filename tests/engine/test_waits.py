@@ -280,7 +280,7 @@ def counted() -> list[int]:
         handle.wait()  # all ranks agree on the order once: from then on nobody waits for a late one to say
     for unit in units:
         unit.reshard()
-    groups.end_iteration()
+    groups.end_iteration([groups.group_of((0, 1))])
     counts = [groups.num_unfinished()]
     if dist.get_rank() == 0:
         handles = [unit.unshard(async_op=True) for unit in units]
@@ -458,7 +458,7 @@ def refused_until_rebuilt() -> list[str]:
         with pytest.raises(RuntimeError, match="was given up") as refused:
             model(batch(0, 0))
         messages.append(str(refused.value))
-    groups.end_iteration()  # nothing to end
+    groups.end_iteration([groups.group_of((0, 1))])  # nothing to end
     groups.rebuild_all()
     model.reset_iter_state()
     train_both(plain, model, 2)

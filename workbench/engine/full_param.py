@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from workbench.engine._torch import Spec, dtensor_of, local_of, set_versions, waited, with_dtype
 
@@ -56,6 +57,8 @@ class FullParam:
         self.accumulated_grad: torch.Tensor | None = None
         self.is_open = False
         self.tp_spec = tp_spec
+        self._before_grad: Callable[[torch.Tensor], None] | None = None
+        self._hook: RemovableHandle | None = None  # of it, on the present parameter
         self._reduced_axes = reduced_axes  # of the mesh of tp_spec, over which the engine reduces
 
     # ---- where it is
@@ -92,6 +95,7 @@ class FullParam:
         if self.tp_spec is not None:
             data = dtensor_of(data, with_dtype(self.tp_spec, data.dtype))
         self.param = nn.Parameter(data, requires_grad=requires_grad)
+        self._hook = None
         self.param.grad = None if had is None else had.to(self.param)
         self._inner = local_tensor(self.param)
         self._inner.data = self._nothing
@@ -102,6 +106,8 @@ class FullParam:
         self._inner.data = self._view.data
         if self.param.requires_grad != requires_grad:
             self.param.requires_grad_(requires_grad)
+        if requires_grad and self._hook is None and self._before_grad is not None:
+            self._hook = self.param.register_hook(self._before_grad)
         set_versions((self.param,), (self._view.version,))
         self.is_open = True
 
@@ -123,6 +129,10 @@ class FullParam:
         self._inner.data = self._view.data
 
     # ---- gradients
+
+    def watch_grads(self, before_grad: Callable[[torch.Tensor], None]) -> None:
+        """Call ``before_grad`` from the next :meth:`open` on before autograd accumulates a gradient."""
+        self._before_grad = before_grad
 
     @property
     def has_grad(self) -> bool:

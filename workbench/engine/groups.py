@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
@@ -214,6 +214,15 @@ class CommGroup:
         if isinstance(error, RanksDisagreeError) and self._order_check is not None:
             self._order_check.leave(str(error))
 
+    def check_usable(self, collective: Collective) -> None:
+        """Check that collectives can be issued; ``collective`` names the next one.
+
+        Raises:
+            StepAborted: this rank was cancelled.
+            RuntimeError: the group was destroyed, or an earlier collective was given up.
+        """
+        self._usable(collective)
+
     def end_iteration(self) -> None:
         """See the function of that name."""
         if self._order_check is None or self._given_up:
@@ -246,17 +255,18 @@ def group_of(ranks: tuple[int, ...], device_type: str = "cpu", purpose: str = ""
     return _groups[key]
 
 
-def end_iteration() -> None:
-    """Tell every group that what follows is another iteration: the order of its collectives begins anew.
+def end_iteration(of_model: Iterable[CommGroup]) -> None:
+    """End the iteration of the groups of one model: the order of their collectives begins anew.
 
-    Call it at the end of a root's backward, and of a root's forward that no backward can follow.
+    Call it at the end of a root's backward, and of a root's forward that no backward can follow. Groups of other models
+    have ranks that may be idle now.
 
     Raises:
         RanksDisagreeError: another rank has still to issue collectives of this iteration, or has issued fewer.
         StepAborted: cancelled while waiting for the others to say.
         CollectiveFailed: the store cannot be reached.
     """
-    for group in tuple(_groups.values()):
+    for group in of_model:
         group.end_iteration()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -32,7 +34,7 @@ from workbench.events import Category, Edge, Kind, Phase, unit_words
 
 _indices = itertools.count()
 
-units: WeakValueDictionary[int, FSDPParamGroup] = WeakValueDictionary()
+units: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
 """All units of this process by their indices."""
 
 
@@ -70,6 +72,7 @@ class FSDPParamGroup:
         reshard_after_backward: free full parameters after backward.
         unshard_in_backward: False if backward does not need them, as an embedding's does not.
         pending_backwards: recorded forwards whose backward did not begin yet.
+        on_inner_grad: called before a gradient of the unit is accumulated whose backward did not begin at an output.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class FSDPParamGroup:
         self.unshard_in_backward = True
         self.training_state = TrainingState.IDLE
         self.pending_backwards = 0
+        self.on_inner_grad: Callable[[FSDPParamGroup], None] | None = None
         self._all_gather: AllGatherState | DeviceCopyState | None = None
         self._post_forward: PostForwardShard | None = None
         self._recomputed_in: Home | None = None
@@ -104,6 +108,9 @@ class FSDPParamGroup:
         self.fsdp_params = [self.params_as_defined[i] for i in order]
         for position, fsdp_param in enumerate(self.fsdp_params):
             fsdp_param.position = position
+        before_grad = partial(_before_grad, weakref.ref(self))
+        for full in itertools.chain.from_iterable(param.fulls for param in self.fsdp_params):
+            full.watch_grads(before_grad)
         self.shards = FlatShard(self.index, self.fsdp_params)
         self.set_policy(policy)
         self.shards.fill(policy)
@@ -278,6 +285,13 @@ class FSDPParamGroup:
     def shard_group(self) -> CommGroup | None:
         """The ranks that share one copy; None if that is one rank."""
         return self.mesh_info.shard_group
+
+    @property
+    def groups(self) -> list[CommGroup]:
+        """The groups that communicate for the unit."""
+        infos = (self.mesh_info, self.post_forward_mesh_info)
+        groups = [group for info in infos if info is not None for group in (info.shard_group, info.replicate_group)]
+        return [group for group in dict.fromkeys(groups) if group is not None]
 
     @property
     def shard_numel(self) -> int:
@@ -497,13 +511,32 @@ class FSDPParamGroup:
         """Before the backward of a forward that ran in ``home``: full parameters."""
         self.training_state = TrainingState.PRE_BACKWARD
         probe.phase(Phase.PRE_BACKWARD)
+        self.enter_backward(home)
+
+    def enter_backward(self, home: Home) -> None:
+        """Hold what the backward of a forward that ran in ``home`` needs."""
         self.go_to(home)
         if self.unshard_in_backward:
             self.unshard()
             self.wait_for_unshard()
-        elif not self.is_unsharded:
+        else:
+            self._expect_grads()
+
+    def _expect_grads(self) -> None:
+        if not self.is_unsharded:
             for fsdp_param in self.fsdp_params:
                 fsdp_param.expect_grad()
+
+    def enter_inner_backward(self) -> None:
+        """A backward has reached parameters without an output of the unit: take the gradients that come.
+
+        The full parameters are not gathered: what needs their values has computed with them, or has raised.
+        """
+        self.training_state = TrainingState.PRE_BACKWARD
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.to_work()
+        self._expect_grads()
+        self.begin_backward()
 
     def begin_backward(self) -> None:
         """The unit's backward runs from now on."""
@@ -629,6 +662,7 @@ class FSDPParamGroup:
     def retire(self) -> None:
         """The unit was undone: announce it and let go of its storage, which cycles would keep until collected."""
         self._retired = True
+        self.on_inner_grad = None
         self.announce()
         self.fsdp_params, self.params_as_defined = [], []
         del self.shards, self._home, self._usual
@@ -656,3 +690,10 @@ class FSDPParamGroup:
             comm=self.comm.name if self.comm is not None and self.mesh_info.data_parallel_size > 1 else "",
             retired=self._retired,
         )
+
+
+def _before_grad(unit_ref: weakref.ref[FSDPParamGroup], _grad: torch.Tensor) -> None:
+    """Call the unit's ``on_inner_grad`` unless its backward has begun, or the unit runs forward."""
+    unit = unit_ref()  # weak: the parameter that has this hook belongs to the unit
+    if unit is not None and unit.training_state is TrainingState.IDLE and unit.on_inner_grad is not None:
+        unit.on_inner_grad(unit)

@@ -413,6 +413,13 @@ class Reduction:
             total, self.all_reduce, self.total = self.total, None, None
             self.reducer.finish(total)
 
+    def drain(self) -> None:
+        """Wait for the collective in flight, and drop its sum."""
+        self.end_scatter()
+        if self.all_reduce is not None:
+            self.all_reduce.finish()
+        self.summed = self.all_reduce = self.total = self.kept = None
+
     def abandon(self) -> None:
         """The iteration was given up: nobody waits for it any more."""
         if self.scatter is not None:
@@ -553,6 +560,13 @@ class ReductionQueue:
         while self._scattering:
             self._end_oldest()
         self._follow(None)
+
+    def drain(self) -> None:
+        """Wait for all, and drop their sums."""
+        for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
+            reduction.drain()
+        self._scattering.clear()
+        self._all_reducing = None
 
     def abandon(self) -> None:
         """Forget all, without waiting."""

@@ -10,6 +10,7 @@ A step, as the hooks of one call see it::
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from workbench.engine._torch import (
 )
 from workbench.engine.backends import backend_of
 from workbench.engine.comm_context import FSDPCommContext, RecordedForward
+from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
+from workbench.engine.groups import CommGroup
+from workbench.engine.order import END
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
 from workbench.engine.tensors import cast_floats, differentiable_in, map_tensors, tensors_in, unrecorded
@@ -70,9 +74,13 @@ class FSDPState:
         self.auto_reshard = auto_reshard
         self.mp_policy = mp_policy
         self._fsdp_param_groups = list(param_groups)
+        for unit in self._fsdp_param_groups:
+            unit.on_inner_grad = self._inner_backward
         self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
         self._is_root: bool | None = None
+        self._around: tuple[FSDPState, ...] = ()  # calls whose modules hold those of this one, outermost first
         self._not_yet_run: set[int] = set()
+        self._handled: BaseException | None = None  # what the caller was handling when the present forward began
         self._backward_follows = False
         self._recorded: RecordedForward | None = None  # the present forward, if autograd records it
         self._recomputes = False  # the present forward runs within a backward, for activation checkpointing
@@ -112,7 +120,7 @@ class FSDPState:
         before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))  # compiled code ends here
         for module in self.modules:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, prepend=False))
+            handles.append(module.register_forward_hook(after, prepend=False, always_call=True))
         return [*handles, *self._state_dict_hooks()]
 
     def _state_dict_hooks(self) -> list[RemovableHandle]:
@@ -184,6 +192,10 @@ class FSDPState:
             state._comm_ctx = self._comm_ctx
             state._root = self._root
             state.has_root()
+        for state in states:
+            for inner in _states_of(m for module in state.modules for m in module.modules()):
+                if inner is not state:
+                    inner._around = (*inner._around, state)
         roots.add(self)
 
     def has_root(self) -> None:
@@ -212,6 +224,8 @@ class FSDPState:
                 "...): transform what it is made of, use torch.autograd on its outputs, or undo it with "
                 f"{self.undone_by}"
             )
+        if self._root.final_callback_queued and not is_in_backward():
+            self._root.end_failed_backward(self._comm_ctx)
         if self._training_state is TrainingState.PRE_BACKWARD:
             # activation checkpointing recomputes the forward within backward
             self._unshard(())
@@ -233,8 +247,11 @@ class FSDPState:
     def _begin_forward(self) -> None:
         probe.phase(Phase.FORWARD)
         self._recomputes = is_in_backward()
+        self._handled = sys.exception()
         expected: tuple[FSDPState, ...] = ()
         if not self._recomputes:
+            if self._is_outermost:
+                self._root.end_failed_forward()
             if self._is_root:
                 self._root.begin_forward(self._comm_ctx)
             elif not self._root.is_running:
@@ -289,19 +306,22 @@ class FSDPState:
         """Let the units know when the gradients of their inputs are done."""
         if not self._fsdp_param_groups or not torch.is_grad_enabled():
             return args, kwargs
-        found = [*differentiable_in(args), *differentiable_in(kwargs)]
+        found = differentiable_in((args, kwargs))
         if not found:
             return args, kwargs
-        hooked = iter(RegisterPostBackwardFunction.apply(self, *found))  # type: ignore[no-untyped-call]
+        outputs = RegisterPostBackwardFunction.apply(self, *found)  # type: ignore[no-untyped-call]
+        hooked: dict[int, torch.Tensor] = {id(tensor): output for tensor, output in zip(found, outputs, strict=True)}
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
-            return next(hooked) if tensor.requires_grad else tensor
+            return hooked.get(id(tensor), tensor)
 
         return map_tensors(args, put), map_tensors(kwargs, put)
 
     def _post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
         if self._training_state is TrainingState.PRE_BACKWARD:
             return cast_floats(output, self.mp_policy.output_dtype)
+        if output is None and self._has_failed():
+            return output
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             self._hook_output(tensor)
         if not self._not_yet_run:  # else another module of the same call has yet to run
@@ -321,7 +341,28 @@ class FSDPState:
             self._note_forward()
         self._not_yet_run.clear()
         self._recorded = None  # from here on the graph alone keeps it alive
+        self._handled = None
         self._training_state = TrainingState.IDLE
+
+    def _has_failed(self) -> bool:
+        """Tell whether the present forward has raised; if so end it, without waiting for anything."""
+        error = sys.exception()
+        if error is None or error is self._handled:
+            return False
+        self._handled = None
+        if self._recomputes or isinstance(error, StepAborted | CollectiveFailed | RanksDisagreeError):
+            return True  # the backward around it has failed; or groups are built anew, and the iteration is reset
+        for unit in self._fsdp_param_groups:
+            if unit.training_state is TrainingState.FORWARD:
+                unit.post_forward(backward_follows=False, recomputed=False)
+        self._not_yet_run.clear()
+        self._recorded = None
+        self._training_state = TrainingState.IDLE
+        if self._is_outermost:
+            self._root.forward_failed = True
+            self._root.forget_forwards(self._comm_ctx)
+            probe.phase(Phase.IDLE)
+        return True
 
     def _note_forward(self) -> None:
         """Note which forward came before; a forward that is run again takes the place of the one it repeats."""
@@ -347,7 +388,7 @@ class FSDPState:
         self._comm_ctx.comms.wait_for_readers()
         self._comm_ctx.comms.release_buffers()  # a step needs the most memory now, and nothing is in flight
         if not self._backward_follows:
-            groups.end_iteration()
+            self._root.end_iteration()
         probe.phase(Phase.IDLE)
 
     def _hook_output(self, tensor: torch.Tensor) -> None:
@@ -368,15 +409,14 @@ class FSDPState:
 
     def _pre_backward(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
         self._comm_ctx.recorded.discard(forward)
-        root = self._root
-        if not root.final_callback_queued:
-            root.final_callback_queued = True
-            queue_backward_final_callback(root.end_of_backward)
+        self._root.expect_end_of_backward()
+        for state in self._around:
+            state._enter_backward_around()
         self._training_state = TrainingState.PRE_BACKWARD
         units = []
         for unit, home in zip(self._fsdp_param_groups, forward.homes, strict=True):
-            if unit.training_state is TrainingState.PRE_BACKWARD:  # another output, or another forward
-                unit.go_to(home)
+            if unit.training_state is TrainingState.PRE_BACKWARD:  # another output, another forward, or from inside
+                unit.enter_backward(home)
             else:
                 unit.pre_backward(home)
                 units.append(unit)
@@ -386,6 +426,22 @@ class FSDPState:
         for unit in units:
             unit.begin_backward()
         return grad
+
+    def _enter_backward_around(self) -> None:
+        """Begin the backward of units around one whose backward begins, if that was reached past their outputs.
+
+        Once their parameters are needed no hook is called in time.
+        """
+        for unit in self._fsdp_param_groups:
+            if unit.pending_backwards and unit.training_state is TrainingState.IDLE:
+                self._training_state = TrainingState.PRE_BACKWARD
+                unit.pre_backward(unit.home)
+                unit.begin_backward()
+
+    def _inner_backward(self, unit: FSDPParamGroup) -> None:
+        """A gradient of ``unit`` comes past all outputs of the call."""
+        self._root.expect_end_of_backward()
+        unit.enter_inner_backward()
 
     def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
         """Start gathering for the calls of ``ahead``, whose backward comes next."""
@@ -457,6 +513,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """Run the call's post-backward, then let the gradients pass."""
+        ctx.state._root.expect_end_of_backward()
         ctx.state.post_backward()
         return (None, *grads)
 
@@ -506,6 +563,7 @@ class RootContext:
         states: every call in the tree, parents first.
         is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
         final_callback_queued: the current backward pass already has its end-of-backward callback.
+        forward_failed: the last forward of the model raised.
         post_optim_event: CUDA event after which the next forward may read shards; None: all that was computed before.
     """
 
@@ -513,6 +571,7 @@ class RootContext:
         self.states: tuple[FSDPState, ...] = ()
         self.is_last_backward = True
         self.final_callback_queued = False
+        self.forward_failed = False
         self.post_optim_event: torch.cuda.Event | None = None
         self._last_forwards: list[FSDPState] = []  # of forwards in the last iteration
         self._forwards: list[FSDPState] = []
@@ -559,9 +618,49 @@ class RootContext:
             if state._not_yet_run and not state._is_root:
                 state._end_forward()
 
+    def expect_end_of_backward(self) -> None:
+        """Finish the units when the backward pass under way ends."""
+        if not self.final_callback_queued:
+            self.final_callback_queued = True
+            queue_backward_final_callback(self.end_of_backward)
+
+    def end_failed_forward(self) -> None:
+        """Free what a forward that raised has gathered ahead: by the next one shards may have changed."""
+        if self.forward_failed:
+            self.forward_failed = False
+            for unit in units_of(self.states):
+                if unit.is_unsharding:
+                    unit.reshard()
+
+    def end_failed_backward(self, ctx: FSDPCommContext) -> None:
+        """End the iteration of a backward that raised, on every rank: drop full gradients, reshard.
+
+        It waits for what is in flight, since the groups are used again, and drops what comes out.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: other ranks have got further, or not as far.
+            RuntimeError: a collective was given up, see :meth:`CommGroup.start`.
+        """
+        for group in self._groups():
+            group.check_usable(END)
+        with torch.no_grad(), ctx.streams.reducing(after_compute=False):
+            ctx.reductions.drain()
+        ctx.join(all_streams=True)
+        for unit in units_of(self.states):
+            unit.reshard()
+        ctx.comms.wait_for_readers()
+        self.reset(self.states, ctx)
+        self.end_iteration()
+
+    def _groups(self) -> Iterable[CommGroup]:
+        return dict.fromkeys(group for unit in units_of(self.states) for group in unit.groups)
+
+    def end_iteration(self) -> None:
+        """Let the order of the model's collectives begin anew; raises as :func:`groups.end_iteration`."""
+        groups.end_iteration(self._groups())
+
     def end_of_backward(self) -> None:
         """Finish every unit of the tree: some have no hooked input, some did not take part."""
-        self.final_callback_queued = False
         ctx = self.states[0]._comm_ctx
         for state in self.states:
             state._training_state = TrainingState.IDLE
@@ -581,7 +680,8 @@ class RootContext:
             unit.wait_for_host()
         if self.is_last_backward:
             self.forget_forwards(ctx)
-            groups.end_iteration()
+            self.end_iteration()
+        self.final_callback_queued = False  # not before: what raises here leaves a backward that failed
         probe.phase(Phase.IDLE)
 
     def forget_forwards(self, ctx: FSDPCommContext) -> None:
@@ -596,7 +696,7 @@ class RootContext:
             state.reset()
         ctx.abandon()
         self.is_last_backward = True
-        self.final_callback_queued = False
+        self.final_callback_queued = self.forward_failed = False
         self._last_forwards, self._forwards = [], []  # ranks may have come to differ
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import fields, is_dataclass, replace
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import is_dataclass
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,62 +34,190 @@ def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, and in the attributes of objects that are none (dataclasses ...)."""
-    todo, seen = [value], set()
-    while todo:
-        for leaf in tree_leaves(todo.pop()):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
-            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
-                seen.add(id(leaf))
-                todo.extend(_attributes(leaf))
+    """Yield each tensor in nested containers, and in the attributes of objects, once."""
+    return _find(value, _all_children)
 
 
-def _attributes(value: object) -> list[object]:
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    return list(getattr(value, "__dict__", {}).values())
+def differentiable_in(value: object) -> list[torch.Tensor]:
+    """Return the tensors that :func:`map_tensors` reaches in ``value`` and that need a gradient, each once."""
+    return [tensor for tensor in _find(value, _children) if tensor.requires_grad]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401 - any structure
-    """Return ``value`` with ``change`` applied to every tensor in nested containers and dataclasses.
+    """Return ``value`` with ``change`` applied once to every tensor in nested containers and dataclasses.
 
-    ``value`` itself is returned where nothing changed.
+    Containers are dict, list, tuple, set, frozenset and deque, the classes that inherit from them, and what is
+    registered as a node of torch's pytrees. Those with a changed tensor are copied without a call of their
+    constructors, each as an object of its own class with its own attributes; they may hold themselves. ``value``
+    itself is returned where nothing changed.
     """
     if type(value) is dict and not value:
         return value
     if type(value) is tuple and all(isinstance(each, torch.Tensor) for each in value):  # most arguments: at every hook
         found = tuple(map(change, value))
         return value if all(new is old for new, old in zip(found, value, strict=True)) else found
-    leaves, spec = tree_flatten(value)
-    changed = [_map_leaf(leaf, change) for leaf in leaves]
-    if all(new is old for new, old in zip(changed, leaves, strict=True)):
+    old = list(_find(value, _children))
+    new = list(map(change, old))
+    if all(mine is theirs for mine, theirs in zip(new, old, strict=True)):
         return value
-    return tree_unflatten(changed, spec)
+    return _Copy(old, new).of(value)
 
 
-def differentiable_in(value: object) -> list[torch.Tensor]:
-    """Return the tensors that :func:`map_tensors` reaches in ``value`` and that need a gradient, in its order."""
-    found: list[torch.Tensor] = []
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
+_BUILT_IN = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, FunctionType, ModuleType)
 
-    map_tensors(value, look)
+
+def _find(value: object, children: Callable[[object], Sequence[object]]) -> Iterator[torch.Tensor]:
+    todo, seen = [value], {}
+    while todo:
+        each = todo.pop()
+        if isinstance(each, _ATOMS) or id(each) in seen:
+            continue
+        seen[id(each)] = each  # kept, so that no other object gets its id
+        if isinstance(each, torch.Tensor):
+            yield each
+        else:
+            todo.extend(reversed(children(each)))
+
+
+def _children(value: object) -> Sequence[object]:
+    """Return what a container or dataclass holds; nothing of other objects."""
+    if type(value) in _BUILT_IN:
+        return _items(value)
+    if _is_container(value):
+        return [*_items(value), *_attributes(value).values()]
+    nodes, _ = _registered(value)
+    if nodes is not None:
+        return nodes
+    return list(_attributes(value).values()) if is_dataclass(value) else ()
+
+
+def _all_children(value: object) -> Sequence[object]:
+    """Return what a container holds, and all attributes of other objects."""
+    return _children(value) or list(_attributes(value).values())
+
+
+def _is_container(value: object) -> bool:
+    """Return whether a class inherits from a built-in one; not torch.max's result and its like, made in C."""
+    return isinstance(value, _CONTAINERS) and not hasattr(type(value), "n_sequence_fields")
+
+
+def _items(value: object) -> list[object]:
+    base = _base(value)
+    return list(base.values(value) if issubclass(base, dict) else base.__iter__(value))
+
+
+def _base(value: object) -> Any:  # noqa: ANN401 - a class whose methods take ``value``
+    """Return the built-in class that holds the items of a container."""
+    return next(cls for cls in type(value).__mro__ if cls in _BUILT_IN)
+
+
+def _registered(value: object) -> tuple[list[object] | None, TreeSpec | None]:
+    """Return what a node of torch's pytrees holds, and how it is put together; None: ``value`` is no node."""
+    nodes, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
+    is_node = not (len(nodes) == 1 and nodes[0] is value)
+    return (nodes, spec) if is_node else (None, None)
+
+
+def _attributes(value: object) -> dict[str, object]:
+    """Return what an object has in ``__dict__`` and in slots; nothing where ``__dict__`` is the object itself."""
+    own = _own_dict(value)
+    found = {} if own is value else dict(own)
+    for cls in type(value).__mro__:
+        for name in vars(cls) if "__slots__" in vars(cls) else ():
+            slot = vars(cls)[name]
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    found[name] = slot.__get__(value)
     return found
 
 
-def _map_leaf(leaf: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
-    if isinstance(leaf, torch.Tensor):
-        return change(leaf)
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        old = {field.name: getattr(leaf, field.name) for field in fields(leaf) if field.init}
-        new = {name: map_tensors(value, change) for name, value in old.items()}
-        if any(new[name] is not old[name] for name in old):
-            return replace(leaf, **new)
-    return leaf
+def _own_dict(value: object) -> dict[str, object]:
+    """Return ``__dict__`` without a call of the class's own ``__getattr__``; empty if there is none."""
+    try:
+        found: dict[str, object] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+class _Copy:
+    """Copies containers with other tensors; what can be filled later is, so that containers may hold themselves."""
+
+    def __init__(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        self._copies: dict[int, tuple[object, object]] = {
+            id(mine): (mine, theirs) for mine, theirs in zip(old, new, strict=True)
+        }
+        self._empty: list[tuple[Any, Any]] = []
+
+    def of(self, value: Any) -> Any:  # noqa: ANN401 - any structure
+        """Return the copy of ``value``."""
+        copied = self._copy(value)
+        self._fill()
+        return copied
+
+    def _copy(self, value: Any) -> Any:  # noqa: ANN401
+        if id(value) not in self._copies:
+            if all(self._is_same(tensor) for tensor in _find(value, _children)):
+                return value
+            self._copies[id(value)] = value, value  # a tuple within itself by way of a pytree's node stays
+            self._copies[id(value)] = value, self._made(value)
+        return self._copies[id(value)][1]
+
+    def _is_same(self, tensor: torch.Tensor) -> bool:
+        old, new = self._copies[id(tensor)]
+        return new is old
+
+    def _made(self, value: Any) -> Any:  # noqa: ANN401
+        if _is_container(value):
+            made = self._container(value)
+        else:
+            nodes, spec = _registered(value)
+            if nodes is not None and spec is not None:
+                copies = [self._copy(node) for node in nodes]
+                self._fill()  # its constructor may look at them
+                return tree_unflatten(copies, spec)
+            made = copy.copy(value)  # a dataclass
+        self._empty.append((value, made))
+        return made
+
+    def _container(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a container of the class of ``value``: a tuple or frozenset with its items, others without."""
+        base = _base(value)
+        if base in {tuple, frozenset}:
+            return base.__new__(type(value), map(self._copy, base.__iter__(value)))
+        made = base.__new__(type(value))
+        if base is defaultdict:
+            base.__init__(made, value.default_factory)
+        elif base is deque:
+            base.__init__(made, maxlen=value.maxlen)
+        return made
+
+    def _fill(self) -> None:
+        while self._empty:
+            value, made = self._empty.pop()
+            if _is_container(value):
+                self._put_items(value, made)
+            if _own_dict(value) is value:
+                made.__dict__ = made
+            own = _own_dict(made)
+            for name, each in _attributes(value).items():
+                if name in _own_dict(value):
+                    own[name] = self._copy(each)
+                else:
+                    object.__setattr__(made, name, self._copy(each))  # a slot, of a frozen dataclass as well
+
+    def _put_items(self, value: Any, made: Any) -> None:  # noqa: ANN401
+        base = _base(value)
+        if issubclass(base, dict):
+            for key, each in base.items(value):
+                base.__setitem__(made, key, self._copy(each))
+        elif base is set:
+            base.update(made, map(self._copy, base.__iter__(value)))
+        elif base not in {tuple, frozenset}:
+            base.extend(made, map(self._copy, base.__iter__(value)))
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401 - any structure

@@ -166,6 +166,11 @@ def test_an_iteration_that_raised_is_dropped():
     wrapped = wrap_net(OURS, make_net())
     with pytest.raises(IndexError):
         wrapped(batch(0, 0) + 100)
+    assert wrapped.state_dict()
+    handle = wrapped.embed.register_full_backward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(wrapped, batch(0, 0)).backward()
+    handle.remove()
     said = "or has raised; call it between iterations, after an exception after reset_iter_state() on the outermost"
     with pytest.raises(RuntimeError, match=re.escape(said)):
         wrapped.state_dict()

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, check_parity, steps_of, whole, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
+from tests.engine.recording import recording
+from workbench.engine.state import units_of
+from workbench.events import Kind
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
@@ -110,3 +113,53 @@ def is_evaluated_first():
 
 def test_an_optimizer_may_be_made_after_an_evaluation():
     run_ranks(2, is_evaluated_first)
+
+
+def nests_no_sync(model):
+    """Return gradients of two micro-batches, the first after another ``no_sync`` has ended within its own."""
+    with model.no_sync():
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            raise ZeroDivisionError
+        with model.no_sync():
+            pass
+        loss_of(model, batch(dist.get_rank(), 0)).backward()
+    loss_of(model, batch(dist.get_rank(), 1)).backward()
+    return whole(model, with_grads=True)
+
+
+def is_restored():
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        ours, theirs = (wrap_net(api, make_net(), strategy, use_orig_params=True) for api in (OURS, THEIRS))
+        with recording() as record:
+            grads = nests_no_sync(ours)
+        assert set(record.count(Kind.REDUCE_SCATTER).values()) == {1}
+        torch.testing.assert_close(grads, nests_no_sync(theirs))
+        with pytest.raises(ZeroDivisionError), ours.no_sync():
+            raise ZeroDivisionError
+        assert all(unit.sync.reduce_grads and unit.reshard_after_backward for unit in units_of(ours._state._states))
+
+
+def test_no_sync_within_another_one_restores_what_was():
+    run_ranks(2, is_restored)
+
+
+def summons_twice():
+    model = wrap_net(OURS, make_net(), use_orig_params=True)
+    summon = OURS.FullyShardedDataParallel.summon_full_params
+    before, shapes = whole(model), [p.shape for p in model.parameters()]
+    for options in ({}, {"rank0_only": True, "writeback": False}):
+        with summon(model, **options):
+            outer = [p.shape for p in model.parameters()]
+            with summon(model.blocks[0]):
+                assert [p.shape for p in model.parameters()] == outer
+            assert [p.shape for p in model.parameters()] == outer
+            if outer != shapes:
+                with torch.no_grad():
+                    model.blocks[0].norm.weight += 1
+        assert [p.shape for p in model.parameters()] == shapes
+    name = "blocks.0.norm.weight"
+    torch.testing.assert_close(whole(model), before | {name: before[name] + 1})
+
+
+def test_parameters_stay_whole_when_an_inner_summons_ends():
+    run_ranks(2, summons_twice)

@@ -114,7 +114,13 @@ def summon_full_params(
 def _whole(
     state: WrapperState, *, writeback: bool, is_kept: bool, device: torch.device | None, with_grads: bool
 ) -> Iterator[None]:
-    """Within the body the modules of one wrapper have whole parameters, if ``is_kept`` here."""
+    """Within the body the modules of one wrapper have whole parameters, if ``is_kept`` here.
+
+    They stay as they are within another such body.
+    """
+    if state.is_summoned:
+        yield
+        return
     if with_grads and state.flat is not None and not state.flat.use_orig_params:
         raise NotImplementedError("summon_full_params: with_grads=True needs use_orig_params=True")
     found = sharded_flat(state)
@@ -124,17 +130,16 @@ def _whole(
     unit, flat = found
     wholes = _on(device, whole_parts(unit, flat, flat.slot))
     grads = _on(device, whole_parts(unit, flat, flat.grad_slot())) if with_grads else None
-    if not is_kept:
-        del wholes, grads
-        yield
-        return
-    flat.show_wholes(wholes, grads)
-    state.is_summoned = True
+    if is_kept:
+        flat.show_wholes(wholes, grads)
+    del wholes, grads
+    state.is_summoned = True  # on every rank: none gathers again within the body
     try:
         yield
     finally:
-        flat.hide_wholes(write_back=writeback)
         state.is_summoned = False
+        if is_kept:
+            flat.hide_wholes(write_back=writeback)
 
 
 def _on(device: torch.device | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -457,14 +457,19 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             RuntimeError: this is not the outermost wrapper.
         """
         self._check_root("no_sync")
-        states = wrapper_states_below(self)
-        for state in states:
-            _sync(state, on=False)
+        before = [
+            (state, unit, unit.sync.reduce_grads, unit.reshard_after_backward)
+            for state in wrapper_states_below(self)
+            for unit in state._fsdp_param_groups
+        ]
+        for state, unit, *_ in before:
+            unit.sync.reduce_grads = False
+            unit.reshard_after_backward = state.strategy not in KEEPS_AFTER_FORWARD  # else it keeps full parameters
         try:
             yield
         finally:
-            for state in states:
-                _sync(state, on=True)
+            for _, unit, reduces, reshards in before:  # another no_sync may be around this one
+                unit.sync.reduce_grads, unit.reshard_after_backward = reduces, reshards
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, over the whole model, is at most ``max_norm``; collective.
@@ -521,13 +526,6 @@ def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn
     end_load(cast("FullyShardedDataParallel", wrapper)._state, keep=True)
     for keys in incompatible:
         keys[:] = map(key_of, keys)
-
-
-def _sync(state: WrapperState, *, on: bool) -> None:
-    """Let a unit reduce its gradients from now on, or not; one that keeps full parameters then keeps them."""
-    for unit in state._fsdp_param_groups:
-        unit.sync.reduce_grads = on
-        unit.reshard_after_backward = on or state.strategy not in KEEPS_AFTER_FORWARD
 
 
 def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]:
