@@ -405,3 +405,16 @@ def test_nccl_s_reduce_scatters_are_on_a_ring():
         for each in (trace, on_gpus)
     ]
     assert sent[0] == {2 * bytes_ for bytes_ in sent[1]}
+
+
+def test_time_to_wake_up_after_the_last_byte_is_not_exposed():
+    trace = simulate(Setup(steps=1))
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["t_ns"][(rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END)] += 50_000_000
+        ranks.append(RankTrace(rank.rank, rows))
+    for count in counts(Trace(trace.header, tuple(ranks)), 0):
+        assert 0 <= count.exposed_ns <= count.time_ns
+    for row in compare(Trace(trace.header, tuple(ranks)), 0):
+        assert row.exposed_ns <= row.time_ns

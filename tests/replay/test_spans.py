@@ -2,9 +2,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trace.holding import aborted
+from tests.trace.simulation import Setup, simulate
 from tests.trace.strategies import traces
 from workbench.events import Edge, Kind
-from workbench.replay.spans import durations_ns, last_ns, of_kind, owners, spans
+from workbench.replay.spans import closed, durations_ns, end_aborted, exclusive, last_ns, of_kind, owners, spans
 from workbench.trace.columns import Trace
 from workbench.trace.schema import ROW_DTYPE
 
@@ -78,3 +80,58 @@ def test_every_begin_row_is_one_span(trace: Trace):
         ended = found.end_seq >= 0
         assert np.all(found.end_seq[ended] > found.begin_seq[ended])
         assert np.all((found.end_ns >= 0) == ended)
+
+
+SPANS = tuple(kind for kind in Kind if kind.info.is_span)
+
+
+@given(st.integers(1, 3), st.integers(0, 1), st.floats(0, 1), st.booleans())
+def test_after_an_abort_nothing_is_open(num_ranks, step, part, prefetch):
+    setup = Setup(num_ranks=num_ranks, steps=3, num_units=3, prefetch=prefetch)
+    trace = aborted(simulate(setup), step, part)
+    for rank in trace.ranks:
+        first_reset = int(np.flatnonzero(rank.kinds == Kind.RESET)[0])
+        until = rank.rows[: first_reset + 3]
+        found = end_aborted(spans(until, SPANS), until)
+        assert (found.end_seq >= 0).all()
+        assert found.end_ns.max() <= until["t_ns"][:first_reset].max()  # nobody is busy until the reset
+        whole = end_aborted(spans(rank.rows, SPANS), rank.rows)
+        assert (whole.end_seq >= 0).all()  # nor does a span reach into a later step
+        assert (whole.end_ns >= whole.begin_ns).all()
+        mine = whole.step == step
+        assert not mine.any() or whole.end_ns[mine].max() <= until["t_ns"][:first_reset].max()
+
+
+@given(st.floats(0, 1))
+def test_what_a_rank_does_after_an_abort_is_not_taken_for_the_aborted_span(part):
+    rows = aborted(simulate(Setup(steps=3)), 1, part).ranks[0].rows
+    found = closed(spans(rows, (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)), rows)
+    owner, begin_ns, end_ns = exclusive(found)
+    for span in np.unique(owner):
+        assert end_ns[owner == span].max() <= found.end_ns[span]
+        assert begin_ns[owner == span].min() >= found.begin_ns[span]
+
+
+def test_a_reset_within_a_step_ends_what_its_unit_was_at():
+    rows = rows_of(
+        (Kind.STEP, Edge.BEGIN, -1, 0),
+        (Kind.FORWARD, Edge.BEGIN, 0, 10),
+        (Kind.FORWARD, Edge.BEGIN, 1, 20),
+        (Kind.RESET, Edge.INSTANT, 1, 50),
+        (Kind.LOG, Edge.INSTANT, -1, 60),
+    )
+    found = end_aborted(spans(rows, (Kind.FORWARD, Kind.STEP)), rows)
+    assert found.end_seq.tolist() == [-1, -1, 3]
+    assert found.end_ns.tolist() == [-1, -1, 20]
+
+
+def test_a_collective_issued_before_a_step_may_be_waited_for_within_it():
+    rows = rows_of((Kind.ALL_GATHER, Edge.BEGIN, 0, 0), (Kind.STEP, Edge.BEGIN, -1, 10))
+    rows["step"] = -1, 0
+    assert end_aborted(spans(rows, (Kind.ALL_GATHER,)), rows).end_seq.tolist() == [-1]
+
+
+def test_an_aborted_gate_holds_nobody_in_later_steps():
+    rows = rows_of((Kind.GATE, Edge.BEGIN, -1, 40), (Kind.LOG, Edge.INSTANT, -1, 50), (Kind.STEP, Edge.BEGIN, -1, 70))
+    rows["step"] = 0, 0, 1
+    assert durations_ns(rows, np.array([60]), np.array([70])).tolist() == [10]

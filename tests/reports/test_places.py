@@ -5,7 +5,7 @@ import pytest
 from tests.trace.strategies import example_trace
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.messages import Event, Hold, Place, Position
-from workbench.reports.places import Stop, describe, event_words, param_names, state_of
+from workbench.reports.places import Stop, describe, event_words, live_units, param_names, state_of
 from workbench.reports.stopped import row_of
 
 UNITS = {0: "blocks.0", 1: ""}
@@ -84,3 +84,10 @@ def test_a_parameter_of_a_model_that_was_built_again_has_one_name():
     again = tuple(replace(unit, index=unit.index + len(header.units)) for unit in header.units)
     assert param_names(replace(header, units=(*header.units, *again))) == param_names(header)
     assert len(set(param_names(header))) == len(param_names(header)) > 20
+
+
+def test_units_in_use_are_listed_from_the_top_of_the_model():
+    header = example_trace().header
+    root = next(unit.index for unit in header.units if not unit.name)
+    header = replace(header, units=tuple(replace(unit, root=root, retired=unit.index == 0) for unit in header.units))
+    assert [unit.name for unit in live_units(header)] == ["", "blocks.1", "blocks.2"]

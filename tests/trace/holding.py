@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from workbench.events import Edge, Kind
+from workbench.events import Edge, Kind, Phase
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import NO_CATEGORY
 
 HOLD_NS = 17_900_000_000
 
@@ -53,5 +54,38 @@ def _held(rank_trace: RankTrace, place: int, arrival_ns: int, go_ns: int) -> Ran
     later = rows[place:].copy()
     later["t_ns"] += go_ns - arrival_ns
     together = np.concatenate([rows[:place], gate, later])
+    together["seq"] = rank_trace.start.seq + np.arange(len(together))
+    return replace(rank_trace, rows=together)
+
+
+def aborted(trace: Trace, step: int, part: float, idle_ns: int = HOLD_NS) -> Trace:
+    """Return the trace of ranks that gave up a step on the way, were idle, and went on with the step behind it.
+
+    Args:
+        trace: of ranks that nobody stopped, which has ``step``.
+        step: the step that is aborted.
+        part: how much of its rows each rank has, 0 to 1; the first row is always among them.
+        idle_ns: from the last row of any rank on, to the reset of all units.
+    """
+    kept = {}
+    for rank_trace in trace.ranks:
+        begin, end = rank_trace.places_of(step, step)
+        kept[rank_trace.rank] = begin + 1 + int(part * (end - begin - 2)), end
+    reset_ns = idle_ns + max(int(r.rows["t_ns"][: kept[r.rank][0]].max()) for r in trace.ranks)
+    ranks = (_aborted(r, *kept[r.rank], len(trace.header.units), reset_ns) for r in trace.ranks)
+    return Trace(trace.header, tuple(ranks))
+
+
+def _aborted(rank_trace: RankTrace, place: int, end: int, num_units: int, reset_ns: int) -> RankTrace:
+    rows = rank_trace.rows
+    resets = np.repeat(rows[place - 1 : place], num_units)
+    for name in ("comm_seq", "comm_group", "step", "module"):
+        resets[name] = -1
+    resets["kind"], resets["edge"], resets["phase"] = Kind.RESET, Edge.INSTANT, Phase.IDLE
+    resets["num_bytes"], resets["value"], resets["category"] = 0, np.nan, NO_CATEGORY
+    resets["unit"], resets["t_ns"] = np.arange(num_units), reset_ns
+    later = rows[end:].copy()
+    later["t_ns"] += reset_ns - (int(rows["t_ns"][end:].min()) if len(later) else 0) + 1
+    together = np.concatenate([rows[:place], resets, later])
     together["seq"] = rank_trace.start.seq + np.arange(len(together))
     return replace(rank_trace, rows=together)

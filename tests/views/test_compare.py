@@ -40,7 +40,7 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     assert title(draw(a, b)) == "peak +193 KiB: blocks.0 unsharded through backward"
     assert title(draw(b, a)) == "peak -193 KiB: blocks.0 no longer unsharded through backward"
     assert "rank 2 of ranks 0-3 is drawn" in subtitle(draw(a, b))
-    assert "first difference: other bytes at begin of unshard of blocks.2, step 1" in subtitle(draw(a, b))
+    assert "first difference: memory at begin of unshard of blocks.2, step 1" in subtitle(draw(a, b))
 
 
 def test_fewer_collectives_are_counted_and_tabled():

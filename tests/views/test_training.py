@@ -77,6 +77,13 @@ def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
     assert "loss is not a finite number at step 1." in subtitle(fig)
 
 
+def test_all_steps_without_a_finite_loss_are_named_and_many_are_counted():
+    nan = math.nan
+    assert "not a finite number at steps 1-3." in subtitle(training(make_trace(losses(4.0, nan, nan, nan))))
+    scattered = make_trace(losses(*[4.0, nan] * 6))
+    assert "not a finite number at 6 steps, first at step 1." in subtitle(training(scattered))
+
+
 def test_a_long_training_is_thinned_and_keeps_its_extremes():
     values = [1.0] * 1000
     values[500] = 9.0

@@ -188,7 +188,7 @@ class Count:
         calls: how many.
         num_bytes: their payloads together.
         time_ns: their times together.
-        exposed_ns: how long compute waited for them, together.
+        exposed_ns: how long compute waited for them, together; of each no more than its own time.
     """
 
     rank: int
@@ -245,6 +245,7 @@ class _Tally:
 def _tallies(header: Header, alike: Sequence[RankTrace], step: int) -> dict[Key, _Tally]:
     """Return what some ranks that did the same issued in ``step``."""
     found, time_ns, exposed_ns = _times(alike)
+    exposed_ns = np.minimum(exposed_ns, time_ns)  # compute wakes up later than the last byte: that is no communication
     here = np.flatnonzero(found.step == step)
     keys = np.stack([found.unit[here], found.kind[here], _num_ranks(header, found)[here]])
     keys, which = np.unique(keys, axis=1, return_inverse=True)

@@ -9,6 +9,7 @@ from typing import Literal
 from workbench.events import Edge, Kind, Unit, unit_words
 from workbench.protocol.messages import Hold, Place, Position
 from workbench.replay.alike import label
+from workbench.replay.units import model_order
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
@@ -130,8 +131,8 @@ def unit_names(header: Header) -> dict[int, str]:
 
 
 def live_units(header: Header) -> list[Unit]:
-    """Return the units that were not undone."""
-    return [unit for unit in header.units if unit.in_use]
+    """Return the units that were not undone, from the top of the model."""
+    return [header.units[index] for index in model_order(header) if header.units[index].in_use]
 
 
 def param_names(header: Header) -> list[str]:

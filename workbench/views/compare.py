@@ -179,7 +179,7 @@ def _first_words(aligned: Alignment) -> str:
     if place < 0:
         return ""
     is_same_event = aligned.in_a[place] >= 0 and aligned.in_b[place] >= 0
-    return f"first difference: {'other bytes at ' if is_same_event else ''}{_event(aligned, place)}"
+    return f"first difference: {'memory at ' if is_same_event else ''}{_event(aligned, place)}"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -249,7 +249,7 @@ def _add_curves(fig: go.Figure, found: Differences, names: tuple[str, str]) -> N
         )
     ticks = _ticks(aligned)
     fig.update_xaxes(
-        title_text="logical events: the same place is the same event",
+        title_text="events in order (same position = same event)",
         range=[0, max(len(aligned.in_a) - 1, 1)],
         tickmode="array",
         tickvals=list(ticks),

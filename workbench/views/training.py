@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from workbench.events import Kind
+from workbench.replay.alike import ranges, runs
 from workbench.replay.holds import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
 from workbench.trace.columns import Trace
@@ -28,6 +29,7 @@ MAX_POINTS = 400
 """Points of one line; with more steps, each point is the mean of several."""
 
 _PANEL_HEIGHT = 250  # pixels
+_MAX_RUNS = 4  # of steps that are named one by one
 
 
 def training(trace: Trace) -> go.Figure:
@@ -97,7 +99,10 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
 
 def _not_finite(series: Series) -> str:
     bad = series.steps[~np.isfinite(series.mean)]
-    return f"{theme.shorten(series.name)} is not a finite number at step {bad[0]}." if len(bad) else ""
+    steps = f"step {bad[0]}" if len(bad) == 1 else f"steps {ranges(bad.tolist())}" if len(bad) else ""
+    if len(runs(bad.tolist())) > _MAX_RUNS:
+        steps = f"{len(bad)} steps, first at step {bad[0]}"
+    return f"{theme.shorten(series.name)} is not a finite number at {steps}." if steps else ""
 
 
 def _add_panel(
