@@ -9,7 +9,7 @@ import pytest
 from tests.browser import open_offline
 from tests.source import REPO
 from tests.trace.on_device import on_devices
-from tests.trace.simulation import example_trace
+from tests.trace.simulation import example_trace, with_loss
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
@@ -17,6 +17,7 @@ from workbench.errors import UsageError
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
 from workbench.session.pulse import UnderWay
+from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import STATIC, joined
 
@@ -132,6 +133,17 @@ def look(page, widget):
     news = as_sent(ask(widget, "feed", page.evaluate("view.id")))
     page.evaluate("(message) => model.receive(message)", news)
     return page.evaluate(LOOKS)
+
+
+@pytest.mark.parametrize(("loss", "says"), [(float("nan"), "NaN"), (float("inf"), "inf")])
+def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, says):
+    workbench = Pretender(with_loss(example_trace(), 2, loss))
+    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+        assert look(page, widget)["loss"] == says
+        trace = of_others(workbench.trace)
+        names = tuple("accuracy" if name == "loss" else name for name in trace.header.strings)
+        workbench.trace = Trace(replace(trace.header, strings=names), trace.ranks)
+        assert look(page, widget)["loss"] == "\u2013"
 
 
 @pytest.mark.parametrize(("width", "columns"), [(700, 2), (800, 2), (880, 4), (1280, 4)])

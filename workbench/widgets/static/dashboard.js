@@ -862,8 +862,8 @@ class DashboardView {
     this.drawChange();
     const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare, loss: formatLoss };
     for (const { value, colour, number, sheet } of this.lines) {
-      const found = here >= 0 ? sure(steps.columns[value][here]) : NaN;
-      write(number, Number.isFinite(found) ? said[value](found) : NONE);
+      const isKnown = here >= 0 && (value !== "loss" || sure(steps.columns.has_loss[here]) > 0);
+      write(number, isKnown ? said[value](sure(steps.columns[value][here])) : NONE);
       sheet.paint(40, (pen, width, height) => { drawLine(pen, width, height, { steps, value, colour, at: step, skin }); });
     }
   }

@@ -359,6 +359,7 @@ export interface StepsTable {
   readonly t: Float64Array;
   readonly step: Int32Array;
   readonly loss: Float32Array;
+  readonly has_loss: Uint8Array;
   readonly ms: Float32Array;
   readonly exposed: Float32Array;
   readonly model: Int32Array;
