@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Edge, Kind
+from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.trace.columns import RankTrace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import Rows
 
 Ints = NDArray[np.int64]
+
+_IS_COLLECTIVE = np.isin(np.arange(256), COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,19 +99,47 @@ def last_ns(rows: Rows) -> int:
     return int(rows["t_ns"].max(initial=0))
 
 
-def closed(found: Spans, rows: Rows) -> Spans:
-    """Return spans of which all have an end: one without an END row ends with the last of the ``rows`` of its step.
+def end_aborted(found: Spans, rows: Rows) -> Spans:
+    """Return spans with an end for each that was aborted; only those that go on have none.
 
-    A step that was given up leaves spans open; they are not to cover the steps after it.
+    A span without an END row is over once its unit is reset, or its rank has left the step in which it began. It ends
+    with the last row before that one, and ``end_seq`` is the row that says so. Of a collective issued outside any step
+    only the reset tells: another step may still wait for it.
+
+    Args:
+        found: spans of ``rows``.
+        rows: all rows of the rank that are read, in order; not only those of the spans.
     """
-    end_ns, end_seq = found.end_ns.copy(), found.end_seq.copy()
-    is_open = end_seq < 0
-    for step in np.unique(found.step[is_open]):
-        last = int(np.flatnonzero(rows["step"] == step)[-1])
-        mine = is_open & (found.step == step)
-        end_ns[mine] = np.maximum(rows["t_ns"][: last + 1].max(), found.begin_ns[mine])
-        end_seq[mine] = int(rows["seq"][last]) + 1
+    is_open = np.flatnonzero(found.end_seq < 0)
+    if not len(is_open):
+        return found
+    step = rows["step"]
+    changes = np.flatnonzero(step[1:] != step[:-1]) + 1
+    resets = np.flatnonzero((rows["kind"] == Kind.RESET) & (rows["unit"] >= 0))
+    t_ns, end_ns, end_seq = np.maximum.accumulate(rows["t_ns"]), found.end_ns.copy(), found.end_seq.copy()
+    begun = np.searchsorted(rows["seq"], found.begin_seq[is_open])
+    for span, begin in zip(is_open.tolist(), begun.tolist(), strict=True):
+        leaves = changes if found.step[span] >= 0 or not _IS_COLLECTIVE[found.kind[span]] else changes[:0]
+        over = min(_first_after(leaves, begin), _first_after(resets[rows["unit"][resets] == found.unit[span]], begin))
+        if over < len(rows):
+            end_ns[span], end_seq[span] = max(int(t_ns[over - 1]), int(found.begin_ns[span])), rows["seq"][over]
     return replace(found, end_ns=end_ns, end_seq=end_seq)
+
+
+def _first_after(places: Ints, begin: int) -> int:
+    """Return the first of ascending ``places`` behind ``begin``; more than any place where there is none."""
+    at = int(np.searchsorted(places, begin, side="right"))
+    return int(places[at]) if at < len(places) else np.iinfo(np.int64).max
+
+
+def closed(found: Spans, rows: Rows) -> Spans:
+    """Return spans that all have an end: those aborted as :func:`end_aborted` says, those that go on the last row."""
+    ended = end_aborted(found, rows)
+    goes_on = ended.end_seq < 0
+    if not goes_on.any():
+        return ended
+    end_ns = np.where(goes_on, np.maximum(last_ns(rows), ended.begin_ns), ended.end_ns)
+    return replace(ended, end_ns=end_ns, end_seq=np.where(goes_on, rows["seq"][-1] + 1, ended.end_seq))
 
 
 def exclusive(found: Spans) -> tuple[Ints, Ints, Ints]:
@@ -123,9 +153,10 @@ def exclusive(found: Spans) -> tuple[Ints, Ints, Ints]:
     Returns:
         Position of the span, begin and end in nanoseconds of each piece, in order of time.
     """
-    seqs, first = np.unique(np.concatenate([found.begin_seq, found.end_seq]), return_index=True)
+    begin, end = 2 * found.begin_seq + 1, 2 * found.end_seq  # the row that shows an abort may begin another span
+    seqs, first = np.unique(np.concatenate([begin, end]), return_index=True)
     t_ns = np.maximum.accumulate(np.concatenate([found.begin_ns, found.end_ns])[first])
-    top = owners(np.searchsorted(seqs, found.begin_seq), np.searchsorted(seqs, found.end_seq), len(seqs))
+    top = owners(np.searchsorted(seqs, begin), np.searchsorted(seqs, end), len(seqs))
     changes = np.flatnonzero(np.diff(top, prepend=-2))
     owner, begin_ns, end_ns = top[changes], t_ns[changes], t_ns[np.append(changes[1:], len(seqs) - 1)[: len(changes)]]
     kept = (owner >= 0) & (end_ns > begin_ns)
@@ -137,24 +168,22 @@ def durations_ns(rows: Rows, begin_ns: Ints, end_ns: Ints) -> Ints:
 
     Example: held from 40 to 90, the interval 10..100 lasts 40 and the interval 50..60 lasts 0.
     """
-    gates = spans(rows, (Kind.GATE,))
-    gate_end_ns = np.where(gates.end_ns >= 0, gates.end_ns, last_ns(rows))
-    held = within_ns(gates.begin_ns, gate_end_ns, end_ns) - within_ns(gates.begin_ns, gate_end_ns, begin_ns)
+    gates = closed(spans(rows, (Kind.GATE,)), rows)
+    held = within_ns(gates.begin_ns, gates.end_ns, end_ns) - within_ns(gates.begin_ns, gates.end_ns, begin_ns)
     return end_ns - begin_ns - held
 
 
 def total_ns(rank_trace: RankTrace, kind: Kind) -> int:
     """Return how long all spans of ``kind`` that begin in a rank's trace took, without the time it was held.
 
-    One that has not ended lasts to the last row. They are not to lie within each other.
+    One that goes on lasts to the last row, one that was aborted as :func:`end_aborted` says. None lies within another.
     """
     rows, mine = rank_trace.rows, rows_of(rank_trace, (kind,))
     begins, is_held = mine["edge"] == Edge.BEGIN, (rank_trace.kinds == Kind.GATE).any()
     if len(mine) % 2 == 0 and begins[::2].all() and not begins[1::2].any() and not is_held:
         return int(mine["t_ns"][1::2].sum() - mine["t_ns"][::2].sum())
-    found = spans(rows, (kind,))
-    until_ns = np.where(found.end_ns >= 0, found.end_ns, last_ns(rows))
-    return int(durations_ns(rows, found.begin_ns, until_ns).sum())
+    found = closed(spans(rows, (kind,)), rows)
+    return int(durations_ns(rows, found.begin_ns, found.end_ns).sum())
 
 
 def within_ns(begin_ns: Ints, end_ns: Ints, t_ns: Ints) -> Ints:

@@ -7,7 +7,7 @@ export const TABLES = {
   steps: {"t": ["f8", 1], "step": ["i4", 1], "loss": ["f4", 1], "has_loss": ["u1", 1], "ms": ["f4", 1], "exposed": ["f4", 1], "model": ["i4", 1]},
 };
 
-export const TRACKS = ["compute", "all-gather", "reduce"];
+export const TRACKS = ["compute", "all-gather", "reduce-scatter", "other", "wait"];
 
 export const MAX_RUNS = 8;
 export const NAMED_RUNS = 3;

@@ -1,7 +1,7 @@
 // The timeline on a canvas: what each rank did when, of any number of rectangles, at the rate of the screen.
 //
-// Times are microseconds from the run's start, float64, without the time in which ranks were held: *holds* say where that
-// was and how long, `[[at, length], ...]`. Tracks with few items in view are drawn as rectangles, with the names of their
+// Times are microseconds from the run's start, float64, without the time in which ranks were held or idle: *holds* say where
+// that was and how long, `[[at, length], ...]`. Tracks with few items in view are drawn as rectangles, with the names of their
 // units inside and arrows from issue to wait; of the others each pixel gets the mean colour of what happened in it: see
 // track.js. What is known of all of the run is *kept*; of a part of it more may be known, the *close* items, which are
 // then drawn instead.
@@ -530,7 +530,7 @@ class Timeline {
   hover(x, y) {
     const hold = this.holdAt(x), found = hold ? null : this.hit(x, y);
     if (found) this.showTip(found, x, y);
-    else if (hold) this.putTip([`held ${formatDuration(hold[1])}: cut out`], x, y);
+    else if (hold) this.putTip([`ranks stood still for ${formatDuration(hold[1])}: cut out`], x, y);
     else this.tip.style.display = "none";
     this.point(found);
   }
@@ -1012,7 +1012,7 @@ class Timeline {
     return { text, x, width, left: Math.min(Math.max(x - width / 2, this.left), this.width - width) };
   }
 
-  /** A thin line, with a mark of two bars in the axis, where ranks were held. */
+  /** A thin line, with a mark of two bars in the axis, where ranks were held or idle. */
   drawHolds() {
     const { pen } = this;
     pen.fillStyle = this.skin.ink;
