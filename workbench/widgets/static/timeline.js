@@ -6,6 +6,7 @@
 // track.js. What is known of all of the run is *kept*; of a part of it more may be known, the *close* items, which are
 // then drawn instead.
 
+import { keepBareKeys } from "./dom.js";
 import { KIND, KINDS } from "./events.js";
 import { formatBytes, formatDuration, shorten, timeUnit } from "./format.js";
 import { FONT, Look, isDark, penOf } from "./look.js";
@@ -558,7 +559,6 @@ class Timeline {
     Object.assign(canvas.style, { display: "block", width: "100%", touchAction: "pan-y", cursor: "default",
       outline: "none", borderRadius: "4px", userSelect: "none" });
     canvas.tabIndex = 0;
-    canvas.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take the arrow keys before they get here
     canvas.setAttribute("role", "slider");
     canvas.setAttribute("aria-roledescription", "timeline");
     canvas.setAttribute("aria-orientation", "horizontal");
@@ -576,6 +576,7 @@ class Timeline {
 
   listen() {
     const { canvas } = this, options = { signal: this.ender.signal };
+    keepBareKeys(canvas, options);
     canvas.addEventListener("pointerdown", (event) => { this.pointerDown(event); }, options);
     canvas.addEventListener("pointermove", (event) => { this.pointerMove(event); }, options);
     canvas.addEventListener("pointerup", (event) => { this.pointerUp(event); }, options);
