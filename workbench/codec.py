@@ -9,11 +9,15 @@ class attribute ``word`` bears it, so that a union of several such can be told a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+NotFinite = Literal["nan", "inf", "-inf"]
+"""What stands for a number that is not finite: JSON has none."""
 
 _LIMIT = 2**63  # a file or a message may say anything, and folds count in 64 bits
 _PLAIN = {bool, int, float, str, NoneType}
@@ -23,6 +27,13 @@ _SHOWN = 80
 
 class CodecError(ValueError):
     """Data is not what a dataclass says; the message names the place, what came, and what was expected."""
+
+
+def sent_number(value: float | None) -> float | NotFinite | None:
+    """Return ``value`` as JSON can hold it: by its name if it is not finite."""
+    if value is None or math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
 def encode(value: Any, buffers: list[memoryview] | None = None) -> Any:  # noqa: ANN401 - any value that the module names

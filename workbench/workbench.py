@@ -344,9 +344,11 @@ class Workbench:
             self._leave(cluster.detach if cluster.outlives else cluster.stop)
 
     def _leave(self, end: Callable[[], object]) -> None:
-        session, self._session = self._session, None
+        session = self._session
         if session is None:
             return
+        self._keep_trace(session)  # for views that look while it ends; what comes until then follows
+        self._session = None
         with self._exchanging("stop"), ExitStack() as last:  # from the last line up, each whatever became of the others
             last.callback(end)
             last.callback(self._keep_trace, session)

@@ -249,7 +249,7 @@ export interface TrainingState {
   /** number of the newest step that a rank has begun, -1 before the first. */
   readonly step: number;
   /** mean over the ranks, of the newest step that has one. */
-  readonly loss: number | null;
+  readonly loss: number | "nan" | "inf" | "-inf" | null;
   /** of the newest step that all ranks have finished, on the slowest of them. */
   readonly steps_per_s: number | null;
   /** of all ranks together, where they log `tokens`. */

@@ -217,6 +217,15 @@ describe("the status line", () => {
     expect(statusLine({ kind: "live" }, state({ training: small }))?.text).toContain("loss 3.975e-6 ");
   });
 
+  it.each([
+    ["nan", "NaN"],
+    ["inf", "inf"],
+    ["-inf", "-inf"],
+  ] as const)("shows a loss of %s, which crosses as text", (loss, shown) => {
+    const training = { step: 11, loss, steps_per_s: 2, tokens_per_s: null };
+    expect(statusLine({ kind: "live" }, state({ training }))?.text).toContain(`loss ${shown} `);
+  });
+
   it("is red where a rank is dead, and where nobody answers", () => {
     expect(statusLine({ kind: "live" }, state({ ranks: [rank(0, { health: "gone" })] }))?.tone).toBe("bad");
     expect(statusLine({ kind: "silent" }, state())?.tone).toBe("bad");

@@ -115,7 +115,7 @@ def test_it_is_told_what_happens_while_the_cell_runs(lab):
     waits(lab, f"steps.length > {before[0] + 3}")
     waits(lab, f"timeline.stats().rectangles > {before[2]}")
     assert get(lab, "d.end") > before[1]
-    for words in ("ranks 0-1 alike", "peak "):
+    for words in ("unsharded on rank", "peak "):
         says(lab, words)
     get(lab, NOTE_HINTS)
     misses(lab, steps=30)  # more than fits into one answer

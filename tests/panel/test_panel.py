@@ -10,11 +10,12 @@ import pytest
 from tests.fake_cluster import SHARD_RESULT, FakeCluster, gives, inside, raises
 from tests.panel.conftest import FakeComm
 from tests.replay.test_shards import make_flat, make_unit
+from tests.trace.simulation import with_loss
 from tests.trace.strategies import example_trace
 from tests.waiting import wait_until
 from workbench.codec import decode, encode
 from workbench.events import Category
-from workbench.panel.messages import VERSION, Answer, RestPreview
+from workbench.panel.messages import VERSION, Answer, RestPreview, TrainingState
 from workbench.panel.panel import Panel
 from workbench.panel.preview import preview
 from workbench.panel.state import Observer, Settings, params_of, units_of
@@ -119,6 +120,15 @@ def test_clocks_that_are_not_rank_0s_are_told():
     (told,) = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=3, device="cpu", profile=""), None).clocks
     assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
     assert told.text == "its clock is 5.00 ms behind rank 0's, give or take 40.0 µs"
+
+
+@pytest.mark.parametrize(("loss", "sent"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
+def test_a_loss_that_is_not_finite_is_sent_as_text(loss, sent):
+    trace = with_loss(example_trace(num_ranks=2, steps=2), 1, loss)
+    state = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None)
+    assert state.training.loss == sent
+    json.dumps(encode(state), allow_nan=False)  # as Jupyter packs it, unless it has to guess
+    assert decode(TrainingState, encode(state.training), "training") == state.training
 
 
 def test_ranks_units_and_memory_are_told(started):

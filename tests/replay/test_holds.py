@@ -22,6 +22,7 @@ def rank_of(rank, *entries):
     rows["comm_group"] = rows["comm_seq"] = -1
     for row, (kind, edge, t_ns) in zip(rows, entries, strict=True):
         row["kind"], row["edge"], row["t_ns"] = kind, edge, t_ns
+        row["step"] = -1 if kind == Kind.RESET else 0
     return RankTrace(rank, rows)
 
 
@@ -171,3 +172,73 @@ def test_a_trace_that_grows_has_the_same_cuts_and_moves_nothing_that_was_shown(t
 
 def _until(rank_trace, t_ns):
     return replace(rank_trace, rows=rank_trace.rows[rank_trace.rows["t_ns"] <= t_ns])
+
+
+IDLE = 10
+
+
+def idle_by_hand(trace):
+    """Every nanosecond of idle time that is long enough, one by one."""
+    first, last = (edge(t for r in trace.ranks for t in r.rows["t_ns"].tolist()) for edge in (min, max))
+    idle = [t for t in range(first, last) if all(_is_away(r, t) for r in trace.ranks)]
+    runs = np.split(idle, np.flatnonzero(np.diff(idle) > 1) + 1) if idle else []
+    return {int(t) for run in runs if len(run) >= IDLE for t in run}
+
+
+def _is_away(rank_trace, t_ns):
+    before = rank_trace.rows[rank_trace.rows["t_ns"] <= t_ns]
+    after = rank_trace.rows[len(before) :]
+    is_reset = len(after) and after["kind"][0] == Kind.RESET
+    return is_reset or not len(before) or (before["kind"][-1], before["edge"][-1]) in {(STEP, END), (Kind.RESET, 2)}
+
+
+@st.composite
+def runs(draw):
+    """Ranks that take steps, rest between them for any time, and abort some."""
+    ranks = []
+    for _ in range(draw(st.integers(1, 3))):
+        entries, t_ns = [], draw(st.integers(0, 20))
+        for rests, works, waits, is_aborted in draw(
+            st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20), st.integers(0, 20), st.booleans()), max_size=4)
+        ):
+            times = np.cumsum([t_ns + rests, works, waits, works]).tolist()
+            end = (Kind.RESET, Edge.INSTANT) if is_aborted else (STEP, END)
+            edges = [(STEP, BEGIN), (WAIT, BEGIN), (WAIT, END), end]
+            entries += [(*edge, when) for edge, when in zip(edges, times, strict=True)]
+            t_ns = times[-1]
+        ranks.append(entries or [(STEP, BEGIN, t_ns), (STEP, END, t_ns + 1)])
+    return trace_of(*ranks)
+
+
+@settings(max_examples=200)
+@given(trace=runs())
+def test_exactly_the_idle_time_is_removed_that_is_long(trace):
+    found = GrowingCuts(IDLE).update(trace).joined()
+    assert {t for begin, end in pairs(found) for t in range(begin, end)} == idle_by_hand(trace)
+
+
+@given(trace=runs(), times=st.lists(st.integers(0, 200), max_size=5))
+def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, times):
+    """Of what was idle when it was shown, less than the least length stays."""
+    growing, seen = GrowingCuts(IDLE), []
+    for until in [*sorted(times), 10**6]:
+        part = Trace(trace.header, tuple(_until(r, until) for r in trace.ranks))
+        known = [t for r in part.ranks for t in r.rows["t_ns"].tolist()]
+        found = growing.update(part)
+        for before, times_ns in seen:
+            assert found.shown(times_ns).tolist() == before
+        if known:
+            seen.append((found.shown(np.array(known)).tolist(), np.array(known)))
+    cut = {t for begin, end in pairs(growing.cuts.joined()) for t in range(begin, end)}
+    whole = idle_by_hand(trace)
+    assert cut <= whole
+    assert len(whole - cut) < IDLE * (len(times) + 1)
+
+
+def test_of_a_run_with_pauses_between_its_steps_the_axis_shows_the_steps():
+    minutes_ns = 420 * 10**9
+    rows = [(STEP, BEGIN, 0), (STEP, END, 60), (STEP, BEGIN, minutes_ns), (STEP, END, minutes_ns + 50)]
+    found = GrowingCuts(10**9).update(trace_of(rows, rows))
+    assert pairs(found) == [(60, minutes_ns)]
+    assert found.shown_at(minutes_ns + 50) == 110
+    assert pairs(cuts(trace_of(rows, rows))) == []

@@ -1,4 +1,6 @@
-from workbench.events import Param, Unit
+from dataclasses import replace
+
+from workbench.events import FlatPart, Param, Unit
 from workbench.replay.models import models
 from workbench.trace.schema import Header
 
@@ -59,3 +61,13 @@ def test_one_that_was_undone_is_no_model_of_other_parameters():
 
 def test_one_that_was_undone_goes_on_once():
     assert found(make_unit(0, retired=True), make_unit(1), make_unit(2)) == (0, 0, 2)
+
+
+def test_one_that_goes_on_as_a_flat_parameter_is_the_same_model():
+    parts = tuple(FlatPart(fqn=name, shape=(4, 4), first=first) for name, first in (("a", 0), ("b", 16)))
+    old = make_unit(0, names=("a", "b"), retired=True)
+    flat = replace(make_unit(1, shape=(32,)).params[0], fqn="_flat_param", parts=parts)
+    assert found(old, replace(make_unit(1), params=(flat,))) == (0, 0)
+    assert found(replace(old, index=1, root=1, params=(flat,)), make_unit(2, names=("a",))) == (1, 1)
+    other = replace(flat, parts=tuple(replace(part, shape=(2, 8)) for part in parts))
+    assert found(old, replace(make_unit(1), params=(other,))) == (0, 1)

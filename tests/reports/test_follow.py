@@ -71,6 +71,16 @@ def test_tokens_of_all_ranks_per_second():
     assert (end.tokens_per_s, end.step_ns, end.loss) == (300.0, 2e9, None)
 
 
+def test_a_rate_of_tokens_that_are_not_finite_is_none():
+    rows = np.zeros(3, ROW_DTYPE)
+    rows["seq"], rows["unit"], rows["module"], rows["value"] = range(3), -1, [-1, 0, -1], [np.nan, np.inf, np.nan]
+    rows["kind"], rows["edge"] = [Kind.STEP, Kind.METRIC, Kind.STEP], [Edge.BEGIN, Edge.INSTANT, Edge.END]
+    rows["t_ns"] = [0, 1, 10**9]
+    trace = Trace(Header(world_size=1, strings=(TOKENS,)), (RankTrace(0, rows),))
+    (end,) = follow(prefix(trace, 0), trace)
+    assert (end.done, end.tokens_per_s) == (1, None)
+
+
 def test_rows_that_were_lost_are_skipped():
     trace = example_trace(num_ranks=2, steps=3)
     late = trace.slice(first=2)

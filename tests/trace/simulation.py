@@ -454,6 +454,16 @@ def simulate(setup: Setup) -> Trace:
     return Job(setup).train()
 
 
+def with_loss(trace: Trace, step: int, loss: float) -> Trace:
+    """Return the trace with another loss of one step, on all ranks."""
+    ranks = []
+    for rank_trace in trace.ranks:
+        rows = rank_trace.rows.copy()
+        rows["value"][(rows["kind"] == Kind.METRIC) & (rows["step"] == step)] = loss
+        ranks.append(RankTrace(rank_trace.rank, rows, rank_trace.start))
+    return Trace(trace.header, tuple(ranks))
+
+
 def example_trace(
     num_ranks: int = 4, num_units: int = 4, steps: int = 3, *, reshard_after_forward: bool = True
 ) -> Trace:

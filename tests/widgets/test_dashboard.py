@@ -112,6 +112,17 @@ def test_other_ranks_are_told_apart_from_a_new_grouping_of_the_same(made):
     assert not ask(widget)[0]["another"]
 
 
+def test_before_the_first_step_it_says_how_to_train_one(made):
+    trace = example_trace(num_ranks=4)
+    first = min(int(np.flatnonzero(r.rows["kind"] == Kind.STEP)[0]) for r in trace.ranks)
+    assert first > 0
+    workbench = Pretender(prefix(trace, first))
+    widget = made(workbench)
+    assert ask(widget)[0]["said"] == "No step was trained yet: press step, or %fsdp step 20."
+    workbench.trace = trace
+    assert ask(widget)[0]["said"] == ""
+
+
 def test_ranks_that_died_are_told_with_the_cause(made):
     workbench = Pretender()
     widget = made(workbench)

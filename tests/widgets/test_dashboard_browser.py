@@ -9,7 +9,7 @@ import pytest
 from tests.browser import open_offline
 from tests.source import REPO
 from tests.trace.on_device import on_devices
-from tests.trace.simulation import example_trace
+from tests.trace.simulation import example_trace, with_loss
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
@@ -17,6 +17,7 @@ from workbench.errors import UsageError
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
 from workbench.session.pulse import UnderWay
+from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import STATIC, joined
 
@@ -79,7 +80,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
         notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
     memory, states, timeline = notes
     assert " · in the host's order, at its times · backward of" in memory
-    assert states == "unsharded: none · ranks 0-3 alike · in the host's order, at its times"
+    assert states == "unsharded on ranks 0-3: none · in the host's order, at its times"
     assert timeline.startswith("times are the GPU's, within 6.00 µs · drag to pan")
 
 
@@ -134,6 +135,35 @@ def look(page, widget):
     return page.evaluate(LOOKS)
 
 
+@pytest.mark.parametrize("where", ["view.root", "view.timeline.canvas"])
+def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
+    """Lumino lets a key be that is pressed in an element with the attribute, and looks at the document."""
+    page, _ = shown
+    kept = page.evaluate(
+        f"""() => ["l", "ArrowLeft", "Control", "Alt", "Meta"].map((name) => {{
+            let isKept = null;
+            const look = (event) => {{ isKept = event.target.closest("[data-lm-suppress-shortcuts]") !== null; }};
+            document.addEventListener("keydown", look, {{capture: true, once: true}});
+            const more = {{Control: {{ctrlKey: true}}, Alt: {{altKey: true}}, Meta: {{metaKey: true}}}}[name];
+            const key = more ? "c" : name;
+            {where}.dispatchEvent(new KeyboardEvent("keydown", {{key, bubbles: true, ...more}}));
+            return isKept;
+        }})"""
+    )
+    assert kept == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("loss", "says"), [(float("nan"), "NaN"), (float("inf"), "inf")])
+def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, says):
+    workbench = Pretender(with_loss(example_trace(), 2, loss))
+    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+        assert look(page, widget)["loss"] == says
+        trace = of_others(workbench.trace)
+        names = tuple("accuracy" if name == "loss" else name for name in trace.header.strings)
+        workbench.trace = Trace(replace(trace.header, strings=names), trace.ranks)
+        assert look(page, widget)["loss"] == "\u2013"
+
+
 @pytest.mark.parametrize(("width", "columns"), [(700, 2), (800, 2), (880, 4), (1280, 4)])
 def test_its_cards_are_four_in_a_row_or_two(shown, width, columns):
     page, _ = shown
@@ -152,18 +182,18 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
 
     workbench.alive[1], workbench.losses = False, {1: "died: the process was killed by SIGKILL"}
     over = look(page, widget)
-    assert (over["live"], over["isPressed"]) == ("\u25cb newest", "false")
+    assert (over["live"], over["isPressed"]) == ("\u25cb latest", "false")
     assert over["said"].startswith(
         "rank 1 died: the process was killed by SIGKILL. No step is possible any more: %fsdp"
     )
     assert over["ranks"].startswith("rank 1gone"), "first, as there may be no room for all"
     enabled = set(page.locator(".fw-buttons button:not([aria-disabled='true'])").all_inner_texts())
-    assert enabled <= {"pause", "abort", "hold last step", "\u25cb newest"}
+    assert enabled <= {"pause", "abort", "hold last step", "\u25cb latest"}
     assert over["loss"] == working["loss"]
 
     workbench.running, workbench.losses = False, {}
     stopped = look(page, widget)
-    assert stopped["live"] == "\u25cb newest"
+    assert stopped["live"] == "\u25cb latest"
     assert " · " in stopped["ranks"] or "ends" in stopped["ranks"]  # what they did last
     assert stopped["said"].startswith("No ranks are running")
 
@@ -188,7 +218,7 @@ def test_at_a_glance(shown):
     page, widget = shown
     assert page.locator(".fw-badge").inner_text() == "\u25b6 training"
     assert page.locator(".fw-foot").inner_text().startswith("4 ranks on ")
-    assert "unsharded: " in page.evaluate("view.states.note.textContent")
+    assert "unsharded on rank" in page.evaluate("view.states.note.textContent")
     assert page.evaluate("view.lines[2].number.textContent").endswith(" %")
     page.locator(".fw-hold").click()
     step = page.evaluate("[view.steps.columns.t, view.steps.columns.ms].map((column) => column[view.steps.length - 1])")

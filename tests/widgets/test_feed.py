@@ -12,6 +12,7 @@ from workbench.events import Edge, Kind, UnitState
 from workbench.replay import memory, states, training
 from workbench.replay.holds import without_holds
 from workbench.trace.columns import RankTrace, Trace
+from workbench.views.tracks import WAIT_TRACK
 from workbench.widgets.feed import Feed
 from workbench.widgets.packing import COLUMNS, WIDTHS, pack
 from workbench.widgets.spans import thinned
@@ -129,7 +130,7 @@ def test_spans_of_a_step_are_those_that_were_recorded():
         mine = spans[spans["track"] == track]
         assert mine["begin_ns"].tolist() == begun["t_ns"].tolist()
         assert mine["num_bytes"].tolist() == begun["num_bytes"].tolist()
-    waits = spans[(spans["track"] == 0) & (spans["kind"] == Kind.WAIT)]
+    waits = spans[(spans["track"] == WAIT_TRACK) & (spans["kind"] == Kind.WAIT)]
     assert len(waits)
     assert waits["exposed"].all()
     assert (waits["issue_ns"] <= waits["begin_ns"]).all()

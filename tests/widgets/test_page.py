@@ -84,6 +84,24 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
 
 
 @pytest.mark.browser
+def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
+    """Not on a slow machine either, before its record is read."""
+    with opened_page(chromium, tmp_path, example_trace(num_ranks=2, steps=1)) as opened:
+        said = opened.page.evaluate(
+            """() => {
+              const view = document.querySelector(".fw-dashboard").dashboard;
+              view.answeredAt = -1e9;
+              view.say();
+              const late = view.sentence.textContent;
+              view.status = null;
+              view.drawHead(null);
+              return [late, view.live.textContent];
+            }"""
+        )
+    assert said == ["", "\u25cb latest"]
+
+
+@pytest.mark.browser
 def test_names_that_are_html_are_text_of_it_everywhere(chromium, tmp_path):
     trace = same_with_names(example_trace(num_ranks=2, steps=2), EVIL)
     with opened_page(chromium, tmp_path, trace, title=EVIL) as opened:

@@ -4,16 +4,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trace.aborting import aborted
 from tests.trace.on_device import hung, on_devices
 from tests.trace.strategies import cuttings, example_trace, traces
 from tests.widgets.long_trace import long_trace
 from workbench.events import COLLECTIVES, COPIES, Edge, Kind
 from workbench.trace import check
 from workbench.trace.columns import RankTrace
+from workbench.views.tracks import LANES, tracks
 from workbench.widgets.spans import TRACKS, RankSpans
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
-OWN = (*TRACKS[0][1], Kind.STEP)  # what the rank's own thread does
+OWN = (*TRACKS[0][1], Kind.STEP, Kind.WAIT)  # what the rank's own thread does
+WAITS = next(track for track, (name, _) in enumerate(TRACKS) if name == "wait")
 
 
 class Reader:
@@ -22,6 +25,7 @@ class Reader:
     def __init__(self, rank_trace):
         self.open, self.since, self.compute = [], None, []
         self.collectives, self.issued = {}, {}
+        self.waits, self.wait_of = [], {}
         for row in rank_trace.rows:
             key = (int(row["comm_group"]), int(row["comm_seq"]))
             if row["kind"] in OWN:
@@ -34,9 +38,16 @@ class Reader:
         if row["edge"] == Edge.BEGIN:
             self.goes_by(int(row["t_ns"]))
             self.open.append((name, int(row["num_bytes"])))
-            if row["kind"] == Kind.WAIT and key in self.collectives and self.collectives[key][5] is None:
-                self.collectives[key][2] = 1  # compute waits before its end is known
+            if row["kind"] == Kind.WAIT:
+                if key in self.collectives and self.collectives[key][5] is None:
+                    self.collectives[key][2] = 1  # compute waits before its end is known
+                begin_ns, issue_ns = int(row["t_ns"]), self.issued.get(key, -1)
+                fields = [WAITS, int(Kind.WAIT), 1, int(row["unit"]), begin_ns, None, issue_ns, int(row["num_bytes"])]
+                self.waits.append(fields)
+                self.wait_of[name] = fields
         else:
+            if row["kind"] == Kind.WAIT:
+                self.wait_of[name][5] = int(row["t_ns"])
             mine = next(k for k in reversed(range(len(self.open))) if self.open[k][0] == name)
             if mine == len(self.open) - 1:
                 self.goes_by(int(row["t_ns"]))
@@ -45,11 +56,9 @@ class Reader:
     def goes_by(self, t_ns):
         """Time up to now belongs to what began last."""
         if self.open and t_ns > self.since:
-            (kind, unit, key), num_bytes = self.open[-1]
-            is_wait = kind == Kind.WAIT
-            issue_ns = self.issued.get(key, -1) if is_wait else -1
-            if kind != Kind.STEP:
-                self.compute.append([0, kind, int(is_wait), unit, self.since, t_ns, issue_ns, num_bytes])
+            (kind, unit, _), num_bytes = self.open[-1]
+            if kind not in (Kind.STEP, Kind.WAIT):
+                self.compute.append([0, kind, 0, unit, self.since, t_ns, -1, num_bytes])
         self.since = t_ns
 
     def collective(self, row, key):
@@ -62,8 +71,8 @@ class Reader:
             self.collectives[key][5] = int(row["t_ns"])
 
     def spans(self):
-        tracks = range(1, len(TRACKS))
-        return [*self.compute, *(found for track in tracks for found in self.collectives.values() if found[0] == track)]
+        whole = [*self.collectives.values(), *self.waits]
+        return [*self.compute, *(found for track in range(1, len(TRACKS)) for found in whole if found[0] == track)]
 
 
 @given(traces(whole=True))
@@ -87,6 +96,53 @@ def test_in_pieces_or_at_once(data):
 
 def test_a_long_trace_is_a_valid_one():
     assert check(long_trace(num_ranks=2, rows_per_rank=4_000)) == []
+
+
+# ---- as in the other pictures
+
+
+def drawn(rank_trace):
+    """What the static timeline draws of a rank: track, kind, unit, begin and end, in order."""
+    bars = tracks(rank_trace, int(rank_trace.rows["t_ns"].max())).bars
+    columns = bars.lane // LANES, bars.colour, bars.unit, bars.begin_ns, bars.end_ns
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def told(rank_trace):
+    """The same of the live one; what has not ended ends with the last row, as there."""
+    reader = RankSpans()
+    ended = reader.take(rank_trace)
+    open_now = reader.open.copy()
+    open_now["end_ns"] = rank_trace.rows["t_ns"].max()
+    found = np.concatenate([ended, open_now])
+    found = found[found["end_ns"] > found["begin_ns"]]
+    return sorted(found[["track", "kind", "unit", "begin_ns", "end_ns"]].tolist())
+
+
+@given(traces(whole=True), st.integers(0, 3), st.floats(0, 1))
+def test_the_live_timeline_draws_what_the_static_one_draws(trace, step, share):
+    """Of whole steps, of one under way, and of one that was aborted."""
+    if all((r.rows["step"] == step).any() for r in trace.ranks):
+        trace = aborted(trace, step, share)
+    for rank_trace in trace.ranks:
+        if len(rank_trace.rows):
+            assert told(rank_trace) == drawn(rank_trace)
+
+
+@given(st.floats(0, 1), st.booleans(), st.data())
+def test_an_abort_ends_what_was_open(share, goes_on, data):
+    trace = aborted(example_trace(num_ranks=2, steps=3), 1, share)
+    for rank_trace in trace.ranks:
+        rows = rank_trace.rows
+        reset = np.flatnonzero(rows["kind"] == Kind.RESET)
+        whole = rank_trace if goes_on else rank_trace.cut(0, int(reset[-1]) + 1)
+        reader = RankSpans()
+        pieces = [reader.take(whole.cut(0, part.stop)) for part in data.draw(cuttings(len(whole.rows)))]
+        assert not len(reader.open)
+        found = np.concatenate(pieces)
+        until_ns = rows["t_ns"][: reset[0]].max()
+        begun = found[found["begin_ns"] <= until_ns]
+        assert begun["end_ns"].max() <= until_ns, "nothing of the aborted step lies over what follows"
 
 
 # ---- on devices
@@ -127,7 +183,8 @@ def test_a_device_that_hangs_is_seen_in_what_it_is_in():
     reader = RankSpans()
     reader.take(stuck.rank(0), header=stuck.header)
     open_now = reader.open
-    assert [Kind(kind) for kind in open_now["kind"][open_now["track"] == 0]] == [Kind.WAIT]
+    assert [Kind(kind) for kind in open_now["kind"][open_now["track"] == WAITS]] == [Kind.WAIT]
+    assert not (open_now["track"] == 0).any(), "it waits, and does not compute"
 
 
 def test_nothing_is_told_of_a_device_before_it_tells():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.replay.test_shards import make_flat
 from tests.trace.on_device import on_devices
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
@@ -15,7 +16,7 @@ from tests.widgets.test_dashboard import HELD, RUNNING, prefix
 from workbench.events import Edge, Kind
 from workbench.protocol.messages import Position
 from workbench.reports.follow import Progress
-from workbench.session.pulse import Pulse, UnderWay, pulse
+from workbench.session.pulse import Policy, Pulse, UnderWay, pulse
 from workbench.trace.columns import Trace
 from workbench.widgets.answers import Answers
 from workbench.widgets.steps import LATE, Steps
@@ -107,30 +108,59 @@ def resharded(trace, **changes):
 
 
 def test_what_was_turned_is_named():
-    before = knobs(TRACE.header)
+    before = knobs(TRACE.header.units)
     assert turned(before, before) == ""
     changed = resharded(TRACE, reshard_after_forward=False, offload=True)  # the root's was false before
     said = "reshard after forward: true → false (blocks.0, blocks.1, blocks.2); offloaded: false → true"
-    assert turned(before, knobs(changed.header)) == said
-    fewer = Trace(replace(TRACE.header, units=TRACE.header.units[:2]), TRACE.ranks)
-    assert turned(before, knobs(fewer.header)) == "4 units → 2"
+    assert turned(before, knobs(changed.header.units)) == said
+    assert turned(before, knobs(TRACE.header.units[:2])) == "4 units → 2"
+    flat = knobs([replace(unit, params=(make_flat((3, 4), 2),)) for unit in TRACE.header.units])
+    assert turned(before, flat) == "api: fully_shard → classic"
 
 
-def test_a_turn_of_a_knob_is_told_with_what_it_costs_before_and_after():
-    trace, answers = simulate(Setup(num_ranks=2, steps=8)), Answers()
-    steps = trace.rank(0).rows["step"]
-    half = int(np.flatnonzero(steps == 4)[0])
-    first, _ = answers.answer({"ask": "feed"}, Pulse(trace=prefix(trace, half)), time.monotonic)
-    assert first["change"] is None
-    told, _ = answers.answer({"ask": "feed"}, Pulse(trace=resharded(trace, offload=True)), time.monotonic)
-    change = told["change"]
-    assert change["what"] == "offloaded: false → true"
-    assert change["at_step"] in (3, 4)
-    for costs in (change["before"], change["after"]):
-        assert costs["num_steps"] >= 2
-        assert costs["ms"] > 0
+LONG = simulate(Setup(num_ranks=2, steps=12))
+PLAIN, OFFLOADED, KEPT = (
+    resharded(LONG, **changes).header.units for changes in ({}, {"offload": True}, {"reshard_after_forward": False})
+)
+
+
+def change_told(parts):
+    """The last change that a view is told of which looks after so many steps, while these policies are known."""
+    answers, change = Answers(), None
+    steps = LONG.rank(0).rows["step"]
+    for until, policies in parts:
+        trace = prefix(LONG, int(np.flatnonzero(steps == until)[0]) if until < 12 else len(steps))
+        known = tuple(Policy(from_step=step, units=units) for step, units in policies)
+        told, _ = answers.answer({"ask": "feed"}, Pulse(trace=trace, policies=known), time.monotonic)
+        change = told["change"] or change
+    return change
+
+
+def cost_of(first, last):
+    """Median time of some steps in ms."""
+    told = Steps().take(LONG)
+    return float(np.median(told["step_ns"][(told["step"] >= first) & (told["step"] <= last)])) / 1e6
+
+
+@pytest.mark.parametrize("looks", [(12,), (4, 12), (6, 8, 12), tuple(range(1, 13))])
+def test_a_change_of_policy_is_told_with_its_step_whenever_a_view_looks(looks):
+    """The last of two changes, after steps 4 and 8; no average is over steps of two policies."""
+    known = [(0, PLAIN), (5, OFFLOADED), (9, KEPT)]
+    change = change_told([(until, [policy for policy in known if policy[0] < max(until, 1)]) for until in looks])
+    offload = "offloaded: true → false"
+    assert change["what"] == f"reshard after forward: true → false (blocks.0, blocks.1, blocks.2); {offload}"
+    assert change["at_step"] == 9
+    before, after = change["before"], change["after"]
+    assert (before["num_steps"], before["ms"]) == (3, pytest.approx(cost_of(6, 8)))
+    assert (after["num_steps"], after["ms"]) == (2, pytest.approx(cost_of(10, 11)))
+    for costs in (before, after):
         assert 0 <= costs["exposed"] <= 1
         assert costs["peak_bytes"] > 0
+
+
+def test_what_changes_no_setting_is_no_change_of_policy():
+    renamed = tuple(replace(unit, comm="gloo") for unit in PLAIN)
+    assert change_told([(12, [(0, PLAIN), (5, renamed)])]) is None
 
 
 def test_how_far_a_command_is_and_why_ranks_stopped():

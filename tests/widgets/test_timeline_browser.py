@@ -283,6 +283,17 @@ def test_what_is_known_more_closely_is_drawn_instead(page):
     assert stats(page)["counts"] == [90, *[40] * 11]
 
 
+def test_a_loss_that_is_not_finite_is_shown_however_it_crosses(page):
+    """Binary columns hold it as a number, JSON as text."""
+    said = page.evaluate(
+        """async () => {
+            const {formatLoss} = await load(given.format);
+            return [NaN, "nan", Infinity, "inf", -Infinity, "-inf", 0, 2.303, 3.975e-6].map(formatLoss);
+        }"""
+    )
+    assert said == ["NaN", "NaN", "inf", "inf", "-inf", "-inf", "0.000", "2.303", "3.975e-6"]
+
+
 def test_numbers_read_as_in_the_other_views(page):
     sizes = [0, 1, 1023, 1024, 1025, 1179648, 1185000, 10475274, 104_805_000, 5 * 2**29, 1100 * 2**40]
     times_us = [0, 0.125, 0.004, 1, 1.125, 9.995, 12.25, 99.95, 999.9996, 1000, 1125, 62_500, 1e6, 3.6e9]
@@ -376,7 +387,7 @@ def test_a_hold_is_a_thin_line_that_says_how_long_it_was(page):
     empty = box["y"] + stats(page)["plot"]["top"] + 1
     assert colour_at(page, box["x"] + hold["x"], empty) != colour_at(page, box["x"] + hold["x"] + 3, empty)
     page.mouse.move(box["x"] + hold["x"] + 2, empty + 30)
-    assert page.get_by_role("tooltip").inner_text() == "held 17.9 s: cut out"
+    assert page.get_by_role("tooltip").inner_text() == "ranks stood still for 17.9 s: cut out"
     page.mouse.move(box["x"] + hold["x"] + 40, empty)
     stats(page)
-    assert not page.get_by_text("held 17.9 s: cut out").is_visible()
+    assert not page.get_by_text("17.9 s: cut out").is_visible()

@@ -31,6 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from workbench.codec import NotFinite
 from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import Past
 from workbench.reports.places import State as Health
@@ -346,7 +347,7 @@ class TrainingState:
     """
 
     step: int = -1
-    loss: float | None = None
+    loss: float | NotFinite | None = None
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.codec import sent_number
 from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.panel.messages import (
     ClockState,
@@ -134,7 +135,7 @@ class Observer:
         found = self._follower.catch_up(trace)
         return TrainingState(
             step=found.step,
-            loss=found.loss,
+            loss=sent_number(found.loss),
             steps_per_s=1e9 / found.step_ns if found.step_ns else None,
             tokens_per_s=found.tokens_per_s,
         )

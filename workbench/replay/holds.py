@@ -5,6 +5,9 @@ showed it, minutes of nothing would stand beside milliseconds of work. It is cut
 and none works: each of the others is held as well, waits for communication, or is between steps. One mapping serves
 all ranks, so the order of events across ranks stays as it was.
 
+An axis of a whole run can leave out idle time as well (:class:`GrowingCuts`): time between steps in which no rank does
+anything, if it is long. What a rank did after the last row of a step that was aborted, nobody recorded: it is idle.
+
 Example: rank 0 is held from 10 to 50; rank 1 works until 14, is held from then on to 52. From 14 to 50 nobody works
 and that is cut out: 14 and 50 are the same place, 52 lies 2 after it. Rank 0 is still drawn as held from 10 to 14.
 
@@ -95,6 +98,8 @@ class _Changes:
     t_ns: Ints
     is_held: NDArray[np.bool_]
     works: NDArray[np.bool_]
+    is_busy: NDArray[np.bool_]  # not idle
+    begins_with_reset: bool
 
 
 def without_holds(trace: Trace) -> tuple[Trace, Cuts]:
@@ -111,14 +116,19 @@ def cuts(trace: Trace) -> Cuts:
     if not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
         return Cuts()
     changes = [_changes(r.rows, _Stance())[0] for r in trace.ranks]
-    return _cuts(changes, _last_ns(trace)).joined()
+    return _cuts(changes, 0, _last_ns(trace)).joined()
 
 
 class GrowingCuts:
-    """The cuts of a growing trace. What was shown once stays where it is: later cuts lie behind it."""
+    """The cuts of a growing trace. What was shown once stays where it is: later cuts lie behind it.
 
-    def __init__(self) -> None:
+    Args:
+        least_idle_ns: idle time of at least this length is cut out as well; None: none is.
+    """
+
+    def __init__(self, least_idle_ns: int | None = None) -> None:
         self.cuts = Cuts()
+        self._least_idle_ns = least_idle_ns
         self._stances: dict[int, _Stance] = {}
         self._pending: dict[int, _Changes] = {}  # since a time at which nobody was held
         self._seen: dict[int, int] = {}
@@ -129,8 +139,10 @@ class GrowingCuts:
         for rank_trace in trace.ranks:
             self._read(rank_trace)
         last_ns = _last_ns(trace)
-        if any(changes.is_held.any() for changes in self._pending.values()):
-            self._add(_cuts(list(self._pending.values()), last_ns))
+        if self._least_idle_ns is not None or any(changes.is_held.any() for changes in self._pending.values()):
+            first_ns = min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)
+            from_ns = max(first_ns, self._until_ns)
+            self._add(_cuts(list(self._pending.values()), from_ns, last_ns, self._least_idle_ns))
         self._until_ns = max(self._until_ns, last_ns)
         if not any(stance.is_held for stance in self._stances.values()):
             self._pending = {rank: _tail(changes) for rank, changes in self._pending.items()}
@@ -173,7 +185,12 @@ def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
         if len(rows)
         else before
     )
-    return _Changes(t_ns=t_ns, is_held=is_held, works=works), after
+    is_busy = is_at_it | is_held | is_waiting
+    resets = kind == Kind.RESET
+    is_busy[:-1] &= ~resets[1:]
+    begins_with_reset = bool(resets[:1].any())
+    found = _Changes(t_ns=t_ns, is_held=is_held, works=works, is_busy=is_busy, begins_with_reset=begins_with_reset)
+    return found, after
 
 
 def _latest(tells: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool) -> NDArray[np.bool_]:
@@ -184,27 +201,49 @@ def _latest(tells: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool)
 
 
 def _together(first: _Changes, second: _Changes) -> _Changes:
+    is_busy = first.is_busy.copy()
+    is_busy[-1:] &= not second.begins_with_reset
     return _Changes(
         t_ns=np.concatenate([first.t_ns, second.t_ns]),
         is_held=np.concatenate([first.is_held, second.is_held]),
         works=np.concatenate([first.works, second.works]),
+        is_busy=np.concatenate([is_busy, second.is_busy]),
+        begins_with_reset=first.begins_with_reset,
     )
 
 
 def _tail(changes: _Changes) -> _Changes:
-    return _Changes(t_ns=changes.t_ns[-1:], is_held=changes.is_held[-1:], works=changes.works[-1:])
+    return _Changes(
+        t_ns=changes.t_ns[-1:],
+        is_held=changes.is_held[-1:],
+        works=changes.works[-1:],
+        is_busy=changes.is_busy[-1:],
+        begins_with_reset=False,
+    )
 
 
-def _cuts(ranks: Sequence[_Changes], last_ns: int) -> Cuts:
-    """Return the times up to ``last_ns`` in which a rank is held and none works; neighbours not joined."""
-    t_ns = np.concatenate([*(changes.t_ns for changes in ranks), [last_ns]])
+def _cuts(ranks: Sequence[_Changes], from_ns: int, last_ns: int, least_idle_ns: int | None = None) -> Cuts:
+    """Return the times up to ``last_ns`` in which a rank is held and none works; neighbours not joined.
+
+    Those in which all are idle for ``least_idle_ns`` as well; None: none of them. Ranks were idle at ``from_ns`` if
+    nothing is known of them before.
+    """
+    t_ns = np.concatenate([[from_ns], *(changes.t_ns for changes in ranks), [last_ns]])
     order = np.argsort(t_ns, kind="stable")
     t_ns = t_ns[order]
-    held, working = (_count([getattr(c, name) for c in ranks])[order] for name in ("is_held", "works"))
-    stands = (np.cumsum(held)[:-1] > 0) & (np.cumsum(working)[:-1] == 0) & (t_ns[1:] > t_ns[:-1])
+    held, working, busy = (
+        np.cumsum(_count([getattr(c, name) for c in ranks])[order])[:-1] for name in ("is_held", "works", "is_busy")
+    )
+    lasts = t_ns[1:] > t_ns[:-1]
+    stands = (held > 0) & (working == 0) & lasts
+    if least_idle_ns is not None:
+        is_idle = busy == 0
+        run = np.cumsum(np.diff(is_idle, prepend=False))  # idle pieces that follow each other have one number
+        run_ns = np.bincount(run, np.diff(t_ns))
+        stands |= is_idle & lasts & (run_ns[run] >= least_idle_ns)
     return Cuts(begin_ns=t_ns[:-1][stands], end_ns=t_ns[1:][stands])
 
 
 def _count(flags: Sequence[NDArray[np.bool_]]) -> Ints:
-    """By how many the ranks of which it is true change, entry by entry of each rank; 0 for the end of all."""
-    return np.concatenate([*(np.diff(flag.astype(np.int64), prepend=0) for flag in flags), [0]]).astype(np.int64)
+    """By how many the ranks of which it is true change, entry by entry of each rank; 0 for the begin and end of all."""
+    return np.concatenate([[0], *(np.diff(flag.astype(np.int64), prepend=0) for flag in flags), [0]]).astype(np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.events import Unit
+from workbench.events import FlatPart, Unit
 from workbench.trace.schema import Header
 
 
@@ -18,7 +18,12 @@ def models(header: Header) -> tuple[int, ...]:
     for unit in header.units:
         roots.setdefault(_root(unit), []).append(unit)
     params = {
-        root: {(param.fqn, param.global_shape) for unit in units for param in unit.params}
+        root: {
+            (each.fqn, each.shape if isinstance(each, FlatPart) else each.global_shape)
+            for unit in units
+            for param in unit.params
+            for each in param.parts or (param,)  # a flat one stands for several
+        }
         for root, units in roots.items()
     }
     undone: list[int] = []

@@ -25,7 +25,7 @@ class Progress:
         step: number of the newest step any rank began, -1 before the first.
         loss: mean over the ranks that logged it, of the newest step with a loss.
         step_ns: time of the newest step finished on every rank, on the slowest rank, in nanoseconds.
-        tokens_per_s: tokens logged for that step by all ranks, per second of ``step_ns``.
+        tokens_per_s: tokens logged for that step by all ranks, per second of ``step_ns``; None if they are not finite.
     """
 
     done: int
@@ -77,7 +77,7 @@ class Follower:
             step=max(s.last_step for s in states),
             loss=float(np.mean(losses)) if losses else None,
             step_ns=step_ns,
-            tokens_per_s=sum(tokens) / step_ns * 1e9 if tokens and step_ns else None,
+            tokens_per_s=sum(tokens) / step_ns * 1e9 if tokens and step_ns and np.isfinite(tokens).all() else None,
         )
 
 

@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Iterable
 
-from workbench.events import Category
+from workbench.events import Category, Edge, Kind
 from workbench.protocol.messages import Drain, Known, Position, Recorded
 from workbench.session.clocks import Clocks
 from workbench.session.door import SideDoor, answers
+from workbench.session.pulse import Policy
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
+from workbench.trace.schema import Rows
 from workbench.trace.wire import from_wire
 
 LEISURE = 0.75
@@ -36,6 +38,7 @@ class Collector:
         positions: by rank, the newest answer to "where".
         heard: the same of the ranks that answered when they were asked last.
         gradient_bytes: by rank, sharded gradients it had when it was last heard of.
+        policies: how models were sharded, and since when.
     """
 
     def __init__(self, clocks: Clocks | None = None) -> None:
@@ -43,6 +46,7 @@ class Collector:
         self.positions: dict[int, Position] = {}
         self.heard: dict[int, Position] = {}
         self.gradient_bytes: dict[int, int] = {}
+        self.policies: tuple[Policy, ...] = ()
         self._builder = TraceBuilder()
         self._versions: dict[int, int] = {}
         self._next_seq: dict[int, int] = {}
@@ -90,9 +94,24 @@ class Collector:
             drained = answers(door, Drain(known=known), known, timeout_s=timeout_s)
             for rank, recorded in drained.items():
                 self._take(rank, recorded)
+            if any(recorded.header is not None for recorded in drained.values()):
+                self._note_policy(self.trace)
             self.heard = {rank: recorded.position for rank, recorded in drained.items()}
             self._drained_at = time.monotonic()
             self._leisure_s = min(LEISURE * len(known) * (self._drained_at - begin), MAX_LEISURE_S)
+
+    def _note_policy(self, trace: Trace) -> None:
+        """Keep which units are in use, if others are than before or as others.
+
+        A command ends with a drain: of one that changes the policy, all steps before it are in ``trace``, and none of
+        those after it is.
+        """
+        units = tuple(unit for unit in trace.header.units if unit.in_use)
+        if units == (self.policies[-1].units if self.policies else ()):
+            return
+        from_step = max((_next_step(rank_trace.rows) for rank_trace in trace.ranks), default=0)
+        before = tuple(policy for policy in self.policies if policy.from_step < from_step)
+        self.policies = (*before, Policy(from_step=from_step, units=units))
 
     def _take(self, rank: int, recorded: Recorded) -> None:
         if recorded.header is not None:
@@ -104,3 +123,12 @@ class Collector:
         self._builder.append(rank, packed, lost=recorded.lost, key_frame=key_frame)
         self.positions[rank] = recorded.position
         self.gradient_bytes[rank] = key_frame.bytes_by_category[Category.SHARDED_GRADS]
+
+
+def _next_step(rows: Rows) -> int:
+    """Return the step that is under way at the last row; that of the next one if none is."""
+    if not len(rows):
+        return 0
+    kind, edge, step = (int(rows[name][-1]) for name in ("kind", "edge", "step"))
+    is_under_way = step >= 0 and (kind, edge) != (Kind.STEP, Edge.END)
+    return step if is_under_way else int(rows["step"].max()) + 1

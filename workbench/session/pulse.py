@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from workbench.events import Unit
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.messages import Position
 from workbench.reports.cursor import Cursor
@@ -56,6 +57,19 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How models are sharded, and since when.
+
+    Attributes:
+        from_step: the step that was under way when it came into force, or the next one if none was.
+        units: those in use.
+    """
+
+    from_step: int
+    units: tuple[Unit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pulse:
     """What a live view is told.
 
@@ -72,6 +86,7 @@ class Pulse:
         under_way: what the ranks were asked and have not ended; None: nothing.
         ended: how the last thing ended that they were asked; None: none has.
         breakpoints: in the order they were added.
+        policies: those that were in force, from the first on.
     """
 
     trace: Trace
@@ -86,6 +101,7 @@ class Pulse:
     under_way: UnderWay | None = None
     ended: Ending | None = None
     breakpoints: tuple[Breakpoint, ...] = ()
+    policies: tuple[Policy, ...] = ()
 
 
 def pulse(

@@ -217,6 +217,7 @@ class Session:
             under_way=_under_way(self.request, trace, self._left()),
             ended=self.ended,
             breakpoints=self.stops(),
+            policies=self._collector.policies,
         )
 
     def _renew_stop(self, positions: Mapping[int, Position]) -> None:

@@ -33,7 +33,8 @@ COPY_TRACK, HOST_TRACK = len(Track), len(Track) + 1
 LANES = 3
 """Lanes of a track: all of it, its upper and its lower half, for collectives that are in flight at the same time."""
 
-_MASKING = (Kind.STEP, Kind.WAIT)  # no compute, but what goes on within is no compute of what lies around either
+MASKING = (Kind.STEP, Kind.WAIT)
+"""Kinds that are no compute; what lies around them does not compute meanwhile either."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,11 +104,11 @@ def tracks(
 
 
 def _compute(part: RankTrace, open_until_ns: int) -> Rectangles:
-    found = spans(part.rows, (*COMPUTE, *_MASKING))
+    found = spans(part.rows, (*COMPUTE, *MASKING))
     ends = closed(found, part.rows)
     goes_on = (found.end_seq < 0) & (ends.end_ns >= last_ns(part.rows))
     owner, begin_ns, end_ns = exclusive(replace(ends, end_ns=np.where(goes_on, open_until_ns, ends.end_ns)))
-    shown = ~np.isin(found.kind[owner], _MASKING)
+    shown = ~np.isin(found.kind[owner], MASKING)
     owner, begin_ns, end_ns = owner[shown], begin_ns[shown], end_ns[shown]
     bars = rectangles(np.zeros_like(owner), found.kind[owner], begin_ns, end_ns, found.unit[owner])
     return replace(bars, num_bytes=found.num_bytes[owner], ended=(found.end_seq[owner] >= 0).astype(np.int64))

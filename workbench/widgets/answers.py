@@ -131,7 +131,9 @@ class Answers:
             self._ends, self._newest_at = ends, begin
         change = None
         if new.groups:
-            change = self._turns.take(trace, new.steps, self._moments, new.groups[0][0], self._feed.cuts)
+            change = self._turns.take(
+                trace, pulse.policies, new.steps, self._moments, new.groups[0][0], self._feed.cuts
+            )
         news = News(
             restart=new.restart,
             another=new.is_another,

@@ -8,7 +8,7 @@ ends are kept.
 
 Words: a *group* is ranks that behave alike, and the first of them is drawn for all; a *track* is a lane of the
 timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds, as they are shown: without the time in which
-ranks were held (:mod:`workbench.replay.holds`). Arrays: ``N`` entries.
+ranks were held or idle (:mod:`workbench.replay.holds`). Arrays: ``N`` entries.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from workbench.trace.schema import KeyFrame
 from workbench.widgets.alike import Alike
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 from workbench.widgets.steps import Steps
+
+LEAST_IDLE_NS = 1_000_000_000
+"""Idle time of at least this length is cut out of the time axis, in nanoseconds."""
 
 MAX_RANKS = 8
 """Ranks with tracks of their own."""
@@ -87,7 +90,7 @@ class Feed:
         self._ends: dict[int, int] = {}
         self._known: dict[int, KeyFrame] = {}
         self._spans: dict[int, RankSpans] = {}
-        self._alike, self._steps, self._growing = Alike(), Steps(), GrowingCuts()
+        self._alike, self._steps, self._growing = Alike(), Steps(), GrowingCuts(LEAST_IDLE_NS)
 
     @property
     def cuts(self) -> Cuts:
@@ -144,7 +147,7 @@ class Feed:
         return found
 
     def _forget(self) -> None:
-        self._alike, self._steps, self._growing, self._ends = Alike(), Steps(), GrowingCuts(), {}
+        self._alike, self._steps, self._growing, self._ends = Alike(), Steps(), GrowingCuts(LEAST_IDLE_NS), {}
         self._forget_drawn()
 
     def _forget_drawn(self) -> None:

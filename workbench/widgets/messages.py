@@ -2,9 +2,9 @@
 
 Every question bears the ``view`` that asks, a name of its own choice, and every answer the ``view`` that it is for,
 which :class:`~workbench.widgets.dashboard.Dashboard` writes on it. Times are microseconds from the view's origin, as
-they are shown: without time in which ranks were held. What is told in numbers is in a buffer beside the message, as
-:data:`workbench.widgets.packing.COLUMNS` says. ``static/messages.d.ts`` has the same types for the front end;
-``python -m workbench.widgets.words`` writes it.
+they are shown: without time in which ranks were held or idle. What is told in numbers is in a buffer beside the
+message, as :data:`workbench.widgets.packing.COLUMNS` says. ``static/messages.d.ts`` has the same types for the front
+end; ``python -m workbench.widgets.words`` writes it.
 
 ============================ =================== ==============================================================
 question                     answer              when
@@ -344,7 +344,7 @@ class News:
         clock: whose times the timeline has, and whose the other panels; empty where there is one clock.
         units: names of the units, by number, if there are others than before.
         order: numbers of those that were not undone, from the top, together with ``units``.
-        holds: where ranks were held and for how long, ``[[at, length], ...]``, if there are others than before.
+        holds: where ranks were held or idle and for how long, ``[[at, length], ...]``, if there are others than before.
         now: all ranks at the newest event, if it is another one.
         peaks: of each group, if anything was recorded.
         has_moved: the cursor of ``%fsdp back`` is elsewhere than before.

@@ -29,7 +29,15 @@ COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "memory": (("t", "f8"), ("bytes", "f4"), ("group", "u1")),
     "states": (("t", "f8"), ("unit", "i2"), ("group", "u1"), ("state", "u1")),
-    "steps": (("t", "f8"), ("step", "i4"), ("loss", "f4"), ("ms", "f4"), ("exposed", "f4"), ("model", "i4")),
+    "steps": (
+        ("t", "f8"),
+        ("step", "i4"),
+        ("loss", "f4"),
+        ("has_loss", "u1"),
+        ("ms", "f4"),
+        ("exposed", "f4"),
+        ("model", "i4"),
+    ),
 }
 WIDTHS = {("memory", "bytes"): len(Category)}
 """Numbers an entry of columns that have several; the others have one."""
@@ -106,5 +114,5 @@ def _steps(found: NDArray[np.void], origin_ns: int) -> dict[str, NDArray[Any]]:
     return {
         "t": to_us(found["end_ns"], origin_ns),
         "ms": found["step_ns"] / 1e6,
-        **{name: found[name] for name in ("step", "loss", "exposed", "model")},
+        **{name: found[name] for name in ("step", "loss", "has_loss", "exposed", "model")},
     }

@@ -1,7 +1,7 @@
 """What a rank did from when to when, read off a growing trace: the rectangles of the live timeline.
 
-A span is told once it has ended, and each track's in the order they began. Of nested compute each stretch belongs to
-the innermost span, as in the static timeline. Arrays: ``N`` spans.
+A span is told once it has ended or was aborted, and each track's in the order they began. Of nested compute each
+stretch belongs to the innermost span, as in the static timeline. Arrays: ``N`` spans.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, REDUCTIONS, Kind
+from workbench.events import COLLECTIVES, Kind, Track
 from workbench.replay.device import Clock, clock_of, on_device
 from workbench.replay.holds import Cuts
-from workbench.replay.spans import Ints, Spans, closed, exclusive, spans
+from workbench.replay.spans import Ints, Spans, closed, end_aborted, exclusive, spans
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, KeyFrame, Rows
-from workbench.views.tracks import COMPUTE
+from workbench.views import tracks
+from workbench.views.tracks import COMPUTE, MASKING, WAIT_TRACK
 
-TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    ("compute", (*COMPUTE, Kind.WAIT)),
-    ("all-gather", tuple(kind for kind in COLLECTIVES if kind not in REDUCTIONS)),
-    ("reduce", REDUCTIONS),
-)
-"""Name and kinds of each track of a rank, from the top; a wait is something the rank's own thread does."""
+TRACKS = tracks.TRACKS[: len(Track)]
+"""Name and kinds of each track of a rank, from the top: those of the static timeline."""
 
 SPAN_DTYPE = np.dtype(
     [
@@ -93,42 +90,45 @@ class RankSpans:
         if clock_of(header) is Clock.DEVICE:
             rows, end_seq = _of_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
         rows = rows if cuts is None else cuts.rows(rows)
-        every = spans(rows, _READ)  # found once: it is what takes the time
-        parts = [self._compute(rows, every), *(self._collectives(rows, every, track) for track in self._told)]
-        self._from_seq, self._end_seq = _oldest_open(rows, every, end_seq), until_seq
+        every = end_aborted(spans(rows, _READ), rows)  # found once: it is what takes the time
+        parts = [self._compute(rows, every), *(self._whole(rows, every, track) for track in self._told)]
+        oldest_open = int(every.begin_seq[every.end_seq < 0].min(initial=end_seq))
+        self._from_seq, self._end_seq = oldest_open, until_seq
         ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
         for found in (ended, self.open):
             found["track"] += first_track
         return ended
 
     def _compute(self, rows: Rows, every: Spans) -> _Parts:
-        found = _of(every, (*TRACKS[0][1], Kind.STEP))
+        found = _of(every, (*COMPUTE, *MASKING))
         owner, begin_ns, end_ns = exclusive(closed(found, rows))
         fresh = begin_ns >= self._until_ns
         goes_on = np.zeros_like(fresh)
         goes_on[-1:] = found.end_seq[owner[-1:]] < 0
         ended = np.flatnonzero(fresh & ~goes_on)
         self._until_ns = int(end_ns[ended[-1]]) if len(ended) else self._until_ns
-        told = _told_compute(every, found, owner, begin_ns, end_ns)
-        shown = told["kind"] != Kind.STEP
+        told = _told(found, owner, 0, begin_ns, end_ns)
+        shown = ~_of_kind(told, MASKING)
         innermost = np.flatnonzero(found.end_seq < 0)[-1:]
         if not len(innermost) or innermost[0] in owner[-1:]:
             return told[fresh & ~goes_on & shown], told[goes_on & shown]
         now_ns = found.begin_ns[innermost]  # it has begun with the last row: no time belongs to it yet
-        just_begun = _told_compute(every, found, innermost, now_ns, now_ns)
-        return told[fresh & ~goes_on & shown], just_begun[just_begun["kind"] != Kind.STEP]
+        just_begun = _told(found, innermost, 0, now_ns, now_ns)
+        return told[fresh & ~goes_on & shown], just_begun[~_of_kind(just_begun, MASKING)]
 
-    def _collectives(self, rows: Rows, every: Spans, track: int) -> _Parts:
+    def _whole(self, rows: Rows, every: Spans, track: int) -> _Parts:
+        """Return collectives or waits, which may lie within each other."""
         found = _of(every, TRACKS[track][1])
-        given_up = (found.step >= 0) & (found.step < rows["step"].max(initial=-1))
         mine = np.flatnonzero(found.begin_seq > self._told[track])
-        ended = (found.end_seq >= 0) | given_up
-        waits_on = np.flatnonzero(~ended[mine])
+        waits_on = np.flatnonzero(found.end_seq[mine] < 0)
         count = int(waits_on[0]) if len(waits_on) else len(mine)  # told in the order they began
         if count:
             self._told[track] = int(found.begin_seq[mine[count - 1]])
         told = _told(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
-        told["exposed"] = _was_waited_for(every, found)[mine]
+        if track == WAIT_TRACK:
+            told["exposed"], told["issue_ns"] = 1, _issued_ns(every, _keys(found)[mine])
+        else:
+            told["exposed"] = _was_waited_for(every, found)[mine]
         return told[:count], told[waits_on]
 
 
@@ -146,11 +146,9 @@ def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -
     return told
 
 
-def _told_compute(every: Spans, found: Spans, which: Ints, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:
-    told = _told(found, which, 0, begin_ns, end_ns)
-    told["exposed"] = told["kind"] == Kind.WAIT
-    told["issue_ns"] = np.where(told["exposed"], _issued_ns(every, _keys(found)[which]), -1)
-    return told
+def _of_kind(told: NDArray[np.void], kinds: Iterable[Kind]) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.isin(told["kind"], list(kinds))
+    return found
 
 
 def _keys(found: Spans) -> Ints:
@@ -191,12 +189,6 @@ def _lookup(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     return place, known
 
 
-def _oldest_open(rows: Rows, found: Spans, end_seq: int) -> int:
-    """The BEGIN row of the oldest span that may still end, or ``end_seq``."""
-    may_end = (found.end_seq < 0) & ((found.step < 0) | (found.step >= rows["step"].max(initial=-1)))
-    return int(found.begin_seq[may_end].min(initial=end_seq))
-
-
 def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
     """Return at most about ``limit`` spans: the narrowest are merged with their like; each track stays in order.
 
@@ -211,7 +203,7 @@ def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
         pixel_ns *= 2
         merged = _merged(merged, pixel_ns)
     merged = merged[np.lexsort((merged["begin_ns"], merged["track"]))]
-    for track in np.unique(merged["track"][merged["track"] % len(TRACKS) == 0]):
+    for track in np.unique(merged["track"][np.isin(merged["track"] % len(TRACKS), (0, WAIT_TRACK))]):
         mine = np.flatnonzero(merged["track"] == track)
         merged[mine] = _one_after_the_other(merged[mine])
     return merged

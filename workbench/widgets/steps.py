@@ -19,6 +19,7 @@ LEARNED_DTYPE = np.dtype(
     [
         ("step", "<i4"),
         ("loss", "<f4"),
+        ("has_loss", "u1"),  # 0: none was logged, and loss is NaN
         ("step_ns", "<i8"),
         ("end_ns", "<i8"),
         ("model", "<i4"),  # -1: not known
@@ -46,8 +47,8 @@ class Steps:
     def take(self, trace: Trace, cuts: Cuts | None = None) -> NDArray[np.void]:
         """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
 
-        The loss is the mean over ranks, NaN if none was logged; times are those of the slowest rank, as they are
-        shown: without ``cuts``.
+        The loss is the mean over ranks, NaN as well if none was logged; times are those of the slowest rank, without
+        what ``cuts`` leave out.
         """
         for rank_trace in trace.ranks:
             rank = rank_trace.rank
@@ -127,6 +128,7 @@ def _learned(states: list[TrainingState], name: int, count: int) -> NDArray[np.v
     total = np.bincount(place[mine], logged["value"][mine], count)
     number = np.bincount(place[mine], minlength=count)
     told["loss"] = np.where(number > 0, total / np.maximum(number, 1), np.nan)
+    told["has_loss"] = number > 0
     return told
 
 

@@ -6,7 +6,7 @@ in which ranks were held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,30 +17,33 @@ from workbench.replay.alike import label
 from workbench.replay.holds import Cuts
 from workbench.reports.failures import losses_in_words
 from workbench.reports.places import describe, unit_names
-from workbench.session.pulse import Pulse
+from workbench.session.pulse import Policy, Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.widgets.messages import Change, Costs, Status
 from workbench.widgets.moments import Moments
-from workbench.widgets.steps import LEARNED_DTYPE
 
 STUCK_S = 3.0
 """Without a new event for so long ranks that wait for each other are said to be stuck, in seconds."""
 
 COMPARED = 20
-"""Steps before and after a change whose medians are compared, the first one after it left out: it sets up."""
+"""Steps before and after a change whose medians are compared; the first one of a policy is left out: it sets up."""
 
 NAMED = 3
 """Units that are named; of more it is said how many they are."""
 
-_KNOBS = {
-    "reshard_after_forward": "reshard after forward",
-    "shard_size": "ranks that share a copy",
-    "replicate_size": "copies",
-    "compute_dtype": "computed in",
-    "reduce_dtype": "reduced in",
-    "offload": "offloaded",
+Knobs = dict[str, dict[str, object]]
+"""By unit, the settings that a person can change, in words, and their values."""
+
+_KNOBS: dict[str, Callable[[Unit], object]] = {
+    "api": lambda unit: "classic" if any(param.parts for param in unit.params) else "fully_shard",
+    "reshard after forward": lambda unit: unit.reshard_after_forward,
+    "ranks that share a copy": lambda unit: unit.shard_size,
+    "copies": lambda unit: unit.replicate_size,
+    "computed in": lambda unit: unit.compute_dtype,
+    "reduced in": lambda unit: unit.reduce_dtype,
+    "offloaded": lambda unit: unit.offload,
 }
 
 
@@ -125,23 +128,22 @@ def slowest(step: np.void) -> str:
     return f"rank {step['straggler']} is late, the others wait {theme.format_duration(float(step['spread_ns']))} longer"
 
 
-def knobs(header: Header) -> tuple[Unit, ...]:
-    """Return the units in force, without what is no knob: equal as long as nobody has turned one."""
-    return tuple(replace(unit, index=0, root=0, params=(), comm="") for unit in header.units if unit.in_use)
+def knobs(units: Iterable[Unit]) -> Knobs:
+    """Return the settings of each unit, by its name: equal as long as the policy is the same."""
+    return {unit.name: {words: value(unit) for words, value in _KNOBS.items()} for unit in units}
 
 
-def turned(before: tuple[Unit, ...], after: tuple[Unit, ...]) -> str:
-    """Return what was changed between two answers of :func:`knobs`, in words; empty: nothing that has a name."""
-    known = {unit.name: unit for unit in before}
+def turned(before: Knobs, after: Knobs) -> str:
+    """Return what changed between two answers of :func:`knobs`, in words; empty: nothing."""
     found: dict[str, list[str]] = {}
-    for unit in after:
-        for field, words in _KNOBS.items():
-            was, now = (getattr(which, field) if which else None for which in (known.get(unit.name), unit))
-            if was is not None and was != now:
-                found.setdefault(f"{words}: {_said(was)} \u2192 {_said(now)}", []).append(unit_words(unit.name))
+    for name, values in after.items():
+        for words, now in values.items():
+            was = before.get(name, values)[words]
+            if was != now:
+                found.setdefault(f"{words}: {_said(was)} \u2192 {_said(now)}", []).append(unit_words(name))
     every = len(after)
     changes = [words if len(units) == every else f"{words} ({_some(units)})" for words, units in found.items()]
-    if {unit.name for unit in after} != set(known):
+    if after.keys() != before.keys():
         changes.append(f"{theme.plural(len(before), 'unit')} \u2192 {len(after)}")
     return "; ".join(changes)
 
@@ -154,47 +156,61 @@ def _said(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass
 class Turns:
-    """Follows what the last turn of a knob has changed.
+    """Compares the steps under the newest policy with those under the one before."""
 
-    Attributes:
-        what: that was turned, in words; empty: nothing.
-        at_step: the first step after it.
-    """
+    def __init__(self) -> None:
+        self._steps: dict[int, NDArray[np.void]] = {}  # by policy: its first step, and its last ones
+        self._before: tuple[tuple[int, int], Costs | None] = (-1, -1), None
 
-    what: str = ""
-    at_step: int = -1
-
-    def __post_init__(self) -> None:
-        self._before = self._after = np.empty(0, LEARNED_DTYPE)
-        self._knobs: tuple[Unit, ...] | None = None
-        self._costs: Costs | None = None
-
-    def take(self, trace: Trace, new: NDArray[np.void], moments: Moments, rank: int, cuts: Cuts) -> Change | None:
-        """Read ``new`` steps, of LEARNED_DTYPE, and return what they say of the last turn; None: of none.
+    def take(
+        self,
+        trace: Trace,
+        policies: Sequence[Policy],
+        new: NDArray[np.void],
+        moments: Moments,
+        rank: int,
+        cuts: Cuts,
+    ) -> Change | None:
+        """Read ``new`` steps, of LEARNED_DTYPE, and return what they say of the last change; None: of none.
 
         Args:
-            trace: they are of.
-            new: finished steps since the last time.
+            trace: that the steps are of.
+            policies: all that were in force, in their order.
+            new: steps that finished since the last time.
             moments: knows key frames of ``trace``.
-            rank: whose memory is looked at.
-            cuts: what is cut out of the axis on which steps are told.
+            rank: whose memory is compared.
+            cuts: what is cut out of the time axis of the steps.
         """
-        now = knobs(trace.header)
-        if self._knobs is not None and now and now != self._knobs and (words := turned(self._knobs, now)):
-            self.what, self._before, self._after = words, self._after, np.empty(0, LEARNED_DTYPE)
-            self.at_step = int(self._before["step"][-1]) + 1 if len(self._before) else 0
-            self._costs = costs(trace, self._before, moments, rank, cuts)
-        self._knobs = now or self._knobs
-        self._after = np.concatenate([self._after, new])[-COMPARED:]
-        if not self.what or not len(new):
+        if not len(new):
             return None
-        after = self._after[self._after["step"] > self.at_step] if self.at_step >= 0 else self._after
-        found = costs(trace, after, moments, rank, cuts)
-        if self._costs is None or found is None:
+        apart = _apart(policies)
+        place = np.searchsorted([policy.from_step for policy in apart], new["step"], side="right") - 1
+        for at, policy in enumerate(apart):
+            known = self._steps.get(policy.from_step, new[:0])
+            steps = np.concatenate([known, new[place == at]])
+            self._steps[policy.from_step] = np.concatenate([steps[:1], steps[1:][-COMPARED:]])
+        trained = [policy for policy in apart if len(self._steps[policy.from_step])]
+        if len(trained) < 2 or trained[-1] is not apart[-1]:
             return None
-        return Change(what=self.what, at_step=self.at_step, before=self._costs, after=found)
+        first, second = trained[-2:]
+        between = first.from_step, second.from_step
+        before, after = (self._steps[from_step] for from_step in between)
+        if self._before[0] != between:
+            self._before = between, costs(trace, before[1:] if len(before) > 1 else before, moments, rank, cuts)
+        what, found = turned(knobs(first.units), knobs(second.units)), costs(trace, after[1:], moments, rank, cuts)
+        if self._before[1] is None or found is None or not what:
+            return None
+        return Change(what=what, at_step=int(after["step"][0]), before=self._before[1], after=found)
+
+
+def _apart(policies: Sequence[Policy]) -> list[Policy]:
+    """Return the policies that differ from the one before them in a setting."""
+    found: list[Policy] = []
+    for policy in policies:
+        if policy.units and (not found or knobs(policy.units) != knobs(found[-1].units)):
+            found.append(policy)
+    return found
 
 
 def costs(trace: Trace, steps: NDArray[np.void], moments: Moments, rank: int, cuts: Cuts) -> Costs | None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from workbench.errors import WorkbenchError
+from workbench.events import Kind
 from workbench.protocol.breakpoints import UNTIL
 from workbench.replay.alike import label
 from workbench.reports.failures import RESTART, losses_in_words
@@ -160,9 +161,10 @@ def said(pulse: Pulse) -> str:
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
     if pulse.trace.num_rows:
-        if pulse.record:
-            return f"No ranks are running: this is {pulse.record}."
-        return "" if pulse.running else "No ranks are running: this is what the last ones recorded."
+        if not pulse.running:
+            return f"No ranks are running: this is {pulse.record or 'what the last ones recorded'}."
+        has_steps = any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks)
+        return "" if has_steps else "No step was trained yet: press step, or %fsdp step 20."
     if not pulse.running:
         return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
     return (

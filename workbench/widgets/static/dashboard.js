@@ -3,7 +3,7 @@
 // see workbench/widgets/modules.py. What goes over the wire: workbench/widgets/messages.py.
 
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
-import { enable, make, onPress, refill, swatch, write } from "./dom.js";
+import { enable, keepBareKeys, make, onPress, refill, swatch, write } from "./dom.js";
 import { CATEGORIES, KIND, KINDS, UNIT_STATE, UNIT_STATES } from "./events.js";
 import { formatBytes, formatDuration, formatLoss, formatShare, ranksInWords, ranksWithin } from "./format.js";
 import { isDark } from "./look.js";
@@ -25,7 +25,7 @@ const MAX_UNITS = 200;
 const NONE = "\u2013";
 const BADGES = {
   training: "\u25b6 training", stuck: "\u26a0 stuck", stopped: "\u275a\u275a stopped", idle: "\u25cf idle",
-  over: "\u25cb over", dead: "\u2715 ranks died", empty: "\u25cb nothing yet",
+  over: "\u25cb end of recording", dead: "\u2715 ranks died", empty: "\u25cb nothing yet",
 };
 
 /**
@@ -33,6 +33,7 @@ const BADGES = {
  * @typedef {object} Model
  * @property {(name: "about") => About} get
  * @property {(question: Question) => void} send
+ * @property {boolean} [isRecord] there is no kernel: all is in the page
  * @property {(name: "msg:custom", call: OnMessage) => void} on
  * @property {(name: "msg:custom", call: OnMessage) => void} off
  */
@@ -175,7 +176,6 @@ class DashboardView {
     root.classList.add("fw-dashboard");
     root.classList.toggle("fw-canvas", !about.panels.includes("ranks"));
     root.tabIndex = 0;
-    root.dataset.lmSuppressShortcuts = "true"; // arrow keys are the dashboard's while it has the focus
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", "Live dashboard. Left and right arrow keys: event by event. L: live. H: hold the last step.");
     const head = make("div", "fw-head"), state = make("div", "fw-state"), at = make("div", "fw-at");
@@ -313,6 +313,7 @@ class DashboardView {
   listen() {
     const options = { signal: this.ender.signal };
     this.model.on("msg:custom", this.onMessage);
+    keepBareKeys(this.root, options);
     this.root.addEventListener("keydown", (event) => { this.key(event); }, { ...options, capture: true });
     for (const { canvas } of [this.memorySheet, this.statesSheet]) this.listenToScrubs(canvas, options);
     for (const type of ["pointermove", "wheel", "keydown", "dblclick"]) { // what moves the timeline moves the others
@@ -798,10 +799,10 @@ class DashboardView {
     const states = new Set(this.health.map(({ state }) => state));
     const { status } = this;
     // nothing is to come: the ranks were stopped, or some died
-    const isOver = status !== null && (!this.health.length || states.has("gone"));
+    const isOver = this.model.isRecord === true || status !== null && (!this.health.length || states.has("gone"));
     const isThere = status !== null && !isOver;
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
-    write(this.live, isOver ? "\u25cb newest" : this.isLive ? "\u25cf live" : "\u25cb live");
+    write(this.live, isOver ? "\u25cb latest" : this.isLive ? "\u25cf live" : "\u25cb live");
     const works = this.works(), isHeld = states.has("held"), isIdle = isThere && !works && !isHeld;
     const isWhole = !states.has("gone"), goesOn = isWhole && status?.can_go_on === true;
     const can = new Map([["step", isIdle], ["pause", works], ["next", goesOn], ["continue", goesOn],
@@ -827,7 +828,7 @@ class DashboardView {
   }
 
   say() {
-    const isSilent = performance.now() - this.answeredAt > SILENT_MS;
+    const isSilent = !this.model.isRecord && performance.now() - this.answeredAt > SILENT_MS;
     const said = performance.now() < this.sayUntil ? this.said : "";
     write(this.sentence, isSilent ? "The kernel does not answer; it may be busy with a cell, or gone." : said || this.told);
   }
@@ -862,8 +863,8 @@ class DashboardView {
     this.drawChange();
     const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare, loss: formatLoss };
     for (const { value, colour, number, sheet } of this.lines) {
-      const found = here >= 0 ? sure(steps.columns[value][here]) : NaN;
-      write(number, Number.isFinite(found) ? said[value](found) : NONE);
+      const isKnown = here >= 0 && (value !== "loss" || sure(steps.columns.has_loss[here]) > 0);
+      write(number, isKnown ? said[value](sure(steps.columns[value][here])) : NONE);
       sheet.paint(40, (pen, width, height) => { drawLine(pen, width, height, { steps, value, colour, at: step, skin }); });
     }
   }
@@ -941,11 +942,15 @@ class DashboardView {
       .map((unit) => ({ name: sure(this.units[unit]), series: sure(found[unit]), now: now?.at(unit) }));
     const height = units.length * unitHeight(units.length) + 2;
     this.statesSheet.paint(height, (pen, wide, high) => { drawStates(pen, wide, high, { ...scene, units }); });
-    const first = this.groups.at(0);
-    const who = !first ? "" : `${ranksInWords(first)}${this.groups.length > 1 ? " shown" : first.length > 1 ? " alike" : ""}`;
-    const full = this.order.filter((unit) => now?.at(unit) === UNIT_STATE.UNSHARDED).map((unit) => this.units[unit]);
-    const gathered = now ? `unsharded: ${full.join(", ") || "none"}` : "";
-    write(this.states.note, [gathered, who, this.clock].filter(Boolean).join(" \u00b7 "));
+    const gone = this.health.filter(({ state }) => state === "gone").flatMap(({ ranks }) => ranks);
+    const unsharded = (at?.ranks ?? []).flatMap(({ ranks, units: then }) => {
+      const living = ranks.filter((rank) => !gone.includes(rank));
+      const full = this.order.filter((unit) => then.at(unit) === UNIT_STATE.UNSHARDED).map((unit) => this.units[unit]);
+      return living.length ? `unsharded on ${ranksInWords(living)}: ${full.join(", ") || "none"}` : [];
+    });
+    const gathered = [...unsharded, gone.length ? `${ranksInWords(gone)} gone` : ""].filter(Boolean).join(" \u00b7 ");
+    const first = this.groups.at(0), drawn = first && this.groups.length > 1 ? `${ranksInWords(first)} drawn` : "";
+    write(this.states.note, [gathered, drawn, this.clock].filter(Boolean).join(" \u00b7 "));
     this.states.note.title = gathered;
   }
 }

@@ -79,3 +79,16 @@ export function swatch(word, colour, number = "") {
   if (number) entry.append(" ", make("b", "", number));
   return entry;
 }
+
+/**
+ * Keep JupyterLab's shortcuts from keys without a modifier while the focus is in an element; those with one stay its own.
+ * Lumino listens at the document: whether it may act is decided before, at the window.
+ * @param {HTMLElement} element
+ * @param {{ signal: AbortSignal }} options
+ */
+export function keepBareKeys(element, options) {
+  element.dataset.lmSuppressShortcuts = "true";
+  window.addEventListener("keydown", ({ altKey, ctrlKey, metaKey }) => {
+    element.toggleAttribute("data-lm-suppress-shortcuts", !(altKey || ctrlKey || metaKey));
+  }, { ...options, capture: true });
+}

@@ -44,11 +44,15 @@ export function formatDuration(us) {
   return `${threeDigits(us / divisor)} ${unit}`;
 }
 
+/** @typedef {"nan" | "inf" | "-inf"} NotFinite what stands in a message for a number that JSON does not have */
+
 /**
- * A loss with four digits, and no more than nine letters: `2.303`, `3.975e-6`.
- * @param {number} loss
+ * A loss with four digits, and no more than nine characters: `2.303`, `3.975e-6`, `NaN`, `-inf`.
+ * @param {number | NotFinite} loss
  */
 export function formatLoss(loss) {
+  if (typeof loss === "string") return loss === "nan" ? "NaN" : loss;
+  if (!Number.isFinite(loss)) return Number.isNaN(loss) ? "NaN" : loss > 0 ? "inf" : "-inf";
   const size = Math.abs(loss);
   return size === 0 || (size >= 1e-3 && size < 1e4) ? loss.toPrecision(4) : loss.toExponential(3);
 }

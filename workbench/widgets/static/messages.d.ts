@@ -247,8 +247,8 @@ export interface News {
   /** numbers of those that were not undone, from the top, together with `units`. */
   readonly order: readonly number[] | null;
   /**
-   * where ranks were held and for how long, `[[at, length], ...]`, if there are others than
-   * before.
+   * where ranks were held or idle and for how long, `[[at, length], ...]`, if there are others
+   * than before.
    */
   readonly holds: readonly readonly number[][] | null;
   /** all ranks at the newest event, if it is another one. */
@@ -359,6 +359,7 @@ export interface StepsTable {
   readonly t: Float64Array;
   readonly step: Int32Array;
   readonly loss: Float32Array;
+  readonly has_loss: Uint8Array;
   readonly ms: Float32Array;
   readonly exposed: Float32Array;
   readonly model: Int32Array;

@@ -215,12 +215,13 @@ function drawMemoryScale(pen, { axis, base, room, top, skin }) {
   const most = top / 1.12;
   pen.textAlign = "right";
   pen.textBaseline = "middle";
-  for (const part of room > 70 ? [0, 0.5, 1] : [0, 1]) {
-    const y = base - (room / 1.12) * part;
+  const step = 2 ** Math.ceil(Math.log2(Math.max(most, 1) / (room > 70 ? 3 : 1.5)));
+  for (let bytes = 0; bytes <= most; bytes += step) {
+    const y = base - (room / top) * bytes;
     pen.fillStyle = skin.grid;
     pen.fillRect(axis.left, Math.round(y), axis.width, 1);
     pen.fillStyle = skin.soft;
-    pen.fillText(formatBytes(most * part), axis.left - 8, y);
+    pen.fillText(formatBytes(bytes), axis.left - 8, y);
   }
 }
 

@@ -394,6 +394,7 @@ export function modelOf(run) {
   /** @type {Set<(answer: Answer, buffers: DataView[]) => void>} */
   const calls = new Set();
   return {
+    isRecord: true,
     get: () => run.told.about,
     /** @param {Question} question */
     send: (question) => {

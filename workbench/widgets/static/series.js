@@ -136,7 +136,7 @@ export class Steps extends Growing {
 
   /** @param {number} room */
   static make(room) {
-    return { t: new Float64Array(room), step: new Int32Array(room), loss: new Float32Array(room),
+    return { t: new Float64Array(room), step: new Int32Array(room), loss: new Float32Array(room), has_loss: new Uint8Array(room),
       ms: new Float32Array(room), exposed: new Float32Array(room), model: new Int32Array(room) };
   }
 
@@ -148,6 +148,7 @@ export class Steps extends Growing {
       columns.t[length] = t;
       columns.step[length] = sure(table.step[k]);
       columns.loss[length] = sure(table.loss[k]);
+      columns.has_loss[length] = sure(table.has_loss[k]);
       columns.ms[length] = sure(table.ms[k]);
       columns.exposed[length] = sure(table.exposed[k]);
       columns.model[length] = sure(table.model[k]);

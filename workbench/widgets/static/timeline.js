@@ -1,11 +1,12 @@
 // The timeline on a canvas: what each rank did when, of any number of rectangles, at the rate of the screen.
 //
-// Times are microseconds from the run's start, float64, without the time in which ranks were held: *holds* say where that
-// was and how long, `[[at, length], ...]`. Tracks with few items in view are drawn as rectangles, with the names of their
+// Times are microseconds from the run's start, float64, without the time in which ranks were held or idle: *holds* say where
+// that was and how long, `[[at, length], ...]`. Tracks with few items in view are drawn as rectangles, with the names of their
 // units inside and arrows from issue to wait; of the others each pixel gets the mean colour of what happened in it: see
 // track.js. What is known of all of the run is *kept*; of a part of it more may be known, the *close* items, which are
 // then drawn instead.
 
+import { keepBareKeys } from "./dom.js";
 import { KIND, KINDS } from "./events.js";
 import { formatBytes, formatDuration, shorten, timeUnit } from "./format.js";
 import { FONT, Look, isDark, penOf } from "./look.js";
@@ -530,7 +531,7 @@ class Timeline {
   hover(x, y) {
     const hold = this.holdAt(x), found = hold ? null : this.hit(x, y);
     if (found) this.showTip(found, x, y);
-    else if (hold) this.putTip([`held ${formatDuration(hold[1])}: cut out`], x, y);
+    else if (hold) this.putTip([`ranks stood still for ${formatDuration(hold[1])}: cut out`], x, y);
     else this.tip.style.display = "none";
     this.point(found);
   }
@@ -558,7 +559,6 @@ class Timeline {
     Object.assign(canvas.style, { display: "block", width: "100%", touchAction: "pan-y", cursor: "default",
       outline: "none", borderRadius: "4px", userSelect: "none" });
     canvas.tabIndex = 0;
-    canvas.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take the arrow keys before they get here
     canvas.setAttribute("role", "slider");
     canvas.setAttribute("aria-roledescription", "timeline");
     canvas.setAttribute("aria-orientation", "horizontal");
@@ -576,6 +576,7 @@ class Timeline {
 
   listen() {
     const { canvas } = this, options = { signal: this.ender.signal };
+    keepBareKeys(canvas, options);
     canvas.addEventListener("pointerdown", (event) => { this.pointerDown(event); }, options);
     canvas.addEventListener("pointermove", (event) => { this.pointerMove(event); }, options);
     canvas.addEventListener("pointerup", (event) => { this.pointerUp(event); }, options);
@@ -1012,7 +1013,7 @@ class Timeline {
     return { text, x, width, left: Math.min(Math.max(x - width / 2, this.left), this.width - width) };
   }
 
-  /** A thin line, with a mark of two bars in the axis, where ranks were held. */
+  /** A thin line, with a mark of two bars in the axis, where ranks were held or idle. */
   drawHolds() {
     const { pen } = this;
     pen.fillStyle = this.skin.ink;
