@@ -35,7 +35,7 @@ export function Views({ model, draw, execute }: LookingProps): React.JSX.Element
           key={word}
           className="jp-mod-styled"
           isEnabled={isRecorded}
-          title={isRecorded ? sentence(about) : "Nothing is recorded yet."}
+          title={isRecorded ? capital(about) : "Nothing is recorded yet."}
           run={() => { draw({ word: word as ViewWord }); }}
           command={{ word: word as ViewWord }}
         >
@@ -71,10 +71,6 @@ function capital(word: string): string {
   return `${word.slice(0, 1).toUpperCase()}${word.slice(1)}`;
 }
 
-function sentence(about: string): string {
-  return capital(about);
-}
-
 /** Writing, opening and comparing records. */
 export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JSX.Element {
   const { state } = model;
@@ -87,7 +83,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
   return (
     <>
       <Line run={() => void model.do(write)}>
-        <Field label="Export to" hint="A file to write: .html is a page that replays the record, .trace opens again here, .json is for Perfetto">
+        <Field label="Export to" isWide hint="A file to write: .html is a page that replays the record, .trace opens again here, .json is for Perfetto">
           <Text value={path} placeholder="run.html" change={setPath} />
         </Field>
         <Action className="jp-mod-styled" isEnabled={isRecorded && write.path !== ""} title={isRecorded ? undefined : "Nothing is recorded yet."} command={write}>
@@ -95,7 +91,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => void model.do(open)}>
-        <Field label="Open" hint="A .trace file that was exported, by its path from the notebook">
+        <Field label="Open" isWide hint="A .trace file that was exported, by its path from the notebook">
           <Text value={file} placeholder="run.trace" change={setFile} />
         </Field>
         <Action className="jp-mod-styled" isEnabled={!isRunning && open.path !== ""} title={isRunning ? "Stop the ranks first." : undefined} command={open}>
@@ -103,7 +99,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => { draw(compare); }}>
-        <Field label="Compare" hint="Steps of the record, such as last:3, last:3..5 or last:-1, the newest; or a .trace file">
+        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1, the newest; or a .trace file">
           <span className="fsdp-inline">
             <Text value={before} label="Compare" change={setBefore} />
             <Text value={after} label="Compare with" change={setAfter} />

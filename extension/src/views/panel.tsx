@@ -133,13 +133,15 @@ function Advice({ model, execute, show }: PanelProps): React.JSX.Element | null 
   const next = todo(prepared);
   if (headline(state).todo !== undefined || state.request !== null || next === "") return null;
   return (
-    <p className="fsdp-Notice">
+    <div className="fsdp-Notice fsdp-Advice">
       {next}{" "}
       {prepared.isSharded || prepared.hasModel ? null : (
-        <Link run={() => { execute("fsdp:example"); }}>Put an example into the notebook</Link>
+        <button type="button" className="jp-mod-styled jp-mod-accept" onClick={() => { execute("fsdp:example"); }}>
+          Put an example into the notebook
+        </button>
       )}
       {!prepared.isSharded && prepared.hasModel ? <Link run={() => { show("Shard"); }}>Go to the form</Link> : null}
-    </p>
+    </div>
   );
 }
 
