@@ -90,7 +90,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
       icon: shardsIcon,
       execute: openPanel,
     });
-    const dashboards = addDashboards(app, notebooks, tracker, lab, openPanel);
+    const dashboards = addDashboards(app, notebooks, tracker, lab, pictures, openPanel);
     followTabs(app, notebooks, tracker, pictures, dashboards);
     void restorer?.restore(dashboards, {
       command: "fsdp:open-dashboard",
@@ -134,6 +134,7 @@ function addDashboards(
   notebooks: Notebooks,
   tracker: INotebookTracker,
   lab: ILabShell | null,
+  pictures: Pictures,
   openPanel: () => void,
 ): WidgetTracker<MainAreaWidget<DashboardWidget>> {
   const open = new WidgetTracker<MainAreaWidget<DashboardWidget>>({ namespace: "fsdp-dashboards" });
@@ -162,7 +163,8 @@ function addDashboards(
       // Notebook shows one thing alone in its middle: there it goes below, where nothing else gives it a height; the
       // content has none of its own either, and that of the widget around it is overwritten by its layout
       if (lab === null) widget.content.addClass("fsdp-mod-below");
-      app.shell.add(widget, lab === null ? "down" : "main", { mode: "split-right", activate: true });
+      app.shell.add(widget, lab === null ? "down" : "main", pictures.place(tracker.find(({ context }) => context.path === path) ?? null));
+      pictures.beside(widget);
       app.shell.activateById(widget.id);
     },
   });

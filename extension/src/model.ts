@@ -291,6 +291,7 @@ export class PanelModel implements IDisposable {
     const seen = JSON.stringify([cluster.is_running, cluster.num_ranks, ended?.count, this.#units, request === null]);
     if (seen === this.#seen) return;
     this.#seen = seen;
+    if (this.#reply?.line === "") this.#reply = null; // why a button could do nothing, which may be otherwise now
     if (cluster.is_running) void this.findModels(); // a cell may have made some
   }
 

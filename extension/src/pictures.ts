@@ -20,6 +20,7 @@ export class Pictures {
   readonly #rendermime: IRenderMimeRegistry;
   readonly #tabs = new Map<string, Tab>();
   readonly #owners = new WeakMap<Widget, NotebookPanel>();
+  #last: Widget | null = null; // the newest tab beside a notebook
 
   constructor(app: JupyterFrontEnd, rendermime: IRenderMimeRegistry) {
     this.#app = app;
@@ -49,6 +50,21 @@ export class Pictures {
     await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
   }
 
+  /** Where a tab goes: beside the notebook, behind the tabs that are there already. */
+  place(notebook: Widget | null): Parameters<JupyterFrontEnd.IShell["add"]>[2] {
+    const ref = this.#last?.id ?? notebook?.id;
+    const mode = this.#last !== null || window.innerWidth < WIDE ? "tab-after" : "split-right";
+    return { mode, activate: true, ...(ref === undefined ? {} : { ref }) };
+  }
+
+  /** Have further tabs go behind this one. */
+  beside(tab: Widget): void {
+    this.#last = tab;
+    tab.disposed.connect(() => {
+      if (this.#last === tab) this.#last = [...this.#tabs.values()].at(-1) ?? null;
+    });
+  }
+
   #tabOf(notebook: NotebookPanel | null, name: string): Tab {
     const id = `fsdp-${name}-${notebook?.id ?? ""}`;
     const there = this.#tabs.get(id);
@@ -61,12 +77,11 @@ export class Pictures {
     tab.title.caption = notebook === null ? "" : `${name} of ${notebook.context.path}`;
     tab.title.icon = shardsIcon;
     tab.title.closable = true;
-    const beside = [...this.#tabs.values()].at(-1)?.id ?? notebook?.id;
-    const mode = this.#tabs.size > 0 || window.innerWidth < WIDE ? "tab-after" : "split-right";
-    this.#app.shell.add(tab, "main", { mode, ...(beside === undefined ? {} : { ref: beside }) });
+    this.#app.shell.add(tab, "main", this.place(notebook));
     this.#tabs.set(id, tab);
-    if (notebook !== null) this.#owners.set(tab, notebook);
     tab.disposed.connect(() => this.#tabs.delete(id));
+    this.beside(tab);
+    if (notebook !== null) this.#owners.set(tab, notebook);
     return tab;
   }
 }

@@ -1,8 +1,8 @@
 /** The panel in the sidebar, and the line in the status bar. */
+import type { JupyterFrontEnd } from "@jupyterlab/application";
 import { Clipboard, Dialog, ReactWidget, showDialog } from "@jupyterlab/apputils";
 import type { IStateDB } from "@jupyterlab/statedb";
 import { UseSignal } from "@jupyterlab/ui-components";
-import type { CommandRegistry } from "@lumino/commands";
 import type { Message } from "@lumino/messaging";
 import * as React from "react";
 
@@ -20,13 +20,13 @@ const FOLDED = "fsdp-workbench:folded";
 export class Sidebar extends ReactWidget {
   readonly #notebooks: Notebooks;
   readonly #pictures: Pictures;
-  readonly #commands: CommandRegistry;
+  readonly #commands: JupyterFrontEnd["commands"];
   readonly #stored: IStateDB | null;
   readonly #focus: FocusKeeper;
   #settings: Settings;
   #folded: ReadonlySet<string> = new Set();
 
-  constructor(notebooks: Notebooks, pictures: Pictures, commands: CommandRegistry, settings: Settings, stored: IStateDB | null) {
+  constructor(notebooks: Notebooks, pictures: Pictures, commands: JupyterFrontEnd["commands"], settings: Settings, stored: IStateDB | null) {
     super();
     this.#notebooks = notebooks;
     this.#pictures = pictures;

@@ -74,7 +74,8 @@ function capital(word: string): string {
 /** Writing, opening and comparing records. */
 export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JSX.Element {
   const { state } = model;
-  const isRecorded = state?.is_recorded === true, isRunning = state?.cluster.is_running === true;
+  const isRecorded = state?.is_recorded === true;
+  const why = obstacles(state).start; // what has ranks, or comes to have some, opens no file
   const [path, setPath] = React.useState("run.html"), [file, setFile] = React.useState("run.trace");
   const [before, setBefore] = React.useState("last:0"), [after, setAfter] = React.useState("last:-1");
   const write: Export = { word: "export", path: path.trim() };
@@ -94,7 +95,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         <Field label="Open" isWide hint="A .trace file that was exported, by its path from the notebook">
           <Text value={file} placeholder="run.trace" change={setFile} />
         </Field>
-        <Action className="jp-mod-styled" isEnabled={!isRunning && open.path !== ""} title={isRunning ? "Stop the ranks first." : undefined} command={open}>
+        <Action className="jp-mod-styled" isEnabled={why === "" && open.path !== ""} title={why} command={open}>
           Open
         </Action>
       </Line>
