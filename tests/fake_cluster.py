@@ -314,6 +314,7 @@ class FakeCluster:
         return [Connected(rank=r, host="<here>", device="cpu", pid=100 + r) for r in range(self.num_ranks)]
 
     held_by = ""
+    is_free = False
     outlives = False
 
     def detach(self) -> None:

@@ -176,6 +176,7 @@ class Workbench:
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._exchange: Exchange = ""
+        self._target = Target()  # of the ranks that were attached last
         self._last_trace = Trace.empty()
         self._past: deque[Past] = deque(maxlen=MAX_PAST)
         self.record = ""
@@ -257,7 +258,8 @@ class Workbench:
         """Have engines that run already as ranks (``%fsdp attach``); forgets what earlier ones recorded.
 
         Engines that are ranks already keep their variables. If another notebook has them, views and the dashboard show
-        what they do, and commands are refused.
+        what they do, and commands are refused. Where such ranks are shown already, and no cluster is named, they are
+        the ones: so they are taken once they are free.
 
         Args:
             num_ranks: how many of the engines; None: all.
@@ -272,10 +274,14 @@ class Workbench:
             UsageError: ranks run here, or there is no such cluster, or it has fewer engines.
             ClusterError: the cluster does not answer, or its engines do not fit together.
         """
-        self._check_replaceable("%fsdp attach")
-        self.stop()
-        begin = time.monotonic()
         target = Target(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
+        if not self.held_by:
+            self._check_replaceable("%fsdp attach")
+        elif target == Target():
+            target = self._target
+        self.stop()
+        self._target = target
+        begin = time.monotonic()
         with self._exchanging("start"):
             cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
             cluster.start()
@@ -309,6 +315,12 @@ class Workbench:
         """Who else commands the ranks, in words: they can be looked at only then; empty: nobody."""
         session = self._session
         return "" if session is None else session.cluster.held_by
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the notebook that had the ranks has let go of them: :meth:`join` takes them then."""
+        session = self._session
+        return session is not None and session.cluster.is_free
 
     def stop(self) -> str | None:
         """Stop the ranks; nothing happens when none run. The trace stays.
@@ -414,6 +426,7 @@ class Workbench:
             record=self.record,
             kept=tuple(process.pid for process in KEEPER.processes),
             holder=self.held_by,
+            is_free=self.is_free,
             clocks=trace.header.clocks,
             stopped=str(request.stop) if request is not None and request.state == "stopped" else "",
         )

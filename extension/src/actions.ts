@@ -1,21 +1,20 @@
-/** The commands of training as commands of JupyterLab: for the palette, shortcuts and context menus. */
+/** What the panel does as commands of JupyterLab: for the palette, shortcuts and context menus. */
 import type { JupyterFrontEnd } from "@jupyterlab/application";
-import { MainAreaWidget } from "@jupyterlab/apputils";
-import { type IRenderMimeRegistry, MimeModel } from "@jupyterlab/rendermime";
-import type { PartialJSONObject } from "@lumino/coreutils";
-import { Panel } from "@lumino/widgets";
 
-import { shardsIcon } from "./icon";
-import type { PanelModel } from "./model";
 import type { Notebooks } from "./notebooks";
-import type { Break, Command } from "./protocol";
+import type { Pictures } from "./pictures";
+import { type Break, type Command, VIEWS } from "./protocol";
 import type { Settings } from "./settings";
 import { type Can, can, pathOf } from "./words";
 
+/** What is drawn, or said in a table. */
+export type ViewWord = keyof typeof VIEWS;
+
 interface Around {
   readonly openPanel: () => void;
-  /** Show the form that shards. */
-  readonly openForm: () => void;
+  /** Show a section of the panel, and give the focus to its first field. */
+  readonly openForm: (section: string) => void;
+  readonly stop: () => void;
   readonly settings: () => Settings;
 }
 
@@ -40,48 +39,62 @@ const ACTIONS: readonly Action[] = [
   { id: "fsdp:next-phase", label: "Go On to the Next Phase", able: "goOn", command: { word: "next", what: "phase" } },
   { id: "fsdp:continue", label: "Continue", able: "goOn", command: { word: "continue" } },
   { id: "fsdp:abort", label: "Abort", able: "abort", command: { word: "abort" } },
+  { id: "fsdp:verify", label: "Verify a Step", able: "step", command: { word: "verify" } },
 ];
+
+/** The command that a view is drawn by. */
+export function viewOf(word: ViewWord): Command {
+  return { word };
+}
+
+/** Forms of the panel that a command leads to: what it is called, and the section that has it. */
+const FORMS = [
+  ["fsdp:export", "Export\u2026", "Record"],
+  ["fsdp:open", "Open a Trace\u2026", "Record"],
+  ["fsdp:compare", "Compare\u2026", "Record"],
+  ["fsdp:shard", "Shard\u2026", "Shard"],
+] as const;
 
 /** Add them; returns those that make sense without a menu. */
 export function addActions(
   app: JupyterFrontEnd,
   notebooks: Notebooks,
-  rendermime: IRenderMimeRegistry,
-  { openPanel, openForm, settings }: Around,
+  pictures: Pictures,
+  { openPanel, openForm, stop, settings }: Around,
 ): readonly string[] {
-  for (const { id, label, able, command } of ACTIONS) {
-    app.commands.addCommand(id, {
-      label,
-      isEnabled: () => can(notebooks.model.state)[able],
-      execute: () => notebooks.model.do(command),
-    });
-  }
-  app.commands.addCommand("fsdp:start", {
-    label: "Start Ranks",
-    isEnabled: () => notebooks.current !== null && can(notebooks.model.state).start,
-    execute: () => {
-      openPanel();
-      const { numRanks: num_ranks, device } = settings();
-      return notebooks.current?.start({ word: "start", num_ranks, device });
-    },
+  const added: string[] = [];
+  const add = (id: string, label: string, isEnabled: () => boolean, execute: () => unknown): void => {
+    app.commands.addCommand(id, { label: `FSDP: ${label}`, isEnabled, execute });
+    added.push(id);
+  };
+  const isAble = (able: keyof Can): boolean => can(notebooks.model.state, notebooks.model.prepared)[able];
+  for (const { id, label, able, command } of ACTIONS) add(id, label, () => isAble(able), () => notebooks.model.do(command));
+  add("fsdp:start", "Start Ranks", () => notebooks.current !== null && isAble("start"), () => {
+    openPanel();
+    const { numRanks: num_ranks, device } = settings();
+    return notebooks.start({ word: "start", num_ranks, device });
   });
+  add("fsdp:stop", "Stop the Ranks", () => isAble("stop"), stop);
+  for (const word of Object.keys(VIEWS) as ViewWord[]) {
+    add(`fsdp:view-${word}`, `Show ${word.slice(0, 1).toUpperCase()}${word.slice(1)}`, () => notebooks.model.state?.is_recorded === true, () =>
+      pictures.draw(notebooks.model, notebooks.panel, viewOf(word)));
+  }
+  for (const [id, label, section] of FORMS) {
+    add(id, label, () => notebooks.model.state !== null, () => { openForm(section); });
+  }
   let before = "";
   notebooks.changed.connect(() => {
-    const now = JSON.stringify(can(notebooks.model.state));
+    const { state, prepared } = notebooks.model;
+    const now = JSON.stringify([can(state, prepared), state?.is_recorded, state === null]);
     if (now !== before) app.commands.notifyCommandChanged();
     before = now;
   });
-  addUnitActions(app, notebooks, rendermime, openForm);
-  return [...ACTIONS.map(({ id }) => id), "fsdp:start"];
+  addUnitActions(app, notebooks, pictures, () => { openForm("Shard"); });
+  return added;
 }
 
 /** What the context menu of a unit does. */
-function addUnitActions(
-  app: JupyterFrontEnd,
-  notebooks: Notebooks,
-  rendermime: IRenderMimeRegistry,
-  openForm: () => void,
-): void {
+function addUnitActions(app: JupyterFrontEnd, notebooks: Notebooks, pictures: Pictures, openForm: () => void): void {
   const unit = (): string | undefined =>
     app.contextMenuHitTest(({ dataset }) => dataset.fsdpUnit !== undefined)?.dataset.fsdpUnit;
   const breaks = [
@@ -116,28 +129,6 @@ function addUnitActions(
   });
   app.commands.addCommand("fsdp:show-layout", {
     label: "Show in Layout",
-    execute: () => draw(app, notebooks.model, rendermime, { word: "layout", unit: unit() ?? null }),
+    execute: () => pictures.draw(notebooks.model, notebooks.panel, { word: "layout", unit: unit() ?? null }),
   });
-}
-
-/** Do a command that draws, and show the picture in a tab. */
-async function draw(
-  app: JupyterFrontEnd,
-  model: PanelModel,
-  rendermime: IRenderMimeRegistry,
-  command: Command,
-): Promise<void> {
-  const data = await model.show(command);
-  const type = data === null ? undefined : rendermime.preferredMimeType(data as PartialJSONObject, "any");
-  if (data === null || type === undefined) return;
-  const picture = rendermime.createRenderer(type);
-  const content = new Panel(); // which scrolls where the picture is larger than the tab
-  content.addClass("fsdp-Picture");
-  content.addWidget(picture);
-  const widget = new MainAreaWidget({ content });
-  widget.title.label = `FSDP: ${command.word}`;
-  widget.title.icon = shardsIcon;
-  widget.title.closable = true;
-  app.shell.add(widget, "main");
-  await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
 }

@@ -16,6 +16,8 @@ export const SILENT_MS = 1_800;
 /** Carries messages to the kernel; what comes from there goes to `Client.receive`. */
 export interface Channel {
   send(question: Question): void;
+  /** Whether the kernel runs something, so that it may answer late. */
+  readonly isBusy?: () => boolean;
 }
 
 /** How things stand between panel and kernel. */
@@ -24,7 +26,7 @@ export type Standing =
   | { readonly kind: "opening" }
   | { readonly kind: "refused"; readonly text: string }
   | { readonly kind: "live" }
-  | { readonly kind: "silent" };
+  | { readonly kind: "silent"; readonly isBusy: boolean };
 
 /** Why there is nobody to ask. */
 export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead" | "cut" | "connecting";
@@ -167,7 +169,7 @@ export class Client implements IDisposable {
     this.#look = this.#send({ word: "look", wait });
     if (this.#look < 0) return;
     this.#timer = setTimeout(() => {
-      this.#stand({ kind: "silent" });
+      this.#stand({ kind: "silent", isBusy: this.#channel?.isBusy?.() ?? false });
       this.#askState(false);
     }, SILENT_MS);
   }

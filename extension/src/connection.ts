@@ -51,6 +51,9 @@ export class Connection implements IDisposable {
       this.dispose();
     }, this);
     this.#take();
+    void session.ready.then(() => {
+      if (!this.#isDisposed && this.#kernel === null) this.#take();
+    });
   }
 
   get isDisposed(): boolean {
@@ -80,7 +83,7 @@ export class Connection implements IDisposable {
     this.#isCut = false;
     this.#kernel = this.#session.session?.kernel ?? null;
     if (this.#kernel === null) {
-      this.#listener.lost("no kernel");
+      this.#listener.lost(this.#session.isReady ? "no kernel" : "connecting"); // of a page that was just loaded
       return;
     }
     this.#kernel.statusChanged.connect(this.#onStatus, this);

@@ -10,6 +10,7 @@ import { IStatusBar } from "@jupyterlab/statusbar";
 
 import about from "../package.json";
 import { addActions } from "./actions";
+import { insertExample } from "./example";
 import { DashboardWidget } from "./dashboard";
 import { followWidths } from "./figures";
 import { returnFocus } from "./focus";
@@ -17,6 +18,7 @@ import { shardsIcon } from "./icon";
 import { insertLoad, LOAD } from "./load";
 import { Notebooks } from "./notebooks";
 import { DEFAULTS, settingsOf } from "./settings";
+import { Pictures } from "./pictures";
 import { Sidebar, StatusItem } from "./sidebar";
 
 const ID = "fsdp-workbench:plugin";
@@ -42,7 +44,8 @@ const plugin: JupyterFrontEndPlugin<void> = {
   ) => {
     followWidths(rendermime);
     const notebooks = new Notebooks(tracker, about.version);
-    const sidebar = new Sidebar(notebooks, DEFAULTS, stored);
+    const pictures = new Pictures(app, rendermime);
+    const sidebar = new Sidebar(notebooks, pictures, app.commands, DEFAULTS, stored);
     app.shell.add(sidebar, "left", { rank: 600, type: "FSDP" });
     restorer?.add(sidebar, sidebar.id);
     returnFocus(app, sidebar.node);
@@ -64,28 +67,46 @@ const plugin: JupyterFrontEndPlugin<void> = {
     });
 
     app.commands.addCommand("fsdp:load", {
-      label: `Insert ${LOAD}`,
+      label: `FSDP: Insert ${LOAD}`,
       caption: `Put a cell with ${LOAD} into this notebook`,
-      icon: shardsIcon,
-      isEnabled: () => tracker.currentWidget !== null,
+      isEnabled: () => notebooks.panel !== null,
       execute: () => {
-        if (tracker.currentWidget !== null) insertLoad(tracker.currentWidget.content);
+        if (notebooks.panel !== null) insertLoad(notebooks.panel.content);
       },
     });
-    app.commands.addCommand("fsdp:open-panel", { label: "Show the FSDP panel", icon: shardsIcon, execute: openPanel });
-    const dashboards = addDashboards(app, tracker, lab);
+    app.commands.addCommand("fsdp:example", {
+      label: "FSDP: Insert an Example",
+      caption: "Put a cell with a model, an optimizer and train_step() into this notebook",
+      isEnabled: () => notebooks.panel !== null,
+      execute: () => {
+        if (notebooks.panel === null) return;
+        app.shell.activateById(notebooks.panel.id);
+        insertExample(notebooks.panel.content);
+      },
+    });
+    app.commands.addCommand("fsdp:open-panel", {
+      label: "FSDP: Show the Panel",
+      caption: "Open the FSDP panel",
+      icon: shardsIcon,
+      execute: openPanel,
+    });
+    const dashboards = addDashboards(app, notebooks, tracker, lab, pictures, openPanel);
+    followTabs(app, notebooks, tracker, pictures, dashboards);
     void restorer?.restore(dashboards, {
       command: "fsdp:open-dashboard",
       args: ({ content }) => ({ path: content.path }),
       name: ({ content }) => content.path,
     });
-    const openForm = (): void => {
+    const openForm = (section: string): void => {
       openPanel();
-      sidebar.unfold("Shard");
+      sidebar.reveal(section);
     };
-    const actions = addActions(app, notebooks, rendermime, { openPanel, openForm, settings: () => settings });
+    const stop = (): void => {
+      sidebar.stop();
+    };
+    const actions = addActions(app, notebooks, pictures, { openPanel, openForm, stop, settings: () => settings });
 
-    for (const command of ["fsdp:load", "fsdp:open-panel", "fsdp:open-dashboard", ...actions]) {
+    for (const command of ["fsdp:load", "fsdp:example", "fsdp:open-panel", "fsdp:open-dashboard", ...actions]) {
       palette?.addItem({ command, category: CATEGORY });
     }
     launcher?.add({ command: "fsdp:open-dashboard", category: "Other", rank: 50 });
@@ -110,18 +131,23 @@ const plugin: JupyterFrontEndPlugin<void> = {
 /** The command that opens the dashboard of a notebook; those that are open. */
 function addDashboards(
   app: JupyterFrontEnd,
+  notebooks: Notebooks,
   tracker: INotebookTracker,
   lab: ILabShell | null,
+  pictures: Pictures,
+  openPanel: () => void,
 ): WidgetTracker<MainAreaWidget<DashboardWidget>> {
   const open = new WidgetTracker<MainAreaWidget<DashboardWidget>>({ namespace: "fsdp-dashboards" });
   app.commands.addCommand("fsdp:open-dashboard", {
     label: "FSDP Dashboard",
     caption: "Show what the ranks of a notebook do, beside it",
     icon: shardsIcon,
-    isEnabled: ({ path }) => typeof path === "string" || tracker.currentWidget !== null,
     execute: async ({ path: given }) => {
-      const path = typeof given === "string" ? given : tracker.currentWidget?.context.path;
-      if (path === undefined) return;
+      const path = typeof given === "string" ? given : notebooks.panel?.context.path;
+      if (path === undefined) {
+        openPanel(); // which says what to do first
+        return;
+      }
       const there = open.find(({ content }) => content.path === path);
       if (there !== undefined) {
         app.shell.activateById(there.id);
@@ -137,11 +163,28 @@ function addDashboards(
       // Notebook shows one thing alone in its middle: there it goes below, where nothing else gives it a height; the
       // content has none of its own either, and that of the widget around it is overwritten by its layout
       if (lab === null) widget.content.addClass("fsdp-mod-below");
-      app.shell.add(widget, lab === null ? "down" : "main", { mode: "split-right", activate: true });
+      app.shell.add(widget, lab === null ? "down" : "main", pictures.place(tracker.find(({ context }) => context.path === path) ?? null));
+      pictures.beside(widget);
       app.shell.activateById(widget.id);
     },
   });
   return open;
+}
+
+/** Follow the notebook whose dashboard or picture is in front, as the notebook itself. */
+function followTabs(
+  app: JupyterFrontEnd,
+  notebooks: Notebooks,
+  tracker: INotebookTracker,
+  pictures: Pictures,
+  dashboards: WidgetTracker<MainAreaWidget<DashboardWidget>>,
+): void {
+  app.shell.currentChanged?.connect((_shell, { newValue: widget }) => {
+    if (widget === null) return;
+    const path = dashboards.find((dashboard) => dashboard === widget)?.content.path;
+    const owner = tracker.find((panel) => panel === widget || panel.context.path === path) ?? pictures.ownerOf(widget);
+    if (owner !== undefined && !owner.isDisposed) notebooks.follow(owner);
+  });
 }
 
 /** Ask the kernels nothing while nobody sees the page. */

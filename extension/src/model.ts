@@ -5,6 +5,7 @@ import { type ISignal, Signal } from "@lumino/signaling";
 import { type Client, Refusal, type Standing } from "./client";
 import type { Command, Model, ParamInfo, Preview, Reshard, Said, Shard, State, UnitInfo } from "./protocol";
 import type { Wanted } from "./starting";
+import type { Prepared } from "./words";
 
 /** A command that was asked for here, and what came of it. */
 export interface Spoken {
@@ -14,6 +15,17 @@ export interface Spoken {
   readonly text: string;
   readonly outcome: "runs" | "done" | "failed";
 }
+
+/** What is told under the buttons: the newest reply, until the next one or until it is closed. */
+export interface Reply {
+  /** Of the command that it answers; empty: it is said why a button does nothing. */
+  readonly line: string;
+  readonly text: string;
+  readonly isBad: boolean;
+}
+
+/** Commands after which the state of the ranks says what came of them, if they did not fail. */
+export const HEARD: ReadonlySet<Command["word"]> = new Set(["step", "pause", "next", "continue"]);
 
 /** Commands that are remembered. */
 export const MAX_SPOKEN = 30;
@@ -27,6 +39,12 @@ export class PanelModel implements IDisposable {
   #units: readonly UnitInfo[] = [];
   #models: readonly Model[] = [];
   #modelsText = "";
+  #hasStep = false;
+  #reply: Reply | null = null;
+  #aborts = 0; // that were asked for and have not ended
+  #isStarting = false;
+  #numEnded: number | null = null;
+  #wasBehind = false; // whether something was under way in the background
   #preview: Preview | null = null;
   #tried = 0;
   #subject = "";
@@ -84,6 +102,36 @@ export class PanelModel implements IDisposable {
     return this.#modelsText;
   }
 
+  /** What ranks have of what a step needs. */
+  get prepared(): Prepared {
+    return { hasModel: this.#models.length > 0, isSharded: this.#units.length > 0, hasStep: this.#hasStep };
+  }
+
+  /** What is told under the buttons; null: nothing. */
+  get reply(): Reply | null {
+    return this.#reply;
+  }
+
+  set reply(reply: Reply | null) {
+    this.#reply = reply;
+    this.#tell();
+  }
+
+  /** Whether an abort was asked for and has not ended. */
+  get isGivingUp(): boolean {
+    return this.#aborts > 0;
+  }
+
+  /** Whether ranks are being started or attached from here, the loading of the workbench included. */
+  get isStarting(): boolean {
+    return this.#isStarting;
+  }
+
+  set isStarting(isStarting: boolean) {
+    this.#isStarting = isStarting;
+    this.#tell();
+  }
+
   /** What the command that was tried last would come to. */
   get preview(): Preview | null {
     return this.#preview;
@@ -139,25 +187,33 @@ export class PanelModel implements IDisposable {
 
   /** Do a command that draws; returns the picture by MIME type, null if there is none. */
   async show(command: Command): Promise<Readonly<Record<string, unknown>> | null> {
-    const said = await this.#say(command);
+    const said = await this.#say(command, true);
     return (said?.data as Readonly<Record<string, unknown>> | null | undefined) ?? null;
   }
 
-  /** Do a command; null if it failed. */
-  async #say(command: Command): Promise<Said | null> {
+  /** Do a command; null if it failed. `isShown`: what it says is shown elsewhere. */
+  async #say(command: Command, isShown = false): Promise<Said | null> {
     this.#key += 1;
     const key = this.#key;
+    if (command.word === "abort") this.#aborts += 1;
+    this.#reply = null;
     this.#remember({ key, line: `%fsdp ${command.word} \u2026`, text: "", outcome: "runs" });
     void this.line(command).then((line) => {
       if (line !== null) this.#amend(key, { line });
     });
     try {
       const said = await this.#client.ask<"said">({ word: "do", command });
-      this.#amend(key, { line: said.line, text: said.text, outcome: said.is_error ? "failed" : "done" });
-      return said.is_error ? null : said;
+      const { line, text, is_error: isBad } = said;
+      if (isBad || (text !== "" && !HEARD.has(command.word) && !isShown)) this.#reply = { line, text, isBad };
+      this.#amend(key, { line, text, outcome: isBad ? "failed" : "done" });
+      return isBad ? null : said;
     } catch (error) {
-      this.#amend(key, { text: error instanceof Refusal ? error.message : UNCERTAIN, outcome: "failed" });
+      const text = error instanceof Refusal ? error.message : UNCERTAIN;
+      this.#reply = { line: this.#spoken.find((one) => one.key === key)?.line ?? "", text, isBad: true };
+      this.#amend(key, { text, outcome: "failed" });
       return null;
+    } finally {
+      if (command.word === "abort") this.#aborts -= 1;
     }
   }
 
@@ -173,8 +229,9 @@ export class PanelModel implements IDisposable {
   /** Find the models on the ranks. */
   async findModels(): Promise<void> {
     try {
-      const { models, text } = await this.#client.ask<"models">({ word: "find models" });
+      const { models, text, has_step: hasStep } = await this.#client.ask<"models">({ word: "find models" });
       this.#models = models;
+      this.#hasStep = hasStep;
       this.#modelsText = text;
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
@@ -227,13 +284,26 @@ export class PanelModel implements IDisposable {
   #onState(_: Client, state: State): void {
     this.#state = state;
     this.#loadError = "";
+    this.#takeEnding(state);
     if (state.units !== null) this.#takeUnits(state.units);
     this.#tell();
     const { cluster, ended, request } = state;
     const seen = JSON.stringify([cluster.is_running, cluster.num_ranks, ended?.count, this.#units, request === null]);
     if (seen === this.#seen) return;
     this.#seen = seen;
+    if (this.#reply?.line === "") this.#reply = null; // why a button could do nothing, which may be otherwise now
     if (cluster.is_running) void this.findModels(); // a cell may have made some
+  }
+
+  /** Tell how a command in the background has ended, of which nothing else speaks; what was given up, its abort tells. */
+  #takeEnding({ ended, request }: State): void {
+    const numEnded = ended?.count ?? 0;
+    const isNews = this.#numEnded !== null && numEnded > this.#numEnded && this.#wasBehind;
+    if (isNews && ended !== null && this.#spoken[0]?.line.startsWith("%fsdp abort") !== true) {
+      this.#reply = { line: ended.line, text: ended.text, isBad: ended.is_error };
+    }
+    this.#numEnded = numEnded;
+    this.#wasBehind = request?.in_background === true;
   }
 
   #takeUnits(units: readonly UnitInfo[]): void {
@@ -248,6 +318,9 @@ export class PanelModel implements IDisposable {
       this.#units = [];
       this.#models = [];
       this.#modelsText = "";
+      this.#hasStep = false;
+      this.#numEnded = null;
+      this.#wasBehind = false;
       this.#preview = null;
       this.#subject = "";
       this.#opened = new Map();

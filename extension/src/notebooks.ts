@@ -1,5 +1,5 @@
 /** The notebook that is active, and the ranks of its kernel: for each notebook a model of its own, awake while it is active. */
-import type { ISessionContext } from "@jupyterlab/apputils";
+import { Dialog, type ISessionContext, showDialog } from "@jupyterlab/apputils";
 import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
@@ -9,6 +9,7 @@ import { Connection } from "./connection";
 import { LOAD } from "./load";
 import { PanelModel } from "./model";
 import { type Answer, type Attach, type Start, TARGET } from "./protocol";
+import { count, isCrowd } from "./words";
 
 /** Milliseconds that a kernel which has loaded the workbench may take to answer. */
 const LOADED_MS = 20_000;
@@ -27,7 +28,7 @@ export class Followed implements IDisposable {
     this.#session = session;
     this.#connection = new Connection(session, TARGET, {
       opened: (send) => {
-        this.client.begin({ send });
+        this.client.begin({ send, isBusy: () => session.session?.kernel?.status === "busy" });
       },
       received: (data) => {
         this.client.receive(data as unknown as Answer);
@@ -69,30 +70,47 @@ export class Followed implements IDisposable {
     this.#connection.reconnect();
   }
 
-  /** Start or attach ranks, after loading the workbench where that was not done. */
-  async start(command: Start | Attach): Promise<boolean> {
-    return (await this.load()) && (await this.model.do(command));
+  /** Start or attach ranks, after loading the workbench where that was not done, if that `isMeant` on so many cores. */
+  async start(command: Start | Attach, isMeant: (cores: number) => Promise<boolean>): Promise<boolean> {
+    this.model.isStarting = true;
+    try {
+      if (!(await this.load())) return false;
+      const { state } = this.model;
+      return (state === null || (await isMeant(state.cluster.cores))) && (await this.model.do(command));
+    } finally {
+      this.model.isStarting = false;
+    }
   }
 
   /** Whether the kernel answers, as soon as that is known. */
   #answers(): Promise<boolean> {
     return new Promise((resolve) => {
       const look = (): void => {
-        const { kind } = this.client.standing;
-        if (kind === "live" || kind === "refused") end(kind === "live");
+        if (this.model.state !== null || this.client.standing.kind === "refused") end(this.model.state !== null);
       };
       const end = (well: boolean): void => {
         clearTimeout(timer);
-        this.client.standingChanged.disconnect(look);
+        this.model.changed.disconnect(look);
         resolve(well);
       };
       const timer = setTimeout(() => {
         end(false);
       }, LOADED_MS);
-      this.client.standingChanged.connect(look);
+      this.model.changed.connect(look);
       look();
     });
   }
+}
+
+/** Ask whether so many ranks are meant, where they have few cores. */
+async function isCrowdMeant(command: Start | Attach, cores: number): Promise<boolean> {
+  if (command.word !== "start" || command.engines || command.profile || !isCrowd(command.num_ranks ?? 0, cores)) return true;
+  const { button } = await showDialog({
+    title: `Start ${count(command.num_ranks ?? 0, "rank")} on ${count(cores, "core")}?`,
+    body: "They share the cores: the start takes minutes, or fails.",
+    buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: "Start" })],
+  });
+  return button.accept;
 }
 
 /** Follows the active notebook. */
@@ -158,8 +176,8 @@ export class Notebooks implements IDisposable {
     this.#wake();
   }
 
-  #onCurrent(): void {
-    const panel = this.#tracker.currentWidget;
+  /** Follow a notebook, as when something of it is in front. */
+  follow(panel: NotebookPanel | null): void {
     if (panel !== null && !this.#followed.has(panel)) {
       const followed = new Followed(panel.sessionContext, this.#version);
       followed.model.changed.connect(this.#tell, this);
@@ -169,6 +187,15 @@ export class Notebooks implements IDisposable {
     this.#current = panel;
     this.#wake();
     this.#tell();
+  }
+
+  /** Start or attach ranks of the notebook that is followed; many more than cores only if that is meant. */
+  async start(command: Start | Attach): Promise<boolean> {
+    return (await this.current?.start(command, async (cores) => isCrowdMeant(command, cores))) ?? false;
+  }
+
+  #onCurrent(): void {
+    this.follow(this.#tracker.currentWidget);
   }
 
   #onDisposed(panel: NotebookPanel): void {

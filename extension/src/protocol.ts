@@ -5,13 +5,15 @@ export const TARGET = "workbench.panel";
 
 export const DASHBOARD_TARGET = "workbench.dashboard";
 
-export const VERSION = 1;
+export const VERSION = 2;
 
 export const DEVICES = ["auto", "cpu", "cuda"];
 
 export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD", "hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"};
 
 export const HYBRID = ["hybrid", "hybrid2"];
+
+export const VIEWS = {"layout": "draw which rows of which parameter lie on which rank", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what a formula says", "training": "draw loss, step time and what else is logged"};
 
 /** Who asks. What it has never changes, so that any two versions understand each other this far. */
 export interface Hello {
@@ -112,6 +114,8 @@ export interface ClusterState {
    * ended, others like it are refused. Empty: none.
    */
   readonly exchange: "" | "start" | "stop" | "open";
+  /** what a start waits for, in a sentence; empty: it says nothing. */
+  readonly waits_for: string;
   /** how many there are, or there would be with `start` and no number. */
   readonly num_ranks: number;
   /** where they were asked to compute: `auto`, or a kind of device. */
@@ -126,6 +130,13 @@ export interface ClusterState {
   readonly outlives: boolean;
   /** who else commands the ranks, in words; they can be looked at only then. Empty: nobody. */
   readonly held_by: string;
+  /**
+   * whether the notebook that commanded them has let go of them, so that they can be attached
+   * here.
+   */
+  readonly is_free: boolean;
+  /** of the machine of the kernel, that ranks started there share. */
+  readonly cores: number;
 }
 
 /** One rank now. */
@@ -291,6 +302,10 @@ export interface State {
   readonly training: TrainingState;
   /** how the last request ended; None: none has yet. */
   readonly ended: Ending | null;
+  /** whether there is something to draw and to export. */
+  readonly is_recorded: boolean;
+  /** name of the file that is shown; empty: what ranks recorded. */
+  readonly record: string;
   /** what there is to see, or what to do first, a sentence; empty while ranks train. */
   readonly said: string;
 }
@@ -366,6 +381,8 @@ export interface Models {
   readonly number: number;
   /** by name. */
   readonly models: readonly Model[];
+  /** whether all ranks have a `train_step`. */
+  readonly has_step: boolean;
   /** why there is none and what to do, a sentence; empty if there is one. */
   readonly text: string;
 }

@@ -1,4 +1,5 @@
 /** The panel in the sidebar, and the line in the status bar. */
+import type { JupyterFrontEnd } from "@jupyterlab/application";
 import { Clipboard, Dialog, ReactWidget, showDialog } from "@jupyterlab/apputils";
 import type { IStateDB } from "@jupyterlab/statedb";
 import { UseSignal } from "@jupyterlab/ui-components";
@@ -10,6 +11,7 @@ import { shardsIcon } from "./icon";
 import type { PanelModel } from "./model";
 import type { Notebooks } from "./notebooks";
 import type { Settings } from "./settings";
+import type { Pictures } from "./pictures";
 import { Panel } from "./views/panel";
 import { statusLine } from "./words";
 
@@ -17,14 +19,18 @@ const FOLDED = "fsdp-workbench:folded";
 
 export class Sidebar extends ReactWidget {
   readonly #notebooks: Notebooks;
+  readonly #pictures: Pictures;
+  readonly #commands: JupyterFrontEnd["commands"];
   readonly #stored: IStateDB | null;
   readonly #focus: FocusKeeper;
   #settings: Settings;
   #folded: ReadonlySet<string> = new Set();
 
-  constructor(notebooks: Notebooks, settings: Settings, stored: IStateDB | null) {
+  constructor(notebooks: Notebooks, pictures: Pictures, commands: JupyterFrontEnd["commands"], settings: Settings, stored: IStateDB | null) {
     super();
     this.#notebooks = notebooks;
+    this.#pictures = pictures;
+    this.#commands = commands;
     this.#settings = settings;
     this.#stored = stored;
     this.id = "fsdp-workbench-panel";
@@ -48,14 +54,25 @@ export class Sidebar extends ReactWidget {
     this.update();
   }
 
-  /** Have a section shown that may be folded. */
-  unfold(name: string): void {
+  /** Show a section, which may be folded, and give its first field the focus. */
+  reveal(name: string): void {
     if (this.#folded.has(name)) this.#toggle(name);
+    requestAnimationFrame(() => {
+      const section = this.node.querySelector(`.fsdp-Section[aria-label="${CSS.escape(name)}"]`);
+      section?.scrollIntoView({ block: "nearest" });
+      section?.querySelector<HTMLElement>(".fsdp-Section-body :is(input, select)")?.focus();
+    });
+  }
+
+  /** Stop the ranks, perhaps after asking whether that is meant. */
+  stop(): void {
+    void stopRanks(this.#notebooks.model);
   }
 
   protected override onActivateRequest(message: Message): void {
     super.onActivateRequest(message);
-    if (!this.node.contains(document.activeElement)) this.node.focus();
+    this.node.scrollTop = 0;
+    this.node.focus();
   }
 
   protected override render(): React.JSX.Element {
@@ -63,7 +80,7 @@ export class Sidebar extends ReactWidget {
   }
 
   #panel(): React.JSX.Element {
-    const { panel, model, current } = this.#notebooks;
+    const notebooks = this.#notebooks, { panel, model, current } = notebooks;
     return (
       <Panel
         key={panel?.id ?? ""}
@@ -71,10 +88,14 @@ export class Sidebar extends ReactWidget {
         notebook={panel?.title.label ?? ""}
         settings={this.#settings}
         folding={{ folded: this.#folded, toggle: this.#toggle }}
-        start={async (command) => current?.start(command)}
+        start={async (command) => notebooks.start(command)}
         load={() => void current?.load()}
         reconnect={() => current?.reconnect()}
-        stop={() => void stopRanks(model)}
+        stop={() => { this.stop(); }}
+        draw={(command) => void this.#pictures.draw(model, panel, command)}
+        tabulate={(name, text) => void this.#pictures.show(panel, name, { "text/plain": text })}
+        execute={(command) => void this.#commands.execute(command)}
+        show={(name) => { this.reveal(name); }}
         copy={(line) => {
           Clipboard.copyToSystem(line);
         }}

@@ -55,6 +55,11 @@ export function commandOf(wanted: Wanted): Start | Attach | null {
   };
 }
 
+/** Whether something is set that few need. */
+export function hasMore({ word, profile, interface: network, engines, take }: Wanted): boolean {
+  return network !== "" || (word === "start" ? profile !== "" || engines !== "" : take);
+}
+
 /** A field, if something is typed there. */
 function given<K extends string>(name: K, typed: string): Partial<Record<K, string>> {
   const text = typed.trim();

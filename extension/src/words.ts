@@ -25,28 +25,64 @@ export interface Headline {
   readonly todo?: string;
 }
 
-export function can(state: State | null): Can {
-  const request = state?.request ?? null;
-  const isRunning = state?.cluster.is_running === true;
-  const isWhole = state?.ranks.every(({ health }) => health !== "gone") ?? false;
-  const isFree = !state?.cluster.exchange;
-  const isOurs = !state?.cluster.held_by;
+/** What the ranks have that a step needs. */
+export interface Prepared {
+  readonly hasModel: boolean;
+  readonly isSharded: boolean;
+  /** Whether all ranks have a `train_step`. */
+  readonly hasStep: boolean;
+}
+
+const READY: Prepared = { hasModel: true, isSharded: true, hasStep: true };
+
+export function can(state: State | null, prepared: Prepared = READY): Can {
+  const reasons = obstacles(state, prepared);
+  const isPossible = (able: keyof Can): boolean => reasons[able] === "";
   return {
-    start: !isRunning && isFree,
-    stop: isRunning && isFree && isOurs,
-    detach: isRunning && isFree && request === null && state.cluster.outlives,
-    step: isRunning && isWhole && isOurs && request === null,
-    pause: isRunning && request !== null && !request.is_stopped,
-    goOn: isWhole && request?.is_stopped === true,
-    abort: request !== null,
+    start: isPossible("start"),
+    stop: isPossible("stop"),
+    detach: isPossible("detach"),
+    step: isPossible("step"),
+    pause: isPossible("pause"),
+    goOn: isPossible("goOn"),
+    abort: isPossible("abort"),
   };
+}
+
+/** Why each control cannot be used, a sentence; empty: it can. */
+export function obstacles(state: State | null, prepared: Prepared = READY): Readonly<Record<keyof Can, string>> {
+  const request = state?.request ?? null;
+  const { is_running: isRunning = false, outlives = false, held_by: holder = "" } = state?.cluster ?? {};
+  const gone = (state?.ranks ?? []).filter(({ health }) => health === "gone").map(({ rank }) => rank);
+  const none = isRunning ? "" : "No ranks are running: start some first.";
+  const change = exchanging(state);
+  const held = holder === "" ? "" : `${holder} has these ranks.`;
+  const lost = gone.length === 0 ? "" : `${ranksInWords(gone)} ${gone.length === 1 ? "is" : "are"} gone: stop the ranks, then start them again.`;
+  const busy = request === null ? "" : `${request.line} ${request.is_stopped ? "is stopped: continue or abort it first." : "is still running."}`;
+  const idle = request === null ? "Nothing is running." : "";
+  return {
+    start: isRunning ? "Ranks are running already: stop them first." : change,
+    stop: none || change || held,
+    detach: none || change || (outlives ? "" : "These ranks were started here: stop them instead.") || busy,
+    step: none || held || lost || busy || todo(prepared),
+    pause: none || held || idle || (request?.is_stopped === true ? "The ranks are stopped already." : ""),
+    goOn: none || held || lost || idle || (request?.is_stopped === true ? "" : "The ranks are not stopped: pause them first."),
+    abort: held || idle,
+  };
+}
+
+/** What is to be done before a step is possible, a sentence; empty: nothing. */
+export function todo({ hasModel, isSharded, hasStep }: Prepared): string {
+  if (!hasModel && !isSharded) return "Make a model in a %%fsdp cell.";
+  if (!isSharded) return "Choose below how to shard the model.";
+  return hasStep ? "" : "Define train_step() in a %%fsdp cell.";
 }
 
 /** Why neither ranks can be started nor stopped at this moment, a sentence; empty: they can. */
 export function exchanging(state: State | null): string {
   switch (state?.cluster.exchange) {
     case "start":
-      return "Ranks are being started, or attached. Wait until they are there.";
+      return sentence(state.cluster.waits_for || "starting or attaching ranks");
     case "stop":
       return "The ranks are being stopped. Others can be started when they have ended.";
     case "open":
@@ -62,23 +98,56 @@ export function progress(state: State): string {
   return request !== null && request.steps_total > 0 ? `${request.steps_done} of ${request.steps_total} steps` : "";
 }
 
-export function headline(state: State): Headline {
+/** Ranks per core above which a start is likely to fail. */
+const CROWDED = 4;
+
+/** Whether so many ranks are likely to be too many for this machine. */
+export function isCrowd(ranks: number, cores: number): boolean {
+  return ranks > CROWDED * cores;
+}
+
+/** What is to be known before so many ranks are started on this machine; empty: nothing. */
+export function crowding(ranks: number, cores: number | undefined): string {
+  if (cores === undefined || !(ranks > cores)) return "";
+  const shared = `${count(cores, "core")} here: ${count(ranks, "rank")} share ${cores === 1 ? "it" : "them"}`;
+  return isCrowd(ranks, cores) ? `${shared}, and the start takes minutes or fails.` : `${shared}.`;
+}
+
+/** Whether a text has several columns. */
+export function isTable(text: string): boolean {
+  return /\S {2,}\S.* {2,}\S/.test(text);
+}
+
+/** A text as a sentence: with a capital letter and a full stop. */
+export function sentence(text: string): string {
+  return text === "" ? "" : `${text.slice(0, 1).toUpperCase()}${text.slice(1)}${/[.!?\u2026]$/.test(text) ? "" : "."}`;
+}
+
+/** `rank 3`, `ranks 0-2, 5`. */
+export function ranksInWords(ranks: readonly number[]): string {
+  return `${ranks.length === 1 ? "rank" : "ranks"} ${ranges(ranks)}`;
+}
+
+/** How it goes. `isGivingUp`: an abort was asked for and has not ended. */
+export function headline(state: State, isGivingUp = false): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
   if (gone.length > 0) {
     const alike = new Map<string, number[]>();
     for (const { rank, where } of gone) alike.set(where, [...(alike.get(where) ?? []), rank]);
-    const text = [...alike].map(([how, which]) => `${which.length === 1 ? "rank" : "ranks"} ${ranges(which)} ${how}`).join("; ");
+    const text = [...alike].map(([how, which]) => `${ranksInWords(which)} ${how}`).join("; ");
     const todo = state.request === null ? "Stop the ranks, then start them again." : "Abort, then stop the ranks and start them again.";
     return { tone: "bad", text, todo };
   }
   const { request, cluster } = state;
+  if (cluster.is_free) return { tone: "plain", text: "These ranks are free now.", todo: "Take them, or stop watching." };
   if (cluster.held_by) {
     return {
       tone: "plain",
-      text: `Looking only: ${cluster.held_by} has these ranks.`,
-      todo: "To have them, detach there, then attach here.",
+      text: `View only: ${cluster.held_by} controls these ranks.`,
+      todo: "To take control, detach there, then attach here.",
     };
   }
+  if (isGivingUp && request !== null) return { tone: "busy", text: `Giving up ${request.line}\u2026` };
   if (request?.is_stopped === true) {
     const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
     const [first = "", ...others] = request.reasons.map((reason) => reason.replace(/^(breakpoint \d+|--until)\b.*/s, "$1"));
@@ -98,11 +167,11 @@ export function hostsInWords(ranks: readonly RankState[]): string {
 }
 
 /** What a screen reader is told: it changes when something else is the case, not with every step of it. */
-export function announcement(state: State): string {
-  const { tone, text, todo } = headline(state);
+export function announcement(state: State, isGivingUp = false): string {
+  const { tone, text, todo } = headline(state, isGivingUp);
   switch (tone) {
     case "busy":
-      return state.request?.line ?? text;
+      return isGivingUp ? text : (state.request?.line ?? text);
     case "bad":
       return [text, todo].filter(Boolean).join(". ");
     default:
@@ -117,7 +186,11 @@ export function count(number: number, noun: string): string {
 
 /** What the status bar says: ranks alive, loss, steps a second, or where they stand. */
 export function statusLine(standing: Standing, state: State | null): Headline | null {
-  if (standing.kind === "silent") return { tone: "bad", text: "FSDP: the kernel does not answer" };
+  if (standing.kind === "silent") {
+    return standing.isBusy
+      ? { tone: "plain", text: "FSDP: the kernel is busy" }
+      : { tone: "bad", text: "FSDP: the kernel does not answer" };
+  }
   if (standing.kind === "away" && standing.why === "cut") return { tone: "bad", text: "FSDP: connection lost" };
   if (state === null || (!state.cluster.is_running && state.ranks.length === 0)) return null;
   const head = headline(state);
@@ -152,8 +225,8 @@ export function heldAtRest({ at_rest: atRest }: Preview): readonly Held[] {
 }
 
 /** What a rank keeps of a parameter, in words; of one in a flat parameter, in which of its shards that lies. */
-export function lies({ flat, bytes_at_rest: kept, rows_per_rank: elements }: ParamInfo): string {
-  if (flat === "") return formatBytes(kept);
+export function lies({ flat, bytes_at_rest: kept, bytes_unsharded: full, rows_per_rank: elements }: ParamInfo): string {
+  if (flat === "") return `${formatBytes(kept)} of ${formatBytes(full)}`;
   const shards = elements.flatMap((held, shard) => (held > 0 ? [shard] : []));
   if (shards.length === 0) return "empty";
   return shards.length === 1 ? `in shard ${shards[0]}` : `cut over shards ${ranges(shards)}`;
@@ -164,7 +237,8 @@ export function explained(standing: Standing, loadError: string): { text: string
   if (standing.kind === "refused") return { text: standing.text, action: null };
   if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
   if (standing.kind === "silent") {
-    return { text: "The kernel does not answer. What is shown is what it said last.", action: null };
+    const why = standing.isBusy ? "is busy" : "does not answer";
+    return { text: `The kernel ${why}. What is shown is what it said last.`, action: null };
   }
   if (standing.kind === "live") return { text: "", action: null };
   switch (standing.why) {
@@ -258,6 +332,11 @@ export function pathOf(unit: UnitInfo, models: readonly Model[]): string | null 
   if (model === undefined) return null;
   const [first] = unit.name.split(", "); // one call may have been given several modules
   return unit.name === ROOT || unit.is_flat ? model.name : `${model.name}.${first}`;
+}
+
+/** A parameter's name without that of its unit. */
+export function nameInUnit(fqn: string, { name }: UnitInfo): string {
+  return fqn.startsWith(`${name}.`) ? fqn.slice(name.length + 1) : fqn;
 }
 
 /** Units inside a node, itself included. */

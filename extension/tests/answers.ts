@@ -7,7 +7,7 @@ export const ANSWERS = {
   "welcome": {
     "word": "welcome",
     "number": 1,
-    "version": 1,
+    "version": 2,
     "workbench": "0.1.0",
     "problem": ""
   },
@@ -17,13 +17,16 @@ export const ANSWERS = {
     "cluster": {
       "is_running": true,
       "exchange": "",
+      "waits_for": "",
       "num_ranks": 2,
       "device": "cpu",
       "profile": "",
       "host": "here",
       "kernel_pid": 1,
       "outlives": false,
-      "held_by": ""
+      "held_by": "",
+      "is_free": false,
+      "cores": 2
     },
     "ranks": [
       {
@@ -177,6 +180,8 @@ export const ANSWERS = {
       "text": "",
       "is_error": false
     },
+    "is_recorded": true,
+    "record": "",
     "said": ""
   },
   "models": {
@@ -223,6 +228,7 @@ export const ANSWERS = {
         ]
       }
     ],
+    "has_step": false,
     "text": ""
   },
   "preview": {

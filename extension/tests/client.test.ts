@@ -1,7 +1,7 @@
 import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client, Refusal, SILENT_MS } from "../src/client";
-import type { Question, State } from "../src/protocol";
+import { type Question, type State, VERSION } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { state } from "./told";
 
@@ -53,7 +53,7 @@ describe("a client", () => {
   it("says hello first, with its versions, and looks once it is welcome", async () => {
     const kernel = new Kernel();
     kernel.begin();
-    expect(kernel.asked).toEqual([{ word: "hello", number: 1, version: 1, extension: "0.1.0" }]);
+    expect(kernel.asked).toEqual([{ word: "hello", number: 1, version: VERSION, extension: "0.1.0" }]);
     expect(kernel.client.standing.kind).toBe("opening");
     await kernel.welcome();
     expect(kernel.last).toMatchObject({ word: "look", wait: false });

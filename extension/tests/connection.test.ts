@@ -70,6 +70,8 @@ class Session {
   readonly kernelChanged = new Signal<this, unknown>(this);
   readonly disposed = new Signal<this, void>(this);
   session: { kernel: FakeKernel } | null;
+  isReady = true;
+  ready = Promise.resolve();
 
   constructor(kernel: FakeKernel | null) {
     this.session = kernel === null ? null : { kernel };
@@ -77,14 +79,14 @@ class Session {
 }
 
 /** A connection to a kernel, and what it has told. */
-function connected(kernel: FakeKernel | null): {
+function connected(kernel: FakeKernel | null, unready?: Partial<Session>): {
   session: Session;
   connection: Connection;
   told: (Away | "opened" | object)[];
   settle: () => Promise<void>;
 } {
   const told: (Away | "opened" | object)[] = [];
-  const session = new Session(kernel);
+  const session = Object.assign(new Session(kernel), unready);
   const connection = new Connection(session as unknown as ISessionContext, "target", {
     opened: () => told.push("opened"),
     received: (data) => told.push(data as object),
@@ -106,11 +108,22 @@ describe("a connection", () => {
   it("says that there is no kernel, and opens when one comes", async () => {
     const { session, told, settle } = connected(null);
     await settle();
-    expect(told).toEqual(["no kernel"]);
+    expect(told.at(-1)).toBe("no kernel");
     session.session = { kernel: new FakeKernel() };
     session.kernelChanged.emit({});
     await settle();
-    expect(told).toEqual(["no kernel", "opened"]);
+    expect(told.at(-1)).toBe("opened");
+  });
+
+  it("says in a page that was just loaded that it connects, until it is known whether there is a kernel", async () => {
+    let find = (): void => undefined;
+    const ready = new Promise<void>((resolve) => { find = resolve; });
+    const { session, told, settle } = connected(null, { isReady: false, ready });
+    expect(told).toEqual(["connecting"]);
+    session.isReady = true;
+    find();
+    await settle();
+    expect(told).toEqual(["connecting", "no kernel"]);
   });
 
   it("tries again when something was run, and not because it has tried", async () => {

@@ -2,7 +2,7 @@ import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client } from "../src/client";
 import { MAX_SPOKEN, PanelModel } from "../src/model";
-import type { Answer, Command, Question } from "../src/protocol";
+import type { Answer, Command, Question, Said } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { state, unit } from "./told";
 
@@ -84,6 +84,66 @@ describe("a command", () => {
     for (let k = 0; k < MAX_SPOKEN + 5; k += 1) void model.do(step);
     await settle();
     expect(model.spoken).toHaveLength(MAX_SPOKEN);
+  });
+});
+
+describe("the reply under the buttons", () => {
+  const { said } = ANSWERS;
+  const shard: Command = { word: "shard", model: "model" };
+
+  /** Have a command done whose answer is `reply`; returns what is told. */
+  async function after(command: Command, reply: Partial<Said>): Promise<PanelModel> {
+    const { model, settle } = await beginning({ do: { ...said, ...reply } });
+    void model.do(command);
+    await settle();
+    return model;
+  }
+
+  it("is that of the newest command, until it is closed or another one begins", async () => {
+    const model = await after(shard, { line: "%fsdp shard model", text: "sharded" });
+    expect(model.reply).toEqual({ line: "%fsdp shard model", text: "sharded", isBad: false });
+    void model.do(shard);
+    expect(model.reply).toBeNull();
+    await vi.advanceTimersByTimeAsync(0);
+    model.reply = null;
+    expect(model.reply).toBeNull();
+  });
+
+  it("is a failure of whatever command", async () => {
+    const model = await after({ word: "step" }, { text: "no step function", is_error: true });
+    expect(model.reply).toMatchObject({ text: "no step function", isBad: true });
+  });
+
+  it("is nothing where the state says what came of it", async () => {
+    expect((await after({ word: "pause" }, {})).reply).toBeNull();
+  });
+
+  it("says how what went on in the background has ended, and nothing of what a cell did", async () => {
+    const behind = { ...ANSWERS.state.request, in_background: true };
+    const ended = { count: 1, line: "%fsdp step 40", text: "NameError: x", is_error: true };
+    const { model, client, asked, settle } = await beginning({ look: state({ request: behind }) });
+    const tell = async (more: Parameters<typeof state>[0]): Promise<void> => {
+      await vi.advanceTimersByTimeAsync(1);
+      client.receive(state({ number: asked.findLast(({ word }) => word === "look")?.number ?? 0, ...more }));
+      await settle();
+    };
+    await tell({ request: null, ended });
+    expect(model.reply).toEqual({ line: "%fsdp step 40", text: "NameError: x", isBad: true });
+    model.reply = null;
+    await tell({ request: null, ended: { ...ended, count: 2 } });
+    expect(model.reply).toBeNull();
+  });
+});
+
+describe("an abort", () => {
+  it("is being done until its answer comes", async () => {
+    const { model, client, asked, settle } = await beginning();
+    void model.do({ word: "abort" });
+    expect(model.isGivingUp).toBe(true);
+    const question = asked.findLast(({ word }) => word === "do");
+    client.receive({ ...ANSWERS.said, number: question?.number ?? 0 });
+    await settle();
+    expect(model.isGivingUp).toBe(false);
   });
 });
 

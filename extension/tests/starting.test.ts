@@ -1,6 +1,6 @@
 import { expect, it } from "vitest";
 
-import { commandOf, PLAIN, type Wanted } from "../src/starting";
+import { commandOf, hasMore, PLAIN, type Wanted } from "../src/starting";
 
 const START: Wanted = { ...PLAIN, ranks: "4", device: "auto" };
 const ATTACH: Wanted = { ...START, word: "attach", ranks: "" };
@@ -35,6 +35,14 @@ it("everything that is filled in is in the command, of what goes with its word",
 it.each(["0", "-1", "2.5", "x", "1025"])("%s is no number of ranks", (ranks) => {
   expect(commandOf({ ...START, ranks })).toBeNull();
   expect(commandOf({ ...ATTACH, ranks })).toBeNull();
+});
+
+it("what few need is in sight where it is set", () => {
+  expect([START, ATTACH].map(hasMore)).toEqual([false, false]);
+  expect(hasMore({ ...START, engines: "mpi" })).toBe(true);
+  expect(hasMore({ ...START, profile: "mine" })).toBe(true);
+  expect(hasMore({ ...ATTACH, profile: "mine" })).toBe(false); // it has a field that is always there
+  expect(hasMore({ ...ATTACH, take: true })).toBe(true);
 });
 
 it("ranks are started only if it is said how many", () => {

@@ -4,11 +4,14 @@ import {
   announcement,
   can,
   commonState,
+  crowding,
   exchanging,
   explained,
   headline,
   heldAtRest,
   lies,
+  nameInUnit,
+  obstacles,
   pathOf,
   ranges,
   statesOf,
@@ -116,6 +119,33 @@ describe("what can be done", () => {
   });
 });
 
+describe("a control that cannot be used", () => {
+  const prepared = { hasModel: true, isSharded: true, hasStep: true };
+
+  it.each([
+    ["without a kernel", null, prepared, "No ranks are running: start some first."],
+    ["without ranks", state({ cluster: cluster({ is_running: false }) }), prepared, "No ranks are running: start some first."],
+    ["without a model", state(), { hasModel: false, isSharded: false, hasStep: false }, "Make a model in a %%fsdp cell."],
+    ["before it is sharded", state(), { ...prepared, isSharded: false }, "Choose below how to shard the model."],
+    ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell."],
+    ["while a step runs", state({ request: STEP }), prepared, "%fsdp step 40 is still running."],
+    ["while it is stopped", state({ request: STOPPED }), prepared, "%fsdp step 40 is stopped: continue or abort it first."],
+    ["with a rank gone", state({ ranks: [rank(0), GONE] }), prepared, "rank 1 is gone: stop the ranks, then start them again."],
+    ["of another notebook", state({ cluster: cluster({ held_by: "ada's notebook" }) }), prepared, "ada's notebook has these ranks."],
+    ["when nothing is missing", state(), prepared, ""],
+  ])("says why there is no step %s", (_name, told, has, wanted) => {
+    expect(obstacles(told, has).step).toBe(wanted);
+    expect(can(told, has).step).toBe(wanted === "");
+  });
+
+  it("says why nothing can be paused, continued or given up", () => {
+    const { pause, goOn, abort } = obstacles(state());
+    expect([pause, goOn, abort]).toEqual(["Nothing is running.", "Nothing is running.", "Nothing is running."]);
+    expect(obstacles(state({ request: STEP })).goOn).toBe("The ranks are not stopped: pause them first.");
+    expect(obstacles(state({ request: STOPPED })).pause).toBe("The ranks are stopped already.");
+  });
+});
+
 describe("starting and stopping", () => {
   it.each([
     ["with ranks they can be stopped", state(), [false, true]],
@@ -143,7 +173,7 @@ describe("starting and stopping", () => {
 
   it.each([
     ["", /^$/],
-    ["start", /being started/],
+    ["start", /^Starting or attaching ranks\.$/],
     ["stop", /being stopped/],
     ["open", /file is being opened/],
   ] as const)("says why they cannot: %j", (exchange, wanted) => {
@@ -184,10 +214,21 @@ describe("the headline", () => {
     const told = state({ cluster: cluster({ outlives: true, held_by: "the notebook of ada on node1" }) });
     expect(headline(told)).toEqual({
       tone: "plain",
-      text: "Looking only: the notebook of ada on node1 has these ranks.",
-      todo: "To have them, detach there, then attach here.",
+      text: "View only: the notebook of ada on node1 controls these ranks.",
+      todo: "To take control, detach there, then attach here.",
     });
     expect(can(told).step).toBe(false);
+  });
+
+  it("says that ranks which another notebook had are free", () => {
+    const told = state({ cluster: cluster({ outlives: true, held_by: "the notebook of ada on node1", is_free: true }) });
+    expect(headline(told).text).toBe("These ranks are free now.");
+  });
+
+  it("says that what was aborted is being given up, until it has ended", () => {
+    expect(headline(state({ request: STEP }), true).text).toBe("Giving up %fsdp step 40\u2026");
+    expect(announcement(state({ request: STEP }), true)).toBe("Giving up %fsdp step 40\u2026");
+    expect(headline(state(), true).text).toBe("2 ranks, idle");
   });
 
   it("counts the steps that have ended", () => {
@@ -228,7 +269,14 @@ describe("the status line", () => {
 
   it("is red where a rank is dead, and where nobody answers", () => {
     expect(statusLine({ kind: "live" }, state({ ranks: [rank(0, { health: "gone" })] }))?.tone).toBe("bad");
-    expect(statusLine({ kind: "silent" }, state())?.tone).toBe("bad");
+    expect(statusLine({ kind: "silent", isBusy: false }, state())?.tone).toBe("bad");
+  });
+
+  it("says of a kernel that runs something that it is busy", () => {
+    const busy = { kind: "silent", isBusy: true } as const;
+    expect(statusLine(busy, state())).toEqual({ tone: "plain", text: "FSDP: the kernel is busy" });
+    expect(explained(busy, "").text).toMatch(/^The kernel is busy\./);
+    expect(explained({ kind: "silent", isBusy: false }, "").text).toMatch(/^The kernel does not answer\./);
   });
 
   it("says that the connection is lost for good, and the panel what to do", () => {
@@ -240,6 +288,28 @@ describe("the status line", () => {
   it("is nothing where there are no ranks", () => {
     expect(statusLine({ kind: "away", why: "not loaded", text: "" }, null)).toBeNull();
   });
+});
+
+it("a start says what it waits for", () => {
+  const told = state({ cluster: cluster({ is_running: false, exchange: "start", waits_for: "starting 4 ranks, 12 s: importing torch" }) });
+  expect(exchanging(told)).toBe("Starting 4 ranks, 12 s: importing torch.");
+});
+
+it.each([
+  [2, 2, ""],
+  [4, 2, "2 cores here: 4 ranks share them."],
+  [9, 2, "2 cores here: 9 ranks share them, and the start takes minutes or fails."],
+  [2, 1, "1 core here: 2 ranks share it."],
+  [Number.NaN, 2, ""],
+  [60, undefined, ""], // no kernel has said so yet
+])("%s ranks on %s cores: %j", (ranks, cores, wanted) => {
+  expect(crowding(ranks, cores)).toBe(wanted);
+});
+
+it("a parameter is called by what its unit does not have", () => {
+  expect(nameInUnit("model.layers.0.q_proj.weight", unit(1, "model.layers.0"))).toBe("q_proj.weight");
+  expect(nameInUnit("embed.weight", unit(0, "(root)"))).toBe("embed.weight");
+  expect(nameInUnit("blocks.10.weight", unit(1, "blocks.1"))).toBe("blocks.10.weight");
 });
 
 it("ranks are counted in ranges", () => {
@@ -259,7 +329,7 @@ it("ranks that hold the same but for a few bytes are one entry beforehand, the o
 
 it("a parameter lies in shards of a flat one, or is kept by every rank", () => {
   const [param] = ANSWERS.params.params;
-  expect(lies(param)).toBe("1.00 KiB");
+  expect(lies(param)).toBe("1.00 KiB of 2.00 KiB");
   const within = (...elements: number[]) => lies({ ...param, flat: "_flat_param", rows_per_rank: elements });
   expect([within(0, 4, 0), within(0, 4, 8), within(0, 0)]).toEqual(["in shard 1", "cut over shards 1-2", "empty"]);
 });

@@ -163,9 +163,13 @@ def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profil
             ):
                 with pytest.raises(UsageError, match=r"has the ranks, and here they can be looked at.*attach --take"):
                     command()
-        other.kill()
+            assert not looking.is_free
+            other.kill()
+            wait_until(lambda: looking.ask(Locate(), timeout_s=PATIENCE_S) and looking.is_free)  # as a view asks
+            assert f"(process {other.pid})" in looking.held_by  # nobody else has them, and nor have we
     with attached() as taking:
         assert taking.held_by == ""
+        assert not taking.is_free
         wait_until_held(taking)
         taking.ask(Release(), timeout_s=PATIENCE_S)
 
@@ -195,6 +199,7 @@ def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
         with pytest.raises(UsageError, match=rf"process {other.pid}\) has the ranks, .* attach --take"):
             first.run_cell("x = 1")
         other.communicate("\n")
+    wait_until(lambda: first.ask(Locate(), timeout_s=PATIENCE_S) and first.is_free)  # it has detached
     first.detach()
     with attached() as again:
         assert again.held_by == ""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,11 @@ def write_profile(ipython_directory, name, config=""):
     (directory / "startup").mkdir(parents=True, exist_ok=True)
     (directory / "ipcluster_config.py").write_text(f"c = get_config()\n{config}")
     return directory
+
+
+def refuse_to_wait(sentence):
+    """Fail a start that has begun to wait for its controller."""
+    raise AssertionError(sentence)
 
 
 def files_in(directory):
@@ -134,8 +140,23 @@ def test_a_configuration_that_fails_is_said(ipython_directory):
 
 def test_a_launcher_whose_program_is_missing_is_said(ipython_directory):
     write_profile(ipython_directory, "absent", "c.MPIEngineSetLauncher.mpi_cmd = ['no-such-mpiexec']")
-    with pytest.raises(ClusterError, match=r"MPIEngineSetLauncher could not start 2 engines: .*no-such-mpiexec"):
-        Cluster(2, "cpu", "absent", engines="mpi", runtime=RUNTIME).start()
+    said = r"no-such-mpiexec is not installed here, or not on PATH: install it, or name it in .*profile_absent/"
+    with pytest.raises(UsageError, match=rf"{said}.*c\.MPIEngineSetLauncher\.mpi_cmd = "):
+        Cluster(2, "cpu", "absent", engines="mpi", runtime=RUNTIME).start(refuse_to_wait)
+
+
+def test_a_queue_that_is_not_there_is_said(ipython_directory, monkeypatch):
+    write_profile(ipython_directory, "no_queue")
+    monkeypatch.setenv("PATH", str(ipython_directory))
+    with pytest.raises(UsageError, match=r"sbatch is not installed here.*on a machine that submits jobs"):
+        Cluster(2, "cpu", "no_queue", engines="slurm", runtime=RUNTIME).start(refuse_to_wait)
+
+
+def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
+    write_profile(ipython_directory, "no_hosts")
+    said = r"SSHEngineSetLauncher has no hosts: name them in .*profile_no_hosts/ipcluster_config\.py"
+    with pytest.raises(UsageError, match=rf"{said}, c\.SSHEngineSetLauncher\.engines = .*--profile NAME"):
+        Cluster(2, "cpu", "no_hosts", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 
 def test_an_interface_that_is_not_there_is_refused():
@@ -156,7 +177,7 @@ def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
 
     with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
         Cluster(2, "cpu", "waits", engines="local", runtime=RUNTIME).start(give_up)
-    assert any("after" in sentence for sentence in told)
+    assert any(re.match(r"waiting for the controller, \d+ s", sentence) for sentence in told)
     assert set(psutil.Process().children(recursive=True)) <= children
 
 

@@ -21,7 +21,7 @@ from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import Pending
 from workbench.cluster.processes import Watched, is_running
 from workbench.cluster.reaper import Reaper
-from workbench.errors import ClusterError, UsageError
+from workbench.errors import ClusterError, Interrupted, UsageError
 
 pytestmark = pytest.mark.cluster
 
@@ -219,8 +219,45 @@ def test_a_rank_that_does_not_come_is_named_with_its_log(make_cluster, monkeypat
         return wait_for_engines(self, registered)
 
     monkeypatch.setattr(launch.Launch, "wait_for_engines", until_only_rank_1_is_missing)
-    with pytest.raises(ClusterError, match=r"(?s)rank 1 did not start in time; the end of its log:.*I sleep instead"):
+    with pytest.raises(
+        ClusterError, match=r"(?s)rank 1 did not start in time.*the process of rank 1:\nI sleep instead"
+    ):
         make_cluster().start()
+    assert list(private.iterdir()) == []
+
+
+def test_many_ranks_that_do_not_come_are_named_in_a_row_and_what_to_do_is_first(make_cluster, monkeypatch, private):
+    monkeypatch.setattr(launch, "can_fork", lambda device: False)
+    silent = [sys.executable, "-c", "import signal; signal.pause()"]
+    monkeypatch.setattr(launch, "engine_command", lambda root, engine, timeout_s: silent)
+    wait_for_engines = launch.Launch.wait_for_engines
+
+    def without_patience(self, registered):
+        self.deadline = 0.0
+        return wait_for_engines(self, registered)
+
+    monkeypatch.setattr(launch.Launch, "wait_for_engines", without_patience)
+    with pytest.raises(ClusterError) as caught:
+        make_cluster(5).start()
+    late, advice, facts = str(caught.value).splitlines()
+    assert late == "ranks 0-4 did not start in time (their logs are empty)"
+    assert advice.startswith("%fsdp start again with fewer ranks (-n)")
+    assert facts.startswith("look at memory, of which ")
+
+
+def test_a_start_on_this_machine_says_what_it_waits_for_and_is_given_up(make_cluster, monkeypatch, private):
+    replace_rank_1(monkeypatch, "import signal; signal.pause()")
+    monkeypatch.setattr("workbench.cluster.cluster._QUICK_S", 0.0)
+    told = []
+
+    def give_up(sentence):
+        told.append(sentence)
+        if "1 of 2 processes have connected" in sentence:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
+        make_cluster().start(give_up)
+    assert re.fullmatch(r"starting 2 ranks, \d+ s: waiting for the controller", told[0])
     assert list(private.iterdir()) == []
 
 
@@ -241,18 +278,18 @@ def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monke
         raise TimeoutError
 
     monkeypatch.setattr("workbench.cluster.cluster.Wire", be_silent)
-    monkeypatch.setattr(launch.Launch, "log_tail", lambda self, rank: f"; the end of its log:\n{rank} is too hot")
+    monkeypatch.setattr(launch.Launch, "_log_lines", lambda self, rank: [f"{rank} is too hot"])
     with pytest.raises(ClusterError) as caught:
         make_cluster(start_timeout_s=60).start()
-    late, log, facts, advice = str(caught.value).splitlines()
-    assert late == "the controller has not answered within 60 s; the end of its log:"
-    assert log == "None is too hot"
+    late, advice, facts, whose, log = str(caught.value).splitlines()
+    assert late == "the controller has not answered within 60 s"
+    assert (whose, log) == ("the end of the log of the controller:", "None is too hot")
     assert re.fullmatch(
         r"look at memory, of which [\d.]+ of [\d.]+ GiB are free; load, [\d.]+ on \d+ cores; "
         r"ports on 127.0.0.1, of which the controller listens on \d+ of 15",
         facts,
     )
-    assert "%fsdp start again, with fewer ranks (-n)" in advice
+    assert "%fsdp start again with fewer ranks (-n)" in advice
     assert list(private.iterdir()) == []
 
 
@@ -260,14 +297,14 @@ def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
     monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
     wait, boot = Pending.wait, Cluster._boot
 
-    def until_rank_0_has_booted(self, timeout_s, *, or_error):
-        assert timeout_s < PATIENCE_S
-        wait_until(lambda: self.done(0))
-        return wait(self, 0, or_error=or_error)
+    def without_patience(self, place, asked):
+        def until_rank_0_has_booted(self, timeout_s, *, or_error):
+            wait_until(lambda: self.done(0))
+            place.deadline = 0.0
+            return wait(self, 0, or_error=or_error)
 
-    def without_patience(self, *args):
         monkeypatch.setattr(Pending, "wait", until_rank_0_has_booted)
-        return boot(self, *args)
+        return boot(self, place, asked)
 
     monkeypatch.setattr(Cluster, "_boot", without_patience)
     with pytest.raises(ClusterError, match=r"rank 1 did not finish .*:boot in time"):

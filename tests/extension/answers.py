@@ -93,6 +93,7 @@ EXAMPLES: tuple[Answer, ...] = (
         cluster=ClusterState(
             is_running=True,
             exchange="",
+            waits_for="",
             num_ranks=2,
             device="cpu",
             profile="",
@@ -100,6 +101,8 @@ EXAMPLES: tuple[Answer, ...] = (
             kernel_pid=1,
             outlives=False,
             held_by="",
+            is_free=False,
+            cores=2,
         ),
         ranks=(_rank(0), _rank(1)),
         clocks=(
@@ -119,6 +122,8 @@ EXAMPLES: tuple[Answer, ...] = (
         ),
         training=TrainingState(step=11, loss=2.30259, steps_per_s=3.14159, tokens_per_s=None),
         ended=Ending(count=1, line="a cell", text="", is_error=False),
+        is_recorded=True,
+        record="",
         said="",
     ),
     Models(

@@ -33,6 +33,11 @@ def tool(lab: Opened, name: str) -> Locator:
     return panel(lab).get_by_role("button", name=name, exact=True)
 
 
+def reply(lab: Opened) -> Locator:
+    """The newest reply, under the buttons."""
+    return panel(lab).locator(".fsdp-Reply")
+
+
 def headline(lab: Opened) -> Locator:
     """How the ranks are, in one line of the panel."""
     return lab.page.locator(".fsdp-Headline")

@@ -206,9 +206,9 @@ def test_one_unit_is_resharded_from_its_menu(lab):
 
 def test_a_screen_reader_hears_once_what_is_the_case_and_not_each_step(lab):
     lab.page.evaluate(LISTEN, ".fsdp-Panel")
-    tool(lab, "Step 1\u00d7").focus()
+    tool(lab, "Train 1 step").focus()
     lab.page.get_by_label("Training steps").fill("100000")
-    enter(tool(lab, "Step 100000\u00d7"))
+    enter(tool(lab, "Train 100000 steps"))
     for _ in range(3):
         before = headline(lab).inner_text()
         expect(headline(lab)).not_to_have_text(before)

@@ -49,14 +49,16 @@ def test_the_panel_is_found_in_the_menu_and_starts_ranks(book):
 def test_a_model_is_sharded_and_trains_and_the_ranks_are_shown_live(book):
     book.do(MODEL)
     expect(section(book, "Shard")).to_contain_text("model (Net)")
-    expect(section(book, "Shard").get_by_role("status")).to_contain_text("a step sends")  # it moves what is below it
+    status = section(book, "Shard").get_by_role("status")
+    expect(status).to_contain_text("each rank sends per step")  # it moves what is below it
     submit = section(book, "Shard").locator("button[type=submit]")
     submit.click()
     expect(section(book, "Commands")).to_contain_text("%fsdp shard model")
     expect(submit).to_have_text("Reshard")  # which is offered, as a step is, once the ranks have done it
-    expect(submit).to_be_enabled()
+    expect(submit).to_be_disabled()  # nothing is changed
+    expect(tool(book, "Train 1 step")).to_be_enabled()
     panel(book).get_by_label("Training steps").fill("100000")
-    tool(book, "Step 100000\u00d7").click()
+    tool(book, "Train 100000 steps").click()
     expect(headline(book)).to_contain_text("of 100000 steps")
     first = headline(book).inner_text()
     expect(headline(book)).not_to_have_text(first)

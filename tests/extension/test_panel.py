@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, process_of, run, section, shot, status_bar, tool
+from tests.extension.page import SHOW, headline, panel, process_of, reply, run, section, shot, status_bar, tool
 from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
@@ -87,15 +87,19 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     expect(shard).to_contain_text("model (Net)")
     shard.get_by_label(re.compile("^Block")).check()
     expect(shard.get_by_role("row").first).to_have_text("units4")  # three blocks and the root
-    expect(shard.get_by_role("status")).to_contain_text("a step sends")
+    expect(shard.get_by_role("status")).to_contain_text("each rank sends per step")
     shard.get_by_label("Precision").select_option("bf16")
     shard.get_by_label("Prefetch").fill("2")
     shot(lab, "shard")
     shard.locator("button[type=submit]").click()
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
     expect(section(lab, "Commands")).to_contain_text("%fsdp shard model")
-    expect(shard.locator("button[type=submit]")).to_have_text("Reshard")
-    expect(shard.locator("button[type=submit]")).to_be_enabled()
+    expect(reply(lab)).to_contain_text("4 units")
+    submit = shard.locator("button[type=submit]")
+    expect(submit).to_have_text("Reshard")
+    expect(submit).to_have_attribute("title", "Nothing is changed above.")
+    shard.get_by_label("Prefetch").press("Enter")  # which changes nothing either
+    expect(section(lab, "Commands")).not_to_contain_text("%fsdp reshard")
     expect(shard.get_by_role("row").first).to_have_text("units4")  # what a reshard that changes nothing comes to
 
 
@@ -119,7 +123,7 @@ def test_a_sharded_model_is_shown_as_it_is_and_what_is_changed_alone_is_sent(lab
 def test_a_running_step_is_paused_looked_at_and_continued(lab):
     panel(lab).get_by_label("Training steps").fill("100000")
     assert panel(lab).get_by_label("Training steps").evaluate("(field) => field.scrollWidth <= field.clientWidth")
-    tool(lab, "Step 100000\u00d7").click()
+    tool(lab, "Train 100000 steps").click()
     expect(headline(lab)).to_contain_text("of 100000 steps")
     expect(status_bar(lab)).to_contain_text("steps/s")
     tool(lab, "Pause inside the step").click()
@@ -135,7 +139,12 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     expect(said).to_have_css("white-space", "pre")  # a table: its columns stay one below the other
     said.focus()  # and keys scroll it
     expect(said).to_be_focused()
+    tab = lab.page.get_by_role("tab", name="FSDP: inspect")
+    expect(tab).to_be_visible()
+    table = lab.page.locator(".fsdp-Picture:visible table").last
+    expect(table).to_contain_text("rank 1")
     shot(lab, "inspected")
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
     tool(lab, "Continue").click()
     expect(headline(lab)).to_contain_text("of 100000 steps")
 

@@ -92,7 +92,7 @@ def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
     attach(lab, File=str(file))
     expect(ranks(lab)).to_have_count(2)
     assert [process_of(lab, rank).pid for rank in range(2)] == pids
-    expect(headline(lab)).to_contain_text("Looking only: the notebook of ")
+    expect(headline(lab)).to_contain_text("View only: the notebook of ")
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
     expect(panel(lab).locator(".fsdp-Numbers")).to_have_text(
         re.compile(r"loss [\d.e-]+step time .+step \d+")
@@ -101,21 +101,33 @@ def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
     expect(tool(lab, "Stop the ranks")).to_have_count(0)
     expect(section(lab, "Shard")).to_have_count(0)
     shot(lab, "looking")
-    copies(lab, tool(lab, "Look no more"), "%fsdp detach")
-    tool(lab, "Look no more").click()
+    copies(lab, tool(lab, "Stop watching"), "%fsdp detach")
+    tool(lab, "Stop watching").click()
     expect(ranks(lab)).to_have_count(0)
     expect(section(lab, "Commands")).to_contain_text("detached")
 
 
-def test_ranks_that_are_left_are_found_again_with_what_they_have(lab):
+def test_ranks_that_become_free_are_taken_by_one_click(lab):
+    attach(lab)  # as before
+    expect(headline(lab)).to_contain_text("View only: the notebook of ")
     to(lab, "run.ipynb")
-    expect(headline(lab)).to_contain_text("of 1000000 steps")
-    pids = [process_of(lab, rank).pid for rank in range(2)]
     tool(lab, "Abort").click()
     expect(tool(lab, "Detach")).to_be_enabled()
+    expect(panel(lab).locator(".fsdp-Reply")).to_contain_text("aborted")
     tool(lab, "Detach").click()
     expect(ranks(lab)).to_have_count(0)
     to(lab, "other.ipynb")
+    expect(headline(lab)).to_contain_text("These ranks are free now.")
+    shot(lab, "free")
+    tool(lab, "Take these ranks").click()
+    expect(headline(lab)).to_contain_text("2 ranks, idle")
+    expect(section(lab, "Shard")).to_contain_text("model (Net)")
+
+
+def test_ranks_that_are_left_are_found_again_with_what_they_have(lab):
+    pids = [process_of(lab, rank).pid for rank in range(2)]
+    tool(lab, "Detach").click()
+    expect(ranks(lab)).to_have_count(0)
     attach(lab, Profile="running", Cluster_id="one", File="")
     expect(ranks(lab)).to_have_count(2)
     assert [process_of(lab, rank).pid for rank in range(2)] == pids

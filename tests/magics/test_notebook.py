@@ -7,7 +7,7 @@ import pytest
 from tests.fake_cluster import FakeCluster
 from workbench.errors import UsageError
 from workbench.magics.notebook import Notebook
-from workbench.protocol.commands import Help, History, Shard, Start, Status, Stop
+from workbench.protocol.commands import Abort, Help, History, Shard, Start, Status, Stop
 from workbench.workbench import MAX_PAST, Workbench
 
 
@@ -64,6 +64,44 @@ def test_ranks_are_started_by_one_at_a_time(one, monkeypatch):
         one.do(Stop(), "cell", run, lambda said: None)
     go_on.set()
     thread.join()
+
+
+def test_a_start_is_given_up_by_abort_and_says_meanwhile_what_it_waits_for(one, monkeypatch):
+    begun, go_on, waits_for = threading.Event(), threading.Event(), []
+
+    def start(self, on_wait, **settings):
+        on_wait("starting 4 ranks, 3 s: importing torch")
+        begun.set()
+        assert go_on.wait(60)
+        on_wait("starting 4 ranks, 4 s: importing torch")
+
+    def give_up():
+        assert begun.wait(60)
+        waits_for.append(one.waits_for)
+        one.do(Abort(), "panel", run, said.append)
+        go_on.set()
+
+    said = []
+    monkeypatch.setattr(Workbench, "start", start)
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        one.do(Start(), "cell", run, said.append)
+    thread.join()
+    assert waits_for == ["starting 4 ranks, 3 s: importing torch"]
+    assert said == ["giving up the start"]
+    assert (one.exchange, one.waits_for) == ("", "")
+    monkeypatch.setattr(Workbench, "start", lambda self, on_wait, **settings: on_wait("again"))
+    one.do(Start(), "cell", run, said.append)  # the next one is not given up
+
+
+def test_more_ranks_than_cores_can_serve_are_warned_of_before_they_start(one):
+    one.cores, said = 2, []
+    one.do(Start(num_ranks=8), "cell", run, said.append)
+    one.do(Stop(), "cell", run, lambda _: None)
+    assert said == []
+    one.do(Start(num_ranks=9), "cell", run, said.append)
+    assert said == ["9 ranks share 2 cores here: the start takes minutes, or fails"]
 
 
 def test_before_there_are_ranks_it_says_what_to_do_first(one):

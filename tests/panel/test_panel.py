@@ -113,6 +113,28 @@ def test_before_there_are_ranks(browser):
     assert "first %fsdp start" in said["text"]
 
 
+def test_whether_ranks_have_a_train_step_is_found_with_their_models(started):
+    assert started.ask("find models")["has_step"]
+    started.fake.variables[3] = ("model",)
+    assert not started.ask("find models")["has_step"]
+
+
+def test_what_is_recorded_or_opened_is_told(started, tmp_path):
+    assert not started.look()["is_recorded"]
+    started.fake.sharded()
+    for rank in started.fake.ranks:
+        rank.recorded = rank.step_ends[0]
+    wait_until(lambda: started.look()["is_recorded"])
+    assert started.look()["record"] == ""
+    path = tmp_path / "kept.trace"
+    assert not started.do("export", path=str(path))["is_error"]
+    started.do("stop")
+    assert not started.do("open", path=str(path))["is_error"]
+    state = started.look()
+    assert (state["cluster"]["is_running"], state["is_recorded"], state["record"]) == (False, True, "kept.trace")
+    assert [unit["name"] for unit in state["units"]] == ["(root)", "blocks.0", "blocks.1"]
+
+
 def test_clocks_that_are_not_rank_0s_are_told():
     found = example_trace(num_ranks=3, steps=1)
     clock = HostClock(ranks=(1, 2), readings=(Reading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))

@@ -36,7 +36,8 @@ def is_gone(holder: Holder) -> bool:
     if holder.identity != identity():
         return False
     try:
-        return psutil.Process(holder.pid).create_time() != holder.created_s
+        process = psutil.Process(holder.pid)
+        return process.create_time() != holder.created_s or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
@@ -147,7 +148,7 @@ class Attached(Place):
         """Return nothing: their logs are not ours."""
         return ""
 
-    def advice(self, _rank: int | None) -> str:
+    def advice(self, _rank: int | None, *_others: int | None) -> str:
         """Return what there is to look at, and to do, when the cluster does not answer."""
         return (
             f"; is it running, and can it be reached from here? {self._file} says where it listens; what engines do "

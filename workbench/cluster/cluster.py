@@ -21,8 +21,8 @@ from workbench.cluster.freeing import free, late
 from workbench.cluster.hosts import Surveyed, boots, lookouts, misfits, seats
 from workbench.cluster.launch import Launch
 from workbench.cluster.launched import Launched, check_launcher, configures_launcher
-from workbench.cluster.pending import Pending, select
-from workbench.cluster.place import OnWait, Place, no_wait
+from workbench.cluster.pending import Pending, ranks_in_words, select
+from workbench.cluster.place import NOTICE_S, OnWait, Place, WaitNotices, no_wait
 from workbench.codec import decode, encode
 from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
@@ -35,6 +35,7 @@ RUNTIME = "workbench.runtime.rank"
 MAX_RANKS = 64
 """On this machine, by the fast start."""
 
+_QUICK_S = 2.0  # a start on this machine that takes no longer is not reported while it lasts
 _STOPPED = "the other ranks were stopped"
 _SHUTDOWN_S = 2.0
 _PATIENCE_S = 1.0
@@ -98,7 +99,9 @@ class Cluster:
         self._takes = False
         self._num_wanted: int | None = num_ranks
         self._holder: Holder | None = None
+        self._is_free = False
         self._ask_who_at = 0.0
+        self._notices = WaitNotices(no_wait)
         self._place: Place | None = None
         self._doors: Doors | None = None
         self._engines: tuple[str, ...] = ()
@@ -141,7 +144,7 @@ class Cluster:
         """Start all ranks and join them into one process group.
 
         Args:
-            on_wait: is told what is waited for, where that may take long.
+            on_wait: takes what is waited for, where that takes long; a KeyboardInterrupt of it gives the start up.
 
         Raises:
             UsageError: they are started already; the profile does not exist; the device cannot be had.
@@ -151,8 +154,9 @@ class Cluster:
         if self._place is not None:
             raise UsageError("the ranks are started already: stop them first (%fsdp stop)")
         atexit.register(self._stop_at_exit, os.getpid())
+        self._notices = WaitNotices(on_wait, 0.0 if self._launcher else _QUICK_S)
         try:
-            self._place = place = self._open(on_wait)
+            self._place = place = self._open()
             wire = self._connect(place)
             self._rank_info = self._join(place, wire) or self._boot(place, self._seat(place, wire))
             for rank in lookouts(self._rank_info):
@@ -163,7 +167,7 @@ class Cluster:
             if not self._rank_info:
                 self.stop()
 
-    def _open(self, on_wait: OnWait) -> Place:
+    def _open(self) -> Place:
         """Begin to start processes; nothing is waited for."""
         if self._target is not None:
             return Attached(self._target, self._num_wanted, self._start_timeout_s)
@@ -175,7 +179,7 @@ class Cluster:
                 self._start_timeout_s,
                 interface=self._interface,
                 on_exit=self._on_exit,
-                on_wait=on_wait,
+                notices=self._notices,
             )
         return Launch(
             self.num_ranks,
@@ -184,6 +188,7 @@ class Cluster:
             self._on_exit,
             device=self.device,
             preload=self._runtime,
+            notices=self._notices,
         )
 
     def _connect(self, place: Place) -> Wire:
@@ -325,10 +330,12 @@ class Cluster:
         self._wait(place, pending, f"finish {name}")
         return pending.results()
 
-    @staticmethod
-    def _wait(place: Place, pending: Pending, what: str) -> None:
+    def _wait(self, place: Place, pending: Pending, what: str) -> None:
         """Wait for what ranks do while starting; the first failure ends the start."""
-        is_done = pending.wait(max(0.0, place.deadline - time.monotonic()), or_error=True)
+        while not (is_done := pending.wait(NOTICE_S, or_error=True)):
+            if time.monotonic() > place.deadline or any(map(pending.error, pending.ranks)):
+                break
+            self._notices.notice(f"starting {len(pending.ranks)} ranks", "the ranks find each other")
         try:
             pending.raise_error()
         except RankError as error:
@@ -337,8 +344,7 @@ class Cluster:
             raise ClusterError(f"rank {error.rank} did not start: {error.ename}: {error.evalue}") from error
         if not is_done:
             late = [rank for rank in pending.ranks if not pending.done(rank)]
-            names = ", ".join(map(str, late))
-            raise ClusterError(f"rank {names} did not {what} in time{place.advice(late[0])}")
+            raise ClusterError(f"{ranks_in_words(late)} did not {what} in time{place.advice(*late)}")
 
     def stop(self) -> str:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
@@ -384,7 +390,7 @@ class Cluster:
 
     def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
-        self._holder = None
+        self._holder, self._is_free = None, False
         self._place = self._doors = None
         self._rank_info = self._engine_ids = self._engines = ()
         self._losses = {}
@@ -471,20 +477,27 @@ class Cluster:
         return "" if self._holder is None else str(self._holder)
 
     @property
+    def is_free(self) -> bool:
+        """Whether the notebook that had these ranks has detached or ended, so that they can be attached again."""
+        return self._is_free
+
+    @property
     def outlives(self) -> bool:
         """Whether the engines were there before, and stay."""
         return self._target is not None
 
     def _ask_who_holds(self, doors: Doors) -> None:
-        """Learn from time to time whether another notebook has taken ranks that were attached."""
+        """Learn now and then whether another notebook has taken attached ranks, or has let go of them."""
         now = time.monotonic()
-        if self._target is None or self._holder is not None or not self._rank_info or now < self._ask_who_at:
+        if self._target is None or not self._rank_info or now < self._ask_who_at:
             return
         self._ask_who_at = now + _WHO_S
         one = [rank for rank in range(len(self._engines)) if not doors.is_lost(rank)][:1]
         for world in doors.hold({}, one, _HOLD_S).values():
-            if isinstance(world, World) and world.holder not in {None, holder_here()}:
-                self._holder = world.holder
+            if isinstance(world, World) and world.holder != holder_here():
+                has_let_go = world.holder is None or is_gone(world.holder)
+                self._is_free = has_let_go and self._holder is not None
+                self._holder = self._holder if has_let_go else world.holder
 
     def _check_held(self) -> None:
         if self._holder is not None:

@@ -32,7 +32,8 @@ import psutil
 
 from workbench.cluster import processes
 from workbench.cluster.keeper import KEEPER
-from workbench.cluster.place import Place, Registered
+from workbench.cluster.pending import ranks_in_words
+from workbench.cluster.place import Place, Registered, WaitNotices, no_wait
 from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
 from workbench.cluster.zygote import Forked, Zygote, can_fork
@@ -138,6 +139,7 @@ class Launch(Place):
         device: one of :data:`workbench.devices.CHOICES`; where they may be, ranks are forked (zygote.py).
         preload: module that every rank will need.
         on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller).
+        notices: takes what is waited for.
 
     Attributes:
         engines: session id of the engine of each rank.
@@ -160,7 +162,9 @@ class Launch(Place):
         *,
         device: str = AUTO,
         preload: str = "",
+        notices: WaitNotices | None = None,
     ) -> None:
+        self._notices = notices or WaitNotices(no_wait)
         self.deadline = time.monotonic() + timeout_s
         self._id = secrets.token_hex(8)
         self._on_exit = on_exit
@@ -215,7 +219,7 @@ class Launch(Place):
         security = self._root / "profile" / "security"
         for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
         while not (is_complete(for_client) and is_complete(for_engine)):
-            self._wait_a_moment("the controller did not start", [None])
+            self._wait_a_moment("the controller did not start", [None], "waiting for the controller")
         # a copy, for the controller is not done with its own; it appears complete: engines read it once it is there
         copy = self._root / "engine.json.copy"
         copy.touch(mode=0o600)
@@ -230,17 +234,20 @@ class Launch(Place):
             ClusterError: some did not come; the message names the ranks and shows the log of one.
         """
         while missing := [rank for rank, engine in enumerate(self.engines) if engine not in registered()]:
-            names = ", ".join(map(str, missing))
-            self._wait_a_moment(f"rank {names} did not start", [*missing, None])
+            here = f"{len(self.engines) - len(missing)} of {len(self.engines)} processes have connected"
+            loads = self._zygote is not None and not self._zygote.has_made_all
+            detail = "importing torch" if loads else here
+            self._wait_a_moment(f"{ranks_in_words(missing)} did not start", [*missing], detail)
         return self.engines
 
-    def _wait_a_moment(self, complaint: str, awaited: list[int | None]) -> None:
-        """Sleep for a moment, unless a process that is waited for has ended or it takes too long."""
-        ended = [rank for rank in awaited if self.exit_code(rank) is not None]
+    def _wait_a_moment(self, complaint: str, late: list[int | None], detail: str) -> None:
+        """Sleep for a moment, unless a process has ended or those that are ``late`` take too long."""
+        ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
         if ended:
             raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")
         if time.monotonic() > self.deadline:
-            raise ClusterError(f"{complaint} in time{self.advice(awaited[0])}")
+            raise ClusterError(f"{complaint} in time{self.advice(*late)}")
+        self._notices.notice(f"starting {len(self.engines)} rank{'' if len(self.engines) == 1 else 's'}", detail)
         time.sleep(_POLL_S)
 
     def exit_code(self, rank: int | None) -> int | None:
@@ -271,17 +278,23 @@ class Launch(Place):
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
-        try:
-            lines = self._log_file(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        except OSError:
-            lines = []
+        lines = self._log_lines(rank)
         return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else " (its log is empty)"
 
-    def advice(self, rank: int | None) -> str:
-        """Return what there is to look at, and to do, when a process (None: the controller) is too slow.
+    def _log_lines(self, rank: int | None) -> list[str]:
+        try:
+            return self._log_file(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return []
 
-        It is the end of a message: the end of the process's log, then a line each of facts and of what to do.
+    def advice(self, rank: int | None, *others: int | None) -> str:
+        """Return the end of a message about processes (None: the controller) that are too slow.
+
+        A line of what to do, a line of facts, and the end of the log of the first process that has written one.
         """
+        which = next((each for each in (rank, *others) if self._log_lines(each)), rank)
+        log = self._log_lines(which)
+        empty = "their logs are" if others else "its log is"
         memory = psutil.virtual_memory()
         free, total = (f"{num_bytes / 2**30:.1f}" for num_bytes in (memory.available, memory.total))
         facts = (
@@ -289,11 +302,12 @@ class Launch(Place):
             f"{processes.usable_cores()} cores; ports on {LOOPBACK}, of which the controller listens on "
             f"{self._num_listening()} of {_PORTS}"
         )
-        return (
-            f"{self.log_tail(rank)}\nlook at {facts}\nthen end what takes memory or cores, or let traffic on "
-            f"{LOOPBACK} through (firewall, VPN), and %fsdp start again, with fewer ranks (-n) if need be; in a "
-            "terminal, workbench doctor tries two ranks by itself"
+        todo = (
+            f"%fsdp start again with fewer ranks (-n), after ending what takes memory or cores, or letting traffic on "
+            f"{LOOPBACK} through (firewall, VPN); in a terminal, workbench doctor tries two ranks by itself"
         )
+        tail = [f"the end of the log of {_name(which)}:", *log] if log else []
+        return "\n".join(["" if log else f" ({empty} empty)", todo, f"look at {facts}", *tail])
 
     def _num_listening(self) -> int:
         """On how many ports the controller listens."""

@@ -16,6 +16,7 @@ import glob
 import logging
 import secrets
 import shlex
+import shutil
 import socket
 import threading
 import time
@@ -39,7 +40,7 @@ from traitlets.config.loader import Config, load_pyconfig_files
 
 from workbench.cluster import over_ssh, processes
 from workbench.cluster.launch import profile_directory
-from workbench.cluster.place import OnWait, Place, Registered
+from workbench.cluster.place import Place, Registered, WaitNotices
 from workbench.cluster.queues import Queue
 from workbench.cluster.reaper import Reaper, remove
 from workbench.cluster.survey import ELSEWHERE, address_towards, interfaces_here
@@ -62,8 +63,8 @@ _CHECK_MS = 500  # ipyparallel has an engine expect a heartbeat so much later th
 STOP_S = 60.0
 """How long launchers may take to end what they have started, in seconds."""
 
-TELL_S = 0.5
-"""How often it is told what is waited for, in seconds."""
+_PROGRAMS = ("mpi_cmd", "submit_command", "ssh_cmd")
+"""Traits of launchers that hold the command line of the program that they run here."""
 
 _INNARDS = "Create ShellCommandSend object"  # what ipyparallel says of an SSH connection
 _GRACE_S = 2.0
@@ -170,10 +171,10 @@ class Launched(Place):
         timeout_s: time in seconds after which nothing more is expected of what has not gone on; in a queue none is.
         interface: that engines of other hosts reach the controller on; empty: the one on the route to them.
         on_exit: called in a thread of its own with None when the controller has ended.
-        on_wait: is told what is waited for.
+        notices: takes what is waited for.
 
     Raises:
-        UsageError: there is no such launcher, profile or interface.
+        UsageError: there is no such launcher, profile or interface, or what the launcher runs is missing here.
     """
 
     is_remote = True
@@ -188,16 +189,16 @@ class Launched(Place):
         *,
         interface: str,
         on_exit: Callable[[int | None], None],
-        on_wait: OnWait,
+        notices: WaitNotices,
     ) -> None:
-        self._began = self._tell_at = time.monotonic()
-        self.deadline = self._began + timeout_s
+        self.deadline = time.monotonic() + timeout_s
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
         self._waits_for = ""
-        self._on_exit, self._on_wait = on_exit, on_wait
+        self._on_exit, self._notices = on_exit, notices
         self._said, log = Said(), logging.Logger("ipyparallel")
         log.addHandler(self._said)
         self._cluster = _cluster(profile, engines, n=num_ranks, log=log)
+        self._check_installed()
         self._id = secrets.token_hex(8)
         self._batch_files: list[Path] = []
         self._queue: Queue | None = None
@@ -220,6 +221,32 @@ class Launched(Place):
     def _words(self) -> str:
         """Name the launcher, as in messages."""
         return f"ipyparallel's {self._launcher_class.__name__}"
+
+    def _check_installed(self) -> None:
+        """Raise unless what starts the engines is there: before the controller is started, which takes seconds.
+
+        Raises:
+            UsageError: its program is not on PATH, or it knows no hosts.
+        """
+        configured, name = self._settings(self._launcher_class), self._launcher_class.__name__
+        file = f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'}"
+        if self._is_ssh and hasattr(configured, "engines") and not configured.engines:
+            raise UsageError(
+                f"{self._words} has no hosts: name them in {file}, c.{name}.engines = {{'HOST': {self._num_ranks}}}, "
+                "and start with --profile NAME"
+            )
+        trait, command = next(
+            ((trait, getattr(configured, trait)) for trait in _PROGRAMS if getattr(configured, trait, None)), ("", [])
+        )
+        if not trait or self._is_here or shutil.which(command[0]):
+            return
+        missing = f"{command[0]} is not installed here, or not on PATH"
+        if issubclass(self._launcher_class, BatchSystemLauncher):
+            raise UsageError(
+                f"{missing}: start the notebook on a machine that submits jobs, or name it in {file}, "
+                f"c.{name}.{trait} = ['/path/to/{command[0]}']"
+            )
+        raise UsageError(f"{missing}: install it, or name it in {file}, c.{name}.{trait} = ['/path/to/{command[0]}']")
 
     # ---- where the controller listens
 
@@ -315,7 +342,7 @@ class Launched(Place):
             ClusterError: it did not come up.
         """
         while not self._controller_started.done():
-            self._wait_a_moment("the controller starts")
+            self._wait_a_moment("waiting for the controller")
         self._check(self._controller_started, "start the controller")
         self._engines_started = self._loop.submit(self._start_engines())
         return Path(self._cluster.controller.connection_files["client"])
@@ -384,11 +411,7 @@ class Launched(Place):
             self._waits_for, self.deadline = what, max(self.deadline, time.monotonic() + self._timeout_s)
         if time.monotonic() > self.deadline:
             raise ClusterError(f"{what}, and no more for {self._timeout_s:.0f} s{self.advice(None)}")
-        now = time.monotonic()
-        if now >= self._tell_at:
-            self._tell_at = now + TELL_S
-            last = self._said.lines[-1] if self._said.lines else ""
-            self._on_wait(f"{what}, after {now - self._began:.0f} s{f': {last}' if last else ''}")
+        self._notices.notice(what, self._said.lines[-1] if self._said.lines else "")
         time.sleep(_POLL_S)
 
     def _check(self, started: Future[Any], what: str) -> None:
@@ -437,7 +460,7 @@ class Launched(Place):
         """Return the last lines that the launcher said as the end of a message."""
         return f"; the launcher said:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
 
-    def advice(self, rank: int | None) -> str:
+    def advice(self, rank: int | None, *_others: int | None) -> str:
         """Return what there is to look at, and to do, when engines do not come."""
         ip = self._cluster.controller_ip
         heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine alone"

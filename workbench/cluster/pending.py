@@ -74,6 +74,19 @@ def select(ranks: Iterable[int] | None, num_ranks: int, *, may_be_none: bool = F
     return chosen
 
 
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks with runs of neighbours joined: ``(3,)`` -> ``"rank 3"``; ``(5, 0, 1, 2)`` -> ``"ranks 0-2, 5"``."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    joined = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if len(numbers) == 1 else 's'} {joined}"
+
+
 class Pending:
     """A request that was sent to some ranks.
 

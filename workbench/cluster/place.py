@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -10,11 +11,35 @@ Registered = Callable[[], dict[str, int]]
 """Returns the ipyparallel engine id of every engine that has registered, by session id."""
 
 OnWait = Callable[[str], None]
-"""Is told, in a sentence, what a start waits for; ``""``: nothing any more."""
+"""Takes, in a sentence, what a start waits for; ``""``: nothing any more. A KeyboardInterrupt of it ends the start."""
+
+NOTICE_S = 0.5
+"""Seconds between two notices of what a start waits for."""
 
 
 def no_wait(_sentence: str) -> None:
     """Tell nobody."""
+
+
+class WaitNotices:
+    """Says now and then what a start waits for, and since how many seconds.
+
+    Args:
+        on_wait: takes the sentence.
+        after_s: seconds in which a start is too quick to be reported.
+    """
+
+    def __init__(self, on_wait: OnWait, after_s: float = 0.0) -> None:
+        self._on_wait = on_wait
+        self._began = time.monotonic()
+        self._next = self._began + after_s
+
+    def notice(self, what: str, detail: str = "") -> None:
+        """Report ``what``, unless the last notice is less than :data:`NOTICE_S` old."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + NOTICE_S
+            self._on_wait(f"{what}, {now - self._began:.0f} s{f': {detail}' if detail else ''}")
 
 
 class Place(Protocol):
@@ -57,8 +82,8 @@ class Place(Protocol):
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
 
-    def advice(self, rank: int | None) -> str:
-        """Return what there is to look at, and to do, when a process (None: the controller) is too slow."""
+    def advice(self, rank: int | None, *others: int | None) -> str:
+        """Return what there is to look at, and to do, when processes (None: the controller) are too slow."""
 
     def ask_why_gone(self, tell: Callable[[str], object]) -> None:
         """Have ``tell`` called with why an engine is gone, in words, ``""`` if that is not known.

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.cluster.place import OnWait, no_wait
+from workbench.cluster.processes import usable_cores
 from workbench.errors import UsageError
 from workbench.magics.words import WORDS, overview, parse_line, parser_for
-from workbench.protocol.commands import Attach, Command, Continue, Detach, Help, Open, Start, Step, Stop
+from workbench.protocol.commands import Abort, Attach, Command, Continue, Detach, Help, Open, Start, Step, Stop
 from workbench.reports.done import Report, Source
 from workbench.session.pulse import Exchange
 from workbench.workbench import RankSettings, Workbench
+
+CROWDED = 4
+"""Ranks per core above which a start warns."""
 
 Run = Callable[[Workbench, Command], Any]
 """Has a workbench do a command, and shows meanwhile what is to be shown."""
@@ -31,11 +35,16 @@ class Notebook:
     Attributes:
         workbench: there is one from the first ``start`` or ``open`` on; what it recorded outlives ``stop``.
         exchange: which command has others like it refused at this moment.
+        waits_for: what a start waits for, in a sentence; empty: there is none, or it says nothing.
+        cores: that ranks started here share.
     """
 
     def __init__(self, make: Callable[..., Workbench], in_notebook: Callable[[str], bool]) -> None:
         self.workbench: Workbench | None = None
         self.exchange: Exchange = ""
+        self.waits_for = ""
+        self.cores = usable_cores()
+        self._gives_up = False
         self._only: Workbench | None = None
         self._make, self._in_notebook = make, in_notebook
         self._lock = threading.RLock()  # while there is made one
@@ -58,6 +67,10 @@ class Notebook:
         self.shown().note(command, source)
         if isinstance(command, Help):
             tell(_help(command))
+            return None
+        if isinstance(command, Abort) and self.exchange == "start":
+            self._gives_up = True
+            tell("giving up the start")
             return None
         exchange = self._exchange_of(command, tell, on_wait)
         if exchange is not None:
@@ -113,11 +126,11 @@ class Notebook:
     def _alone(self, word: Exchange, do: Callable[[], Any]) -> Any:  # noqa: ANN401
         if not self._exchanging.acquire(blocking=False):
             raise UsageError("ranks are being started or stopped at this moment: wait for it")
-        self.exchange = word
+        self.exchange, self._gives_up = word, False
         try:
             return do()
         finally:
-            self.exchange = ""
+            self.exchange = self.waits_for = ""
             self._exchanging.release()
 
     def _start(self, command: Start, tell: Tell, on_wait: OnWait) -> Report:
@@ -127,7 +140,19 @@ class Notebook:
         if workbench.running and is_the_same and not workbench.losses:
             tell("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
             return workbench.status()
-        report = workbench.start(on_wait, **wanted)
+        if command.num_ranks > CROWDED * self.cores and not command.engines and command.profile is None:
+            tell(
+                f"{command.num_ranks} ranks share {self.cores} core{'' if self.cores == 1 else 's'} here: the start "
+                "takes minutes, or fails"
+            )
+
+        def notice(sentence: str) -> None:
+            self.waits_for = sentence
+            if self._gives_up:
+                raise KeyboardInterrupt
+            on_wait(sentence)
+
+        report = workbench.start(notice, **wanted)
         self.workbench = workbench
         return report
 

@@ -44,7 +44,7 @@ TARGET = "workbench.panel"
 DASHBOARD_TARGET = "workbench.dashboard"
 """Name of the comm target of a dashboard."""
 
-VERSION = 1
+VERSION = 2
 """Of this protocol. It changes with every change that a panel of before could not read; both sides say theirs."""
 
 COMMAND = {"typescript": "Command"}
@@ -209,6 +209,7 @@ class ClusterState:
         is_running: whether there are any.
         exchange: word of the command that starts or stops them at this moment, or opens a file: until it has ended,
             others like it are refused. Empty: none.
+        waits_for: what a start waits for, in a sentence; empty: it says nothing.
         num_ranks: how many there are, or there would be with ``start`` and no number.
         device: where they were asked to compute: ``auto``, or a kind of device.
         profile: IPython profile that they were started with; empty: none.
@@ -216,10 +217,13 @@ class ClusterState:
         kernel_pid: its process.
         outlives: whether the ranks' processes were there before: they can be left, and stay.
         held_by: who else commands the ranks, in words; they can be looked at only then. Empty: nobody.
+        is_free: whether the notebook that commanded them has let go of them, so that they can be attached here.
+        cores: of the machine of the kernel, that ranks started there share.
     """
 
     is_running: bool
     exchange: Exchange
+    waits_for: str
     num_ranks: int
     device: str
     profile: str
@@ -227,6 +231,8 @@ class ClusterState:
     kernel_pid: int
     outlives: bool
     held_by: str
+    is_free: bool
+    cores: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,6 +388,8 @@ class State:
         request: what is under way; None: nothing is.
         training: how training goes.
         ended: how the last request ended; None: none has yet.
+        is_recorded: whether there is something to draw and to export.
+        record: name of the file that is shown; empty: what ranks recorded.
         said: what there is to see, or what to do first, a sentence; empty while ranks train.
     """
 
@@ -396,6 +404,8 @@ class State:
     request: RequestState | None
     training: TrainingState
     ended: Ending | None
+    is_recorded: bool
+    record: str
     said: str
 
 
@@ -417,12 +427,14 @@ class Models:
     Attributes:
         number: of the question.
         models: by name.
+        has_step: whether all ranks have a ``train_step``.
         text: why there is none and what to do, a sentence; empty if there is one.
     """
 
     word: ClassVar[str] = "models"
     number: int
     models: tuple[Model, ...]
+    has_step: bool = False
     text: str = ""
 
 

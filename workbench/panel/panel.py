@@ -107,9 +107,12 @@ class Panel:
         return self._state(question.number, self._pulse())
 
     def _find_models(self, question: FindModels) -> Answer:
-        found = models_of(self._notebook.shown().models())
+        workbench = self._notebook.shown()
+        found = models_of(workbench.models())
+        names = workbench.names().values()
+        has_step = bool(names) and all(Step().fn in own.variables for own in names)
         text = "" if found else "The ranks have no model: build one in a %%fsdp cell."
-        return Models(number=question.number, models=found, text=text)
+        return Models(number=question.number, models=found, has_step=has_step, text=text)
 
     def _try(self, question: Try) -> Answer:
         command = read_command(question.command)
@@ -145,7 +148,7 @@ class Panel:
         return self._notebook.shown().pulse()
 
     def _asks(self) -> tuple[object, ...]:
-        return self._notebook.exchange, self._notebook.shown().asked()
+        return self._notebook.exchange, self._notebook.waits_for, self._notebook.shown().asked()
 
     def _news(self, _view: str, pulse: Pulse) -> Send:
         answer = self._state(self._asked, pulse)
@@ -161,6 +164,8 @@ class Panel:
             exchange=self._notebook.exchange,  # after the pulse: ranks that it lacks are stopped, or still being so
             outlives=workbench.outlives,
             held_by=workbench.held_by,
+            waits_for=self._notebook.waits_for,
+            cores=self._notebook.cores,
         )
         state = self._observer.state(number, pulse, settings, self._units)
         self._units = state.units if state.units is not None else self._units

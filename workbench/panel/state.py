@@ -44,6 +44,8 @@ class Settings:
     Attributes:
         outlives: whether their processes were there before, and stay.
         held_by: who else commands them; empty: nobody.
+        waits_for: what a start waits for; empty: it says nothing.
+        cores: that ranks started here share.
     """
 
     num_ranks: int
@@ -52,6 +54,8 @@ class Settings:
     exchange: Exchange = ""
     outlives: bool = False
     held_by: str = ""
+    waits_for: str = ""
+    cores: int = 1
 
 
 class Observer:
@@ -95,6 +99,8 @@ class Observer:
                 request=_request(pulse.under_way),
                 training=self._training(trace),
                 ended=pulse.ended,
+                is_recorded=trace.num_rows > 0,
+                record=pulse.record,
                 said=said(pulse),
             )
 
@@ -145,6 +151,7 @@ def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
     return ClusterState(
         is_running=pulse.running,
         exchange=settings.exchange,
+        waits_for=settings.waits_for,
         num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
         device=settings.device,
         profile=settings.profile,
@@ -152,6 +159,8 @@ def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
         kernel_pid=os.getpid(),
         outlives=settings.outlives,
         held_by=settings.held_by,
+        is_free=pulse.is_free,
+        cores=settings.cores,
     )
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import get_args
 
 from workbench.devices import CHOICES
-from workbench.magics.words import WORDS
+from workbench.magics.words import WORDS, Draw
 from workbench.panel import messages
 from workbench.panel.messages import DASHBOARD_TARGET, TARGET, VERSION, Answer, Question
+from workbench.protocol.commands import summary
 from workbench.protocol.policy import HYBRID, STRATEGIES
 from workbench.widgets.typescript import module
 
@@ -46,6 +47,7 @@ def _types() -> str:
         constants={
             **{"TARGET": TARGET, "DASHBOARD_TARGET": DASHBOARD_TARGET, "VERSION": VERSION},
             **{"DEVICES": CHOICES, "STRATEGIES": STRATEGIES, "HYBRID": HYBRID},
+            "VIEWS": {word: summary(cls) for word, cls in WORDS.items() if issubclass(cls, Draw)},
         },
         sent=[*questions, *commands],
     )

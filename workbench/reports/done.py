@@ -98,8 +98,10 @@ class RankStatus:
         return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
 
 
-def _held(holder: str) -> list[tuple[str, str]]:
-    """Return the fact that somebody else has the ranks."""
+def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
+    """Return the fact that another notebook has the ranks, or had them."""
+    if is_free:
+        return [("held by", "nobody any more, they are free: %fsdp attach takes them")]
     return [("held by", f"{holder}: here they can be looked at")] if holder else []
 
 
@@ -118,6 +120,7 @@ class StatusReport(Report):
         record: the file that is shown instead of what ranks record; empty: none.
         kept: ids of the processes that stay without ranks, for the next start.
         holder: who else has the ranks, so that they can be looked at only; empty: nobody.
+        is_free: whether the holder has let go of them.
         clocks: those of hosts that do not read rank 0's.
         stopped: where what is under way stands, in words; empty: nothing is stopped.
     """
@@ -132,6 +135,7 @@ class StatusReport(Report):
     record: str = ""
     kept: tuple[int, ...] = ()
     holder: str = ""
+    is_free: bool = False
     clocks: tuple[HostClock, ...] = ()
     stopped: str = ""
 
@@ -148,7 +152,7 @@ class StatusReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
-        found = [*_held(self.holder), *self._ranks_of_hosts()]
+        found = [*_held(self.holder, is_free=self.is_free), *self._ranks_of_hosts()]
         if self.running or self.record:
             found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
         if self.classic:

@@ -81,6 +81,7 @@ class Pulse:
         positions: where each rank was when it was last heard of.
         losses: of each rank that was lost, how.
         holder: who else commands the ranks, in words; empty: nobody.
+        is_free: whether the holder has let go of them, so that they can be attached.
         cursor: up to where the views show what was recorded; None: all of it.
         record: name of the file that the trace is from; empty: ranks recorded it.
         under_way: what the ranks were asked and have not ended; None: nothing.
@@ -96,6 +97,7 @@ class Pulse:
     positions: Mapping[int, Position] = field(default_factory=dict)
     losses: Mapping[int, str] = field(default_factory=dict)
     holder: str = ""
+    is_free: bool = False
     cursor: Cursor | None = None
     record: str = ""
     under_way: UnderWay | None = None

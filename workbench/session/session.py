@@ -99,6 +99,10 @@ class ClusterLike(Interruptible, Protocol):
         """Who else commands these ranks; empty: nobody."""
 
     @property
+    def is_free(self) -> bool:
+        """Whether the notebook that had them has let go of them."""
+
+    @property
     def outlives(self) -> bool:
         """Whether the engines were there before, and stay."""
 
@@ -214,6 +218,7 @@ class Session:
             found,
             losses=losses,
             holder=self.cluster.held_by,
+            is_free=self.cluster.is_free,
             under_way=_under_way(self.request, trace, self._left()),
             ended=self.ended,
             breakpoints=self.stops(),

@@ -127,7 +127,7 @@ def mark(pulse: Pulse) -> tuple[object, ...]:
     """Return what is different if there is something to tell."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
     asked = pulse.under_way, pulse.ended, pulse.breakpoints
-    held = pulse.losses, pulse.holder
+    held = pulse.losses, pulse.holder, pulse.is_free
     return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, asked
 
 
@@ -150,6 +150,8 @@ def breakpoints(pulse: Pulse) -> tuple[BreakpointState, ...]:
     return tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints if b.id != UNTIL)
 
 
+FREE = "These ranks are free now. To take them: %fsdp attach."
+
 _EXCHANGED = {"start": "Ranks are being started.", "stop": "The ranks are being stopped; what they recorded stays."}
 
 
@@ -157,7 +159,7 @@ def said(pulse: Pulse) -> str:
     """Return a sentence about what there is to see; empty while ranks train."""
     if pulse.exchange or pulse.holder:
         held = f"{pulse.holder} has the ranks, and here they can be looked at. To have them: %fsdp attach --take."
-        return _EXCHANGED.get(pulse.exchange, held)
+        return _EXCHANGED.get(pulse.exchange, FREE if pulse.is_free else held)
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
     if pulse.trace.num_rows:

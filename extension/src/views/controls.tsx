@@ -1,20 +1,29 @@
 /** What steps, stops and goes on; and how it goes, in one line. */
-import { fastForwardIcon, pauseIcon, runIcon, stepOverIcon, stopIcon } from "@jupyterlab/ui-components";
+import { closeIcon, fastForwardIcon, pauseIcon, runIcon, stepOverIcon, stopIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
 import { formatDuration, formatLoss } from "../../../workbench/widgets/static/format.js";
-import type { PanelModel } from "../model";
+import type { PanelModel, Reply } from "../model";
 import type { Command, Next, State } from "../protocol";
-import { announcement, can, headline } from "../words";
+import { announcement, count as counted, headline, isTable, obstacles } from "../words";
 import { Choice, Text, Tool } from "./parts";
 
 const SIZES = ["event", "collective", "unit", "phase"] as const;
 
-export function Controls({ model, state }: { readonly model: PanelModel; readonly state: State }): React.JSX.Element {
+interface ControlsProps {
+  readonly model: PanelModel;
+  readonly state: State;
+  readonly tabulate: (name: string, text: string) => void;
+}
+
+export function Controls({ model, state, tabulate }: ControlsProps): React.JSX.Element {
   const [count, setCount] = React.useState("1");
   const [what, setWhat] = React.useState<Next["what"]>("event");
-  const able = can(state);
-  const head = headline(state);
+  const why = obstacles(state, model.prepared);
+  const head = headline(state, model.isGivingUp);
+  const explain = (obstacle: string): void => {
+    model.reply = { line: "", text: obstacle, isBad: false };
+  };
   const run = (command: Command): void => {
     void model.do(command);
   };
@@ -23,19 +32,19 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
   return (
     <div className="fsdp-Controls">
       <div className="fsdp-Tools" role="toolbar" aria-label="training">
-        <Tool icon={runIcon} label={`Step ${steps}\u00d7`} command={step} isEnabled={able.step} run={run} />
-        <label title="training steps">
+        <Tool icon={runIcon} label={`Train ${counted(steps, "step")}`} command={step} obstacle={why.step} {...{ run, explain }} />
+        <label title="How many steps the button beside it trains">
           <span className="fsdp-unseen">Training steps</span>
           <Text type="number" min={1} value={count} change={setCount} />
         </label>
         <span className="fsdp-gap" />
-        <Tool icon={pauseIcon} label="Pause inside the step" command={{ word: "pause" }} isEnabled={able.pause} run={run} />
-        <Tool icon={fastForwardIcon} label="Continue" command={{ word: "continue" }} isEnabled={able.goOn} run={run} />
-        <Tool icon={stopIcon} label="Abort" command={{ word: "abort" }} isEnabled={able.abort} run={run} />
+        <Tool icon={pauseIcon} label="Pause inside the step" command={{ word: "pause" }} obstacle={why.pause} {...{ run, explain }} />
+        <Tool icon={fastForwardIcon} label="Continue" command={{ word: "continue" }} obstacle={why.goOn} {...{ run, explain }} />
+        <Tool icon={stopIcon} label="Abort" command={{ word: "abort" }} obstacle={why.abort} {...{ run, explain }} />
         <span className="fsdp-gap" />
         <span className="fsdp-Pair">
-          <Tool icon={stepOverIcon} label={`Go on to the next ${what}`} command={{ word: "next", what }} isEnabled={able.goOn} run={run} />
-          <label title="how far next goes">
+          <Tool icon={stepOverIcon} label={`Go on to the next ${what}`} command={{ word: "next", what }} obstacle={why.goOn} {...{ run, explain }} />
+          <label title="How far the button beside it goes">
             <span className="fsdp-unseen">Size of next</span>
             <Choice
               value={what ?? "event"}
@@ -45,12 +54,13 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
           </label>
         </span>
       </div>
+      <Told model={model} tabulate={tabulate} />
       <p className={`fsdp-Headline fsdp-mod-${head.tone}`} title={head.short === undefined ? undefined : head.text}>
         {head.short ?? head.text}
         {head.todo === undefined ? null : <span className="fsdp-Todo">{head.todo}</span>}
       </p>
       <p className="fsdp-unseen" role="status" aria-label="state of the ranks">
-        {announcement(state)}
+        {announcement(state, model.isGivingUp)}
       </p>
       <p className="fsdp-Numbers">
         <Figure name="loss" value={state.training.loss === null ? "" : formatLoss(state.training.loss)} />
@@ -65,6 +75,39 @@ export function Controls({ model, state }: { readonly model: PanelModel; readonl
       </p>
     </div>
   );
+}
+
+/** The newest reply, until the next one or until it is closed. */
+export function Told({ model, tabulate }: Pick<ControlsProps, "model" | "tabulate">): React.JSX.Element | null {
+  const { reply } = model;
+  if (reply === null) return null;
+  const { line, text, isBad } = reply;
+  return (
+    <div className={`fsdp-Reply${isBad ? " fsdp-mod-bad" : ""}`} role={isBad ? "alert" : "status"} aria-label="reply">
+      <button type="button" className="fsdp-Tool" title="Close" aria-label="Close the reply" onClick={() => { model.reply = null; }}>
+        <closeIcon.react tag="span" width="14px" />
+      </button>
+      {line === "" ? null : <code title={line}>{line}</code>}
+      <pre tabIndex={0}>{text || "done"}</pre>
+      {isLong(reply) ? (
+        <button type="button" className="fsdp-Link" onClick={() => { tabulate(nameOf(line), text); }}>
+          Show in a tab
+        </button>
+      ) : null}
+    </div>
+  );
+}
+
+/** Lines that the panel has room for. */
+const FEW_LINES = 8;
+
+function isLong({ text }: Reply): boolean {
+  return isTable(text) || text.split("\n").length > FEW_LINES;
+}
+
+/** `%fsdp start -n 4` as `start`. */
+function nameOf(line: string): string {
+  return line.split(" ")[1] ?? "reply";
 }
 
 function Figure({ name, value }: { readonly name: string; readonly value: string }): React.JSX.Element {

@@ -6,9 +6,10 @@ import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import type { PanelModel } from "../model";
 import type { Attach, Command, Start } from "../protocol";
 import type { Settings } from "../settings";
-import { can, count, exchanging, explained, headline, hostsInWords } from "../words";
+import { can, count, exchanging, explained, headline, hostsInWords, todo } from "../words";
 import { Breakpoints } from "./breakpoints";
-import { Controls } from "./controls";
+import { Controls, Told } from "./controls";
+import { Record, Views } from "./looking";
 import { Action, type Folding, Section } from "./parts";
 import { Ranks } from "./ranks";
 import { ShardForm } from "./shard";
@@ -28,36 +29,37 @@ export interface PanelProps {
   /** Stop the ranks, perhaps after asking whether that is meant. */
   readonly stop: () => void;
   readonly copy: (line: string) => void;
+  /** Do a command, and show what it draws, or its table, in a tab. */
+  readonly draw: (command: Command) => void;
+  /** Show a text in a tab. */
+  readonly tabulate: (name: string, text: string) => void;
+  /** Do a command of JupyterLab. */
+  readonly execute: (command: string) => void;
+  /** Unfold a section of the panel, and go there. */
+  readonly show: (section: string) => void;
 }
 
 export function Panel(props: PanelProps): React.JSX.Element {
   return <UseSignal signal={props.model.changed}>{() => <Body {...props} />}</UseSignal>;
 }
 
-function Body({ model, notebook, settings, folding, start, load, reconnect, stop, copy }: PanelProps): React.JSX.Element {
+function Body(props: PanelProps): React.JSX.Element {
+  const { model, notebook, settings, folding, start, load, reconnect, copy, draw, tabulate, execute } = props;
   const { standing, state } = model;
   const notice = explained(standing, model.loadError);
   const colours = UNIT_STATES.map(({ words, colour }) => settings.colours[words] ?? colour);
   const isNotLoaded = notice.action === "load", isCut = notice.action === "reconnect";
-  const isTold = state !== null && (exchanging(state) !== "" || (state.cluster.is_running && headline(state).todo !== undefined));
-  const isBad = isCut || standing.kind === "silent" || standing.kind === "refused";
-  const form = (
-    <StartForm
-      key={`${settings.numRanks} ${settings.device}`}
-      numRanks={settings.numRanks}
-      device={settings.device}
-      isEnabled={(standing.kind === "live" && can(state).start) || isNotLoaded}
-      why={exchanging(state)}
-      start={start}
-      model={model}
-    />
-  );
+  const isBad = isCut || (standing.kind === "silent" && !standing.isBusy) || standing.kind === "refused";
+  const isRunning = state?.cluster.is_running === true;
+  const isAtWork = model.isStarting || state?.cluster.exchange === "start";
+  const isLoading = model.isStarting && state === null;
+  const isQuiet = standing.kind === "silent" && isAtWork; // a start keeps the kernel busy
   return (
-    <div className={`fsdp-Panel-body${standing.kind === "silent" ? " fsdp-mod-silent" : ""}`}>
+    <div className={`fsdp-Panel-body${standing.kind === "silent" && !isQuiet ? " fsdp-mod-silent" : ""}`}>
       <p className="fsdp-Whose" title={notebook}>
         {notebook || "\u00a0"}
       </p>
-      {notice.text ? (
+      {notice.text && !isLoading && !isQuiet ? (
         <p className={`fsdp-Notice${isBad ? " fsdp-mod-bad" : ""}`} role="status">
           {notice.text}
         </p>
@@ -69,19 +71,40 @@ function Body({ model, notebook, settings, folding, start, load, reconnect, stop
           </button>
         </p>
       ) : null}
-      {isNotLoaded ? (
-        <>
-          {form}
-          <button type="button" className="fsdp-Link" onClick={load}>
-            Load the workbench without starting ranks
-          </button>
-        </>
+      {state === null ? null : <Advice {...props} />}
+      {isNotLoaded || isLoading || (state !== null && !isRunning) ? (
+        <StartForm
+          key={`${settings.numRanks} ${settings.device}`}
+          numRanks={settings.numRanks}
+          device={settings.device}
+          isEnabled={((standing.kind === "live" && can(state).start) || isNotLoaded) && !isAtWork}
+          isAtWork={isAtWork}
+          why={isLoading ? "Loading the workbench in the kernel\u2026" : exchanging(state)}
+          start={start}
+          model={model}
+        />
       ) : null}
+      {isNotLoaded && !isLoading ? (
+        <button type="button" className="fsdp-Link" onClick={load}>
+          Load the workbench without starting ranks
+        </button>
+      ) : null}
+      {isRunning ? (
+        <Running {...props} colours={colours} />
+      ) : (
+        <>
+          <Told model={model} tabulate={tabulate} />
+          {model.units.length > 0 ? <Sharded model={model} colours={colours} folding={folding} draw={draw} /> : null}
+        </>
+      )}
       {state === null ? null : (
         <>
-          {state.said && !isTold ? <p className="fsdp-Notice">{state.said}</p> : null}
-          {state.cluster.is_running ? null : form}
-          {state.cluster.is_running ? <Running model={model} colours={colours} folding={folding} stop={stop} /> : null}
+          <Section name="Views" {...folding}>
+            <Views model={model} draw={draw} execute={execute} />
+          </Section>
+          <Section name="Record" note={state.record} {...folding}>
+            <Record model={model} draw={draw} />
+          </Section>
         </>
       )}
       {model.spoken.length > 0 ? (
@@ -93,24 +116,74 @@ function Body({ model, notebook, settings, folding, start, load, reconnect, stop
   );
 }
 
-const STOP: Command = { word: "stop" };
-const DETACH: Command = { word: "detach" };
-
-interface RunningProps {
-  readonly model: PanelModel;
-  readonly colours: readonly string[];
-  readonly folding: Folding;
-  readonly stop: () => void;
+/** What there is to see, or what to do next, with the button that does it. */
+function Advice({ model, execute, show }: PanelProps): React.JSX.Element | null {
+  const { state, prepared } = model;
+  if (state === null || exchanging(state) !== "" || model.isStarting) return null;
+  const { cluster, record, is_recorded: isRecorded } = state;
+  if (!cluster.is_running) {
+    if (!isRecorded) return <p className="fsdp-Notice">No ranks yet.</p>;
+    return (
+      <p className="fsdp-Notice">
+        {record === "" ? "No ranks are running: the last ones recorded what is shown here." : `${record} is open, without ranks.`}{" "}
+        <Link run={() => { execute("fsdp:open-dashboard"); }}>Show it in the dashboard</Link>
+      </p>
+    );
+  }
+  const next = todo(prepared);
+  if (headline(state).todo !== undefined || state.request !== null || next === "") return null;
+  return (
+    <div className="fsdp-Notice fsdp-Advice">
+      {next}{" "}
+      {prepared.isSharded || prepared.hasModel ? null : (
+        <button type="button" className="jp-mod-styled jp-mod-accept" onClick={() => { execute("fsdp:example"); }}>
+          Put an example into the notebook
+        </button>
+      )}
+      {!prepared.isSharded && prepared.hasModel ? <Link run={() => { show("Shard"); }}>Go to the form</Link> : null}
+    </div>
+  );
 }
 
-function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Element | null {
-  const { state, units } = model;
+function Link({ run, children }: { readonly run: () => void; readonly children: React.ReactNode }): React.JSX.Element {
+  return (
+    <button type="button" className="fsdp-Link fsdp-mod-inline" onClick={run}>
+      {children}
+    </button>
+  );
+}
+
+const STOP: Command = { word: "stop" };
+const DETACH: Command = { word: "detach" };
+const TAKE: Attach = { word: "attach" };
+
+interface RunningProps extends PanelProps {
+  readonly colours: readonly string[];
+}
+
+function Running(props: RunningProps): React.JSX.Element | null {
+  const { model, colours, folding, stop, draw, tabulate, start } = props;
+  const { state } = model;
   if (state === null) return null;
   const { cluster, ranks, clocks } = state;
   const able = can(state);
+  const isSharded = model.units.length > 0;
+  const shard = cluster.held_by ? null : (
+    <Section name="Shard" note={model.models.length > 0 ? count(model.models.length, "model") : ""} {...folding}>
+      <ShardForm model={model} />
+    </Section>
+  );
   return (
     <>
-      <Controls model={model} state={state} />
+      <Controls model={model} state={state} tabulate={tabulate} />
+      {cluster.is_free ? (
+        <p className="fsdp-Notice">
+          <Action className="jp-mod-styled jp-mod-accept" isEnabled={!model.isStarting} run={() => void start(TAKE)} command={TAKE}>
+            Take these ranks
+          </Action>
+        </p>
+      ) : null}
+      {isSharded ? null : shard}
       <Section name="Ranks" note={`${ranks.length} on ${hostsInWords(ranks)}`} {...folding}>
         <Ranks ranks={ranks} clocks={clocks} />
         {cluster.held_by ? null : (
@@ -122,38 +195,46 @@ function Running({ model, colours, folding, stop }: RunningProps): React.JSX.Ele
           <Action
             className="fsdp-Link"
             isEnabled={able.detach}
-            title="they stay as they are, with their variables, for whoever attaches next"
+            title={cluster.held_by ? "Show these ranks no longer" : "Leave the ranks as they are, with their variables, to be attached again"}
             run={() => void model.do(DETACH)}
             command={DETACH}
           >
-            {cluster.held_by ? "Look no more" : "Detach"}
+            {cluster.held_by ? "Stop watching" : "Detach"}
           </Action>
         ) : null}
       </Section>
-      <Section name="Units" note={units.length > 0 ? String(units.length) : ""} {...folding}>
-        {units.length > 0 ? <Units model={model} colours={colours} /> : <p className="fsdp-note">No model is sharded.</p>}
-      </Section>
-      {cluster.held_by ? null : <Shaping model={model} folding={folding} />}
+      <Sharded model={model} colours={colours} folding={folding} draw={draw} />
+      {cluster.held_by ? null : <Stops model={model} folding={folding} />}
+      {isSharded ? shard : null}
     </>
   );
 }
 
-/** What changes something, of ranks that are this notebook's. */
-function Shaping({ model, folding }: Pick<RunningProps, "model" | "folding">): React.JSX.Element {
+/** The units there are. */
+function Sharded({ model, colours, folding, draw }: Pick<RunningProps, "model" | "colours" | "folding" | "draw">): React.JSX.Element {
+  const { units } = model;
+  return (
+    <Section name="Units" note={units.length > 0 ? String(units.length) : ""} {...folding}>
+      {units.length > 0 ? (
+        <Units model={model} colours={colours} draw={draw} />
+      ) : (
+        <p className="fsdp-note">No model is sharded.</p>
+      )}
+    </Section>
+  );
+}
+
+/** Where ranks that are this notebook's are to stop. */
+function Stops({ model, folding }: Pick<RunningProps, "model" | "folding">): React.JSX.Element {
   const breakpoints = model.state?.breakpoints ?? [];
   const off = breakpoints.filter(({ is_on: isOn }) => !isOn).length;
   return (
-    <>
-      <Section
-        name="Breakpoints"
-        note={breakpoints.length > 0 ? `${breakpoints.length}${off > 0 ? `, ${off} off` : ""}` : ""}
-        {...folding}
-      >
-        <Breakpoints model={model} />
-      </Section>
-      <Section name="Shard" note={model.models.length > 0 ? count(model.models.length, "model") : ""} {...folding}>
-        <ShardForm model={model} />
-      </Section>
-    </>
+    <Section
+      name="Breakpoints"
+      note={breakpoints.length > 0 ? `${breakpoints.length}${off > 0 ? `, ${off} off` : ""}` : ""}
+      {...folding}
+    >
+      <Breakpoints model={model} />
+    </Section>
   );
 }

@@ -54,21 +54,25 @@ interface ToolProps {
   readonly icon: LabIcon;
   readonly label: string;
   readonly command: Command;
-  readonly isEnabled: boolean;
+  /** Why it cannot be done, a sentence; empty: it can. */
+  readonly obstacle: string;
   readonly run: (command: Command) => void;
+  /** Say why it cannot be done. */
+  readonly explain: (obstacle: string) => void;
 }
 
-/** A button with an icon that does a command. */
-export function Tool({ icon: Icon, label, command, isEnabled, run }: ToolProps): React.JSX.Element {
+/** A button with an icon that does a command; one that cannot says why. */
+export function Tool({ icon: Icon, label, command, obstacle, run, explain }: ToolProps): React.JSX.Element {
   return (
     <button
       type="button"
       className="fsdp-Tool"
-      title={label}
+      title={obstacle === "" ? label : `${label}: ${obstacle}`}
       aria-label={label}
-      aria-disabled={!isEnabled}
+      aria-disabled={obstacle !== ""}
       onClick={() => {
-        if (isEnabled) run(command);
+        if (obstacle === "") run(command);
+        else explain(obstacle);
       }}
       {...stands(command)}
     >
@@ -152,14 +156,16 @@ interface TextProps {
   readonly placeholder?: string;
   readonly type?: "text" | "number";
   readonly min?: number;
+  readonly label?: string;
   readonly change: (value: string) => void;
 }
 
 /** A line of text or a number. */
-export function Text({ change, type = "text", ...rest }: TextProps): React.JSX.Element {
+export function Text({ change, type = "text", label, ...rest }: TextProps): React.JSX.Element {
   return (
     <input
       {...rest}
+      aria-label={label}
       type={type}
       className="jp-mod-styled"
       spellCheck={false}

@@ -2,7 +2,7 @@
 import { caretDownIcon, caretRightIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
-import { CATEGORIES, CATEGORY } from "../../../workbench/widgets/static/events.js";
+import { CATEGORIES, CATEGORY, KIND, KINDS } from "../../../workbench/widgets/static/events.js";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import { clockOf, doing, type Host, hosts, type Row } from "../hosts";
 import type { ClockState, RankState } from "../protocol";
@@ -65,7 +65,7 @@ function Rank({ rank, most }: RankProps): React.JSX.Element {
   const { health, where } = rank;
   return (
     <li className={`fsdp-Rank ${tone(rank)}`} title={`${rank.device} on ${rank.host}, process ${rank.pid}`}>
-      <span className="fsdp-dot" aria-hidden="true" />
+      <Dot rank={rank} />
       <span className="fsdp-Rank-name">rank {rank.rank}</span>
       <span className="fsdp-Rank-health">{health}</span>
       <Memory rank={rank} most={most} />
@@ -88,7 +88,7 @@ function Alike({ row, most }: { readonly row: Row; readonly most: number }): Rea
   return (
     <>
       <li className={`fsdp-Rank ${tone(first)}`} title={`memory is that of rank ${fullest.rank}, which holds most`}>
-        <span className="fsdp-dot" aria-hidden="true" />
+        <Dot rank={first} />
         <button
           type="button"
           className="fsdp-Rank-name"
@@ -109,6 +109,12 @@ function Alike({ row, most }: { readonly row: Row; readonly most: number }): Rea
       {isOpen ? row.ranks.map((rank) => <Rank key={rank.rank} rank={rank} most={most} />) : null}
     </>
   );
+}
+
+/** How a rank is, as a colour: one that waits has that of waits in all views. */
+function Dot({ rank: { health } }: Pick<RankProps, "rank">): React.JSX.Element {
+  const style = health === "waiting" ? { background: KINDS[KIND.WAIT].colour } : {};
+  return <span className="fsdp-dot" aria-hidden="true" style={style} />;
 }
 
 function tone({ health }: RankState): string {

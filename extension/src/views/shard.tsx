@@ -5,7 +5,7 @@ import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import { commandOf, hasMesh, type Policy, standard } from "../policy";
 import { type Model, type Preview, type Reshard, type Shard, STRATEGIES, type UnitInfo, type Unshard } from "../protocol";
-import { count, heldAtRest, pathOf, ranges, ROOT } from "../words";
+import { count, heldAtRest, pathOf, ranksInWords, ROOT } from "../words";
 import { Action, Choice, Field, Text } from "./parts";
 
 /** Precisions that are offered; a line typed has more. */
@@ -19,10 +19,10 @@ const PRECISIONS = [
 /** Likewise for a unit, each field named: one that is not stays as it is, and which it has is not known here. */
 const UNIT_PRECISIONS = [
   ["off", "that of the parameters"],
-  ["bf16,reduce=off,output=fp32", "bf16, hands on fp32"],
-  ["bf16,reduce=fp32,output=fp32", "bf16, fp32, hands on fp32"],
-  ["bf16,reduce=off,output=off", "bf16, hands on bf16"],
-  ["fp16,reduce=off,output=fp32", "fp16, hands on fp32"],
+  ["bf16,reduce=off,output=fp32", "computes in bf16, returns fp32"],
+  ["bf16,reduce=fp32,output=fp32", "computes in bf16, reduces in fp32, returns fp32"],
+  ["bf16,reduce=off,output=off", "computes in bf16, returns bf16"],
+  ["fp16,reduce=off,output=fp32", "computes in fp16, returns fp32"],
 ] as const;
 
 const AFTER_FORWARD = [["auto", "auto"], ["true", "reshard"], ["false", "keep"]] as const;
@@ -46,7 +46,7 @@ export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.
   const unit = units.find((each) => each.name !== ROOT && pathOf(each, models) === subject);
   const found = models.find((each) => each.name === subject || (unit && each.units.includes(unit.index))) ?? models[0];
   if (found === undefined) {
-    return <p className="fsdp-note">{model.modelsText || "No model is found on the ranks yet: make one in a %%fsdp cell."}</p>;
+    return <p className="fsdp-note">{model.modelsText || "The ranks have no model: build one in a %%fsdp cell."}</p>;
   }
   const chosen = unit === undefined ? found.name : subject;
   return (
@@ -90,7 +90,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
       <fieldset className="fsdp-Wrap">
         <legend>One unit for each module of class</legend>
         {found.classes.map((each) => (
-          <label key={each.name}>
+          <label key={each.name} title={each.name}>
             <input
               type="checkbox"
               checked={policy.wrap.includes(each.name)}
@@ -98,7 +98,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
                 set({ wrap: target.checked ? [...policy.wrap, each.name] : policy.wrap.filter((one) => one !== each.name) });
               }}
             />
-            {each.name} <span className="fsdp-note">{"\u00d7"}{each.count}</span>
+            <span className="fsdp-ClassName">{each.name}</span> <span className="fsdp-note">{"\u00d7"}{each.count}</span>
           </label>
         ))}
       </fieldset>
@@ -128,7 +128,8 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
       <div className="fsdp-inline">
         <Action
           className="jp-mod-styled jp-mod-accept"
-          isEnabled={isFree && (model.preview?.problem ?? "") === ""}
+          isEnabled={isFree && (model.preview?.problem ?? "") === "" && !isUnchanged(command)}
+          title={why(isFree, command)}
           command={command}
         >
           {found.is_sharded ? "Reshard" : "Shard"}
@@ -243,13 +244,14 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
         />
       </Field>
       <p className="fsdp-note">
-        Of {unit.name} alone; what is said below is of all of {whole.name}, whose mesh, units and prefetch are chosen there.
+        Changes {unit.name} only. The numbers below are for the whole {whole.name}.
       </p>
       <Preliminary preview={model.preview} />
       <div className="fsdp-inline">
         <Action
           className="jp-mod-styled jp-mod-accept"
-          isEnabled={model.state?.request === null && (model.preview?.problem ?? "") === ""}
+          isEnabled={model.state?.request === null && (model.preview?.problem ?? "") === "" && !isUnchanged(command)}
+          title={why(model.state?.request === null, command)}
           command={command}
         >
           Reshard
@@ -257,6 +259,17 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
       </div>
     </CommandForm>
   );
+}
+
+/** Whether a command would leave a sharded model as it is. */
+function isUnchanged(command: Shard | Reshard): boolean {
+  return command.word === "reshard" && Object.keys(command).length === 2; // its word and the model
+}
+
+/** Why a model cannot be sharded now; undefined: nothing is to be said. */
+function why(isFree: boolean, command: Shard | Reshard): string | undefined {
+  if (!isFree) return "The ranks are still at work.";
+  return isUnchanged(command) ? "Nothing is changed above." : undefined;
 }
 
 /** A form that does a command, and has asked what that would come to as long as it is there. */
@@ -296,17 +309,16 @@ function Preliminary({ preview }: { readonly preview: Preview | null }): React.J
           <Known name="units" value={String(preview.units.length)} />
           <Known name="in full" value={formatBytes(preview.bytes_unsharded)} />
           {heldAtRest(preview).map(({ ranks, params, total }, _place, all) => {
-            const some = ranks.length > 1 ? `each of ranks ${ranges(ranks)} holds` : `rank ${ranges(ranks)} holds`;
-            const who = all.length > 1 ? some : "a rank holds";
+            const some = `${ranksInWords(ranks)} ${ranks.length > 1 ? "keep" : "keeps"}`;
             return (
               <React.Fragment key={ranks.join()}>
-                <Known name={`${who} of it`} value={params} />
-                <Known name="with gradients and Adam" value={total} />
+                <Known name={all.length > 1 ? some : "each rank keeps"} value={params} />
+                <Known name={`with gradients and Adam${all.length > 1 ? `, ${ranksInWords(ranks)}` : ""}`} value={total} />
               </React.Fragment>
             );
           })}
           <Known
-            name={`a step sends, in ${count(calls, "collective")}`}
+            name={`each rank sends per step, in ${count(calls, "collective")}`}
             value={formatBytes(preview.sent_bytes)}
             title={preview.sent.map((each) => `${each.kind}: ${each.calls} calls, ${formatBytes(each.num_bytes)}`).join("\n")}
           />

@@ -2,7 +2,9 @@
 import { copyIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
-import type { Spoken as One } from "../model";
+import { HEARD, type Spoken as One } from "../model";
+import type { Command } from "../protocol";
+import { isTable } from "../words";
 
 interface SpokenProps {
   readonly spoken: readonly One[];
@@ -40,12 +42,10 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
   );
 }
 
-/** Commands of which one hears in the state of the ranks what came of them. */
-const HEARD = /^%fsdp (step|pause|next|continue|abort)\b/;
-
 /** The command that ended last among the newest, and what came of it, in one line. */
 function newest(spoken: readonly One[]): string {
-  const found = spoken.find(({ outcome, line }) => outcome === "failed" || (outcome === "done" && !HEARD.test(line)));
+  const isHeard = (line: string): boolean => HEARD.has(line.split(" ")[1] as Command["word"]);
+  const found = spoken.find(({ outcome, line }) => outcome === "failed" || (outcome === "done" && !isHeard(line)));
   if (found === undefined) return "";
   const [first = ""] = found.text.split("\n");
   return `${found.line}: ${first === "" ? "done" : first}`;
@@ -53,9 +53,8 @@ function newest(spoken: readonly One[]): string {
 
 /** What came of a command: lines are wrapped, those of a table with several columns keep them and can be scrolled, by keys as well. */
 function Said({ line, text }: { readonly line: string; readonly text: string }): React.JSX.Element {
-  const isTable = /\S {2,}\S.* {2,}\S/.test(text);
   return (
-    <pre className={isTable ? "fsdp-mod-table" : ""} tabIndex={0} aria-label={`What came of ${line}`} role="region">
+    <pre className={isTable(text) ? "fsdp-mod-table" : ""} tabIndex={0} aria-label={`What came of ${line}`} role="region">
       {text}
     </pre>
   );

@@ -2,9 +2,9 @@
 import * as React from "react";
 
 import type { PanelModel } from "../model";
-import type { Attach, Start } from "../protocol";
-import { commandOf, type Device, DEVICES, PLAIN, type Wanted } from "../starting";
-import { count } from "../words";
+import type { Abort, Attach, Start } from "../protocol";
+import { commandOf, type Device, DEVICES, hasMore, PLAIN, type Wanted } from "../starting";
+import { count, crowding } from "../words";
 import { Action, Choice, Field, Text } from "./parts";
 
 interface StartFormProps {
@@ -13,32 +13,32 @@ interface StartFormProps {
   readonly isEnabled: boolean;
   /** Why not, a sentence; empty: there is nothing to say. */
   readonly why: string;
+  /** Whether ranks are being started, from here or by a line. */
+  readonly isAtWork: boolean;
   readonly start: (command: Start | Attach) => Promise<unknown>;
   /** Keeps what is typed while the form is not there. */
   readonly model: PanelModel;
 }
 
+const ABORT: Abort = { word: "abort" };
 const FROM = [["start", "new processes"], ["attach", "a cluster"]] as const;
 
-export function StartForm({ numRanks, device, isEnabled, why, start, model }: StartFormProps): React.JSX.Element {
+export function StartForm({ numRanks, device, isEnabled, why, isAtWork, start, model }: StartFormProps): React.JSX.Element {
   const [wanted, setWanted] = React.useState<Wanted>(model.wanted ?? { ...PLAIN, ranks: String(numRanks), device });
-  const [isAtWork, setIsAtWork] = React.useState(false);
   const set = (more: Partial<Wanted>): void => {
     model.wanted = { ...wanted, ...more };
     setWanted(model.wanted);
   };
   const command = commandOf(wanted);
   const isAttach = wanted.word === "attach";
+  const isHere = !isAttach && wanted.engines === "" && wanted.profile === "";
+  const hint = isHere ? crowding(Number(wanted.ranks), model.state?.cluster.cores) : "";
   return (
     <form
       className="fsdp-Form"
       onSubmit={(event) => {
         event.preventDefault();
-        if (command === null) return;
-        setIsAtWork(true);
-        void start(command).finally(() => {
-          setIsAtWork(false);
-        });
+        if (command !== null) void start(command);
       }}
     >
       <Field label="From" hint="start new processes, or attach to those of a cluster of ipyparallel that runs already">
@@ -60,6 +60,7 @@ export function StartForm({ numRanks, device, isEnabled, why, start, model }: St
           change={(ranks) => { set({ ranks }); }}
         />
       </Field>
+      {hint ? <p className="fsdp-note">{hint}</p> : null}
       <Field label="Device" hint="where they compute">
         <Choice value={wanted.device} among={DEVICES} choose={(chosen) => { set({ device: chosen }); }} />
       </Field>
@@ -71,8 +72,13 @@ export function StartForm({ numRanks, device, isEnabled, why, start, model }: St
       >
         {label(wanted, isAtWork)}
       </Action>
-      {isAttach ? <p className="fsdp-note">Ranks that another notebook has can be looked at, and no more.</p> : null}
+      {isAttach ? <p className="fsdp-note">Ranks that another notebook controls can only be viewed.</p> : null}
       {why ? <p className="fsdp-note" role="status">{why}</p> : null}
+      {model.state?.cluster.exchange === "start" ? (
+        <Action className="jp-mod-styled" isEnabled={!model.isGivingUp} run={() => void model.do(ABORT)} command={ABORT}>
+          {model.isGivingUp ? "Cancelling\u2026" : "Cancel"}
+        </Action>
+      ) : null}
     </form>
   );
 }
@@ -108,8 +114,9 @@ function Which({ wanted, set }: PartProps): React.JSX.Element {
 
 /** What few need. */
 function More({ wanted, set }: PartProps): React.JSX.Element {
+  const [isOpen, setIsOpen] = React.useState(hasMore(wanted)); // what is set is in sight
   return (
-    <details className="fsdp-More">
+    <details className="fsdp-More" open={isOpen} onToggle={({ currentTarget }) => { setIsOpen(currentTarget.open); }}>
       <summary>More</summary>
       {wanted.word === "start" ? (
         <>

@@ -5,13 +5,15 @@ import * as React from "react";
 import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
-import type { ParamInfo, State, UnitInfo } from "../protocol";
-import { commonState, count, lies, type Node, ranges, statesOf, tree, unitsIn } from "../words";
+import type { Command, ParamInfo, State, UnitInfo } from "../protocol";
+import { commonState, count, lies, type Node, nameInUnit, ranksInWords, statesOf, tree, unitsIn } from "../words";
 import { stands } from "./parts";
 
 interface UnitsProps {
   readonly model: PanelModel;
   readonly colours: readonly string[];
+  /** Do a command, and show its table in a tab. */
+  readonly draw: (command: Command) => void;
 }
 
 interface Row {
@@ -19,7 +21,7 @@ interface Row {
   readonly depth: number;
 }
 
-export function Units({ model, colours }: UnitsProps): React.JSX.Element {
+export function Units({ model, colours, draw }: UnitsProps): React.JSX.Element {
   const { units, state } = model;
   const nodes = React.useMemo(() => tree(units), [units]);
   const [folded, setFolded] = React.useState<ReadonlySet<string>>(new Set());
@@ -93,9 +95,8 @@ export function Units({ model, colours }: UnitsProps): React.JSX.Element {
             press={(event) => {
               press(event, at);
             }}
-            inspect={(fqn) => {
-              void model.do({ word: "inspect", fqn });
-            }}
+            inspect={(fqn) => { draw({ word: "inspect", fqn }); }}
+            explain={(text) => { model.reply = { line: "", text, isBad: false }; }}
             canInspect={state?.request?.is_stopped === true}
           />
         ))}
@@ -132,6 +133,7 @@ interface UnitRowProps {
   readonly open: () => void;
   readonly press: (event: React.KeyboardEvent) => void;
   readonly inspect: (fqn: string) => void;
+  readonly explain: (obstacle: string) => void;
   readonly canInspect: boolean;
 }
 
@@ -180,7 +182,7 @@ function UnitRow(props: UnitRowProps): React.JSX.Element {
   );
 }
 
-function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitRowProps & { readonly unit: UnitInfo }): React.JSX.Element {
+function Detail({ unit, params, depth, inspect, explain, canInspect, state, node }: UnitRowProps & { readonly unit: UnitInfo }): React.JSX.Element {
   return (
     <div className="fsdp-Detail" style={{ marginLeft: `${depth * 12 + 18}px` }}>
       <p>{told(unit, state, node.place)}</p>
@@ -190,13 +192,15 @@ function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitR
             <button
               type="button"
               aria-disabled={!canInspect}
-              title={canInspect ? "what every stopped rank has of it" : "stop the ranks inside a step to inspect it"}
+              title={`${param.fqn}: ${canInspect ? "show what every stopped rank has of it" : CANNOT_INSPECT}`}
+              aria-label={param.fqn}
               onClick={() => {
                 if (canInspect) inspect(param.fqn);
+                else explain(`To inspect ${param.fqn}, ${CANNOT_INSPECT}.`);
               }}
               {...stands({ word: "inspect", fqn: param.fqn })}
             >
-              {param.fqn}
+              {breakable(nameInUnit(param.fqn, unit))}
             </button>
             <span className="fsdp-note">
               {param.shape.join(" \u00d7 ") || "scalar"} {param.dtype}, {lies(param)}
@@ -209,6 +213,18 @@ function Detail({ unit, params, depth, inspect, canInspect, state, node }: UnitR
   );
 }
 
+const CANNOT_INSPECT = "pause the ranks inside a step";
+
+/** A name that lines may end in, after its dots. */
+function breakable(name: string): React.ReactNode {
+  return name.split(/(?<=\.)/).map((part, place) => (
+    <React.Fragment key={place}>
+      {place > 0 ? <wbr /> : null}
+      {part}
+    </React.Fragment>
+  ));
+}
+
 function rows({ rows_per_rank, is_trainable, flat }: ParamInfo): string {
   const kept = `${flat === "" ? "rows" : `elements in ${flat},`} a rank: ${rows_per_rank.join(", ")}`;
   return is_trainable ? kept : `${kept}; takes no gradient`;
@@ -216,15 +232,13 @@ function rows({ rows_per_rank, is_trainable, flat }: ParamInfo): string {
 
 /** A unit in words: its state on the ranks, its bytes, and its policy. */
 function told(unit: UnitInfo, state: State | null, place: number): string {
-  const numbers = statesOf(state, place);
-  const groups = state?.unit_states ?? [];
-  const alike = new Set(numbers).size === 1;
-  const states = numbers.map((number, group) => {
+  const groups = new Map<string, number[]>();
+  statesOf(state, place).forEach((number, group) => {
     const words = UNIT_STATES[number]?.words ?? "?";
-    return alike ? words : `ranks ${ranges(groups[group]?.ranks ?? [])} ${words}`;
+    groups.set(words, [...(groups.get(words) ?? []), ...(state?.unit_states[group]?.ranks ?? [])].sort((a, b) => a - b));
   });
   const parts = [
-    (alike ? states.slice(0, 1) : states).join(", "),
+    [...groups].map(([words, ranks]) => (groups.size === 1 ? words : `${ranksInWords(ranks)} ${words}`)).join(", "),
     `${formatBytes(unit.bytes_at_rest)} a rank of ${formatBytes(unit.bytes_unsharded)}`,
     unit.bytes_padding > 0 ? `${formatBytes(unit.bytes_padding)} padding in all` : "",
     unit.is_flat ? `${count(unit.num_params, "parameter")} in a flat one` : "",

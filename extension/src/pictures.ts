@@ -1,0 +1,87 @@
+/** What commands draw or say in tables, each in a tab of its own beside the notebook. */
+import type { JupyterFrontEnd } from "@jupyterlab/application";
+import { MainAreaWidget } from "@jupyterlab/apputils";
+import type { NotebookPanel } from "@jupyterlab/notebook";
+import { type IRenderMimeRegistry, MimeModel } from "@jupyterlab/rendermime";
+import type { PartialJSONObject } from "@lumino/coreutils";
+import { Panel, type Widget } from "@lumino/widgets";
+
+import { shardsIcon } from "./icon";
+import type { PanelModel } from "./model";
+import type { Command } from "./protocol";
+
+/** Pixels of the page below which a notebook and a tab have no room side by side. */
+const WIDE = 1_000;
+
+type Tab = MainAreaWidget<Panel>;
+
+export class Pictures {
+  readonly #app: JupyterFrontEnd;
+  readonly #rendermime: IRenderMimeRegistry;
+  readonly #tabs = new Map<string, Tab>();
+  readonly #owners = new WeakMap<Widget, NotebookPanel>();
+  #last: Widget | null = null; // the newest tab beside a notebook
+
+  constructor(app: JupyterFrontEnd, rendermime: IRenderMimeRegistry) {
+    this.#app = app;
+    this.#rendermime = rendermime;
+  }
+
+  /** The notebook of a tab; undefined: it is none of these tabs. */
+  ownerOf(widget: Widget): NotebookPanel | undefined {
+    return this.#owners.get(widget);
+  }
+
+  /** Do a command that draws, and show what it draws; a tab of the same command and notebook shows it instead. */
+  async draw(model: PanelModel, notebook: NotebookPanel | null, command: Command): Promise<void> {
+    const data = await model.show(command);
+    if (data !== null) await this.show(notebook, command.word, data);
+  }
+
+  /** Show data, by MIME type. */
+  async show(notebook: NotebookPanel | null, name: string, data: Readonly<Record<string, unknown>>): Promise<void> {
+    const type = this.#rendermime.preferredMimeType(data as PartialJSONObject, "any");
+    if (type === undefined) return;
+    const picture = this.#rendermime.createRenderer(type);
+    const tab = this.#tabOf(notebook, name);
+    for (const before of [...tab.content.widgets]) before.dispose();
+    tab.content.addWidget(picture);
+    this.#app.shell.activateById(tab.id);
+    await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
+  }
+
+  /** Where a tab goes: beside the notebook, behind the tabs that are there already. */
+  place(notebook: Widget | null): Parameters<JupyterFrontEnd.IShell["add"]>[2] {
+    const ref = this.#last?.id ?? notebook?.id;
+    const mode = this.#last !== null || window.innerWidth < WIDE ? "tab-after" : "split-right";
+    return { mode, activate: true, ...(ref === undefined ? {} : { ref }) };
+  }
+
+  /** Have further tabs go behind this one. */
+  beside(tab: Widget): void {
+    this.#last = tab;
+    tab.disposed.connect(() => {
+      if (this.#last === tab) this.#last = [...this.#tabs.values()].at(-1) ?? null;
+    });
+  }
+
+  #tabOf(notebook: NotebookPanel | null, name: string): Tab {
+    const id = `fsdp-${name}-${notebook?.id ?? ""}`;
+    const there = this.#tabs.get(id);
+    if (there !== undefined) return there;
+    const content = new Panel(); // which scrolls where the picture is larger than the tab
+    content.addClass("fsdp-Picture");
+    const tab = new MainAreaWidget({ content });
+    tab.id = id;
+    tab.title.label = `FSDP: ${name}`;
+    tab.title.caption = notebook === null ? "" : `${name} of ${notebook.context.path}`;
+    tab.title.icon = shardsIcon;
+    tab.title.closable = true;
+    this.#app.shell.add(tab, "main", this.place(notebook));
+    this.#tabs.set(id, tab);
+    tab.disposed.connect(() => this.#tabs.delete(id));
+    this.beside(tab);
+    if (notebook !== null) this.#owners.set(tab, notebook);
+    return tab;
+  }
+}

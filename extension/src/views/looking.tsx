@@ -1,0 +1,129 @@
+/** What was recorded: every view in a tab, a step verified, and the record written, opened and compared. */
+import * as React from "react";
+
+import type { ViewWord } from "../actions";
+import type { PanelModel } from "../model";
+import { type Command, type Compare, type Export, type Open, VIEWS } from "../protocol";
+import { obstacles } from "../words";
+import { Action, Field, Text } from "./parts";
+
+interface LookingProps {
+  readonly model: PanelModel;
+  /** Do a command, and show what it draws in a tab. */
+  readonly draw: (command: Command) => void;
+  /** Do a command of JupyterLab. */
+  readonly execute: (command: string) => void;
+}
+
+const VERIFY: Command = { word: "verify" };
+const TABLES = [
+  ["status", "Status", "Where the ranks are, what is sharded, and what is recorded"],
+  ["where", "Where", "Where every rank is, and since when"],
+] as const;
+
+export function Views({ model, draw, execute }: LookingProps): React.JSX.Element {
+  const { state } = model;
+  const isRecorded = state?.is_recorded === true, isRunning = state?.cluster.is_running === true;
+  const verify = obstacles(state, model.prepared).step;
+  return (
+    <div className="fsdp-Buttons">
+      <Action className="jp-mod-styled" isEnabled title="Everything at once, live, beside the notebook" run={() => { execute("fsdp:open-dashboard"); }}>
+        Dashboard
+      </Action>
+      {Object.entries(VIEWS).map(([word, about]) => (
+        <Action
+          key={word}
+          className="jp-mod-styled"
+          isEnabled={isRecorded}
+          title={isRecorded ? capital(about) : "Nothing is recorded yet."}
+          run={() => { draw({ word: word as ViewWord }); }}
+          command={{ word: word as ViewWord }}
+        >
+          {capital(word)}
+        </Action>
+      ))}
+      {TABLES.map(([word, label, about]) => (
+        <Action
+          key={word}
+          className="jp-mod-styled"
+          isEnabled={word === "status" || isRunning}
+          title={about}
+          run={() => { draw({ word }); }}
+          command={{ word }}
+        >
+          {label}
+        </Action>
+      ))}
+      <Action
+        className="jp-mod-styled"
+        isEnabled={verify === ""}
+        title={verify || "Compare a step with the same step of an unsharded copy"}
+        run={() => void model.do(VERIFY)}
+        command={VERIFY}
+      >
+        Verify
+      </Action>
+    </div>
+  );
+}
+
+function capital(word: string): string {
+  return `${word.slice(0, 1).toUpperCase()}${word.slice(1)}`;
+}
+
+/** Writing, opening and comparing records. */
+export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JSX.Element {
+  const { state } = model;
+  const isRecorded = state?.is_recorded === true;
+  const why = obstacles(state).start; // what has ranks, or comes to have some, opens no file
+  const [path, setPath] = React.useState("run.html"), [file, setFile] = React.useState("run.trace");
+  const [before, setBefore] = React.useState("last:0"), [after, setAfter] = React.useState("last:-1");
+  const write: Export = { word: "export", path: path.trim() };
+  const open: Open = { word: "open", path: file.trim() };
+  const compare: Compare = { word: "compare", a: before.trim(), b: after.trim() };
+  return (
+    <>
+      <Line run={() => void model.do(write)}>
+        <Field label="Export to" isWide hint="A file to write: .html is a page that replays the record, .trace opens again here, .json is for Perfetto">
+          <Text value={path} placeholder="run.html" change={setPath} />
+        </Field>
+        <Action className="jp-mod-styled" isEnabled={isRecorded && write.path !== ""} title={isRecorded ? undefined : "Nothing is recorded yet."} command={write}>
+          Export
+        </Action>
+      </Line>
+      <Line run={() => void model.do(open)}>
+        <Field label="Open" isWide hint="A .trace file that was exported, by its path from the notebook">
+          <Text value={file} placeholder="run.trace" change={setFile} />
+        </Field>
+        <Action className="jp-mod-styled" isEnabled={why === "" && open.path !== ""} title={why} command={open}>
+          Open
+        </Action>
+      </Line>
+      <Line run={() => { draw(compare); }}>
+        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1, the newest; or a .trace file">
+          <span className="fsdp-inline">
+            <Text value={before} label="Compare" change={setBefore} />
+            <Text value={after} label="Compare with" change={setAfter} />
+          </span>
+        </Field>
+        <Action className="jp-mod-styled" isEnabled={compare.a !== "" && compare.b !== ""} command={compare}>
+          Compare
+        </Action>
+      </Line>
+    </>
+  );
+}
+
+function Line({ run, children }: { readonly run: () => void; readonly children: React.ReactNode }): React.JSX.Element {
+  return (
+    <form
+      className="fsdp-Line"
+      onSubmit={(event) => {
+        event.preventDefault();
+        run();
+      }}
+    >
+      {children}
+    </form>
+  );
+}

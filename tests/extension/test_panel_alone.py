@@ -1,0 +1,189 @@
+"""A person who types nothing: an example, its steps, every view, a record, all from the panel in a real browser."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import PATIENCE_MS
+from tests.extension.built import built_panel
+from tests.extension.page import dashboard, headline, panel, reply, run, section, shot, to, tool
+from tests.notebooks.lab import jupyterlab, opened, write_notebook
+from workbench.views import VIEWS
+
+pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+NARROW = 250  # pixels of the panel
+
+# a class whose name is longer than the panel is wide
+LONG = """%%fsdp
+from torch import nn
+class TransformerDecoderLayerWithCrossAttentionAndMixtureOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.inner(x)
+wide = nn.Sequential(*(TransformerDecoderLayerWithCrossAttentionAndMixtureOfExperts() for _ in range(2)))
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, chromium):
+    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another notebook."""
+    expect.set_options(timeout=PATIENCE_MS)
+    folder = tmp_path_factory.mktemp("lab")
+    with jupyterlab(folder, [LONG], panel=built_panel(), has_one_kernel=False) as url:
+        write_notebook(folder / "other.ipynb", ["1 + 1"])
+        with opened(url, chromium) as lab:
+            yield lab
+
+
+def view(lab, name):
+    return section(lab, "Views").get_by_role("button", name=name, exact=True)
+
+
+def test_the_icon_in_the_toolbar_opens_the_panel(lab):
+    lab.page.evaluate("() => window.jupyterapp.shell.activateById('filebrowser')")
+    expect(panel(lab)).to_be_hidden()
+    lab.page.locator('.jp-NotebookPanel-toolbar [data-jp-item-name="fsdp-panel"]').click()
+    expect(panel(lab)).to_be_visible()
+
+
+def test_a_start_says_that_it_works_and_can_be_cancelled(lab):
+    panel(lab).get_by_label("Ranks", exact=True).fill("2")
+    panel(lab).get_by_label("Device").select_option("cpu")
+    tool(lab, "Start 2 ranks").click()
+    expect(tool(lab, "Starting\u2026")).to_be_disabled()
+    tool(lab, "Cancel").click()
+    expect(reply(lab)).to_contain_text(re.compile("given up|giving up|2 ranks started"))  # where it was quicker
+    if panel(lab).get_by_role("button", name="Stop the ranks").count():
+        tool(lab, "Stop the ranks").click()
+    expect(tool(lab, "Start 2 ranks")).to_be_enabled()
+
+
+def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
+    panel(lab).get_by_label("Ranks", exact=True).fill("1000")
+    expect(panel(lab)).to_contain_text(re.compile(r"cores? here: 1000 ranks share .* and the start takes minutes"))
+    tool(lab, "Start 1000 ranks").click()
+    dialog = lab.page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Start 1000 ranks on ")
+    shot(lab, "crowd")
+    dialog.get_by_role("button", name="Cancel").click()
+    panel(lab).get_by_label("Ranks", exact=True).fill("2")
+    tool(lab, "Start 2 ranks").click()
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+
+
+def test_a_button_that_can_do_nothing_says_why(lab):
+    step = tool(lab, "Train 1 step")
+    expect(step).to_have_attribute("title", "Train 1 step: Make a model in a %%fsdp cell.")
+    step.click(force=True)  # for Playwright it is disabled; for a person it can be pressed
+    expect(reply(lab)).to_contain_text("Make a model in a %%fsdp cell.")
+
+
+def test_a_long_name_of_a_class_does_not_push_the_form_out_of_the_panel(lab):
+    lab.do(0)
+    expect(section(lab, "Shard").get_by_role("row").first).to_contain_text("units")
+    panel(lab).evaluate("(node, width) => { node.style.width = `${width}px`; }", NARROW)
+    wide = panel(lab).evaluate(
+        """(node) => [...node.querySelectorAll(".fsdp-Form *")].map((each) => each.getBoundingClientRect().right
+            - node.getBoundingClientRect().left)"""
+    )
+    shot(lab, "long_name")
+    assert max(wide) <= NARROW
+    label = section(lab, "Shard").get_by_title("TransformerDecoderLayerWithCrossAttentionAndMixtureOfExperts")
+    expect(label).to_contain_text("\u00d72")
+    panel(lab).evaluate("(node) => { node.style.width = ''; }")
+
+
+def test_an_example_is_put_into_the_notebook_and_run(lab):
+    run(lab, "fsdp:example")
+    expect(lab.page.locator(".jp-CodeCell")).to_have_count(2)
+    run(lab, "fsdp:example")  # which finds it there
+    expect(lab.page.locator(".jp-CodeCell")).to_have_count(2)
+    run(lab, "notebook:run-cell")
+    expect(section(lab, "Shard")).to_contain_text("model (GPT)")
+    expect(panel(lab)).to_contain_text("Choose below how to shard the model.")
+    shot(lab, "example")
+
+
+def test_it_is_sharded_and_trained_by_buttons(lab):
+    form = section(lab, "Shard")
+    form.get_by_label("Model").select_option("model")
+    expect(form.get_by_role("row").first).to_have_text("units5")
+    form.locator("button[type=submit]").click()
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(6)
+    expect(reply(lab)).to_contain_text("5 units")
+    panel(lab).get_by_label("Training steps").fill("2")
+    tool(lab, "Train 2 steps").click()
+    expect(reply(lab)).to_contain_text("%fsdp step 2")
+    expect(panel(lab).locator(".fsdp-Numbers")).to_have_text(re.compile(r"step 1$"))
+    panel(lab).get_by_role("button", name="Close the reply").click()
+    expect(reply(lab)).to_have_count(0)
+
+
+@pytest.mark.parametrize("word", VIEWS)
+def test_every_view_has_a_button_a_command_and_a_tab(lab, word):
+    view(lab, word.capitalize()).click()
+    tab = lab.page.get_by_role("tab", name=f"FSDP: {word}", exact=True)
+    expect(tab).to_be_visible()
+    expect(lab.page.locator(".fsdp-Picture:visible .js-plotly-plot .main-svg").first).to_be_visible()
+    run(lab, f"fsdp:view-{word}")
+    expect(tab).to_have_count(1)  # the same one again
+    shot(lab, f"view_{word}")
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
+
+
+def test_a_step_is_verified_and_what_fails_is_red(lab):
+    view(lab, "Verify").click()
+    expect(reply(lab)).to_contain_text("sharded training is the same as unsharded")
+    section(lab, "Record").get_by_label("Export to").fill("run.nothing")
+    section(lab, "Record").get_by_role("button", name="Export").click()
+    expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
+
+
+def test_the_panel_follows_the_dashboard_in_front(lab):
+    view(lab, "Dashboard").click()
+    expect(dashboard(lab).locator(".fw-badge")).to_contain_text("idle")
+    to(lab, "other.ipynb")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    lab.page.get_by_role("tab", name="FSDP: run", exact=True).click()
+    expect(panel(lab).locator(".fsdp-Whose")).to_have_text("run.ipynb")
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+
+
+def test_a_record_is_exported_opened_and_compared(lab):
+    record = section(lab, "Record")
+    record.get_by_label("Export to").fill("run.trace")
+    record.get_by_role("button", name="Export").click()
+    expect(reply(lab)).to_contain_text("wrote run.trace")
+    run(lab, "fsdp:stop")
+    expect(section(lab, "Ranks")).to_have_count(0)
+    record.get_by_role("button", name="Open").click()
+    expect(panel(lab)).to_contain_text("run.trace is open, without ranks.")
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(6)
+    record.get_by_role("button", name="Compare").click()
+    expect(lab.page.get_by_role("tab", name="FSDP: compare")).to_be_visible()
+    shot(lab, "record")
+    expect(headline(lab)).to_have_count(0)
+
+
+def test_without_a_notebook_the_launcher_s_card_shows_the_panel(lab):
+    lab.page.evaluate("() => window.jupyterapp.shell.activateById('filebrowser')")
+    lab.page.evaluate(
+        """async () => {
+            for (const panel of [...window.jupyterapp.shell.widgets("main")]) {
+                if (panel.context?.model) panel.context.model.dirty = false;
+                panel.close();
+            }
+        }"""
+    )
+    lab.page.locator(".jp-LauncherCard", has_text="FSDP Dashboard").click()
+    expect(panel(lab)).to_be_visible()
+    expect(panel(lab)).to_contain_text("Open a notebook: its ranks are shown here.")
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+    assert lab.outside == []
+    assert lab.errors == []
