@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import cast
-from weakref import WeakValueDictionary
 
 import torch
 

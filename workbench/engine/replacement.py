@@ -26,6 +26,7 @@ from workbench.engine._torch import (
     spec_of,
     with_dtype,
 )
+from workbench.engine.agreement import Agreement
 from workbench.engine.api import fully_shard
 from workbench.engine.comm import CUSTOM
 from workbench.engine.dtensor_param import DTensorParam
@@ -92,8 +93,8 @@ class Replacement:
         self._classes = [(m, type(m), state) for state in self._old for m in state.modules]
 
     @torch.no_grad()
-    def run(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make it; collective. Whatever is raised, the tree is as it was."""
+    def run(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Agreement) -> None:
+        """Make it on all ranks; collective. Whatever is raised, the tree is as it was, on every rank."""
         for state in self._old:
             state._comm_ctx.comms.wait_for_readers()
         for unit in units_of(self._old):
@@ -104,12 +105,13 @@ class Replacement:
         locals_ = [local_of(cast("DTensor", p.sharded_param)) for p in self._params]
         with ExitStack() as stack:
             stack.callback(self._put_back, locals_)
-            self._apply(ignored)
-            new = self._new_states()
-            for unit in units_of(new):
-                self._fill(unit)
-            self._carry(new)
-            commits = [staged(optimizer, self.mapping) for optimizer in optimizers]
+            with ranks.all_or_none():
+                self._apply(ignored)
+                new = self._new_states()
+                for unit in units_of(new):
+                    self._fill(unit)
+                self._carry(new)
+                commits = [staged(optimizer, self.mapping) for optimizer in optimizers]
             stack.pop_all()
         self._commit(new)
         for commit in commits:

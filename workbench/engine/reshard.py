@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.engine.agreement import Agreement, Holdings, units_holdings
 from workbench.engine.backends import backend_of
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
 from workbench.engine.param_group import FSDPParamGroup
@@ -83,21 +84,36 @@ def reshard_module(
             that tensor parallelism has split.
         RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
 
-    Whatever is raised, the model is as it was.
+        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer, that has to move; or have an
+            error of the above.
+        CollectiveFailed: another rank was interrupted.
+
+    Whatever is raised, the model is as it was, on every rank.
     """
     change = Change(wrap, mesh, reshard_after_forward, mp_policy, offload_policy)
     change.check_types()
     held = optimizers_in(optimizers, "reshard_module")
     states = states_below(module)
-    check_undoable(module, states, "reshard_module")
     units = units_of(states)
+
+    def holds() -> Holdings:
+        check_undoable(module, states, "reshard_module")
+        if isinstance(change.mesh, Keep):
+            return Holdings()  # nothing will be gathered
+        for unit in units:
+            unit.reshard()
+            unit.adopt_registered()
+        return units_holdings(units, held)
+
+    ranks = Agreement("reshard_module", units)
+    ranks.check(holds)
     info = change.checked_mesh(units)
     calls = [change.of(call) for call in _calls(module, states, change)]
     if not change.makes_units(units):
         _set_policies(calls)
         return {}
     replacement = Replacement(module, calls, info)
-    replacement.run(held)
+    replacement.run(held, ranks)
     return replacement.mapping
 
 

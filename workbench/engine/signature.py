@@ -34,14 +34,20 @@ def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> 
     """
     rows = enumerate(zip_longest(*([repr(line) for line in lines] for lines in lines_per_rank), fillvalue="nothing"))
     number, texts = next((i, row) for i, row in rows if len(set(row)) > 1)
-    holders = {text: [r for r, t in zip(ranks, texts, strict=True) if t == text] for text in texts}
-    return f"parameter {number}: {'; '.join(_has(who, text) for text, who in holders.items())}"
+    return f"parameter {number}: {holders(texts, ranks)}"
 
 
-def _has(ranks: Sequence[int], text: str) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has {text}"
-    return f"ranks {', '.join(map(str, ranks))} have {text}"
+def holders(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Say which ranks have which text: ``["a", "b", "b"], [0, 1, 2]`` -> ``"rank 0 has a; ranks 1, 2 have b"``."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(f"{name_ranks(r)} {'have' if len(r) > 1 else 'has'} {text}" for text, r in by_text.items())
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks: ``[0]`` -> ``rank 0``, ``[0, 2]`` -> ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def check_same_units(units: Sequence[Unit], group: CommGroup) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+from workbench.engine import agreement
 from workbench.engine._torch import dtensor_of, local_of, share_post_accumulate_hooks, spec_of
 from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.addresses import is_same_storage
@@ -31,7 +32,8 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
     Parameters and gradients keep their values and become what they were before, in place: plain tensors, or DTensors of
     tensor parallelism. Hooks of modules and classes go back, post-accumulate-grad hooks of parameters go along, and
     gradients move. Optimizers that hold the sharded parameters go on with the plain ones, their state gathered; until
-    everything is there nothing is changed, so that shards and the whole model are in memory at once.
+    every rank has everything nothing is changed, so that shards and the whole model are in memory at once. Whatever is
+    raised or interrupts it, the model is sharded on every rank as before, or plain on every rank.
 
     Args:
         module: the root of the tree.
@@ -45,18 +47,27 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
         ValueError: nothing in the tree is sharded by ``fully_shard``, something by another API, or ``module`` is only a
             part of what one root shards.
         RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer, or have an error of the above.
+        CollectiveFailed: another rank was interrupted.
     """
     held = optimizers_in(optimizers, "unshard_module")
     states = states_below(module)
-    check_undoable(module, states, "unshard_module")
     units = units_of(states)
-    for unit in units:
-        unit.reshard()
-        unit.adopt_registered()
+
+    def holds() -> agreement.Holdings:
+        check_undoable(module, states, "unshard_module")
+        for unit in units:
+            unit.reshard()
+            unit.adopt_registered()
+        return agreement.units_holdings(units, held)
+
+    ranks = agreement.Agreement("unshard_module", units)
+    ranks.check(holds)
     params = [cast("DTensorParam", param) for unit in units for param in unit.params_as_defined]
     infos = {param.sharded_param: param.info for param in params}
-    plain = {param.sharded_param: _plain(param) for param in params}
-    commits = [staged(optimizer, plain) for optimizer in held]
+    with ranks.all_or_none():
+        plain = {param.sharded_param: _plain(param) for param in params}
+        commits = [staged(optimizer, plain) for optimizer in held]
     for sharded, param in plain.items():
         infos[sharded].register(param)
         sharded.grad = None
@@ -122,21 +133,34 @@ def _plain(param: DTensorParam) -> nn.Parameter:
 
 
 @torch.no_grad()
-def plain_copy(module: M, memo: dict[int, Any]) -> M:
+def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim.Optimizer] = ()) -> M:
     """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
 
     Args:
         module: the root of a sharded tree; it is left as it was.
         memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
+        optimizers: whose state is gathered as well, into ``memo``.
+
+    Raises:
+        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer.
     """
     states = states_below(module)
-    for unit in units_of(states):
-        unit.reshard()
+
+    def holds() -> agreement.Holdings:
+        for unit in units_of(states):
+            unit.reshard()
+        named = ((name, param) for name, param in module.named_parameters() if isinstance(param, DTensor))
+        return agreement.holdings(named, optimizers)
+
+    agreement.Agreement("the copy", units_of(states)).check(holds)
     for param in module.parameters():
         if isinstance(param, DTensor):
             memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
             if param.grad is not None:
                 plain.grad = full_tensor(param.grad)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            memo |= {id(value): full_tensor(value) for value in state.values() if isinstance(value, DTensor)}
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())

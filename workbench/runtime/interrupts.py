@@ -17,7 +17,12 @@ from workbench.engine.errors import StepAborted
 from workbench.engine.waits import cancellation
 
 JOBS = "workbench.runtime.jobs"
-_BOOKKEEPING = ("workbench.engine", "workbench.runtime.gate", "workbench.runtime.recorder")
+_BOOKKEEPING = (
+    "workbench.engine",
+    "workbench.runtime.gate",
+    "workbench.runtime.recorder",
+    "workbench.runtime.sharding",  # between two of the engine's calls a model may be half sharded
+)
 
 
 class Interrupts:

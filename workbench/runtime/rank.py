@@ -93,7 +93,7 @@ class RankRuntime:
             if isinstance(command, Step):
                 with self.gate.stepping(command.stop):
                     return self.trainer.run(command)
-            with self.gate.passing():
+            with self.gate.passing(), self.gate.interrupts.guarded():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
                 return result

@@ -74,7 +74,7 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     """
     model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
-    sharded = _shard(command, rank, model, inner, ignored)
+    sharded = _described(command, _shard(command, rank, model, inner, ignored))
     gc.collect()  # what this model takes the place of refers to itself
     rank.recorder.note_gone()
     return sharded
@@ -82,8 +82,12 @@ def shard(command: Shard, rank: Rank) -> Sharded:
 
 def _shard(
     command: Shard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
-) -> Sharded:
-    """Shard a plain model; if that is refused it is as it was."""
+) -> tuple[nn.Module, int]:
+    """Shard a plain model, without waiting for other ranks; if that is refused it is as it was.
+
+    Returns:
+        the sharded model, and how many optimizers go on with it.
+    """
     if command.api == CLASSIC:
         return _shard_classic(command, rank, model, inner, ignored)
     policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
@@ -94,21 +98,27 @@ def _shard(
     for optimizer in optimizers:
         remap_optimizer(optimizer, mapping)
     _plan(model, command.prefetch)
-    return describe(command.model, model, prefetch=command.prefetch, optimizers=len(optimizers))
+    return model, len(optimizers)
 
 
 def _shard_classic(
     command: Shard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
-) -> Sharded:
+) -> tuple[nn.Module, int]:
     optimizers = optimizers_of(model)
     options = wrapping.options_of(command) | {"ignored_states": ignored}
     if any(param.is_meta for param in model.parameters()):
         options["sync_module_states"] = True  # ranks may draw other numbers, and where there are copies stay apart
     wrapper = wrapping.wrap(model, inner, rank.groups.mesh_of(command.mesh_shape), optimizers, options)
     rebind(command.model, wrapper)
-    _name_units(wrapper)
     _prefetch[wrapper] = command.prefetch
-    return describe(command.model, wrapper, prefetch=command.prefetch, optimizers=len(optimizers))
+    return wrapper, len(optimizers)
+
+
+def _described(command: Shard, sharded: tuple[nn.Module, int]) -> Sharded:
+    """Name the units of a model that is sharded now, where ranks wait for each other, and describe it."""
+    model, num_optimizers = sharded
+    _name_units(model)
+    return describe(command.model, model, prefetch=command.prefetch, optimizers=num_optimizers)
 
 
 def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module], list[nn.Parameter]]:
@@ -278,7 +288,7 @@ def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         _shard(before, rank, find_module(command.model), now, ignored)
         raise
-    return sharded
+    return _described(wanted, sharded)
 
 
 def is_anew(command: Reshard, model: nn.Module) -> bool:
@@ -483,7 +493,6 @@ def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any])
         if any(state_of(m) is not None for m in model.modules()):
             unshard_module(model)
         raise
-    _name_units(model)
 
 
 def _name_units(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from workbench.engine import collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.state import WrapperState, check_idle, wrapper_states_below
+from workbench.engine.classic.holdings import check_alike, sharded_flat
+from workbench.engine.classic.state import WrapperState, wrapper_states_below
 from workbench.engine.collectives import UnitId
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import state_of
@@ -44,21 +45,6 @@ def whole_parts(unit: FSDPParamGroup, flat: FlatParam, slot: torch.Tensor) -> li
     return flat.parts_of(flat.layout.full_view(gather_flat(unit, slot)))
 
 
-def sharded_flats(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, FlatParam]]:
-    """Return the units of wrappers, sharded now and with what is registered, beside their flat parameters."""
-    return [pair for state in states if (pair := sharded_flat(state)) is not None]
-
-
-def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None:
-    """Return the unit of a wrapper and its flat parameter, as :func:`sharded_flats` does; None: it has none."""
-    unit, flat = state.unit, state.flat
-    if unit is None or flat is None:
-        return None
-    unit.reshard()
-    unit.adopt_registered()
-    return unit, flat
-
-
 @contextmanager
 def summon_full_params(
     module: nn.Module,
@@ -82,6 +68,7 @@ def summon_full_params(
         ValueError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu``.
         NotImplementedError: ``with_grads`` without ``use_orig_params``.
         RuntimeError: an iteration is under way.
+        RanksDisagreeError: it is on some ranks only; ``with_grads``, and only some ranks hold a gradient.
     """
     if writeback and rank0_only:
         raise ValueError(
@@ -95,7 +82,7 @@ def summon_full_params(
     else:
         own = state_of(module)
         states = [own] if isinstance(own, WrapperState) else []
-    check_idle(states, "summon_full_params")
+    check_alike(states, "summon_full_params", grads=with_grads)
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(

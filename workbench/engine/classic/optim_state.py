@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
+from workbench.engine.agreement import Agreement, Holdings, describe
 from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.full_params import CPU, sharded_flats
+from workbench.engine.classic.full_params import CPU
+from workbench.engine.classic.holdings import flats_holdings, is_gathered, sharded_flats
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import wrapper_states_below
@@ -256,6 +258,11 @@ class Named:
         return cls(flats, {param: [key_of(name)] for param, name in registered.items()} | names, registered)
 
     @property
+    def units(self) -> list[tuple[FSDPParamGroup, FlatParam]]:
+        """Units with their flat parameters."""
+        return [(unit, flat) for unit, flat, _ in self.flats]
+
+    @property
     def others(self) -> dict[str, nn.Parameter]:
         """Parameters that are in no wrapper, by their names."""
         managed = {param for _, flat, _ in self.flats for param in flat.owned}
@@ -298,9 +305,16 @@ def _by_names(
 ) -> StateDict:
     """Return state by names, whole or split, on ``device`` or where it is computed; collective."""
     named = Named.of(model)
-    is_named = any(isinstance(key, str) for group in given["param_groups"] for key in group["params"])
-    keys = named.keys(model, optim, is_named=is_named)
-    states = {param: given["state"][key] for param, key in keys.items() if key in given["state"]}
+    keys: dict[nn.Parameter, Key] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+
+    def holds() -> Holdings:
+        is_named = any(isinstance(key, str) for group in given["param_groups"] for key in group["params"])
+        keys.update(named.keys(model, optim, is_named=is_named))
+        states.update({param: given["state"][key] for param, key in keys.items() if key in given["state"]})
+        return flats_holdings(named.units, [(type(optim).__name__, states)])
+
+    Agreement("optim_state_dict", (unit for unit, _ in named.units)).check(holds)
     found: dict[Key, Any] = {}
     for unit, flat, names in named.flats:
         splits = is_split and not flat.owns_wholes
@@ -360,16 +374,17 @@ def _to_load(
     fetch: Callable[[Any], Any] = partial(_gathered, device)
     if of_first_rank:
         given, fetch = _told_by_first(given, group), partial(_sent_by_first, device, group)
-    if "state" not in given:
-        raise ValueError(
-            f"an optimizer's state dict has 'state'; this one has {', '.join(map(repr, given)) or 'nothing'}"
-        )
-    if any(isinstance(key, int) for key in given["state"]):
-        raise ValueError(
-            "this state dict has places for keys: exchange them for names with rekey_optim_state_dict(state_dict, "
-            "OptimStateKeyType.PARAM_NAME, model without wrappers)"
-        )
-    state, keys = given["state"], named.keys(model, optim, is_named=is_named)
+    keys: dict[nn.Parameter, Key] = {}
+
+    def holds() -> Holdings:
+        _check_by_names(given)
+        keys.update(named.keys(model, optim, is_named=is_named))
+        states = given["state"] if any(map(is_gathered, _values_of(given["state"]))) else {}
+        return Holdings(states={name: _described(own) for name, own in states.items()})
+
+    ranks = Agreement("optim_state_dict_to_load", (unit for unit, _ in named.units))
+    ranks.check(holds)
+    state = given["state"]
     found: dict[Key, Any] = {}
     for _, flat, names in named.flats:
         split = split_states(flat, [state.get(name) for name in names], fetch)
@@ -386,6 +401,29 @@ def _to_load(
     if "param_groups" not in given:
         return {"state": found}
     return {"state": found, "param_groups": _groups_to_load(_groups_of(given), named, keys, optim)}
+
+
+def _check_by_names(given: StateDict) -> None:
+    if "state" not in given:
+        raise ValueError(
+            f"an optimizer's state dict has 'state'; this one has {', '.join(map(repr, given)) or 'nothing'}"
+        )
+    if any(isinstance(key, int) for key in given["state"]):
+        raise ValueError(
+            "this state dict has places for keys: exchange them for names with rekey_optim_state_dict(state_dict, "
+            "OptimStateKeyType.PARAM_NAME, model without wrappers)"
+        )
+
+
+def _values_of(states: Mapping[Key, Any]) -> Iterator[Any]:
+    for state in states.values():
+        yield from state.values() if isinstance(state, dict) else (state,)
+
+
+def _described(state: Any) -> str:  # noqa: ANN401 - optimizer state holds anything
+    """Describe the values that are gathered, in the order in which they are."""
+    values = sorted(state.items()) if isinstance(state, dict) else [("value", state)]
+    return ", ".join(f"{key} {describe(value)}" for key, value in values if is_gathered(value))
 
 
 def _fetched(state: Any, fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - optimizer state holds anything

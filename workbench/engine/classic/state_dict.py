@@ -8,7 +8,7 @@ so hooks and overrides of the modules see what they would see in a model that is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec
+from workbench.engine.agreement import Agreement, Holdings, describe
 from workbench.engine.classic.api import (
     FullStateDictConfig,
     ShardingStrategy,
@@ -25,10 +26,12 @@ from workbench.engine.classic.api import (
     StateDictType,
 )
 from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam
-from workbench.engine.classic.full_params import sharded_flat, whole_parts
+from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.classic.holdings import is_gathered, sharded_flat, sharded_flats
 from workbench.engine.classic.state import WrapperState, check_idle, wrapper_states_below
 from workbench.engine.flat_shard import in_own_storage
 from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.state import units_of
 from workbench.engine.tensors import unrecorded
 from workbench.engine.tree import WRAPPED, Names, full_name, names_below
 from workbench.engine.undo import full_tensor, laid_out
@@ -184,6 +187,48 @@ def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[s
     copy = OrderedDict(state_dict)
     copy._metadata = {**versions, **known}  # type: ignore[attr-defined]
     return copy
+
+
+@contextmanager
+def loading(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Within the body the wrappers in the tree of ``module`` load a state dict; collective if it holds split values.
+
+    Then the body loads on every rank, or no rank has loaded anything: what each has of the model is copied before.
+    """
+    states = wrapper_states_below(module)
+    if not any(map(is_gathered, state_dict.values())):
+        with _ending(states):
+            yield
+        return
+
+    def holds() -> Holdings:
+        check_idle(states, "load_state_dict")
+        check_fits(module, state_dict, "")
+        return Holdings({key: describe(value) for key, value in state_dict.items() if is_gathered(value)})
+
+    ranks = Agreement("load_state_dict", units_of(states))
+    ranks.check(holds)
+    flats = [flat for _, flat in sharded_flats(states)]
+    tensors = [*(flat.slot for flat in flats), *module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with ranks.all_or_none(), _ending(states):
+            yield
+    except BaseException as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):  # torch's: the names that match are loaded
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=True):
+                    tensor.copy_(value)
+        raise
+
+
+@contextmanager
+def _ending(states: Iterable[WrapperState]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for state in states:
+            end_load(state, keep=False)  # of those that were not reached
 
 
 def begin_load(state: WrapperState, state_dict: MutableMapping[str, Any], prefix: str) -> None:

@@ -9,13 +9,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from workbench.engine.agreement import Agreement, Holdings
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.full_params import sharded_flats, whole_parts
+from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.classic.holdings import flats_holdings, sharded_flats
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.state import WrapperState, wrapper_states_below
 from workbench.engine.managed import forget_taken
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import states_below
+from workbench.engine.state import states_below, units_of
 from workbench.engine.undo import check_undoable, optimizers_in, undo
 
 Mapped = dict[nn.Parameter, tuple[nn.Parameter, ...]]
@@ -31,7 +33,8 @@ def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) 
     Modules have whole parameters again, with the values and gradients of now: the objects that they had before they
     were wrapped, tied ones tied, hooks of modules as they are. What was done to a wrapper itself goes with it.
     Optimizers go on with the plain parameters, in the groups and with the options of those that they held, their state
-    gathered; until everything is there nothing is changed, so that shards and the whole model are in memory at once.
+    gathered; until every rank has everything nothing is changed, so that shards and the whole model are in memory at
+    once. Whatever is raised or interrupts it, the model is wrapped on every rank as before, or plain on every rank.
 
     Args:
         module: the root of the tree.
@@ -46,14 +49,17 @@ def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) 
         ValueError: no wrapper is in the tree, ``fully_shard`` was called in it as well, it is only a part of what one
             root shards, or an optimizer has state that cannot be gathered.
         RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer, or have an error of the above.
+        CollectiveFailed: another rank was interrupted.
     """
     held = optimizers_in(optimizers, "unwrap")
-    states = _checked(module, "unwrap")
+    states, ranks = _agreed(module, "unwrap", held)
     flats = sharded_flats(states)
-    wholes = [whole_parts(unit, flat, flat.slot) for unit, flat in flats]
-    grads = [_whole_grads(unit, flat) for unit, flat in flats]
     originals = [[part.original for part in flat.parts] for _, flat in flats]
-    gathered = [_gathered(flats, originals, optimizer) for optimizer in held]
+    with ranks.all_or_none():
+        wholes = [whole_parts(unit, flat, flat.slot) for unit, flat in flats]
+        grads = [_whole_grads(unit, flat) for unit, flat in flats]
+        gathered = [_gathered(flats, originals, optimizer) for optimizer in held]
     mapping: Mapped = {}
     for (_, flat), params, values, grads_of_params in zip(flats, originals, wholes, grads, strict=True):
         trains = flat.trains
@@ -92,7 +98,7 @@ def plain_copy(
     Raises:
         ValueError, RuntimeError: as :func:`unwrap` does.
     """
-    states = _checked(module, "plain_copy")
+    states, _ = _agreed(module, "plain_copy", optimizers)
     flats = sharded_flats(states)
     mapping: Mapped = {}
     plains = [_plain_params(unit, flat) for unit, flat in flats]
@@ -161,11 +167,20 @@ def check_in_one_group(named: Iterable[tuple[str, nn.Parameter]], optimizer: tor
         )
 
 
-def _checked(module: nn.Module, what: str) -> list[WrapperState]:
-    """Return the wrappers' states, parents first; raises before anything is changed."""
+def _agreed(
+    module: nn.Module, what: str, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[list[WrapperState], Agreement]:
+    """Return the wrappers' states, parents first, once all ranks hold the same; raises before anything is changed."""
     states = states_below(module)
-    check_undoable(module, states, what, WrapperState)
-    return wrapper_states_below(module)
+    wrappers = wrapper_states_below(module)
+
+    def holds() -> Holdings:
+        check_undoable(module, states, what, WrapperState)
+        return flats_holdings(sharded_flats(wrappers), [(type(o).__name__, o.state) for o in optimizers], grads=True)
+
+    ranks = Agreement(what, units_of(states))
+    ranks.check(holds)
+    return wrappers, ranks
 
 
 def _whole_grads(unit: FSDPParamGroup, flat: FlatParam) -> list[torch.Tensor | None]:

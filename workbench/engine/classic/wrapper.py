@@ -28,6 +28,7 @@ from workbench.engine.classic.api import (
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import sharded_flats, summon_full_params
+from workbench.engine.classic.holdings import check_alike
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
 from workbench.engine.classic.optim_state import OptimStateDicts
@@ -40,6 +41,7 @@ from workbench.engine.classic.state_dict import (
     finish,
     is_kept,
     key_of,
+    loading,
     named_pieces,
     own_values,
     shown,
@@ -384,9 +386,13 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
         Raises:
             RuntimeError: an iteration is under way.
+            RanksDisagreeError: it is on some ranks only.
         """
         state = self._state
         kept = is_kept(state)
+        is_outermost = destination is None and not state.is_summoned
+        if is_outermost and state.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            check_alike(wrapper_states_below(self), "state_dict")
         with nullcontext() if state.is_summoned else shown(state):
             made = super().state_dict(
                 destination=destination if kept else OrderedDict(), prefix=prefix, keep_vars=keep_vars
@@ -424,12 +430,11 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         Raises:
             RuntimeError: a value has not the shape of its parameter, or with LOCAL_STATE_DICT is of another sharding:
                 then nothing was loaded; within an iteration; with ``strict`` names are missing or unexpected.
+            RanksDisagreeError: ranks have different DTensors; then nothing was loaded.
+            CollectiveFailed: another rank was interrupted; then no rank has loaded anything.
         """
-        try:
+        with loading(self, state_dict):
             return super().load_state_dict(with_versions(self, state_dict), strict, assign)
-        finally:
-            for state in wrapper_states_below(self):
-                end_load(state, keep=False)  # of those that were not reached
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401 - as nn.Module
         begin_load(self._state, state_dict, prefix)
@@ -483,12 +488,14 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
         Raises:
             RuntimeError: this is not the outermost wrapper.
+            RanksDisagreeError: only some ranks hold a gradient.
         """
         self._check_root("clip_grad_norm_")
         units = units_of(self._state._states)
         meshes = {param: unit.mesh_info for unit in units for flat in unit.fsdp_params for param in flat.owned}
         device = self._state._comm_ctx.device
-        return clip_grad_norm(list(self.parameters()), meshes, float(max_norm), float(norm_type), device)
+        names = {param: clean(name) for name, param in self.named_parameters()}
+        return clip_grad_norm(list(self.parameters()), meshes, float(max_norm), float(norm_type), device, names)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
         """Let ``hook`` reduce gradients, in all wrappers, instead of the engine; it divides by itself.

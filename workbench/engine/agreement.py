@@ -1,0 +1,282 @@
+"""Ranks agree before a collective operation on a model on what each of them holds, and after it on its outcome.
+
+After a step that failed or was aborted, some ranks hold gradients or optimizer state that others lack. A rank that
+gathers such a tensor alone waits for ever, or receives another tensor's bytes. So :meth:`Agreement.check` compares a
+description of everything that is to be gathered, before the first byte moves.
+
+An operation that exchanges parameters gathers first and exchanges last. Between the two, :meth:`Agreement.all_or_none`
+takes a vote in the store: the exchange happens on every rank or on none, also if a rank is interrupted while it votes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+
+from workbench.engine._torch import default_store
+from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
+from workbench.engine.groups import CommGroup, group_of
+from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.signature import holders, name_ranks
+from workbench.engine.waits import cancellation
+
+Rows = dict[str, str | None]
+"""Description by name; None: this rank holds no elements of it, so that any description agrees."""
+
+_NONE = "none"
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank holds of a model.
+
+    Attributes:
+        params: its parameters.
+        grads: their gradients.
+        states: the state that optimizers have for them.
+    """
+
+    params: Rows = field(default_factory=dict)
+    grads: Rows = field(default_factory=dict)
+    states: Rows = field(default_factory=dict)
+
+
+_CURES = {
+    "parameter": "build the same model on every rank, and shard it in the same way",
+    "gradient": (
+        "a step that failed or was aborted left it; drop the gradients on every rank with model.zero_grad(), in a "
+        "notebook in a %%fsdp cell, then go on"
+    ),
+    "optimizer state": (
+        "the optimizer's step was not applied on every rank; load a checkpoint, or drop the state on every rank with "
+        "optimizer.state.clear(), in a notebook in a %%fsdp cell, then go on"
+    ),
+}
+
+
+def holdings(named: Iterable[tuple[str, torch.Tensor]], optimizers: Sequence[torch.optim.Optimizer] = ()) -> Holdings:
+    """Describe parameters that are the same kind of tensor on every rank, their gradients and optimizer state."""
+    found = Holdings()
+    if optimizers:
+        found.states["the optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    for name, param in named:
+        found.params[name] = f"{describe(param)}{'' if param.requires_grad else ' frozen'}"
+        found.grads[name] = _NONE if param.grad is None else describe(param.grad)
+        found.states.update({f"{owner}{name}": text for owner, text in _states_of(param, optimizers)})
+    return found
+
+
+def _states_of(param: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, str]]:
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        owner = f"{kind} {number}: " if len(optimizers) > 1 else f"{kind}: "
+        yield owner, describe_state(optimizer.state.get(param))
+
+
+def describe_state(state: Mapping[str, Any] | None) -> str:
+    """Describe an optimizer's state of one parameter, key by key; None: it has none."""
+    if not state:
+        return _NONE
+    return ", ".join(f"{key} {describe(state[key])}" for key in sorted(state, key=str))
+
+
+def describe(value: object) -> str:
+    """Describe a tensor so that ranks whose descriptions are equal can gather it together; else name the type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    split = f" {' '.join(map(str, value.placements))}" if isinstance(value, DTensor) else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{split}"
+
+
+class Agreement:
+    """An operation that all ranks of some units do together.
+
+    Args:
+        what: name of the operation, for messages.
+        units: whose ranks take part.
+    """
+
+    def __init__(self, what: str, units: Iterable[FSDPParamGroup]) -> None:
+        self._what = what
+        self._group, self._has_all = _group_over(units)
+
+    def check(self, holds: Callable[[], Holdings]) -> None:
+        """Return once it is known that all ranks hold the same; collective.
+
+        Args:
+            holds: describes what this rank holds; raises if this rank cannot take part.
+
+        Raises:
+            RanksDisagreeError: on every rank: ranks hold different things, or ``holds`` raised on some ranks.
+            Exception: what ``holds`` raised, if it raised the same on every rank.
+        """
+        own, error = Holdings(), None
+        try:
+            own = holds()
+        except Exception as raised:  # noqa: BLE001 - the other ranks have to know, whatever it is
+            error = raised
+        refusal = "" if error is None else f"{type(error).__name__}: {error}"
+        rows = {} if error else {"parameter": own.params, "gradient": own.grads, "optimizer state": own.states}
+        text = json.dumps([refusal, self._has_all, rows])
+        texts = [text] if self._group is None else self._group.compare(self._collective, text)
+        if len(set(texts)) > 1 and self._group is not None:
+            difference = self._difference([json.loads(each) for each in texts], self._group.ranks)
+            if difference:
+                raise RanksDisagreeError(difference) from error
+        if error is not None:
+            raise error
+
+    @property
+    def _collective(self) -> Collective:
+        return Collective(f"agreement of the ranks before {self._what}", None, 0)
+
+    def _difference(self, answers: Sequence[tuple[str, bool, dict[str, Rows]]], ranks: Sequence[int]) -> str:
+        """Return in one sentence in what the ranks differ; empty: in nothing that matters."""
+        unable = [rank for rank, (refusal, *_) in zip(ranks, answers, strict=True) if refusal]
+        if unable:
+            refusal = next(refusal for refusal, *_ in answers if refusal)
+            return f"{self._what} is not possible on {name_ranks(unable)}, so that no rank does it: {refusal}"
+        missing = "nothing of this name" if all(has_all for _, has_all, _ in answers) else None
+        for kind, cure in _CURES.items():
+            of_ranks = [rows[kind] for *_, rows in answers]
+            rows = _by_name(of_ranks, missing)
+            differing = [(name, texts) for name, texts in rows if len({*texts} - {None}) > 1]
+            if differing:
+                name, texts = differing[0]
+                known = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text is not None]
+                said = holders([text for _, text in known], [rank for rank, _ in known])
+                others = [other for other, _ in differing[1:_SHOWN]]
+                more = f" (likewise {', '.join(others)}" if others else ""
+                more += f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+                more += ")" if others else ""
+                return f"{self._what}: ranks differ in the {kind} of {name!r}: {said}{more}; {cure}"
+        return ""
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Leave the body on every rank or on none; collective.
+
+        Raises:
+            CollectiveFailed: the body raised on another rank.
+            BaseException: what the body raised here, or what ended the wait for the other ranks.
+        """
+        vote = None if self._group is None or dist.get_backend() == "fake" else _Vote(self._what, self._group)
+        try:
+            yield
+        except BaseException as error:
+            if vote is not None:
+                vote.give_up(error)
+            raise
+        if vote is not None:
+            vote.settle()
+
+
+def _by_name(of_ranks: Sequence[Rows], missing: str | None) -> Iterator[tuple[str, list[str | None]]]:
+    """Yield every name of any rank, and each rank's description; ``missing`` where a rank has no such name."""
+    for name in dict.fromkeys(name for rows in of_ranks for name in rows):
+        yield name, [rows.get(name, missing) for rows in of_ranks]
+
+
+def _group_over(units: Iterable[FSDPParamGroup]) -> tuple[CommGroup | None, bool]:
+    """Return the group of all ranks that share the units, and whether each of these ranks has a part of every unit.
+
+    The group is None for one rank. Experts, for example, lie on some of the ranks only.
+    """
+    sets: set[tuple[int, ...]] = set()
+    known: dict[tuple[int, ...], CommGroup] = {}
+    device_type = "cpu"
+    for unit in units:
+        info = unit.mesh_info
+        device_type = info.mesh.device_type
+        params = [owned for param in unit.fsdp_params for owned in param.owned]
+        meshes = [info.spmd_mesh or info.mesh, *(p.device_mesh for p in params if isinstance(p, DTensor))]
+        for mesh in {id(mesh): mesh for mesh in meshes}.values():
+            sets.add(tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())))
+        known |= {group.ranks: group for group in (info.shard_group, info.replicate_group) if group is not None}
+    ranks = tuple(sorted(set().union(*sets)))
+    if len(ranks) < 2:
+        return None, True
+    return known.get(ranks) or group_of(ranks, device_type, "agreement"), len(sets) == 1
+
+
+@dataclass
+class _Serial:
+    """How many votes a group has taken, since it was built and the store is the one it is."""
+
+    store: Store
+    incarnation: int
+    count: int = 0
+
+
+_serials: WeakKeyDictionary[CommGroup, _Serial] = WeakKeyDictionary()
+_DONE = "done"
+
+
+class _Vote:
+    """A vote of a group's ranks: each votes once it is ready; the first to write the outcome decides for all."""
+
+    def __init__(self, what: str, group: CommGroup) -> None:
+        self._what = what
+        self._size = group.size
+        store = default_store()
+        serial = _serials.get(group)
+        if serial is None or serial.store is not store or serial.incarnation != group.incarnation:
+            serial = _serials[group] = _Serial(store, group.incarnation)
+        name = f"workbench/vote/{group.purpose}/{'-'.join(map(str, group.ranks))}/{group.incarnation}"
+        self._store = PrefixStore(f"{name}/{serial.count}", store)
+        if serial.count and group.rank == 0:
+            before = PrefixStore(f"{name}/{serial.count - 1}", store)  # all ranks have left it: they agreed since
+            for key in ("ready", "outcome"):
+                before.delete_key(key)
+        serial.count += 1
+
+    def settle(self) -> None:
+        """Return if all ranks get ready; raise on all of them if one does not.
+
+        An interrupt that comes once every rank is ready comes too late: the operation is finished, not undone.
+        """
+        try:
+            delay_s = FIRST_POLL_S
+            num_ready = self._store.add("ready", 1)
+            while num_ready < self._size:
+                cancellation.sleep(delay_s)
+                delay_s = min(2 * delay_s, LAST_POLL_S)
+                num_ready = self._store.add("ready", 0)
+        except BaseException as error:
+            if self.give_up(error) == _DONE:
+                return
+            raise
+        outcome = self._decide(_DONE)
+        if outcome != _DONE:
+            raise CollectiveFailed(f"{self._what} was given up on every rank, because {outcome}")
+
+    def give_up(self, error: BaseException) -> str:
+        """Let no rank go on, unless all are ready already; return the outcome."""
+        outcome = ""
+        with suppress(RuntimeError):  # without the store the other ranks cannot become ready either
+            outcome = self._decide(f"rank {dist.get_rank()} raised {type(error).__name__}: {str(error)[:200]}")
+            if outcome != _DONE:
+                self._store.add("ready", self._size)  # ends the others' wait
+        return outcome
+
+    def _decide(self, outcome: str) -> str:
+        """Write the outcome unless there is one; return the one that counts."""
+        return bytes(self._store.compare_set("outcome", "", outcome)).decode()
+
+
+def units_holdings(units: Iterable[FSDPParamGroup], optimizers: Sequence[torch.optim.Optimizer]) -> Holdings:
+    """Describe the sharded parameters of ``fully_shard``'s units, which are sharded now."""
+    named: list[tuple[str, nn.Parameter]] = [(p.fqn, own) for u in units for p in u.fsdp_params for own in p.owned]
+    return holdings(named, optimizers)
