@@ -27,8 +27,8 @@ from workbench.engine.classic.api import (
 )
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.full_params import sharded_flats, summon_full_params
-from workbench.engine.classic.holdings import check_alike
+from workbench.engine.classic.full_params import summon_full_params
+from workbench.engine.classic.holdings import check_alike, sharded_flats
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
 from workbench.engine.classic.optim_state import OptimStateDicts
