@@ -20,7 +20,7 @@ export class FocusKeeper implements IDisposable {
   readonly #ender = new AbortController();
   readonly #observer: MutationObserver;
   #last: HTMLElement | null = null;
-  #place = 0;
+  #before: readonly HTMLElement[] = []; // what Tab stops at before it
 
   constructor(node: HTMLElement) {
     this.#node = node;
@@ -43,7 +43,8 @@ export class FocusKeeper implements IDisposable {
 
   #take(target: HTMLElement): void {
     this.#last = target;
-    this.#place = Math.max(tabbable(this.#node).indexOf(target), 0);
+    const all = tabbable(this.#node);
+    this.#before = all.slice(0, Math.max(all.indexOf(target), 0));
   }
 
   /** It went elsewhere, if what had it is still there. */
@@ -59,7 +60,10 @@ export class FocusKeeper implements IDisposable {
     }
     this.#last = null;
     const left = tabbable(this.#node);
-    if (isNowhere()) (left[Math.min(this.#place, left.length - 1)] ?? this.#node).focus();
+    // counted from a neighbour, not from the top: a reply may come or go above at the same time
+    const neighbour = this.#before.findLast((each) => left.includes(each));
+    const inItsPlace = left[neighbour === undefined ? 0 : left.indexOf(neighbour) + 1];
+    if (isNowhere()) (inItsPlace ?? neighbour ?? this.#node).focus();
   }
 }
 

@@ -63,19 +63,19 @@ def test_the_form_has_what_the_api_has(form):
 
 
 def test_what_a_strategy_comes_to_or_lacks_is_said_before(lab, form):
-    half, full = amount(form, "of it").inner_text(), amount(form, "in full").inner_text()
+    half, full = amount(form, "each rank keeps").inner_text(), amount(form, "in full").inner_text()
     assert half != full
     form.get_by_label("Strategy").select_option("NO_SHARD")
-    expect(amount(form, "of it")).to_have_text(full)
+    expect(amount(form, "each rank keeps")).to_have_text(full)
     form.get_by_label("Strategy").select_option("HYBRID_SHARD")
     expect(form.get_by_role("status")).to_have_text("strategy hybrid needs copies x ranks that share one: --mesh 2x2")
     expect(form.locator("button[type=submit]")).to_be_disabled()
     shot(lab, "classic_refused")
     form.get_by_label("Mesh").fill("2x1")
-    expect(amount(form, "of it")).to_have_text(full)
+    expect(amount(form, "each rank keeps")).to_have_text(full)
     form.get_by_label("Strategy").select_option("SHARD_GRAD_OP")
     expect(form.get_by_label("Mesh")).to_have_count(0)
-    expect(amount(form, "of it")).to_have_text(half)
+    expect(amount(form, "each rank keeps")).to_have_text(half)
 
 
 def test_it_shards_and_its_line_can_be_copied(lab, form):

@@ -112,7 +112,7 @@ def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm
 
     with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
         bench.start(give_up)
-    said = re.escape("0 of 2 engines are here, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), after \d+ s"
+    said = re.escape("0 of 2 engines are here, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
     assert re.match(said, told[-1])
     wait_until(lambda: queues.jobs(slurm) == [])
 

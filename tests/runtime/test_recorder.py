@@ -232,7 +232,8 @@ def test_units_are_described_and_replaced():
     recorder.unit(Unit(index=4, root=-1, name="", params=(param,), retired=False, **policy))
     version = recorder.header_version
     recorder.unit(Unit(index=4, root=-1, name="blocks.0", params=(param,), retired=True, **policy))
-    (unit,) = recorder.header.units
+    *others, unit = recorder.header.units
+    assert [(each.index, each.in_use) for each in others] == [(index, False) for index in range(4)]
     assert (unit.name, unit.retired) == ("blocks.0", True)
     assert {name: getattr(unit, name) for name in policy} == policy
     assert vars(unit.params[0]) == vars(param)

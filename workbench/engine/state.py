@@ -354,6 +354,8 @@ class FSDPState:
             return True  # the backward around it has failed; or groups are built anew, and the iteration is reset
         for unit in self._fsdp_param_groups:
             if unit.training_state is TrainingState.FORWARD:
+                if self._root.raised_in == probe.NO_UNIT:  # inner modules come first
+                    self._root.raised_in = unit.index
                 unit.post_forward(backward_follows=False, recomputed=False)
         self._not_yet_run.clear()
         self._recorded = None
@@ -564,6 +566,7 @@ class RootContext:
         is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
         final_callback_queued: the current backward pass already has its end-of-backward callback.
         forward_failed: the last forward of the model raised.
+        raised_in: index of the innermost unit whose forward that was; NO_UNIT without.
         post_optim_event: CUDA event after which the next forward may read shards; None: all that was computed before.
     """
 
@@ -572,6 +575,7 @@ class RootContext:
         self.is_last_backward = True
         self.final_callback_queued = False
         self.forward_failed = False
+        self.raised_in = probe.NO_UNIT
         self.post_optim_event: torch.cuda.Event | None = None
         self._last_forwards: list[FSDPState] = []  # of forwards in the last iteration
         self._forwards: list[FSDPState] = []
@@ -626,6 +630,7 @@ class RootContext:
 
     def end_failed_forward(self) -> None:
         """Free what a forward that raised has gathered ahead: by the next one shards may have changed."""
+        self.raised_in = probe.NO_UNIT
         if self.forward_failed:
             self.forward_failed = False
             for unit in units_of(self.states):
@@ -702,6 +707,11 @@ class RootContext:
 
 roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 """Every root that has run; recovery after a failure resets them."""
+
+
+def raised_in() -> int:
+    """Return the innermost unit whose forward a model's last one raised in, by index; NO_UNIT: none did."""
+    return max((root._root.raised_in for root in tuple(roots)), default=probe.NO_UNIT)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature

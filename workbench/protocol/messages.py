@@ -112,6 +112,7 @@ class Position:
         held: where it is held; None: it is not.
         waiting: whether it waits for other ranks.
         newest: the newest event that it recorded.
+        raised_in: index of the unit whose forward raised, until the next forward; -1: none did.
         unfinished: collectives begun and not ended.
         given_up: whether it was told to give up, and has not been joined to the others again since.
         optimizer_steps: since it was started.
@@ -126,6 +127,7 @@ class Position:
     held: Hold | None = None
     waiting: bool = False
     newest: Event | None = None
+    raised_in: int = -1
     unfinished: int = 0
     given_up: bool = False
     optimizer_steps: int = 0

@@ -23,6 +23,7 @@ from workbench.codec import decode, encode
 from workbench.engine import backends, groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
+from workbench.engine.state import raised_in
 from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
@@ -118,6 +119,7 @@ class RankRuntime:
             held=held,
             waiting=self.gate.is_waiting,
             newest=_event_of(recorder.last_event()),
+            raised_in=raised_in(),
             unfinished=groups.num_unfinished(),
             given_up=cancellation.is_set,
             optimizer_steps=self.trainer.optimizer_steps,

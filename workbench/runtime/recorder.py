@@ -191,10 +191,17 @@ class Recorder:
         self._phase = phase
 
     def unit(self, info: Unit) -> None:
-        """Put a new or changed unit into the header."""
-        others = tuple(u for u in self.header.units if u.index != info.index)
-        units = tuple(sorted((*others, info), key=lambda u: u.index))
-        self._change(dataclasses.replace(self.header, units=units))
+        """Put a new or changed unit into the header, at the place of its index.
+
+        A process that recorded before has given lower indices to units of models that are gone.
+        """
+        units = [*self.header.units]
+        units += [
+            dataclasses.replace(info, index=index, root=-1, params=(), gone=True)
+            for index in range(len(units), info.index)
+        ]
+        units[info.index : info.index + 1] = [info]
+        self._change(dataclasses.replace(self.header, units=tuple(units)))
 
     def note_gone(self) -> None:
         """Put into the header which units are not there any more; the main thread calls it, as all that tells of units.

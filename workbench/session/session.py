@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from workbench.cluster.freeing import free, late
 from workbench.cluster.pending import Pending, select
 from workbench.cluster.place import OnWait, no_wait
@@ -763,13 +765,18 @@ class Session:
             rank: Aftermath(
                 step=int(newest[rank]["step"]) if rank in newest else None,
                 phase=Phase(newest[rank]["phase"]).words if rank in newest else None,
-                unit=names.get(int(newest[rank]["unit"])) if rank in newest else None,
+                unit=names.get(_unit_at_work(newest[rank], position.raised_in)) if rank in newest else None,
                 optimizer_steps=position.optimizer_steps - mark.optimizer_steps.get(rank, 0),
                 unfinished=position.unfinished,
                 left_gradients=gradient_bytes.get(rank, 0) > 0 == mark.gradient_bytes.get(rank, 0),
             )
             for rank, position in self.positions(timeout_s=timeout_s).items()
         }
+
+
+def _unit_at_work(newest: np.void, raised_in: int) -> int:
+    """Return the index of the unit in which a rank raised; a forward that raises ends in the units around it too."""
+    return raised_in if raised_in >= 0 and newest["phase"] == Phase.FORWARD else int(newest["unit"])
 
 
 def _under_way(request: Request | None, trace: Trace, left: str) -> UnderWay | None:

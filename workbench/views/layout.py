@@ -405,7 +405,7 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
     whose = f"rank of the first of {copies} copies" if copies > _MAX_COPIES else "rank"
     room = "elements" if any(_is_flat(place) for place in places) else "rows"
     fig.update_xaxes(
-        title_text=f"{whose} (a column is one rank's share of the {room})",
+        title_text=f"{whose} (column: its share of the {room})",
         range=[0, columns],
         tickmode="array",
         tickvals=[i + 0.5 for i in shown],

@@ -88,7 +88,7 @@ export function Told({ model, tabulate }: Pick<ControlsProps, "model" | "tabulat
         <closeIcon.react tag="span" width="14px" />
       </button>
       {line === "" ? null : <code title={line}>{line}</code>}
-      <pre tabIndex={0}>{text || "done"}</pre>
+      <pre tabIndex={0} role="region" aria-label="text of the reply">{text || "done"}</pre>
       {isLong(reply) ? (
         <button type="button" className="fsdp-Link" onClick={() => { tabulate(nameOf(line), text); }}>
           Show in a tab

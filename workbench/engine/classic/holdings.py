@@ -23,9 +23,12 @@ def sharded_flats(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, 
 
 
 def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None:
-    """Return the unit of a wrapper and its flat parameter, as :func:`sharded_flats` does; None: it has none."""
+    """Return the unit of a wrapper and its flat parameter, as :func:`sharded_flats` does.
+
+    None without parameters, and while the modules have whole parameters, which every rank holds.
+    """
     unit, flat = state.unit, state.flat
-    if unit is None or flat is None:
+    if unit is None or flat is None or state.is_summoned:
         return None
     unit.reshard()
     unit.adopt_registered()

@@ -288,7 +288,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
         states = wrapper_states_below(self)
-        flats = sharded_flats(state for state in states if not state.is_summoned)
+        flats = sharded_flats(states)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for unit, _ in flats:
             unit.adopt_registered(fresh=True)
