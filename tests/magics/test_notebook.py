@@ -67,5 +67,5 @@ def test_ranks_are_started_by_one_at_a_time(one, monkeypatch):
 
 
 def test_before_there_are_ranks_it_says_what_to_do_first(one):
-    with pytest.raises(UsageError, match="first %fsdp start"):
+    with pytest.raises(UsageError, match="Start them with %fsdp start"):
         one.do(Shard("model"), "panel", run, lambda said: None)

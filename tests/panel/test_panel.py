@@ -109,7 +109,7 @@ def test_before_there_are_ranks(browser):
     assert state["training"] == {"step": -1, "loss": None, "steps_per_s": None, "tokens_per_s": None}
     said = browser.do("shard", model="model")
     assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
-    assert "first %fsdp start" in said["text"]
+    assert "Start them with %fsdp start" in said["text"]
 
 
 def test_clocks_that_are_not_rank_0s_are_told():
