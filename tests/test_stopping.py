@@ -100,7 +100,7 @@ def test_until_is_listed_while_it_is_due_and_is_no_breakpoint_to_turn_off_or_cle
     assert [str(b) for b in wb.break_list().breakpoints] == ["forward", "optimizer"]
     wb.break_off()
     assert [b.is_on for b in wb.break_list().breakpoints] == [False, True]
-    assert "1 of 1 breakpoints taken away" in str(wb.break_clear())
+    assert "removed 1 breakpoint" in str(wb.break_clear())
     assert [str(b) for b in wb.break_list().breakpoints] == ["optimizer"]
     assert "because of  --until optimizer" in str(wb.resume())
     assert wb.break_list().breakpoints == ()
@@ -203,7 +203,7 @@ def test_a_second_ctrl_c_aborts(wb):
     for rank in range(4):
         wb.make_late(rank)
     press_ctrl_c_on_drain(wb.fake, 2)
-    with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again"):
+    with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again"):
         wb.step(1)
     assert wb.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
     assert len(wb.asked("recover")) == 1
@@ -225,12 +225,12 @@ def test_a_rank_that_comes_late_is_named(wb):
     wait_until(lambda: wb._session.pulse().under_way.stop.startswith("4 ranks stopped"))
     with pytest.raises(UsageError, match=r"under way \(4 ranks stopped"):
         wb.step(1)
-    assert "ready again" in wb.abort().headline
+    assert "idle again" in wb.abort().headline
 
 
 def test_abort_inside_a_step(wb):
     wb.step(1, until="backward")
-    assert wb.abort().headline == "aborted; the ranks are ready again and keep their variables"
+    assert wb.abort().headline == "Aborted. The ranks are idle again; their variables are kept."
     assert wb.asked("give up")[0][1] == GiveUp(reason="aborted")
     assert wb.step(1).steps_done == 1
 
@@ -256,10 +256,18 @@ def test_a_rank_that_dies_while_stopped(wb):
     assert wb._session.request is None
 
 
-@pytest.mark.parametrize("word", ["pause", "resume", "next", "abort"])
-def test_nothing_to_stop_or_go_on_with(wb, word):
-    with pytest.raises(UsageError, match="nothing is stopped and nothing runs: %fsdp step --until"):
-        getattr(wb, word)()
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("pause", "nothing to pause: no step is running"),
+        ("abort", "nothing to abort: no step is running"),
+        ("resume", "continue: no step is stopped; stop one with %fsdp step --until"),
+        ("next", "next: no step is stopped; stop one with %fsdp step --until"),
+    ],
+)
+def test_nothing_to_stop_or_go_on_with(wb, method, says):
+    with pytest.raises(UsageError, match=says):
+        getattr(wb, method)()
 
 
 def test_pause_twice_says_the_same(wb):
@@ -329,7 +337,7 @@ def test_a_step_in_the_background(wb):
     wait_until(lambda: wb._session._news)
     assert wb.news()[0].startswith("in the background, %fsdp step 500 --background: 4 ranks stopped before ")
     wb.resume(background=True)
-    assert "ready again" in wb.abort().headline
+    assert "idle again" in wb.abort().headline
     assert wb.news() == ()
 
 
@@ -476,8 +484,16 @@ def test_where_is_a_table(wb):
 
 
 def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
-    wb.where(stacks=True)
-    assert wb.fake.patience[-2:] == [("locate", WHERE_S), ("stacks", WHERE_S)]
+    wb.where(stacks=True)  # idle ranks answer once the machine lets them
+    assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
+    wb.fake.script["step"] = blocks
+    assert "runs in the background" in wb.step(1, background=True).headline
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wb._session, "_take", lambda request, tick: {})
+        wb.where()
+        assert ("locate", WHERE_S) in wb.fake.patience
+    wb.abort()
+    wb.fake.script["step"] = inside
     wb.step(1, until="backward")
     assert wb.fake.patience[-1] == ("drain", PATIENT_S)
     wb.where(stacks=True)
@@ -550,9 +566,10 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         (lambda wb: wb.break_clear(3), "there is no breakpoint 3; there are: none"),
         (lambda wb: wb.step(1, until="gather"), "nearest first"),
         (lambda wb: wb.step(1, until="forward:nothing"), "the units, nearest first"),
-        (lambda wb: wb.next("week"), "nothing is stopped"),
+        (lambda wb: wb.next("week"), "next: no step is stopped"),
         (lambda wb: wb.back(-1), "0 for the newest"),
-        (lambda wb: wb.do(Inspect(fqn="x")), "nothing is stopped and nothing runs"),
+        (lambda wb: wb.do(Inspect(fqn="x")), "inspect: no step is stopped"),
+        (lambda wb: wb.evaluate("x"), "eval: no step is stopped"),
     ],
 )
 def test_bad_requests_say_what_there_is(wb, call, says):
@@ -572,7 +589,7 @@ def test_commands_do_the_same_as_methods(wb):
     assert ordinals(wb.do(Pause()))
     assert wb.do(Continue()).steps_done == 1
     wb.step(1, until="forward")
-    assert "ready again" in str(wb.do(Abort()))
+    assert "idle again" in str(wb.do(Abort()))
 
 
 def test_every_event_can_be_stopped_at(wb):

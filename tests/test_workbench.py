@@ -26,7 +26,7 @@ from workbench.cluster.pending import Output, settle
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Reshard, Shard, Step
 from workbench.protocol.messages import CellLine, GiveUp
-from workbench.session import standing, watch
+from workbench.session import session, standing, watch
 from workbench.trace import steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import load
@@ -292,7 +292,7 @@ def test_a_name_that_only_the_notebook_has():
 
 @pytest.mark.parametrize("call", [lambda wb: wb.step(), lambda wb: wb.shard("m"), lambda wb: wb.run_cell("1")])
 def test_before_start_it_says_so(call):
-    with pytest.raises(UsageError, match="first %fsdp start -n 4"):
+    with pytest.raises(UsageError, match="Start them with %fsdp start -n 4"):
         call(Bench())
 
 
@@ -341,7 +341,7 @@ def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
     with pytest.raises(RankError) as caught:
         trained.step()
     assert str(caught.value).splitlines()[0] == "rank 2 raised ZeroDivisionError: division by zero (line 3 of the cell)"
-    assert "ready again" in str(caught.value)
+    assert "idle again" in str(caught.value)
     assert (caught.value.rank, caught.value.ename) == (2, "ZeroDivisionError")
     assert caught.value.traceback == "ZeroDivisionError!\n"
     reason = "rank 2: ZeroDivisionError: division by zero"
@@ -427,7 +427,7 @@ def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
     assert caught.value.ranks == (1,)
     assert "killed by SIGKILL" in str(caught.value)
     assert "%fsdp stop, then %fsdp start" in str(caught.value)
-    assert "%%fsdp -t 0,2,3" in str(caught.value)
+    assert "%%fsdp -t 0,2-3" in str(caught.value)
     assert [entry[2] for entry in trained.asked("give up")] == [(0, 2, 3)]
     assert trained.asked("recover") == []
     trained.fake.script["cell"] = prints("still here")
@@ -443,17 +443,87 @@ def test_a_cluster_that_is_stopped_meanwhile_is_named(trained):
         trained.step()
 
 
-def test_a_recovery_that_fails_says_to_start_anew_and_is_tried_again(trained):
-    trained.fake.script["step"] = [raises("ValueError", "my mistake"), blocks, blocks, blocks]
-    trained.fake.script["recover"] = raises("RuntimeError", "no store")
-    with pytest.raises(ClusterError, match="my mistake") as caught:
+def test_a_recovery_that_fails_names_the_culprit_and_every_line_says_at_once_what_to_do(trained):
+    trained.fake.script["step"] = [blocks, raises("ValueError", "my mistake"), blocks, blocks]
+    trained.fake.script["recover"] = [blocks, raises("AssertionError", "no group"), blocks, blocks]
+    with pytest.raises(RankError) as caught:
         trained.step()
-    assert "%fsdp stop, then %fsdp start" in str(caught.value)
-    with pytest.raises(ClusterError, match="could not be joined again"):
+    obstacle = (
+        "the ranks could not be joined again (rank 1 raised AssertionError: no group): %fsdp stop, then %fsdp start; "
+        "ranks 0, 2-3 can still run cells with %%fsdp -t 0,2-3"
+    )
+    assert str(caught.value).splitlines()[0] == "rank 1 raised ValueError: my mistake"
+    assert str(caught.value).splitlines()[-1] == obstacle
+    assert "idle again" not in str(caught.value)
+    assert trained.asked("give up")[-1][1] == GiveUp(reason="the ranks could not be joined again")
+    for refused in (trained.step, lambda: trained.run_cell("x")):
+        with pytest.raises(ClusterError) as later:
+            refused()
+        assert str(later.value) == obstacle
+    assert len(trained.asked("recover")) == 1
+    assert trained.status().headline == obstacle
+    assert trained.where().headline == f"4 ranks idle; {obstacle}"
+    trained.fake.script["cell"] = prints("still here")
+    assert trained.run_cell("x", ranks=[0]).texts == {0: "still here"}
+    trained.fake.script["cell"] = raises("ValueError", "another")
+    with pytest.raises(RankError, match="another") as caught:
+        trained.run_cell("x", ranks=[0])
+    assert "idle again" not in str(caught.value)
+    assert len(trained.asked("recover")) == 1
+
+
+def test_a_recovery_to_which_a_rank_does_not_come_names_that_rank(trained, monkeypatch):
+    monkeypatch.setattr(session, "RECOVER_S", 0.01)
+    monkeypatch.setattr(session, "CLOSE_S", 0.01)
+    trained.fake.script["step"] = [raises("ValueError", "my mistake"), blocks, blocks, blocks]
+    trained.fake.script["recover"] = [blocks, blocks, lambda cluster, rank, answer: None, blocks]
+    trained.fake.lines[2] = CellLine(line=3, function="forward", text="while True: pass")
+    with pytest.raises(RankError) as caught:
+        trained.step()
+    assert "joined again (rank 2 has run for 0 s, in while True: pass at line 3 of forward)" in str(caught.value)
+    with pytest.raises(ClusterError, match="joined again"):
+        trained.run_cell("x", ranks=[2])  # it would wait there
+
+
+def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(trained):
+    hanging = []
+    trained.fake.script["cell"] = [blocks, lambda cluster, rank, answer: hanging.append(answer), blocks, blocks]
+    press_ctrl_c_on_drain(trained.fake, 3)
+    with pytest.raises(Interrupted, match=r"rank 1 still runs, and nobody waits: %fsdp stop.*%%fsdp -t 0,2-3"):
         trained.run_cell("x")
-    trained.fake.script["recover"] = gives({})
-    trained.run_cell("x")
-    assert len(set(trained.asked("recover"))) == 3  # each by a name of its own
+    with pytest.raises(ClusterError, match="rank 1 still runs"):
+        trained.step()
+    assert trained.asked("recover") == []
+    settle(hanging[0].future, None)
+    trained.step()
+    assert len(trained.asked("recover")) == 1
+
+
+def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeypatch):
+    monkeypatch.setattr(watch, "SIGNAL_AFTER_DEATH_S", 0.3)
+    trained.fake.script["step"] = [computes, dies, computes, computes]
+    told = []
+    with pytest.raises(RankDied):
+        trained.do(Step(), on_standing=told.append)
+    assert told[0].startswith("rank 1 died (SIGKILL); ranks 0, 2-3 have run for 0 s")
+    assert trained.asked("interrupt") == [("interrupt", (0, 2, 3))]
+
+
+def test_an_abort_ends_although_a_rank_does_not(trained, monkeypatch):
+    monkeypatch.setattr(watch, "ABANDON_AFTER_S", 0.05)
+    trained.fake.script["step"] = [blocks, lambda cluster, rank, answer: None, blocks, blocks]
+    trained.step(background=True)
+    assert trained.abort().headline.startswith("Aborted; rank 1 still runs, and nobody waits: %fsdp stop, then")
+
+
+def test_who_worked_is_kept_after_ctrl_c(wb, monkeypatch):
+    monkeypatch.setattr(standing, "QUIET_S", 0.0)
+    wb.fake.script["cell"] = [returns, blocks, returns, returns]
+    wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
+    with pytest.raises(Interrupted) as caught:
+        wb.run_cell("x", on_standing=lambda said: signal.raise_signal(signal.SIGINT))
+    said = r"before that: rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
+    assert re.fullmatch(said, str(caught.value).splitlines()[1])
 
 
 def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
@@ -504,7 +574,7 @@ def press_ctrl_c_on_drain(fake, times):
 def test_ctrl_c_frees_ranks_that_wait(trained):
     trained.fake.script["cell"] = blocks
     press_ctrl_c_on_drain(trained.fake, 1)
-    with pytest.raises(Interrupted, match=r"^interrupted; the ranks are ready again") as caught:
+    with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again") as caught:
         trained.run_cell("x")
     assert isinstance(caught.value, KeyboardInterrupt)
     assert trained.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
@@ -543,7 +613,7 @@ def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
 def test_a_third_ctrl_c_stops_waiting(trained):
     trained.fake.script["cell"] = lambda cluster, rank, answer: None
     press_ctrl_c_on_drain(trained.fake, 3)
-    with pytest.raises(Interrupted, match="ranks 0-3 still run and nobody waits: %fsdp stop"):
+    with pytest.raises(Interrupted, match="ranks 0-3 still run, and nobody waits: %fsdp stop"):
         trained.run_cell("x")
     assert trained.asked("recover") == []
     assert trained.fake.patience[-2:] == [("drain", watch.ASK_S), ("locate", watch.ASK_S)]  # they need not answer

@@ -81,6 +81,10 @@ class RankError(WorkbenchError):
 class Interrupted(WorkbenchError, KeyboardInterrupt):
     """The user interrupted what was running; the message says what became of the ranks."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the message alone, which begins with what happened."""
+        return [str(self)]
+
 
 class TraceError(WorkbenchError):
     """A trace could not be read or breaks a rule of the schema."""

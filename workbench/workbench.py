@@ -255,7 +255,7 @@ class Workbench:
         interface: str = "",
         take: bool = False,
     ) -> StartReport:
-        """Have engines that run already as ranks (``%fsdp attach``); forgets what earlier ones recorded.
+        """Use engines that are already running as ranks (``%fsdp attach``); forgets what earlier ones recorded.
 
         Engines that are ranks already keep their variables. If another notebook has them, views and the dashboard show
         what they do, and commands are refused. Where such ranks are shown already, and no cluster is named, they are
@@ -429,6 +429,7 @@ class Workbench:
             is_free=self.is_free,
             clocks=trace.header.clocks,
             stopped=str(request.stop) if request is not None and request.state == "stopped" else "",
+            obstacle="" if self._session is None else self._session.obstacle,
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
@@ -563,13 +564,16 @@ class Workbench:
 
     # ---- stop and go on
 
-    def pause(self) -> Report:
+    def pause(self, *, on_standing: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of what they are doing, and return where they stand.
+
+        Args:
+            on_standing: called with a sentence that says which ranks it waits for; it replaces the last one.
 
         Raises:
             UsageError: nothing is under way.
         """
-        return self._started().pause()
+        return self._started().pause(on_standing)
 
     def resume(
         self,
@@ -612,14 +616,17 @@ class Workbench:
         listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         return self._started().go_on(what, listener, background=background)
 
-    def abort(self) -> Report:
-        """Give up what the ranks do; they are ready again afterwards.
+    def abort(self, *, on_standing: OnStanding = no_standing) -> Report:
+        """Give up what the ranks do; they are ready again afterwards, or the report names those that are not.
+
+        Args:
+            on_standing: as for :meth:`pause`.
 
         Raises:
             UsageError: nothing is under way.
             WorkbenchError: they could not be made ready again.
         """
-        return self._started().abort()
+        return self._started().abort(on_standing)
 
     def news(self) -> tuple[str, ...]:
         """Return what ended or stopped in the background since the last time, a sentence each."""
@@ -658,7 +665,7 @@ class Workbench:
             RankError: it raised; the stop stays.
         """
         command = made(Evaluate, expr, tuple(ranks or ()), frame=frame)
-        inside = self._started().do_inside("evaluate", command, ranks)
+        inside = self._started().do_inside("eval", command, ranks)
         if inside.error is not None:
             raise inside.error
         texts = {rank: done.text for rank, done in inside.done.items()}
@@ -704,7 +711,7 @@ class Workbench:
         session = self._started()
         count = session.breakpoints.clear(id)
         session.push_breakpoints()
-        said = f"{count} of {count + len(tuple(session.breakpoints))} breakpoints taken away" if count else ""
+        said = f"removed {plural(count, 'breakpoint')}" if count else ""
         return BreakReport(breakpoints=session.stops(), said=said)
 
     def break_on(self, id: int | None = None) -> BreakReport:
@@ -779,7 +786,7 @@ class Workbench:
     def _started(self) -> Session:
         if self._session is None:
             only = f", only what {self.record} holds" if self.record else ""
-            raise UsageError(f"there are no ranks{only}: first %fsdp start -n 4")
+            raise UsageError(f"No ranks are running{only}. Start them with %fsdp start -n 4")
         return self._session
 
     # ---- looking

@@ -547,7 +547,7 @@ export interface Start {
   readonly interface?: string;
 }
 
-/** Have engines that run already as ranks; those that are ranks already keep their variables. */
+/** Use engines that are already running as ranks; engines that are ranks already keep their variables. */
 export interface Attach {
   readonly word: "attach";
   /** ranks (default: all) */

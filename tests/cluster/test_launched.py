@@ -175,7 +175,7 @@ def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
         if "0 of 2 engines are here" in sentence:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
+    with pytest.raises(Interrupted, match="The start was given up: nothing of it is left"):
         Cluster(2, "cpu", "waits", engines="local", runtime=RUNTIME).start(give_up)
     assert any(re.match(r"waiting for the controller, \d+ s", sentence) for sentence in told)
     assert set(psutil.Process().children(recursive=True)) <= children

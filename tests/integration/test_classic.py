@@ -108,7 +108,7 @@ def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, ev
     fresh(wb, strategy)
     first = wb.step(2)
     assert_all_at_one_event(wb.step(1, until=STRATEGIES[strategy][1] if event == "a collective" else event))
-    assert "ready again" in wb.abort().headline
+    assert "idle again" in wb.abort().headline
     wait_until(lambda: {row.state for row in wb.where().rows} == {"idle"})
     wb.run_cell("opt.zero_grad()")
     again = wb.step(STEPS - 2)
@@ -153,11 +153,11 @@ def test_ranks_that_disagree_are_told_so_by_the_names_of_units(wb, strategy):
 def test_ctrl_c_pauses_and_a_pause_in_the_background_as_well(wb, every_rank_comes):
     fresh(wb, "full")
     assert_all_at_one_event(wb.step(1_000_000, on_progress=Pressing()))
-    assert "ready again" in wb.abort().headline
+    assert "idle again" in wb.abort().headline
     wb.step(1_000_000, background=True)
     assert_all_at_one_event(wb.pause())
     assert set(wb.evaluate("type(model).__name__").texts.values()) == {"'FullyShardedDataParallel'"}
-    assert "ready again" in wb.abort().headline
+    assert "idle again" in wb.abort().headline
     wb.run_cell("opt.zero_grad()")
     assert wb.step(1).steps_done == 1
 

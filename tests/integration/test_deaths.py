@@ -66,7 +66,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
             with pytest.raises(RankDied, match="died earlier") as later:
                 ask()
             assert how in str(later.value)
-        with pytest.raises(UsageError, match="nothing is stopped and nothing runs"):
+        with pytest.raises(UsageError, match="nothing to pause"):
             bench.pause()
 
         recorded = bench.trace.num_rows

@@ -97,7 +97,7 @@ def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, event):
     assert_all_at_one_event(wb.step(1, until=event))
     if event != "optimizer":  # the next event is its end: all ranks have taken the step
         assert_all_at_one_event(wb.next())
-    assert "ready again" in wb.abort().headline
+    assert "idle again" in wb.abort().headline
     wait_until(lambda: {row.state for row in wb.where().rows} == {"idle"})
     wb.run_cell("opt.zero_grad()")
     again = wb.step(STEPS - 2)

@@ -54,7 +54,7 @@ def bench():
 
 def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(living, every_rank_comes):
     assert "2 ranks stopped " in str(living.step(100_000, on_progress=Pressing()))  # before an event, or in a wait
-    assert "ready again" in str(living.abort())
+    assert "idle again" in str(living.abort())
     assert living.step(2).steps_done == 2
     assert living.verify().ok
 
@@ -78,7 +78,7 @@ def test_a_cell_that_hangs_says_who_waits_and_where(living, monkeypatch):
             living.abort()
 
     code = "import torch.distributed as dist\nif rank == 1:\n    dist.barrier()"
-    with pytest.raises(Interrupted, match="ready again"):
+    with pytest.raises(Interrupted, match="idle again"):
         living.run_cell(code, on_standing=give_up_once_it_is_said)
     assert any(re.fullmatch(expected, sentence) for sentence in told)
     assert living.step(1).steps_done == 1

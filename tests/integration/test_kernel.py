@@ -117,14 +117,14 @@ def test_a_person_presses_stop(kernel):
     assert "rank 1 stops at the next event" in text
     # one that the machine does not let run for a moment is said not to answer
     wait_until(lambda: "rank 0 held; rank 1 running" in run(client, "%fsdp where"))
-    assert "the ranks are ready again" in run(client, "%fsdp abort")
+    assert "The ranks are idle again" in run(client, "%fsdp abort")
     status, text = execute(client, f"%%fsdp\n{TOGETHER}time.sleep(60)", press)
-    assert (status, "Interrupted: interrupted; the ranks are ready again" in text) == ("error", True), text
+    assert (status, "Interrupted. The ranks are idle again" in text) == ("error", True), text
     run(client, "%%fsdp\ntrain_step = here")
     assert "1 step, loss" in run(client, "%fsdp step")
     assert "stopped before optimizer" in run(client, "%fsdp step --until optimizer")
-    assert "stopped; what was recorded is still there" in run(client, "%fsdp stop")
+    assert "Ranks stopped. The record is kept" in run(client, "%fsdp stop")
     left = psutil.Process(manager.provisioner.pid).children(recursive=True)
     assert len(left) == 2  # those that stay for the next start
     assert all(str(process.pid) in run(client, "%fsdp status") for process in left)
-    assert "there are no ranks: first %fsdp start" in execute(client, "%fsdp continue")[1]
+    assert "No ranks are running. Start them with %fsdp start" in execute(client, "%fsdp continue")[1]

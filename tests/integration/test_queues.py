@@ -110,7 +110,7 @@ def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm
             assert len(queues.jobs(slurm)) == 1
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
+    with pytest.raises(Interrupted, match="The start was given up: nothing of it is left"):
         bench.start(give_up)
     said = re.escape("0 of 2 engines are here, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
     assert re.match(said, told[-1])

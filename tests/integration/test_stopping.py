@@ -146,7 +146,7 @@ def test_one_ctrl_c_pauses_and_it_goes_on(ready, every_rank_comes):
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
     assert len(places(ready.resume(on_progress=Pressing()))) == 1
-    assert "ready again" in ready.abort().headline
+    assert "idle again" in ready.abort().headline
     assert ready.step(1).steps_done == 1
     assert ready.verify().ok
 
@@ -163,7 +163,7 @@ def train_step():
 slow = True
 """
     )
-    with pytest.raises(Interrupted, match="ready again"):
+    with pytest.raises(Interrupted, match="idle again"):
         ready.step(1, on_progress=Pressing(2, anyway=True))
     ready.run_cell("slow = False")
     assert ready.step(1).steps_done == 1
@@ -218,7 +218,7 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_ra
     ready.resume(background=True)
     assert len(places(ready.pause())) == 1
     ready.resume(background=True)
-    assert "ready again" in ready.abort().headline
+    assert "idle again" in ready.abort().headline
     report = ready.step(3, background=True)
     told = []
     wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told))

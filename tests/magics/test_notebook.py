@@ -105,5 +105,5 @@ def test_more_ranks_than_cores_can_serve_are_warned_of_before_they_start(one):
 
 
 def test_before_there_are_ranks_it_says_what_to_do_first(one):
-    with pytest.raises(UsageError, match="first %fsdp start"):
+    with pytest.raises(UsageError, match="Start them with %fsdp start"):
         one.do(Shard("model"), "panel", run, lambda said: None)

@@ -39,7 +39,7 @@ def test_a_record_has_every_view_the_dashboard_compare_back_and_export_without_a
 def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
     bare.ok("%fsdp open run.trace")
     for line in ("%fsdp step", "%fsdp where", "%%fsdp\n1", "%fsdp continue"):
-        assert "there are no ranks, only what run.trace holds: first %fsdp start -n 4" in bare.run(line).out
+        assert "No ranks are running, only what run.trace holds. Start them with %fsdp start -n 4" in bare.run(line).out
     status = bare.ok("%fsdp status").shown[0]["text/plain"]
     assert status.startswith("no ranks are running, run.trace is open: %fsdp start -n 4")
     assert "blocks.0" in status

@@ -39,9 +39,9 @@ def test_help(bare):
     [
         ("%fsdp shrad model", "did you mean 'shard'?"),
         ("%fsdp shard model --warp Block", "did you mean '--wrap'?"),
-        ("%fsdp step", "there are no ranks yet: first %fsdp start -n 4"),
-        ("%fsdp memory", "there are no ranks yet"),
-        ("%%fsdp\n1", "there are no ranks yet"),
+        ("%fsdp step", "No ranks are running yet. Start them with %fsdp start -n 4"),
+        ("%fsdp memory", "No ranks are running yet"),
+        ("%%fsdp\n1", "No ranks are running yet"),
         ("%%fsdp -t x\n1", "such as 1,3 or 0-2"),
         ("%%fsdp shard model\n1", "on a line of its own write: %fsdp shard model"),
         ("%fsdp start -n {ranks}", "there is no 'ranks'"),
@@ -67,11 +67,11 @@ def test_an_error_ends_the_cell(bare):
 def test_start_and_stop(bare):
     assert "4 ranks started" in bare.ok("%fsdp start -n 4 --device cpu").shown[0]["text/plain"]
     assert (bare.fake.num_ranks, bare.fake.settings["device"]) == (4, "cpu")
-    assert "the ranks run already" in bare.ok("%fsdp start -n 4 --device cpu").out
+    assert "The ranks are already running" in bare.ok("%fsdp start -n 4 --device cpu").out
     assert "%fsdp stop first" in bare.run("%fsdp start -n 2").out
     assert len(bare.fakes) == 1
     assert "stopped" in bare.ok("%fsdp stop").out
-    assert "no ranks are running" in bare.ok("%fsdp stop").out
+    assert "No ranks are running" in bare.ok("%fsdp stop").out
     assert "no ranks are running" in bare.ok("%fsdp status").shown[0]["text/plain"]
     bare.ok("%fsdp start -n 2")
     assert [fake.num_ranks for fake in bare.fakes] == [4, 2]
@@ -81,7 +81,7 @@ def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
     bare.ok("%fsdp start -n 2")
     monkeypatch.setattr(bare.fake, "stop", lambda: "node3 was not reached")
     assert bare.ok("%fsdp stop").out.splitlines()[-2:] == [
-        "stopped; what was recorded is still there to look at",
+        "Ranks stopped. The record is kept: views still work",
         "node3 was not reached",
     ]
 
@@ -162,12 +162,12 @@ def test_an_exception_on_a_rank_is_shown_once_and_raised(sharded):
 
 def test_an_interrupt_is_one_line(sharded):
     def press(cluster, rank, answer):
-        raise Interrupted("interrupted; the ranks are ready again")
+        raise Interrupted("Interrupted. The ranks are idle again")
 
     sharded.fake.script["cell"] = press
     cell = sharded.run("%%fsdp\nx")
     assert isinstance(cell.error, KeyboardInterrupt)
-    assert cell.out.strip() == "Interrupted: interrupted; the ranks are ready again"
+    assert cell.out.strip() == "Interrupted. The ranks are idle again"
 
 
 # ---- cells
@@ -302,6 +302,6 @@ def test_the_extension_is_loaded_once_and_unloaded(bare):
     assert "start" not in bare.complete("%fsdp sta")
     unregister(bare.shell)
     load_ipython_extension(bare.shell)
-    assert "no ranks yet" in bare.run("%fsdp status").out
+    assert "No ranks are running yet" in bare.run("%fsdp status").out
     unload_ipython_extension(bare.shell)
     unload_ipython_extension(bare.shell)

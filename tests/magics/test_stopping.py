@@ -152,7 +152,7 @@ def test_eval_that_raises_is_one_line_and_the_stop_stays(stoppable):
     assert isinstance(cell.error, RankError)
     assert cell.out.splitlines()[0] == "RankError: rank 1 raised ZeroDivisionError: division by zero"
     assert "4 ranks held" in stoppable.ok("%fsdp where").shown[0]["text/plain"]
-    assert "ready again" in stoppable.ok("%fsdp abort").shown[0]["text/plain"]
+    assert "idle again" in stoppable.ok("%fsdp abort").shown[0]["text/plain"]
 
 
 def test_breakpoints(stoppable):
@@ -176,8 +176,11 @@ def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
 
 
 def test_words_when_nothing_is_stopped(stoppable):
-    for word in ("pause", "next", "continue", "abort", "inspect x", "eval x"):
-        assert "nothing is stopped and nothing runs: %fsdp step --until" in stoppable.run(f"%fsdp {word}").out
+    for word in ("next", "continue", "inspect x", "eval x"):
+        said = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
+        assert said in stoppable.run(f"%fsdp {word}").out
+    for word in ("pause", "abort"):
+        assert f"nothing to {word}: no step is running" in stoppable.run(f"%fsdp {word}").out
 
 
 def test_back(stoppable):

@@ -75,7 +75,7 @@ def test_it_goes_on_in_small_steps_and_to_the_end(ran):
 def test_a_step_in_the_background_is_paused_and_given_up(ran):
     both, late = r"2 ranks stopped ", r"rank (\d) stopped .*; rank (?!\1)\d (stopped|waits|stops at the next event)"
     assert re.search(f"{both}|{late}", said(ran, "%fsdp pause"))  # a rank that computes is waited for 0.4 s
-    assert "the ranks are ready again" in said(ran, "%fsdp abort")
+    assert "The ranks are idle again" in said(ran, "%fsdp abort")
 
 
 def test_a_change_of_policy_is_told_apart(ran):

@@ -345,7 +345,7 @@ def test_a_continued_step_lets_the_cursor_go(lab):
     waits(lab, "isLive")
     dash.locator(".fw-abort").click()
     waits(lab, "health.every(({state}) => state === 'idle')")
-    waits(lab, "said.includes('ready again')")
+    waits(lab, "said.includes('idle again')")
 
 
 def test_closing_takes_everything_away(lab):

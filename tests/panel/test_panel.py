@@ -110,7 +110,7 @@ def test_before_there_are_ranks(browser):
     assert state["training"] == {"step": -1, "loss": None, "steps_per_s": None, "tokens_per_s": None}
     said = browser.do("shard", model="model")
     assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
-    assert "first %fsdp start" in said["text"]
+    assert "Start them with %fsdp start" in said["text"]
 
 
 def test_whether_ranks_have_a_train_step_is_found_with_their_models(started):

@@ -141,10 +141,10 @@ def test_everything_that_ranks_do_is_done_and_said():
 
 
 def test_lines_of_a_headline_stay_lines_and_are_text():
-    report = EndReport(sentence="aborted; ready again\ngradients of <b> are left")
+    report = EndReport(sentence="aborted; idle again\ngradients of <b> are left")
     shown = report._repr_mimebundle_()
-    assert shown["text/plain"] == "aborted; ready again\ngradients of <b> are left"
-    assert shown["text/html"] == "<div><strong>aborted; ready again</strong><br>gradients of &lt;b&gt; are left</div>"
+    assert shown["text/plain"] == "aborted; idle again\ngradients of <b> are left"
+    assert shown["text/html"] == "<div><strong>aborted; idle again</strong><br>gradients of &lt;b&gt; are left</div>"
 
 
 def test_status_says_what_was_let_go():

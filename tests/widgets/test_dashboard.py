@@ -506,7 +506,7 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert press(widget, "break off", "2") == "1 breakpoint turned off"
         assert ask(widget)[0]["breakpoints"] == [first, other | {"is_on": False}]
         assert press(widget, "break on", "2") == "1 breakpoint turned on"
-        assert press(widget, "break clear", "1") == "1 of 2 breakpoints taken away"
+        assert press(widget, "break clear", "1") == "removed 1 breakpoint"
         assert ask(widget)[0]["breakpoints"] == [other]
         assert press(widget, "break off", "1") == "there is no breakpoint 1; there are: 2"
         told = len(widget.sent)

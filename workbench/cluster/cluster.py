@@ -162,7 +162,7 @@ class Cluster:
             for rank in lookouts(self._rank_info):
                 self._watch_hosts(self._reach(), rank, frozenset())
         except KeyboardInterrupt as interrupt:
-            raise Interrupted("the start was given up: nothing of it is left") from interrupt
+            raise Interrupted("The start was given up: nothing of it is left") from interrupt
         finally:
             if not self._rank_info:
                 self.stop()

@@ -99,7 +99,7 @@ class Notebook:
             UsageError: there is none yet.
         """
         if self.workbench is None:
-            raise UsageError("there are no ranks yet: first %fsdp start -n 4")
+            raise UsageError("No ranks are running yet. Start them with %fsdp start -n 4")
         return self.workbench
 
     def shown(self) -> Workbench:
@@ -138,7 +138,7 @@ class Notebook:
         workbench = self.shown()
         is_the_same = workbench.settings == wanted and not workbench.outlives
         if workbench.running and is_the_same and not workbench.losses:
-            tell("the ranks run already and keep their variables; for fresh ones: %fsdp stop, then %fsdp start")
+            tell("The ranks are already running; nothing was changed. For fresh ones: %fsdp stop, then %fsdp start")
             return workbench.status()
         if command.num_ranks > CROWDED * self.cores and not command.engines and command.profile is None:
             tell(
@@ -169,7 +169,7 @@ class Notebook:
     def _stop(self, tell: Tell) -> None:
         was_running = self.workbench is not None and self.workbench.running
         left = self._stop_ranks()
-        tell("stopped; what was recorded is still there to look at" if was_running else "no ranks are running")
+        tell("Ranks stopped. The record is kept: views still work" if was_running else "No ranks are running")
         if left:
             tell(left)
 

@@ -155,7 +155,7 @@ class Start(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Attach(Command):
-    """Have engines that run already as ranks; those that are ranks already keep their variables."""
+    """Use engines that are already running as ranks; engines that are ranks already keep their variables."""
 
     word: ClassVar[str] = "attach"
     example: ClassVar[str] = "attach --profile mine"

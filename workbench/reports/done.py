@@ -123,6 +123,7 @@ class StatusReport(Report):
         is_free: whether the holder has let go of them.
         clocks: those of hosts that do not read rank 0's.
         stopped: where what is under way stands, in words; empty: nothing is stopped.
+        obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
     """
 
     running: bool
@@ -138,6 +139,7 @@ class StatusReport(Report):
     is_free: bool = False
     clocks: tuple[HostClock, ...] = ()
     stopped: str = ""
+    obstacle: str = ""
 
     @property
     def headline(self) -> str:
@@ -148,7 +150,7 @@ class StatusReport(Report):
         dead = [r.rank for r in self.ranks if not r.alive]
         if dead:
             return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
-        return self.stopped or f"{plural(len(self.ranks), 'rank')} running"
+        return self.obstacle or self.stopped or f"{plural(len(self.ranks), 'rank')} running"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""

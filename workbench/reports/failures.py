@@ -23,6 +23,7 @@ _CELL_FRAME = re.compile(r"^Cell In\[\d+\], line (?P<line>\d+)(?:, in (?P<functi
 _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:    .*\n)*', re.M)
 _FIRST_FRAME = re.compile(r"^(?=(?:\x1b\[[0-9;]*m)*File )", re.M)
 _CELL_PATH = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
+_HOW = re.compile(r"\bSIG[A-Z0-9]+\b|\bexit code \d+")
 _MACHINERY = re.compile(r"[/\\]workbench[/\\](runtime|cluster)[/\\]")
 
 
@@ -145,11 +146,38 @@ def losses_in_words(losses: Mapping[int, str]) -> str:
 
 def death_sentence(dead: Sequence[int], living: Sequence[int]) -> str:
     """Return what can be done when the processes of ``dead`` ranks are gone."""
-    if living:
-        left = f"{label(living)} can still run cells with %%fsdp -t {','.join(map(str, living))}"
+    return f"without {label(dead)} no step is possible: {what_is_left(living)}"
+
+
+def what_is_left(usable: Sequence[int]) -> str:
+    """Return what can be done when no step is possible any more, and ``usable`` ranks alone still run cells."""
+    if usable:
+        left = f"{label(usable)} can still run cells with %%fsdp -t {ranges(usable)}"
     else:
         left = "views and %fsdp export still show what was recorded"
-    return f"without {label(dead)} no step is possible: {RESTART}; {left}"
+    return f"{RESTART}; {left}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as ``-t`` reads them: ``(0, 2, 3, 4)`` -> ``"0,2-4"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def death_in_short(how: str) -> str:
+    """Return how a rank was lost in three words: ``"died (SIGKILL)"``.
+
+    Args:
+        how: as :meth:`workbench.cluster.Cluster.losses` says it.
+    """
+    verb, _, why = how.partition(":")
+    found = _HOW.search(why)
+    return f"{verb} ({found[0]})" if found else verb
 
 
 def shorten_traceback(text: str) -> str:

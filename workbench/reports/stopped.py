@@ -155,13 +155,18 @@ class WhereReport(Report):
 
     Attributes:
         rows: one per rank.
+        obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
     """
 
     rows: tuple[WhereRow, ...]
+    obstacle: str = ""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
+        return "; ".join(filter(None, [self._states(), self.obstacle]))
+
+    def _states(self) -> str:
         states: dict[str, list[int]] = {}
         for row in self.rows:
             states.setdefault(row.state, []).append(row.rank)

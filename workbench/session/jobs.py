@@ -144,7 +144,7 @@ class Jobs:
 
     def _interrupt(self, count: int, ranks: Sequence[int]) -> None:
         if count > 1:
-            raise Interrupted(f"interrupted; nobody waits for {label(ranks)} any more: %fsdp where, %fsdp abort")
+            raise Interrupted(f"Interrupted; nobody waits for {label(ranks)} any more: %fsdp where, %fsdp abort")
         self._cluster.interrupt(ranks)
 
     def _look(self, ticket: str, ranks: Sequence[int]) -> dict[int, Done]:

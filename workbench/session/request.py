@@ -204,6 +204,7 @@ class Request:
         state: whether ranks work on it, stand still inside it, or it is over.
         stop: where they stand, or stood last.
         report: the same as a report.
+        worked: who worked on it and where, the last time that this was said.
         ending: how it ended, or where it stopped last, in words.
         failed: whether that is an error.
         watcher: the thread that waits for it.
@@ -219,6 +220,7 @@ class Request:
         self.state: Literal["running", "stopped", "over"] = "running"
         self.stop: Stop | None = None
         self.report: StopReport | None = None
+        self.worked = ""
         self.ending = ""
         self.failed = False
         self.watcher: threading.Thread | None = None

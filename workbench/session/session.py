@@ -40,11 +40,13 @@ from workbench.reports.done import Report, StepReport
 from workbench.reports.failures import (
     RESTART,
     Aftermath,
+    death_in_short,
     death_sentence,
     first_cause,
     left_behind,
     losses_in_words,
     to_error,
+    what_is_left,
 )
 from workbench.reports.places import State, Stop, live_units, param_names, state_of, unit_names
 from workbench.reports.stopped import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
@@ -58,9 +60,9 @@ from workbench.session.jobs import to_error as to_error_of_jobs
 from workbench.session.names import check, check_parameter, on_hosts
 from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
-from workbench.session.standing import Standing, no_standing, who_works
+from workbench.session.standing import OnStanding, Standing, no_standing, who_works
 from workbench.session.stopping import WHERE_S
-from workbench.session.watch import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, Tick, Watch
+from workbench.session.watch import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, Tick, Watch, failure_of
 from workbench.trace.columns import Trace
 
 R = TypeVar("R")
@@ -130,9 +132,28 @@ class ClusterLike(Interruptible, Protocol):
         """Run a cell in the main thread of ranks."""
 
 
-NEXT_THING = "the ranks are ready again and keep their variables: correct the code, run its cell, and go on"
+NEXT_THING = "the ranks are idle again and keep their variables: correct the code, run its cell, and go on"
 
-NOTHING = "nothing is stopped and nothing runs: %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
+IDLE_AGAIN = "The ranks are idle again; their variables are kept."
+
+STOP_SOMEWHERE = "stop one with %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """Why the ranks cannot do a step together any more.
+
+    Attributes:
+        why: a sentence, without what to do.
+        pending: what some of them may still do; these run nothing else meanwhile.
+        culprits: the ranks that it began with.
+        is_for_good: whether it stays when these have ended what they do.
+    """
+
+    why: str
+    pending: Pending
+    culprits: tuple[int, ...]
+    is_for_good: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +209,7 @@ class Session:
         self._collector = Collector(self._clocks)
         self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
         self._needs_recovery: bool | None = None if cluster.outlives else False  # None: another notebook may know
+        self._obstacle: Obstacle | None = None
 
     # ---- asking
 
@@ -288,8 +310,9 @@ class Session:
     def where(self, *, stacks: bool) -> WhereReport:
         """Return where every rank is; one that does not answer in a moment is named so."""
         stop = self.request.stop if self.request is not None and self.request.state == "stopped" else None
-        # if all stand, they are there, and answer once the machine lets them
-        timeout_s = PATIENT_S if stop is not None and not stop.is_late else WHERE_S
+        # if all stand or are idle, they are there, and answer once the machine lets them
+        is_still = self.request is None and not self.obstacle
+        timeout_s = PATIENT_S if is_still or (stop is not None and not stop.is_late) else WHERE_S
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
@@ -302,7 +325,7 @@ class Session:
                 rows.append(row_of(rank, positions[rank], header, found, state))
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
-        return WhereReport(rows=tuple(rows))
+        return WhereReport(rows=tuple(rows), obstacle=self.obstacle)
 
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""
@@ -358,8 +381,11 @@ class Session:
             request = self._open(CellWork(pending), pending, mark)
         return self._follow(request, listener, background=False)
 
-    def pause(self) -> Report:
+    def pause(self, tell: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of what they are doing, and return where they stand.
+
+        Args:
+            tell: is told what is waited for.
 
         Raises:
             UsageError: nothing is under way.
@@ -368,11 +394,12 @@ class Session:
         with self._changed:
             if request.state == "running":
                 request.watch.ask_pause()
-                self._wait_while_running(request, STOP_S)
+                self._wait_while_running(request, STOP_S, tell)
             if request.state == "stopped" and request.report is not None:
                 return EndReport(sentence=busy_sentence(request)) if request.dead else request.report
-        ended = "is over" if request.state == "over" else "stops at its next event: %fsdp where"
-        return EndReport(sentence=f"{request.work.words} {ended}")
+        ended = "is over" if request.state == "over" else self._awaited(request) or "stops at its next event"
+        how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort gives it up"
+        return EndReport(sentence=f"{request.work.words} {ended}{how}")
 
     def go_on(self, what: str | None, listener: Listener, *, background: bool | None) -> Report:
         """Let stopped ranks go on, to the next ``what`` if one is given; return how it ended or where it stopped again.
@@ -395,8 +422,11 @@ class Session:
             listener = dataclasses.replace(listener, on_output=request.listener.on_output)
         return self._follow(request, listener, background=request.is_background if background is None else background)
 
-    def abort(self) -> Report:
+    def abort(self, tell: OnStanding = no_standing) -> Report:
         """Give up what the ranks do; they are ready again afterwards.
+
+        Args:
+            tell: is told what is waited for.
 
         Raises:
             UsageError: nothing is under way.
@@ -411,8 +441,10 @@ class Session:
             if is_mine:
                 request.state = "running"
             else:
-                self._wait_while_running(request, STOP_S + RECOVER_S)
+                self._wait_while_running(request, STOP_S + RECOVER_S, tell)
         if is_mine:
+            if tell is not no_standing:
+                request.listener = dataclasses.replace(request.listener, on_standing=tell)
             try:
                 return self._attend(request)
             except Interrupted as ended:
@@ -468,7 +500,7 @@ class Session:
         request = self.request
         if request is None:
             left = self._left()
-            raise UsageError(_left_sentence(left) if left else f"{word}: {NOTHING}")
+            raise UsageError(_left_sentence(left) if left else _nothing(word))
         return request
 
     def _follow(self, request: Request, listener: Listener, *, background: bool) -> Report:
@@ -500,9 +532,15 @@ class Session:
             if entry[0] is request:
                 self._news.remove(entry)
 
-    def _wait_while_running(self, request: Request, timeout_s: float) -> None:
-        if request.watcher is not threading.current_thread():  # a callback of the one who waits cannot wait for itself
-            self._changed.wait_for(lambda: request.state != "running", timeout_s)
+    def _wait_while_running(self, request: Request, timeout_s: float, tell: OnStanding) -> None:
+        if request.watcher is threading.current_thread():
+            return  # a callback of the one who waits cannot wait for itself
+        until = time.monotonic() + timeout_s
+        while (left_s := until - time.monotonic()) > 0:
+            if self._changed.wait_for(lambda: request.state != "running", min(left_s, ASK_S)):
+                return
+            if awaited := self._awaited(request):
+                tell(awaited)
 
     # ---- its steps
 
@@ -523,7 +561,10 @@ class Session:
             raise RankDied(f"{label(dead)} died earlier: {how}\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery is None:
             self._needs_recovery = self._find_left()
-        if self._needs_recovery and len(living) == self.cluster.num_ranks:
+        if self.obstacle:
+            if len(ranks) == self.cluster.num_ranks or not set(ranks) <= set(self._usable(living)):
+                raise ClusterError(self.obstacle)
+        elif self._needs_recovery and len(living) == self.cluster.num_ranks:
             self.recover()
         self._catch_up()
         here = self._collector.positions.items()
@@ -533,6 +574,20 @@ class Session:
             commands={rank: position.commands for rank, position in here},
             gradient_bytes=dict(self._collector.gradient_bytes),
         )
+
+    @property
+    def obstacle(self) -> str:
+        """Why no step is possible any more, and what to do; empty: nothing is known of it."""
+        found = self._obstacle
+        if found is None or not (found.is_for_good or late(found.pending, self.living())):
+            return ""
+        usable = self._usable(self.living())
+        return f"{found.why}: {what_is_left([rank for rank in usable if rank not in found.culprits])}"
+
+    def _usable(self, living: Sequence[int]) -> list[int]:
+        """Return which of the ``living`` ranks run a cell of their own at once."""
+        busy = () if self._obstacle is None else late(self._obstacle.pending, living)
+        return [rank for rank in living if rank not in busy]
 
     def _left(self) -> str:
         """Return in words what these ranks still do for a notebook that had them before, as far as they say."""
@@ -590,17 +645,42 @@ class Session:
         return self._collector.heard
 
     def _tell_who_works(self, request: Request) -> None:
-        """Say who works and where if nothing else was heard of ``request`` for a while, and somebody wants to know."""
+        """Say who works and where if nothing else was heard of ``request`` for a while, and somebody wants to know.
+
+        That a rank has died, and what a pause or an abort waits for, is said at once.
+        """
         if request.listener.on_standing is no_standing:
             return
-        running = tuple(request.watch.running)
-        heard = (request.work.num_outputs(), running, self._collector.next_seq)
-        ended = sorted(set(request.pending.ranks) - set(running))
+        heard = (request.work.num_outputs(), tuple(request.watch.running), self._collector.next_seq)
+        asked = request.watch.asked
 
         def sentence(seconds: float) -> str:
-            return who_works(seconds, running, self.ask(Line()), ended)
+            awaited = self._awaited(request)
+            if awaited and request.thread is None:
+                awaited += "; Ctrl-C again " + ("gives up" if asked == "pause" else "stops waiting")
+            return awaited or self._who_works(request, seconds)
 
-        request.standing.look(heard, sentence, request.listener.on_standing)
+        is_urgent = bool(asked or request.dead)
+        request.standing.look(heard, sentence, request.listener.on_standing, is_urgent=is_urgent)
+        if not asked:
+            request.worked = request.standing.said
+
+    def _who_works(self, request: Request, seconds: float) -> str:
+        running = tuple(request.watch.running)
+        ended = sorted(set(request.pending.ranks) - set(running))
+        losses = self.cluster.losses()
+        deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
+        return who_works(seconds, running, self.ask(Line()), ended, deaths)
+
+    def _awaited(self, request: Request) -> str:
+        """Return what a pause or an abort still waits for; empty: nothing was asked for."""
+        here, running = self._collector.heard, sorted(request.watch.running)
+        if not request.watch.asked or not running:
+            return ""
+        if request.watch.asked == "abort":
+            return f"given up; {label(running)} still {_run(running)}"
+        late = [rank for rank in running if rank not in here or state_of(here[rank]) == "running"]
+        return f"stops at the next event of {label(late or running)}"
 
     def _end(self, request: Request) -> dict[int, Position]:
         """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
@@ -658,7 +738,7 @@ class Session:
         request.watch.stopper.disarm(set(self.living()))
         if not outcome.failures and not outcome.given_up:
             return self._with_missed(request, request.work.finish(outcome.results, request.listener))
-        error = self._settle(outcome, request.mark, request.work.is_command)
+        error = self._settle(outcome, request)
         request.work.fail(request.listener)
         raise error
 
@@ -703,10 +783,10 @@ class Session:
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(CLOSE_S)
 
-    def _free(self, pending: Pending, reason: str) -> None:
-        """Free the ranks from what they do until ``pending`` is done."""
+    def _free(self, pending: Pending, reason: str, *, store: bool = False) -> None:
+        """Free the ranks from what they do until ``pending`` is done, with ``store`` from their store, for good."""
         living = self.living()
-        free(self.cluster, living, pending, reason, store=0 not in living)
+        free(self.cluster, living, pending, reason, store=store or 0 not in living)
 
     def _end_left(self) -> EndReport:
         """Have the ranks give up what an earlier notebook asked of them, if they do it still.
@@ -717,7 +797,7 @@ class Session:
         """
         idle = self._is_idle()
         if idle.wait(ASK_S):
-            raise UsageError(f"abort: {NOTHING}")
+            raise UsageError(_nothing("abort"))
         self._free(idle, "aborted")
         if not idle.wait(RECOVER_S):
             raise ClusterError(
@@ -733,28 +813,55 @@ class Session:
             ClusterError: it failed or took too long; the cluster is of no more use.
         """
         self._needs_recovery = True
-        try:
-            self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex).results(RECOVER_S)
-        except WorkbenchError as error:
-            raise ClusterError(f"the ranks could not be joined again ({error}): {RESTART}") from error
-        self._needs_recovery = False
+        pending = self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex)
+        is_done = pending.wait(RECOVER_S, or_error=True)
+        failures = [failure_of(rank, error) for rank in pending.ranks if (error := pending.error(rank)) is not None]
+        if is_done and not failures:
+            self._needs_recovery = False
+            return
+        if failures:
+            cause = first_cause(failures)
+            culprits: tuple[int, ...] = (cause.rank,)
+            why = str(cause) if cause.died else f"rank {cause.rank} raised {cause}"
+        else:
+            culprits = tuple(self._not_there(pending))
+            why = who_works(RECOVER_S, culprits, self.ask(Line()), ())
+        self._free(pending, "the ranks could not be joined again", store=True)  # the others wait for those
+        pending.wait(CLOSE_S)
+        why = f"the ranks could not be joined again ({why})"
+        self._obstacle = Obstacle(why=why, pending=pending, culprits=culprits, is_for_good=True)
+        raise ClusterError(self.obstacle)
 
-    def _settle(self, outcome: Outcome, mark: Mark, is_command: bool) -> WorkbenchError:
-        """Get the ranks ready again and return what to raise."""
-        found = self._aftermath(mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
-        error = _error_of(outcome, found)
-        worked = is_command or self._collector.next_seq != mark.num_rows
+    def _not_there(self, pending: Pending) -> list[int]:
+        """Return the ranks that the others wait for: that say nothing, or still run a cell; all if none does."""
+        waiting, lines = late(pending, self.living()), self.ask(Line())
+        return [rank for rank in waiting if rank not in lines or lines[rank] is not None] or waiting
+
+    def _settle(self, outcome: Outcome, request: Request) -> WorkbenchError:
+        """Get the ranks ready again, if that can be, and return what to raise."""
+        found = self._aftermath(request.mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
+        return _error_of(outcome, found, self._get_ready(outcome, request, found), request.worked)
+
+    def _get_ready(self, outcome: Outcome, request: Request, found: Mapping[int, Aftermath]) -> str:
+        """Have the ranks joined again if they have to be; return why that cannot be, empty: they are ready."""
+        living = self.living()
+        worked = request.work.is_command or self._collector.next_seq != request.mark.num_rows
         blocked = any(left.unfinished for left in found.values())
         if not (worked or blocked or outcome.aborted or outcome.results):
-            return error  # all ranks raised by themselves, before anything that concerns the others
+            return self.obstacle  # all ranks raised by themselves, before anything that concerns the others
         self._needs_recovery = True
-        if outcome.abandoned or len(self.living()) < self.cluster.num_ranks:
-            return error  # ranks that cannot take part would be waited for
+        if outcome.abandoned and not self.obstacle:
+            still = f"{label(outcome.abandoned)} still {_run(outcome.abandoned)}, and nobody waits"
+            self._obstacle = Obstacle(why=still, pending=request.pending, culprits=outcome.abandoned, is_for_good=False)
+        if self.obstacle:
+            return self.obstacle
+        if len(living) < self.cluster.num_ranks:  # it would be waited for
+            return death_sentence([rank for rank in range(self.cluster.num_ranks) if rank not in living], living)
         try:
             self.recover()
         except ClusterError as broken:
-            return ClusterError(f"{error}\n{broken}")
-        return error
+            return str(broken)
+        return ""
 
     def _aftermath(self, mark: Mark, *, timeout_s: float) -> dict[int, Aftermath]:
         """Return where the ranks that answer are, with what they did since ``mark``."""
@@ -806,22 +913,39 @@ def busy_sentence(request: Request) -> str:
     return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort gives it up"
 
 
+def _nothing(word: str) -> str:
+    """Return why ``word`` has nothing to do while the ranks are idle, and what to do first."""
+    if word in {"abort", "pause"}:
+        return f"nothing to {word}: no step is running"
+    return f"{word}: no step is stopped; {STOP_SOMEWHERE}"
+
+
 def _left_sentence(left: str) -> str:
     """Return why nothing can be asked of ranks that do something for nobody any more, and what to do."""
     return f"the ranks still do {left}: wait, or give it up with %fsdp abort"
 
 
-def _error_of(outcome: Outcome, found: dict[int, Aftermath]) -> WorkbenchError:
-    """Return what to raise for an outcome that is not a success."""
-    if outcome.abandoned:
-        still = f"{label(outcome.abandoned)} still {'run' if len(outcome.abandoned) > 1 else 'runs'}"
-        return Interrupted(f"interrupted; {still} and nobody waits: {RESTART}")
-    if outcome.given_up and not any(failure.died for failure in outcome.failures):
-        done = f"{outcome.given_up}; the ranks are ready again and keep their variables"
-        return Interrupted("\n".join([done, *left_behind(found)]))
+def _run(ranks: Sequence[int]) -> str:
+    return "run" if len(ranks) > 1 else "runs"
+
+
+def _error_of(outcome: Outcome, found: dict[int, Aftermath], obstacle: str, said: str) -> WorkbenchError:
+    """Return what to raise for an outcome that is not a success.
+
+    Args:
+        outcome: how it ended.
+        found: where that found the ranks.
+        obstacle: why they cannot go on; empty: they are ready.
+        said: who worked and where, as far as the user was told of it.
+    """
+    given_up = (outcome.given_up or "interrupted").capitalize()
+    if outcome.abandoned or (outcome.given_up and not any(failure.died for failure in outcome.failures)):
+        done = f"{given_up}; {obstacle}" if obstacle else f"{given_up}. {IDLE_AGAIN}"
+        return Interrupted("\n".join([done, *([f"before that: {said}"] if said else []), *left_behind(found)]))
     cause = first_cause(outcome.failures)
     if cause.ename == UsageError.__name__:
         alike = sum(str(failure) == str(cause) for failure in outcome.failures)
         everywhere = alike == len(outcome.failures) + len(outcome.results)
-        return UsageError(cause.evalue if everywhere else f"rank {cause.rank}: {cause.evalue}")
-    return to_error(outcome.failures, found, next_thing=NEXT_THING)
+        refused = cause.evalue if everywhere else f"rank {cause.rank}: {cause.evalue}"
+        return UsageError("\n".join(filter(None, [refused, obstacle])))
+    return to_error(outcome.failures, found, next_thing=obstacle or NEXT_THING)

@@ -29,6 +29,9 @@ class Standing:
 
     Args:
         clock: seconds, monotonic.
+
+    Attributes:
+        said: the newest sentence; ``""``: something was heard since.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -36,32 +39,43 @@ class Standing:
         self._began = clock()
         self._heard: object = None
         self._next = self._began + QUIET_S
-        self._is_said = False
+        self._is_urgent = False
+        self.said = ""
 
-    def look(self, heard: object, sentence: Callable[[float], str], tell: OnStanding) -> None:
+    def look(
+        self, heard: object, sentence: Callable[[float], str], tell: OnStanding, *, is_urgent: bool = False
+    ) -> None:
         """Tell if it is time.
 
         Args:
             heard: what was heard so far, in any form: if it is another than the last time, something was.
             sentence: says who works, given for how many seconds they have.
             tell: is told.
+            is_urgent: a rank has died, or the user waits for a stop: that is said at once, and whatever else is heard.
         """
         now = self._clock()
-        if heard != self._heard:
-            self._heard, self._next = heard, now + QUIET_S
-            if self._is_said:
-                self._is_said = False
+        if is_urgent:
+            self._next = self._next if self._is_urgent else now
+        elif heard != self._heard:
+            self._next = now + QUIET_S
+            if self.said:
+                self.said = ""
                 tell("")
-        elif now >= self._next:
-            self._is_said = True
-            tell(sentence(now - self._began))
+        self._heard, self._is_urgent = heard, is_urgent
+        if now >= self._next:
+            self.said = sentence(now - self._began)
+            tell(self.said)
             self._next = now + max(AGAIN_S, (now - self._began) / 20)  # of what lasts long, less often
 
 
 def who_works(
-    seconds: float, working: Iterable[int], lines: Mapping[int, CellLine | None], ended: Iterable[int]
+    seconds: float,
+    working: Iterable[int],
+    lines: Mapping[int, CellLine | None],
+    ended: Iterable[int],
+    deaths: Mapping[int, str] | None = None,
 ) -> str:
-    """Return who works and where, alike ranks together.
+    """Return who works and where, alike ranks together; the dead come first.
 
     Example: ``rank 1 has run for 3 s, in dist.barrier() at line 2 of the cell; ranks 0, 2-3 have ended``.
 
@@ -70,12 +84,17 @@ def who_works(
         working: ranks.
         lines: where those that answered are in a cell; None: in no cell.
         ended: the other ranks that were asked.
+        deaths: how those of them died that did: ``"died (SIGKILL)"``.
     """
+    died: dict[str, list[int]] = {}
+    for rank, how in sorted((deaths or {}).items()):
+        died.setdefault(how, []).append(rank)
     groups: dict[str, list[int]] = {}
     for rank in sorted(working):
         groups.setdefault(_place(lines[rank]) if rank in lines else " without an answer", []).append(rank)
-    words = [f"{label(ranks)} {_have(ranks)} run for {seconds:.0f} s{place}" for place, ranks in groups.items()]
-    over = tuple(ended)
+    words = [f"{label(ranks)} {how}" for how, ranks in died.items()]
+    words += [f"{label(ranks)} {_have(ranks)} run for {seconds:.0f} s{place}" for place, ranks in groups.items()]
+    over = tuple(rank for rank in ended if rank not in (deaths or {}))
     return "; ".join([*words, *([f"{label(over)} {_have(over)} ended"] if over else [])])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from workbench.cluster.freeing import SHUT_AFTER_S, SIGNAL_AFTER_S
 from workbench.cluster.pending import Pending
@@ -32,6 +32,13 @@ GRACE_S = 0.1
 SIGNAL_CELL_AFTER_S = 0.25
 """How long after a Ctrl-C a cell, most of which is the user's own code, may still run before it is sent the signal, in
 seconds: by then the engine's waits have ended."""
+
+SIGNAL_AFTER_DEATH_S = 2.0
+"""How long after the death of a rank the others may still run before they are sent SIGINT, in seconds: without it no
+step can be done to its end."""
+
+ABANDON_AFTER_S = 10.0
+"""How long after an abort ranks that still run are waited for, in seconds."""
 
 QUIET_S, HEAR_OUT_S = 0.05, 0.3
 """How long nothing must arrive until all that stopped ranks wrote counts as here, and how long at most, in seconds."""
@@ -59,7 +66,7 @@ class Outcome:
         failures: of the others, in the order they came in.
         aborted: ranks that were told to give up.
         given_up: why the user gave it up, ``"interrupted"`` or ``"aborted"``; empty: did not.
-        abandoned: ranks that still run, because a last Ctrl-C ended the wait.
+        abandoned: ranks that still run, because a last Ctrl-C ended the wait, or they did not heed an abort.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
@@ -67,6 +74,10 @@ class Outcome:
     aborted: set[int] = field(default_factory=set)
     given_up: str = ""
     abandoned: tuple[int, ...] = ()
+
+
+Asked = Literal["", "pause", "abort"]
+"""What the user may ask for while ranks work."""
 
 
 class Tick(Enum):
@@ -143,6 +154,7 @@ class Watch:
         self._abort_at: float | None = None
         self._shut_at: float | None = None
         self._signal_at: float | None = None
+        self._abandon_at: float | None = None
         self._next_tick = clock() + TICK_S
 
     def ask_pause(self) -> None:
@@ -152,6 +164,13 @@ class Watch:
     def ask_abort(self) -> None:
         """Have the ranks give up; called from any thread."""
         self._abort_asked = True
+
+    @property
+    def asked(self) -> Asked:
+        """What the user asked for that has not come yet."""
+        if self._outcome.given_up:
+            return "abort"
+        return "pause" if self.stopper.is_pausing else ""
 
     def run(self) -> Outcome | Stop:
         """Wait until every rank is done, stands, or the user gives up on those that are neither."""
@@ -214,6 +233,8 @@ class Watch:
                 self._outcome.results[rank] = self._pending.result(rank)
             else:
                 self._outcome.failures.append(failure_of(rank, error))
+                if self._outcome.failures[-1].died and self._signal_at is None:
+                    self._signal_at = self._clock() + SIGNAL_AFTER_DEATH_S
                 if self._abort_at is None:
                     self._abort_at = self._clock() + GRACE_S
                 elif rank == 0 and self._outcome.failures[-1].died and self._outcome.aborted:
@@ -227,6 +248,7 @@ class Watch:
         if self._abort_asked:
             self._abort_asked = False
             self._give_up("aborted")
+            self._abandon_at = self._clock() + ABANDON_AFTER_S
 
     def _escalate(self) -> None:
         """Do more than at the last Ctrl-C: stop, abort, signal at once, wait no more."""
@@ -261,6 +283,8 @@ class Watch:
             self._shut()
         if self._signal_at is not None and now >= self._signal_at:
             self._signal()
+        if self._abandon_at is not None and now >= self._abandon_at:
+            self._abandon()
 
     def _abort(self, reason: str) -> None:
         """Free the ranks that still run; each is told once."""
