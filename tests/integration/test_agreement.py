@@ -62,7 +62,7 @@ def test_gradients_that_one_rank_has_left_are_named_and_nothing_is_changed(bench
         bench.step(1)
     bench.run_cell("opt.state.clear()\nif rank == 0: opt.zero_grad()")
     before = values(bench)
-    with pytest.raises(RankError, match="ranks differ in the gradient of .* rank 0 has none; rank 1 has") as refused:
+    with pytest.raises(RankError, match=r"ranks differ in the gradient of .* rank 0 has none; rank 1 has") as refused:
         COMMANDS[api][command](bench)
     assert "model.zero_grad(), in a notebook in a %%fsdp cell" in str(refused.value)
     assert refused.value.also == (1,)
@@ -83,7 +83,7 @@ def test_state_that_one_rank_lacks_is_named(bench, api):
     bench.shard("model", api=api, wrap=["Linear"])
     bench.run_cell('opt = torch.optim.Adam(model.parameters(), 1e-2); fails = "first of all"')
     bench.step(1)
-    with pytest.raises(RankError, match="ranks differ in the optimizer state of .*: rank 0 has exp_avg") as refused:
+    with pytest.raises(RankError, match=r"ranks differ in the optimizer state of .*: rank 0 has exp_avg") as refused:
         bench.unshard("model")
     assert "optimizer.state.clear(), in a notebook in a %%fsdp cell" in str(refused.value)
     bench.run_cell('opt.state.clear(); opt.zero_grad(); fails = ""')
