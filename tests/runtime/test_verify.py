@@ -1,5 +1,9 @@
 """What ``verify`` does is not the run: no view, no count and no curve shows it."""
 
+import functools
+import os
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -179,3 +183,35 @@ def test_a_verify_that_raised_leaves_a_valid_record():
     assert check(trace) == []
     assert trace.header.strings == ("loss",)
     assert training.summary(trace).step_times.steps.tolist() == [0, 1, 2]
+
+
+def verify_with(*, api, nan):
+    ns = prepare()
+    model = ns["model"]
+    model.generator, model.lock, model.files = torch.Generator().manual_seed(1), threading.Lock(), [open(os.devnull)]  # noqa: SIM115 - what deepcopy refuses
+    model.kept = [torch.ones(1, requires_grad=True) * 2]
+    execute(Shard(model="model", wrap=("Block",), api=api))
+    if nan:
+        with torch.no_grad():
+            next(p for p in ns["opt"].param_groups[0]["params"]).mul_(float("nan"))
+        model.register_buffer("bad", torch.full((1,), float("inf")))
+        return execute(Step(count=2)), execute(Verify()), model.generator.initial_seed()
+    execute(Step(count=1))
+    return execute(Verify())
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "classic"])
+def test_a_model_that_keeps_what_deepcopy_refuses_is_verified(api):
+    for verified in run(2, functools.partial(verify_with, api=api, nan=False)):
+        assert verified["ok"]
+        assert verified["not_finite"] == []
+        assert verified["since"] is None
+
+
+def test_nan_in_both_is_named_and_is_no_difference():
+    for stepped, verified, _ in run(2, functools.partial(verify_with, api="fully_shard", nan=True)):
+        assert stepped["first_step"] == 0
+        assert verified["ok"]
+        assert len(verified["not_finite"]) > 1
+        assert verified["buffers_not_finite"] == ["bad"]
+        assert verified["since"] == 0

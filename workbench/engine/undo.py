@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.addresses import is_same_storage
 from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.param_group import TrainingState
-from workbench.engine.state import FSDPState, detach, roots, states_below, units_of
+from workbench.engine.state import FSDPState, detach, roots, state_of, states_below, units_of
 
 M = TypeVar("M", bound=nn.Module)
 NewParams = dict[nn.Parameter, nn.Parameter]
@@ -164,7 +164,40 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())
+        share_uncopyable(module, memo)
         return copy.deepcopy(module, memo)
+
+
+def share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Let a deep copy of ``module`` share attributes that cannot be copied, such as locks, files and process groups.
+
+    Of a generator it gets one in the same state, of a tensor within a graph the values.
+
+    Args:
+        module: plain, or with wrappers, whose own attributes are passed over.
+        memo: filled as :func:`copy.deepcopy` does.
+    """
+    modules = {id(m): m for m in module.modules()}
+    for m in modules.values():
+        if state_of(m) is None:
+            for name, value in vars(m).items():
+                if name not in {"_parameters", "_buffers", "_modules"}:
+                    _share(value, memo, modules)
+
+
+def _share(value: Any, memo: dict[int, Any], modules: Mapping[int, nn.Module]) -> None:  # noqa: ANN401 - any attribute
+    try:
+        copy.deepcopy(value, {**memo, **modules})
+    except Exception:  # noqa: BLE001 - whatever the attribute's class raises
+        if isinstance(value, torch.Generator):
+            memo[id(value)] = value.clone_state()
+        elif isinstance(value, torch.Tensor):
+            memo[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, tuple, set, dict)) and value:
+            for each in value.values() if isinstance(value, dict) else value:
+                _share(each, memo, modules)
+        else:
+            memo[id(value)] = value
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -491,12 +491,14 @@ class Stepped:
         losses: of each step, None where it has none; None: no step has one.
         seconds: of each step, without the time it was held.
         optimizer_steps: since the rank was started.
+        first_step: number of the first of the steps.
     """
 
     steps_done: int
     losses: tuple[float | None, ...] | None
     seconds: tuple[float, ...]
     optimizer_steps: int
+    first_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -741,6 +743,9 @@ class Verified:
         ok: whether all differences are within the tolerance.
         tolerance: what is allowed, in words.
         loss_sharded, loss_reference: of both steps; None: they have none.
+        not_finite: parameters that hold NaN or infinity in both, at the same places.
+        buffers_not_finite: buffers of this rank that do before the step.
+        since: first of the last steps in a row in which this rank's loss was not finite; None: the last one's was.
     """
 
     params: int
@@ -752,6 +757,9 @@ class Verified:
     tolerance: str
     loss_sharded: float | None
     loss_reference: float | None
+    not_finite: tuple[str, ...] = ()
+    buffers_not_finite: tuple[str, ...] = ()
+    since: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Everything in them that a person or a rank named is escaped when it becomes HTML
 from __future__ import annotations
 
 import html
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -259,6 +260,7 @@ class StepReport(Report):
         optimizer_steps: optimizer steps since the ranks started.
         missed: the event before which they were to stop and which did not come; empty: none.
         came: events that did come, what reads most like ``missed`` first.
+        not_finite: from which step on, and on which rank first, the loss is not a finite number; empty: it is one.
     """
 
     steps_done: int
@@ -267,6 +269,7 @@ class StepReport(Report):
     optimizer_steps: int
     missed: str = ""
     came: tuple[str, ...] = ()
+    not_finite: str = ""
 
     @property
     def median_seconds(self) -> float:
@@ -284,7 +287,7 @@ class StepReport(Report):
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
         missed = f"; {self.missed} did not come" if self.missed else ""
-        return ", ".join(parts) + missed
+        return ", ".join(parts) + (f"; {self.not_finite}" if self.not_finite else "") + missed
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what came instead of the event that did not; nothing otherwise."""
@@ -305,6 +308,9 @@ class VerifyReport(Report):
         equal_bits: parameters that are equal bit by bit.
         ok: whether all differences are within the tolerance.
         tolerance: what is allowed, in words.
+        not_finite: parameters that hold NaN or infinity in both.
+        buffers: buffers that hold NaN or infinity, and on which ranks, in words; empty: none.
+        since: since which step the loss is not finite, and on which ranks first, in words; empty: it is.
     """
 
     num_params: int
@@ -316,10 +322,18 @@ class VerifyReport(Report):
     equal_bits: int
     ok: bool
     tolerance: str
+    not_finite: tuple[str, ...] = ()
+    buffers: str = ""
+    since: str = ""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
+        if self.ok and self.not_finite:
+            bad, compared = len(self.not_finite), plural(self.num_params, "parameter")
+            those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
+            since = f"; {self.since}" if self.since else ""
+            return f"cannot tell: {those} hold NaN or infinity in both{since}"
         verdict = "the same as" if self.ok else "NOT the same as"
         return (
             f"sharded training is {verdict} unsharded: {plural(self.num_params, 'parameter')} compared after one step"
@@ -335,6 +349,10 @@ class VerifyReport(Report):
         ]
         if self.loss_sharded is not None and self.loss_reference is not None:
             found.append(("loss", f"{self.loss_sharded:.6g} sharded, {self.loss_reference:.6g} unsharded"))
+        if self.not_finite:
+            found.append(("NaN or infinity in", _names(self.not_finite)))
+        if self.buffers:
+            found.append(("NaN or infinity in buffers", self.buffers))
         return found
 
 
@@ -501,12 +519,18 @@ def _names(units: Sequence[str], limit: int = 12) -> str:
 
 def _by_rank(values: Sequence[str]) -> str:
     """Say a text per rank, equal ones once: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
+    ranks = _ranks_by(values)
     if len(ranks) == 1:
         return f"{values[0]} on every rank"
     return "; ".join(f"{value} on {label(own)}" for value, own in ranks.items())
+
+
+def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ranks of each text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 # ---- from what the ranks answer to a command to its report
@@ -556,7 +580,24 @@ def _step(by_rank: Sequence[Stepped]) -> StepReport:
         losses=_losses([stepped.losses or () for stepped in by_rank]),
         seconds=tuple(map(max, zip(*(stepped.seconds for stepped in by_rank), strict=False))),
         optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
+        not_finite=_not_finite(by_rank),
     )
+
+
+def _not_finite(by_rank: Sequence[Stepped]) -> str:
+    """Say in which step, and on which ranks, the loss first was NaN or infinite; empty: in none."""
+    steps = [
+        {rank: loss for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)}
+        for losses in zip_longest(*(stepped.losses or () for stepped in by_rank))
+    ]
+    first = next((i for i, bad in enumerate(steps) if bad), None)
+    if first is None:
+        return ""
+    kind = "NaN" if any(math.isnan(loss) for loss in steps[first].values()) else "infinite"
+    number = by_rank[0].first_step + first
+    begin = f"loss is {kind} from step {number} on" if all(steps[first:]) else f"loss is {kind} in step {number}"
+    where = f", first on {label(list(steps[first]))}" if len(steps[first]) < len(by_rank) else " on every rank"
+    return begin + where
 
 
 def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:
@@ -578,7 +619,24 @@ def _verify(by_rank: Sequence[Verified]) -> VerifyReport:
         equal_bits=min(verified.equal_bits for verified in by_rank),
         ok=all(verified.ok for verified in by_rank),
         tolerance=worst.tolerance,
+        not_finite=worst.not_finite,
+        buffers=_buffers([verified.buffers_not_finite for verified in by_rank]),
+        since=_since([verified.since for verified in by_rank]),
     )
+
+
+def _buffers(by_rank: Sequence[tuple[str, ...]]) -> str:
+    names = [", ".join(names) for names in by_rank]
+    return "; ".join(f"{names} on {label(ranks)}" for names, ranks in _ranks_by(names).items() if names)
+
+
+def _since(by_rank: Sequence[int | None]) -> str:
+    steps = [step for step in by_rank if step is not None]
+    if not steps:
+        return ""
+    first = [rank for rank, step in enumerate(by_rank) if step == min(steps)]
+    where = "" if len(first) == len(by_rank) else f", first on {label(first)}"
+    return f"the loss is not finite since step {min(steps)}{where}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -10,7 +10,7 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -194,7 +194,7 @@ def _verify(command: Verify, rank: RankRuntime) -> Verified:
     steps_before = rank.trainer.optimizer_steps
     try:
         with rank.recorder.unrecorded():
-            return verify(command)
+            return replace(verify(command), since=rank.trainer.not_finite_since)
     finally:
         rank.trainer.optimizer_steps = steps_before
         rank.account_optimizers()

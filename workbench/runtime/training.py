@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class Trainer:
 
     Attributes:
         optimizer_steps: how often an optimizer stepped on this rank.
+        not_finite_since: first of the last steps in a row whose loss was NaN or infinite; None: the last one was not.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -70,6 +72,7 @@ class Trainer:
         self._running = False
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = 0
+        self.not_finite_since: int | None = None
 
     def install(self) -> list[RemovableHandle]:
         """Watch every forward and every optimizer of the process; returns the handles that end the latter."""
@@ -88,6 +91,7 @@ class Trainer:
         """
         function = find_step_function(command.fn)
         losses, seconds = [], []
+        first_step = self._recorder.next_step
         self._running = True
         try:
             for _ in range(command.count):
@@ -108,6 +112,7 @@ class Trainer:
             losses=tuple(losses) if any(loss is not None for loss in losses) else None,
             seconds=tuple(seconds),
             optimizer_steps=self.optimizer_steps,
+            first_step=first_step,
         )
 
     def _one_step(self, function: Callable[[], Any]) -> float | None:
@@ -116,6 +121,10 @@ class Trainer:
         loss = loss_of(function())
         if loss is not None:
             self._recorder.metric("loss", loss)
+            if math.isfinite(loss):
+                self.not_finite_since = None
+            elif self.not_finite_since is None:
+                self.not_finite_since = self._recorder.step
         self._recorder.end_step()
         return loss
 

@@ -50,6 +50,7 @@ def verify(command: Verify) -> Verified:
     optimizers = optimizers_of(model)
     for unit in units_of(states_below(model)):
         unit.reshard()  # else the model would hold full parameters here, and what is put back were those
+    buffers = tuple(clean(name) for name, buffer in model.named_buffers() if not _is_finite(buffer))
     with _restored(model, optimizers):
         reference, replaced = _unsharded_copies(model, optimizers)
         after = dict(reference.named_parameters())
@@ -60,7 +61,7 @@ def verify(command: Verify) -> Verified:
         with _restored_random_numbers():
             loss_sharded = loss_of(step())
         found = _compare(model, before, after)
-    return Verified(**found, loss_sharded=loss_sharded, loss_reference=loss_reference)
+    return Verified(**found, buffers_not_finite=buffers, loss_sharded=loss_sharded, loss_reference=loss_reference)
 
 
 def _find_sharded(name: str) -> nn.Module:
@@ -83,11 +84,8 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
         reference, copied = classic_undo.plain_copy(model, memo, optimizers)
         _take_calls_of_a_wrapper(reference)
     else:
-        reference = plain_copy(model, memo)
+        reference = plain_copy(model, memo, optimizers)
         _take_setters(model, memo)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                memo |= {id(v): full_tensor(v) for v in state.values() if isinstance(v, DTensor)}
         copied = [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
     managed = {name for size in sizes_of(model) if size.is_managed for name in size.names}
@@ -171,8 +169,12 @@ def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[
     """Compare values after the step; differences are in the parameters' own unit."""
     dtype = coarsest_dtype(unit_infos(model))
     worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
+    not_finite: list[str] = []
     for name, actual in _whole_values(model):
         expected = reference[name].detach()
+        if not _is_finite(expected) and torch.allclose(actual, expected, rtol=RTOL, atol=ATOL, equal_nan=True):
+            not_finite.append(name)
+            continue
         difference = (actual - expected).abs().max().item() if actual.numel() else 0.0
         scale = expected.abs().max().item() if actual.numel() else 0.0
         ok = ok and _is_close(actual, expected, before[name], dtype)
@@ -187,8 +189,13 @@ def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[
         "worst_param": worst_name,
         "equal_bits": equal,
         "ok": ok,
+        "not_finite": tuple(not_finite),
         "tolerance": _tolerance(dtype),
     }
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, dtype: str) -> bool:
