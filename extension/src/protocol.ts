@@ -547,7 +547,10 @@ export interface Start {
   readonly interface?: string;
 }
 
-/** Use engines that are already running as ranks; engines that are ranks already keep their variables. */
+/**
+ * Use engines that are already running as ranks; engines that are ranks already keep their
+ * variables.
+ */
 export interface Attach {
   readonly word: "attach";
   /** ranks (default: all) */
