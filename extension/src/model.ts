@@ -308,8 +308,12 @@ export class PanelModel implements IDisposable {
 
   #takeUnits(units: readonly UnitInfo[]): void {
     if (JSON.stringify(units) === JSON.stringify(this.#units)) return;
+    const names = new Map(this.#units.map(({ index, name }) => [index, name]));
+    const kept = new Set(units.filter(({ index, name }) => names.get(index) === name).map(({ index }) => index));
     this.#units = units;
-    this.#opened = new Map(); // indices may mean other units now
+    // another record numbers other units; of the same ones the parameters may lie elsewhere now
+    this.#opened = new Map([...this.#opened].filter(([unit]) => kept.has(unit)));
+    for (const unit of this.#opened.keys()) void this.#findParams(unit);
   }
 
   #onStanding(_: Client, standing: Standing): void {

@@ -2,7 +2,7 @@ import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client } from "../src/client";
 import { MAX_SPOKEN, PanelModel } from "../src/model";
-import type { Answer, Command, Question, Said } from "../src/protocol";
+import type { Answer, Command, Question, Said, UnitInfo } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { state, unit } from "./told";
 
@@ -215,6 +215,27 @@ describe("a unit", () => {
     await settle();
     expect(model.opened.get(0)).toEqual(ANSWERS.params.params);
     void model.toggle(0);
+    expect(model.opened.has(0)).toBe(false);
+  });
+
+  it("stays open while it changes, and closes when another has its number", async () => {
+    const before = unit(0, "blocks.0");
+    const { model, client, asked, settle } = await beginning({
+      look: state({ units: [before] }),
+      "find params": ANSWERS.params,
+    });
+    const receive = async (units: readonly UnitInfo[]): Promise<void> => {
+      client.refresh();
+      const question = asked.findLast(({ word }) => word === "look");
+      client.receive(state({ number: question?.number ?? 0, units }));
+      await settle();
+    };
+    void model.toggle(0);
+    await settle();
+    await receive([{ ...before, reshard_after_forward: "false" }]);
+    expect(model.opened.get(0)).toEqual(ANSWERS.params.params);
+    expect(asked.filter(({ word }) => word === "find params").length).toBe(2);
+    await receive([unit(0, "layers.0")]);
     expect(model.opened.has(0)).toBe(false);
   });
 });
