@@ -19,6 +19,7 @@ from workbench.cluster.attached import Attached, Target, holder_here, is_gone
 from workbench.cluster.doors import Doors
 from workbench.cluster.freeing import free, late
 from workbench.cluster.hosts import Surveyed, boots, lookouts, misfits, seats
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.launch import Launch
 from workbench.cluster.launched import Launched, check_launcher, configures_launcher
 from workbench.cluster.pending import Pending, ranks_in_words, select
@@ -355,9 +356,12 @@ class Cluster:
 
         Returns:
             What could not be ended, because its host was not reached, and what becomes of it; empty: nothing is left.
+
+        Raises:
+            Interrupted: Ctrl-C came meanwhile; the ranks are stopped all the same.
         """
         left = [""]
-        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+        with CountInterrupts() as interrupts, ExitStack() as last:  # each, whether or not those below it could be done
             last.callback(self._forget)
             if self._place is not None:
                 last.callback(self._end, self._place, left)
@@ -366,6 +370,8 @@ class Cluster:
                 if self._place is not None and self._place.is_remote:
                     last.callback(self._doors.shut_down_engines)
                 last.callback(self._shut_down, self._doors)
+        if interrupts.count:
+            raise Interrupted("\n".join(filter(None, ["Interrupted. The ranks are stopped all the same", left[-1]])))
         return left[-1]
 
     def _end(self, place: Place, left: list[str]) -> None:
