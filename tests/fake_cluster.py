@@ -511,6 +511,7 @@ def step_result(steps: int) -> dict[str, Any]:
         "losses": [4.5 - 0.1 * i for i in range(steps)],
         "seconds": [0.25] * steps,
         "optimizer_steps": steps,
+        "first_step": 0,
     }
 
 

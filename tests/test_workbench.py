@@ -222,6 +222,9 @@ def test_unshard_and_verify_report(trained):
         "equal_bits": 8,
         "ok": True,
         "tolerance": "rtol 0.001, atol 1e-05",
+        "not_finite": [],
+        "buffers_not_finite": [],
+        "since": None,
     }
     worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]
@@ -504,6 +507,7 @@ def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(traine
         trained.step()
     assert trained.asked("recover") == []
     settle(hanging[0].future, None)
+    trained.fake.script["step"] = trained.fake.trains(1)
     trained.step()
     assert len(trained.asked("recover")) == 1
 

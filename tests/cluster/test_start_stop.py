@@ -274,7 +274,7 @@ def test_a_start_on_this_machine_says_what_it_waits_for_and_is_given_up(make_clu
         if "1 of 2 processes have connected" in sentence:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="the start was given up: nothing of it is left"):
+    with pytest.raises(Interrupted, match="The start was given up: nothing of it is left"):
         make_cluster().start(give_up)
     assert re.fullmatch(r"starting 2 ranks, \d+ s: waiting for the controller", told[0])
     assert list(private.iterdir()) == []

@@ -121,7 +121,7 @@ def test_status_says_what_is_missing():
 
 
 def test_ranks_without_a_loss_do_not_count():
-    quiet = Stepped(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1)
+    quiet = Stepped(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
     assert SAYS[Step]([quiet, quiet]).losses is None
     loud = replace(quiet, losses=(3.0,), seconds=(0.4,))
     report = SAYS[Step]([quiet, loud])
@@ -129,7 +129,7 @@ def test_ranks_without_a_loss_do_not_count():
 
 
 def test_losses_belong_to_their_steps():
-    done = Stepped(steps_done=3, losses=(None, 2.0, None), seconds=(0.2,) * 3, optimizer_steps=3)
+    done = Stepped(steps_done=3, losses=(None, 2.0, None), seconds=(0.2,) * 3, optimizer_steps=3, first_step=0)
     report = SAYS[Step]([done, replace(done, losses=(1.0, 4.0, None))])
     assert report.losses == (1.0, 3.0, None)
     assert "3 steps, loss 1 -> 3, " in report.headline
