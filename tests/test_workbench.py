@@ -102,6 +102,15 @@ def test_a_cluster_that_does_not_start_leaves_nothing():
     assert bench.trace == Trace.empty()
 
 
+@pytest.mark.parametrize("end", ["stop", "close"])
+def test_ctrl_c_while_ranks_are_stopped_waits_for_the_end_and_says_so(wb, monkeypatch, end):
+    monkeypatch.setattr(wb._session, "close", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted, match="No ranks are running here all the same; the record is kept"):
+        getattr(wb, end)()
+    assert wb.fake.log[-1] == ("stop",)
+    assert not wb.running
+
+
 def test_ranks_are_stopped_whatever_goes_wrong_before(wb, monkeypatch):
     def refuse(**_):
         raise ClusterError("no")

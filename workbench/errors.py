@@ -13,6 +13,10 @@
 
 from __future__ import annotations
 
+import re
+
+_LONG = re.compile(r"(\S{300})\S+")
+
 
 class WorkbenchError(Exception):
     """Base of all exceptions raised by the workbench."""
@@ -23,7 +27,13 @@ class WorkbenchError(Exception):
 
 
 class UsageError(WorkbenchError):
-    """The request cannot be carried out as written; the message says what to write instead."""
+    """The request cannot be carried out as written; the message says what to write instead.
+
+    What was written may be of any length: of a text without spaces the message keeps 300 characters.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_LONG.sub(r"\1...", message))
 
 
 class ClusterError(WorkbenchError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from workbench.errors import TraceError, UsageError
 from workbench.reports.clocks import exactness
 from workbench.reports.done import ExportReport
-from workbench.session.sides import some_steps
+from workbench.session.sides import file_at, some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole
 from workbench.trace.perfetto import to_perfetto
@@ -33,7 +33,7 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
     Raises:
         UsageError: another suffix, no such steps, or the file cannot be written.
     """
-    path = Path(path).expanduser()
+    path = file_at(path)
     if path.suffix not in _WRITERS:
         known = ", ".join(f"{suffix} ({what})" for suffix, (_, what) in _WRITERS.items())
         raise UsageError(f"cannot tell from {path.name!r} what to write; the name ends in one of: {known}")
@@ -45,7 +45,8 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
         write(part, path)
         return ExportReport(path=path, what=what, num_bytes=path.stat().st_size)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        why = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise UsageError(f"cannot write {path}: {why}") from error
     except TraceError as error:
         raise UsageError(f"cannot write {path}: {error}") from error
 

@@ -18,11 +18,12 @@ import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
 from workbench.cluster.attached import Target
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import select
 from workbench.cluster.place import OnWait, no_wait
 from workbench.devices import AUTO
-from workbench.errors import UsageError
+from workbench.errors import Interrupted, UsageError
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
@@ -329,6 +330,9 @@ class Workbench:
 
         Returns:
             Which hosts were not reached, and what becomes of the processes there; None: all have ended.
+
+        Raises:
+            Interrupted: Ctrl-C came meanwhile; the ranks are stopped all the same.
         """
         left: list[str] = []
         if self._session is not None:
@@ -361,11 +365,14 @@ class Workbench:
             return
         self._keep_trace(session)  # for views that look while it ends; what comes until then follows
         self._session = None
-        with self._exchanging("stop"), ExitStack() as last:  # from the last line up, each whatever became of the others
+        # from the last line up, each whatever became of the others
+        with CountInterrupts() as interrupts, self._exchanging("stop"), ExitStack() as last:
             last.callback(end)
             last.callback(self._keep_trace, session)
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
+        if interrupts.count:
+            raise Interrupted("Interrupted. No ranks are running here all the same; the record is kept")
 
     @contextmanager
     def _exchanging(self, exchange: Exchange) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import stat
 import sys
 import tempfile
@@ -98,6 +99,24 @@ def test_a_stop_does_not_wait_for_a_rank_that_is_busy(make_cluster, monkeypatch)
     cluster.stop()
     with pytest.raises(ClusterError, match="rank 1 was stopped"):
         pending.result(1, timeout_s=0)
+
+
+def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypatch, private):
+    cluster = make_cluster()
+    cluster.start()
+    started = processes_now()
+    monkeypatch.setattr(cluster, "_shut_down", lambda doors: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted, match=r"^Interrupted\. The ranks are stopped all the same$"):
+        cluster.stop()
+    assert not cluster.is_started
+    assert set(filter(is_running, started)) <= set(KEEPER.processes)
+    assert list(private.iterdir()) == []
+
+
+def test_the_controllers_advice_counts_its_heartbeat_process(make_cluster):
+    cluster = make_cluster(1)
+    cluster.start()
+    assert cluster._place._num_listening() == launch._PORTS
 
 
 def test_a_cluster_can_be_started_again_but_not_twice(make_cluster):

@@ -31,7 +31,14 @@ def test_help(bare):
     assert bare.ok("%fsdp help shard").out == bare.ok("%fsdp shard --help").out
     assert "%fsdp shard model --wrap Block" in bare.ok("%fsdp help shard").out
     assert "usage: %%fsdp [-h] [-t RANKS]" in bare.ok("%%fsdp -h\npass").out
-    assert isinstance(bare.run("%fsdp help shrad").error, UsageError)
+    assert bare.ok("%fsdp help ' \t'").out == bare.ok("%fsdp help").out
+    for unknown in ("shrad", "'shard model'"):
+        assert "did you mean 'shard'?" in str(bare.run(f"%fsdp help {unknown}").error)
+
+
+@pytest.mark.parametrize("line", ["{}", "help {}", "step {}", "step --{}", "open {}"])
+def test_a_word_of_any_length_is_answered_in_few(bare, line):
+    assert len(str(bare.run("%fsdp " + line.format("x" * 5000)).error)) < 2500
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import contextlib
 import io
+import re
 
 import pytest
 from hypothesis import given
@@ -156,10 +157,16 @@ def test_so_are_those_that_ipython_rendered():
     head, frames = CELL_TRACEBACK.split("\x1b[36mCell", maxsplit=1)
     library = "\x1b[36mFile \x1b[39m/env/torch/nn.py:3, in f()\n----> 3 g()\n\n"
     whole = f"{head}{machinery}{machinery}{library}\x1b[36mCell{frames}"
-    assert shorten_traceback(whole) == f"{head}{library}\x1b[36mCell{frames}"
+    assert shorten_traceback(whole) == shorten_traceback(f"{head}{library}\x1b[36mCell{frames}")
 
 
-@pytest.mark.parametrize("text", [CELL_TRACEBACK, "", "no traceback", "a\nb\nc\n\nd"])
+def test_a_cell_has_no_number_for_the_notebook_counts_others():
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", CELL_TRACEBACK)
+    assert shorten_traceback(plain) == plain.replace("Cell In[1], line", "Cell, line")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shorten_traceback(CELL_TRACEBACK)) == shorten_traceback(plain)
+
+
+@pytest.mark.parametrize("text", ["", "no traceback", "a\nb\nc\n\nd"])
 def test_other_tracebacks_stay_whole(text):
     assert shorten_traceback(text) == text
 

@@ -44,8 +44,11 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
 
     cell = {"ask": ask}
     monkeypatch.setattr(user_line, "user_namespace", lambda: cell)
-    monkeypatch.setitem(linecache.cache, "<cell>", (len(CELL), None, CELL.splitlines(keepends=True), "<cell>"))
-    exec(compile(CELL, "<cell>", "exec"), cell)
+    file = "/tmp/ipykernel_1/1.py"
+    monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
+    exec(compile(CELL, file, "exec"), cell)
     assert cell["here"] == CellLine(line=3, function="<module>", text="here, there = ask(), f()")
     assert cell["there"] == CellLine(line=2, function="f", text="return ask()")
     assert ask() is None
+    exec("command = ask()", cell)  # as ipyparallel calls a command: in the namespace of cells, and in no cell
+    assert cell["command"] is None

@@ -248,6 +248,13 @@ def test_what_is_written_at_once():
 PIECES = st.lists(st.sampled_from(["a\n", "b", "\n", "long line\n", ""]), max_size=6)
 
 
+def test_ranks_that_differ_in_an_empty_line_are_told_apart():
+    job = Job(2)
+    job.write({0: "a\na\n", 1: "a\n\na\n"})
+    job.finish()
+    assert plain(job.heard[-1]).count("---") == 2
+
+
 @given(st.lists(PIECES, min_size=2, max_size=4), st.data())
 def test_nothing_is_lost_and_all_agree_or_every_rank_is_named(written, data):
     """However what ranks write arrives."""
@@ -305,3 +312,78 @@ def test_much_output_of_many_ranks_is_looked_at_once_each(differs):
     size = max((len(plain(output)) for output in job.heard if output.data), default=0)
     assert sum(looked) < 64 * 300 * 110 * 3 + (num_renewed + 1) * 64 * 6_000
     assert size < 400_000
+
+
+# ---- bars, which each rank draws in its own time
+
+
+def bar(percent, speed, more=""):
+    return f"\r{percent:3}%|{'#' * (percent // 10):10}| {percent}/100 [00:0{speed}<00:0{speed}, {speed}.5it/s{more}]"
+
+
+def test_bars_that_differ_in_speed_alone_are_one():
+    job = Job(2)
+    job.write(bar(0, 0))
+    job.write({0: bar(40, 2), 1: bar(50, 3)})
+    job.look(GRACE_S)
+    job.write({0: bar(80, 2)})
+    job.look(GRACE_S)
+    job.write({0: bar(100, 2) + "\n", 1: bar(90, 3) + bar(100, 3) + "\n"})
+    job.write("and then\n")
+    assert texts(job.finish()) == ["--- 2 ranks agree\n"]
+    shown = "".join(texts(job.heard[:-1]))
+    assert shown == bar(0, 0) + bar(40, 2) + bar(80, 2) + bar(100, 2) + "\nand then\n"
+
+
+def test_a_bar_moves_on_while_another_rank_is_slow():
+    job = Job(2)
+    job.write(bar(0, 0))
+    assert job.write({0: bar(40, 2)}) == []
+    assert texts(job.look(GRACE_S)) == [bar(40, 2)]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r" + " " * 60 + "\r"])
+def test_bars_that_end_elsewhere_are_told_apart_at_the_end(end):
+    job = Job(2)
+    job.write(bar(0, 0))
+    job.write({0: bar(30, 2) + bar(100, 2, ", loss=1") + end, 1: bar(50, 3) + bar(100, 3, ", loss=2") + end})
+    found = job.finish()
+    if end == "\n":
+        _, lower = tabs([output for output in job.heard if output.display_id][:2])
+        assert "loss=1" in plain(lower)
+        assert "loss=2" in plain(lower)
+    else:  # nothing of them is seen any more
+        assert texts(found)[-1] == "--- 2 ranks agree\n"
+
+
+def test_behind_bars_that_are_one_ranks_are_told_apart_from_their_own_line_on():
+    job = Job(2)
+    job.write({0: bar(0, 0) + bar(100, 2) + "\n", 1: bar(0, 0) + bar(50, 9) + bar(100, 9) + "\n"})
+    found = job.write({0: "mine\nrest\n", 1: "yours\nrest\n"})
+    assert texts(job.heard[:-2]) == [bar(0, 0) + bar(100, 2) + "\n"]
+    assert plain(tabs(found[-2:])[1]) == "--- rank 0:\nmine\nrest\n--- rank 1:\nyours\nrest"
+
+
+def test_a_bar_above_the_tabs_is_drawn_to_its_end():
+    job = Job(2)
+    job.write(bar(0, 0))
+    job.write({0: bar(60, 2)})
+    job.look(GRACE_S)
+    job.write({1: "\nan error\n"})
+    found = job.write({0: bar(100, 2) + "\nbehind\n"})
+    assert [output.text for output in found if output.kind == "stdout"] == [bar(100, 2) + "\n"]
+
+
+def test_a_bar_within_a_stopped_step_is_compared_from_its_line_on_later():
+    job = Job(2)
+    job.write(bar(0, 0))
+    job.write({0: bar(40, 2), 1: bar(50, 3)})
+    assert "differ" not in "".join(texts(job.said(job.stream.pause)))
+    job.write({0: bar(100, 2) + "\n", 1: bar(100, 3) + "\n"})
+    assert texts(job.finish())[-1] == "--- 2 ranks agree\n"
+
+
+def test_panes_of_bars_that_differ_in_speed_alone_are_one():
+    job = Job(3)
+    found = job.write({0: "a\n" + bar(100, 2) + "\n", 1: "a\n" + bar(100, 3) + "\n", 2: "b\n" + bar(100, 4) + "\n"})
+    assert plain(tabs(found[-2:])[1]).count("---") == 2

@@ -2,9 +2,11 @@ import pytest
 
 from tests.trace.strategies import example_trace
 from workbench.errors import UsageError
-from workbench.session.sides import side
+from workbench.export import export
+from workbench.session.sides import opened, side
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
 
 
 @pytest.fixture
@@ -92,3 +94,16 @@ def test_nothing_is_recorded_yet(text):
 def test_a_trace_without_steps_has_none_to_choose():
     with pytest.raises(UsageError, match=r"no step 3; its steps are: none yet"):
         side("..3", lambda: example_trace(steps=0))
+
+
+@pytest.mark.parametrize("name", ["", "a\0b.trace", "~nobody-of-this-name/a.trace"])
+def test_what_no_file_can_be_called_is_refused_to_read_and_to_write(name):
+    trace = Trace(Header(world_size=1), ())
+    for use in (opened, lambda path: export(trace, path)):
+        with pytest.raises(UsageError, match="is not a file name"):
+            use(name)
+
+
+def test_a_folder_that_does_not_exist_is_named_before_a_file_is_written(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot write .*/nodir/a.trace: there is no folder .*/nodir$"):
+        export(Trace(Header(world_size=1), ()), tmp_path / "nodir" / "a.trace")

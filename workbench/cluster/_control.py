@@ -28,10 +28,11 @@ import ipyparallel
 import zmq
 from ipyparallel.error import RemoteError
 
+from workbench.cluster.children import ChildOutput
 from workbench.cluster.lookout import Lookout
 from workbench.cluster.pending import Answer, Output, OutputKind, settle
 from workbench.cluster.reporting import cell_line, let_go, render, report, undisturbed
-from workbench.cluster.silence import Listener, end_when_alone
+from workbench.cluster.silence import GRACE_S, Listener, end_when_alone, end_with_main_thread
 from workbench.codec import decode
 from workbench.errors import ClusterError, RankError
 from workbench.protocol.starting import Address
@@ -86,11 +87,15 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
             answer = {"error": report(error, shell, render(error, shell))}
             let_go(error)
             return answer
+    finally:
+        if standing["children"] is not None:
+            standing["children"].take()
 
 
-standing: dict[str, Any] = {"world": None, "lookout": None}
+standing: dict[str, Any] = {"world": None, "lookout": None, "children": None}
 """On an engine, what it is part of: a :class:`~workbench.protocol.starting.World`, as data; None: it is no rank. And
-the :class:`~workbench.cluster.lookout.Lookout` for other hosts; None: it looks at none."""
+the :class:`~workbench.cluster.lookout.Lookout` for other hosts; None: it looks at none. And the
+:class:`~workbench.cluster.children.ChildOutput`; None: it was no rank yet."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:
@@ -131,9 +136,12 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Have an engine's kernel do what a rank's must."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
+    standing["children"] = children = ChildOutput()
+    kernel.shell.events.register("post_run_cell", lambda _: children.take())
     kernel.shell.events.register("post_run_cell", _publish_error)
     _repair_await(kernel)
     _end_when_alone()
+    threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
 
 
 def _end_when_alone() -> None:

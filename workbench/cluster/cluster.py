@@ -19,6 +19,7 @@ from workbench.cluster.attached import Attached, Target, holder_here, is_gone
 from workbench.cluster.doors import Doors
 from workbench.cluster.freeing import free, late
 from workbench.cluster.hosts import Surveyed, boots, lookouts, misfits, seats
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.launch import Launch
 from workbench.cluster.launched import Launched, check_launcher, configures_launcher
 from workbench.cluster.pending import Pending, ranks_in_words, select
@@ -104,10 +105,8 @@ class Cluster:
         self._notices = WaitNotices(no_wait)
         self._place: Place | None = None
         self._doors: Doors | None = None
-        self._engines: tuple[str, ...] = ()
         self._rank_info: tuple[Connected, ...] = ()
         self._engine_ids: tuple[int, ...] = ()
-        self._losses: dict[int, str] = {}
 
     @classmethod
     def attached(cls, target: Target, num_ranks: int | None = None, *, take: bool = False, **settings: Any) -> Self:  # noqa: ANN401
@@ -202,16 +201,20 @@ class Cluster:
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
             raise ClusterError(f"{late}{place.advice(None)}") from error
         self._doors = Doors(wire, ())  # closes the wire, whatever comes
-        self._engines = place.wait_for_engines(wire.engines)
-        self._open_doors(place, wire)
+        self._open_doors(place, wire, place.wait_for_engines(wire.engines))
         return wire
 
-    def _open_doors(self, place: Place, wire: Wire) -> None:
-        """Have a door to each engine, in their present order."""
-        self._doors = Doors(wire, self._engines)
-        for rank in range(len(self._engines)):  # one may have ended before there were doors to tell
+    def _open_doors(self, place: Place, wire: Wire, engines: tuple[str, ...]) -> None:
+        """Open a door to each of ``engines``; rank 0 is the first.
+
+        One assignment: the threads that report deaths never see engines without their doors.
+        """
+        self._doors = Doors(wire, engines)
+        for rank in range(len(engines)):  # one may have ended before its door was open
             if not place.is_running(rank):
                 self._on_exit(rank)
+        for engine in set(engines) - set(wire.engines()):
+            self._on_gone(engine)
 
     def _join(self, place: Place, wire: Wire) -> tuple[Connected, ...]:
         """Hold the ranks that engines are already, or look at them; return what these say, nothing if there are none.
@@ -230,12 +233,10 @@ class Cluster:
                 f"{len(world.engines)} of its engines are ranks already, and keep their variables: attach without -n; "
                 "or attach, %fsdp stop, which ends no engine, and attach again"
             )
-        self._engines, self.num_ranks = world.engines, len(world.engines)
-        self._open_doors(place, wire)
+        self.num_ranks = len(world.engines)
+        self._open_doors(place, wire, world.engines)
         here = wire.engines()
-        self._engine_ids = tuple(here.get(engine, -1) for engine in self._engines)
-        for engine in set(self._engines) - set(here):
-            self._on_gone(engine)
+        self._engine_ids = tuple(here.get(engine, -1) for engine in world.engines)
         takes = self._takes or (world.holder is not None and is_gone(world.holder))
         holders = self._hold({"holder": encode(holder_here()), "take": takes})
         self._holder = next((holder for holder in holders if holder not in {None, holder_here()}), None)
@@ -252,10 +253,10 @@ class Cluster:
             told |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
             silent = [rank for rank in busy if rank not in told and not answers.done(rank)]
             if silent and time.monotonic() > until:
-                raise ClusterError(f"{len(silent)} of {len(self._engines)} engines do not answer{place.advice(None)}")
+                raise ClusterError(f"{len(silent)} of {len(doors.engines)} engines do not answer{place.advice(None)}")
         others = sorted(set(answers.ranks) - set(told))
         told |= {rank: one.world for rank, one in zip(others, self._said(answers, others), strict=True)}
-        worlds = {self._engines[rank]: world for rank, world in told.items()}
+        worlds = {doors.engines[rank]: world for rank, world in told.items()}
         # one that was not reached when the others were stopped knows of a world that is no more
         found = [each for each in worlds.values() if each and None not in map(worlds.get, {*each.engines} & {*worlds})]
         if not found:
@@ -272,7 +273,7 @@ class Cluster:
     def _hold(self, asked: dict[str, Any]) -> list[Holder | None]:
         """Have all ranks held, or let go, and return who holds each then."""
         doors = self._reach()
-        living = [rank for rank in range(len(self._engines)) if not doors.is_lost(rank)]
+        living = [rank for rank in range(len(doors.engines)) if not doors.is_lost(rank)]
         replies = doors.hold(asked, living, _HOLD_S).values()
         return [world.holder for world in replies if isinstance(world, World)]
 
@@ -286,18 +287,19 @@ class Cluster:
 
     def _seat(self, place: Place, wire: Wire) -> dict[int, Boot]:
         """Ask the engines who they are, let each become a rank, and return what makes it one."""
-        answers = self._survey(self._reach(), counts_devices=self.device != HOST)
+        doors = self._reach()
+        answers = self._survey(doors, counts_devices=self.device != HOST)
         self._wait(place, answers, "say who it is")
-        found = dict(zip(self._engines, self._said(answers, answers.ranks), strict=True))
+        found = dict(zip(doors.engines, self._said(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
         self.num_ranks = len(seated)
         if wrong := misfits(seated, survey.workbench_version()):
             raise ClusterError("\n".join(wrong))
-        self._engines = tuple(seat.engine for seat in seated)
-        if self._engines != tuple(found):
-            self._open_doors(place, wire)
+        engines = tuple(seat.engine for seat in seated)
+        if engines != doors.engines:
+            self._open_doors(place, wire, engines)
         ids = wire.engines()
-        self._engine_ids = tuple(ids.get(engine, -1) for engine in self._engines)
+        self._engine_ids = tuple(ids.get(engine, -1) for engine in engines)
         return boots(seated, self.device, self._interface)
 
     def _boot(self, place: Place, asked: Mapping[int, Boot]) -> tuple[Connected, ...]:
@@ -308,7 +310,7 @@ class Cluster:
             raise ClusterError("rank 0 did not say where the ranks meet")
         connected = self._begin(place, dict.fromkeys(asked, Connect(address=address)))
         info = tuple(connected.values())
-        world = encode(World(engines=self._engines, ranks=info, holder=holder_here()))
+        world = encode(World(engines=self._reach().engines, ranks=info, holder=holder_here()))
         look_at = lookouts(info)
         side_door = f"{self._runtime}:side_door"
         self._on_all(place, INSTALL, {rank: (side_door, world, encode(look_at.get(rank, {}))) for rank in asked})
@@ -354,9 +356,12 @@ class Cluster:
 
         Returns:
             What could not be ended, because its host was not reached, and what becomes of it; empty: nothing is left.
+
+        Raises:
+            Interrupted: Ctrl-C came meanwhile; the ranks are stopped all the same.
         """
         left = [""]
-        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+        with CountInterrupts() as interrupts, ExitStack() as last:  # each, whether or not those below it could be done
             last.callback(self._forget)
             if self._place is not None:
                 last.callback(self._end, self._place, left)
@@ -365,6 +370,8 @@ class Cluster:
                 if self._place is not None and self._place.is_remote:
                     last.callback(self._doors.shut_down_engines)
                 last.callback(self._shut_down, self._doors)
+        if interrupts.count:
+            raise Interrupted("\n".join(filter(None, ["Interrupted. The ranks are stopped all the same", left[-1]])))
         return left[-1]
 
     def _end(self, place: Place, left: list[str]) -> None:
@@ -392,8 +399,7 @@ class Cluster:
         atexit.unregister(self._stop_at_exit)
         self._holder, self._is_free = None, False
         self._place = self._doors = None
-        self._rank_info = self._engine_ids = self._engines = ()
-        self._losses = {}
+        self._rank_info = self._engine_ids = ()
 
     def _shut_down(self, doors: Doors) -> None:
         if self._rank_info and self._holder is None:
@@ -419,7 +425,7 @@ class Cluster:
         if place is None or doors is None:
             return
         how = f"{'cannot be reached' if rank is None else 'died'}: {place.ending(rank)}"
-        for lost in range(len(self._engines)):
+        for lost in range(len(doors.engines)):
             if rank in {None, lost}:
                 self._lose(doors, lost, how, place.log_tail(rank))
 
@@ -429,16 +435,17 @@ class Cluster:
         if place is None or doors is None:
             return
         how = place.ending(None) or "the cluster's controller has ended, or its host is gone"
-        for rank in range(len(self._engines)):
+        for rank in range(len(doors.engines)):
             self._lose(doors, rank, f"cannot be reached: {how}", place.log_tail(None))
 
     def _on_gone(self, engine: str) -> None:
         """Note that the controller has found an engine gone; called in the client's IO thread."""
-        place, doors, engines = self._place, self._doors, self._engines
-        if place is None or doors is None or engine not in engines:
+        place, doors = self._place, self._doors
+        if place is None or doors is None or engine not in doors.engines:
             return
-        rank = engines.index(engine)
-        host = f" on {self._rank_info[rank].host}" if self._rank_info else ""
+        rank = doors.engines.index(engine)
+        info = self._rank_info
+        host = f" on {info[rank].host}" if info else ""
 
         def tell(why: str) -> None:
             if self._doors is doors:  # else it was stopped meanwhile
@@ -455,13 +462,14 @@ class Cluster:
         """
         if self._doors is not doors or doors.is_lost(rank):  # it was stopped; or all are silent to who is cut off
             return
-        for info, engine in zip(self._rank_info, self._engines, strict=True):
+        for info, engine in zip(self._rank_info, doors.engines, strict=True):
             if info.host in silent and info.host not in known:
                 self._on_gone(engine)
         doors.ask_for_silent(rank, _SILENT_S, partial(self._watch_hosts, doors, rank, known.union(silent)))
 
-    def _lose(self, doors: Doors, rank: int, how: str, log: str) -> None:
-        self._losses.setdefault(rank, how)
+    @staticmethod
+    def _lose(doors: Doors, rank: int, how: str, log: str) -> None:
+        doors.losses.setdefault(rank, how)
         doors.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
 
     # ------------------------------------------------------------------ what there is
@@ -492,7 +500,7 @@ class Cluster:
         if self._target is None or not self._rank_info or now < self._ask_who_at:
             return
         self._ask_who_at = now + _WHO_S
-        one = [rank for rank in range(len(self._engines)) if not doors.is_lost(rank)][:1]
+        one = [rank for rank in range(len(doors.engines)) if not doors.is_lost(rank)][:1]
         for world in doors.hold({}, one, _HOLD_S).values():
             if isinstance(world, World) and world.holder != holder_here():
                 has_let_go = world.holder is None or is_gone(world.holder)
@@ -527,7 +535,7 @@ class Cluster:
 
     def losses(self) -> dict[int, str]:
         """Say how ranks were lost, of each that was: ``died: the process was killed by SIGKILL (...)``."""
-        return dict(sorted(self._losses.items()))
+        return {} if self._doors is None else dict(sorted(self._doors.losses.copy().items()))
 
     # ------------------------------------------------------------------ the doors
 

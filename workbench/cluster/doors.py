@@ -24,11 +24,16 @@ class Doors:
     Args:
         wire: connection to the engines; closed by :meth:`close`.
         engines: session id of the engine of each rank.
+
+    Attributes:
+        engines: likewise.
+        losses: how ranks were lost, in words, by rank; the cluster fills it.
     """
 
     def __init__(self, wire: Wire, engines: Sequence[str]) -> None:
         self._wire = wire
-        self._engines = engines
+        self.engines = tuple(engines)
+        self.losses: dict[int, str] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()  # a session numbers its messages without one
         self._lost: dict[int, ClusterError] = {}
@@ -40,17 +45,17 @@ class Doors:
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
                 with self._sending:
-                    self._wire.call(self._engines[rank], name, args[rank], self._wire.exchange(rank, answer))
+                    self._wire.call(self.engines[rank], name, args[rank], self._wire.exchange(rank, answer))
         return Pending(answers)
 
     def evaluate(self, program: str, expression: str) -> Pending:
         """Run a program on each rank, which need not have the workbench; the value is that of ``expression``."""
-        answers = {rank: Answer() for rank in range(len(self._engines))}
+        answers = {rank: Answer() for rank in range(len(self.engines))}
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
                 with self._sending:
                     exchange = self._wire.exchange(rank, answer)
-                    self._wire.evaluate(self._engines[rank], program, expression, exchange)
+                    self._wire.evaluate(self.engines[rank], program, expression, exchange)
         return Pending(answers)
 
     def cell(self, code: str, ranks: Iterable[int]) -> Pending:
@@ -59,7 +64,7 @@ class Doors:
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
                 with self._sending:
-                    self._wire.cell(self._engines[rank], code, self._wire.exchange(rank, answer))
+                    self._wire.cell(self.engines[rank], code, self._wire.exchange(rank, answer))
         return Pending(answers)
 
     def ask(self, request: Request[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
@@ -95,7 +100,7 @@ class Doors:
         def ask() -> None:
             if not self.is_lost(rank):
                 with self._sending:
-                    self._wire.ask(self._engines[rank], rank, SILENT, {}, future)
+                    self._wire.ask(self.engines[rank], rank, SILENT, {}, future)
 
         self._wire.later(delay_s, ask)
 
@@ -104,7 +109,7 @@ class Doors:
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
         admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
         with self._sending:
-            sent = {r: self._wire.ask(self._engines[r], r, kind, data, future) for r, future in admitted.items()}
+            sent = {r: self._wire.ask(self.engines[r], r, kind, data, future) for r, future in admitted.items()}
         concurrent.futures.wait(futures.values(), timeout_s)
         for rank, future in futures.items():
             settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))
@@ -153,7 +158,7 @@ class Doors:
 
     def close(self) -> None:
         """Close the connection; every request still open completes with an error."""
-        for rank in range(len(self._engines)):
+        for rank in range(len(self.engines)):
             self.lose(rank, ClusterError(f"rank {rank} was stopped"))
         self._wire.close()
 

@@ -310,13 +310,16 @@ class Launch(Place):
         return "\n".join(["" if log else f" ({empty} empty)", todo, f"look at {facts}", *tail])
 
     def _num_listening(self) -> int:
-        """On how many ports the controller listens."""
+        """On how many ports the controller listens, its heartbeat process included."""
         controller = self._watched[None].process
+        if controller is None:
+            return 0
         try:
-            sockets = controller.net_connections("tcp") if controller is not None else []
+            processes = [controller, *controller.children(recursive=True)]
+            sockets = [socket for process in processes for socket in process.net_connections("tcp")]
         except psutil.Error:  # it has ended
             return 0
-        return sum(socket.status == psutil.CONN_LISTEN for socket in sockets)
+        return len({socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN})
 
     def _log_file(self, rank: int | None) -> Path:
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")

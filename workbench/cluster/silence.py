@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -114,3 +115,18 @@ def end_process(grace_s: float) -> None:
     """
     faulthandler.dump_traceback_later(grace_s, exit=True, file=_STDERR)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_main_thread(grace_s: float) -> None:
+    """End this process ``grace_s`` seconds after its main thread, whatever other threads run; in one of its own.
+
+    A thread of the user's that is no daemon would keep it: a rank that serves nothing any more and looks alive.
+    """
+    main = threading.main_thread()
+    main.join()
+    until = time.monotonic() + grace_s
+    for thread in threading.enumerate():
+        if thread is not main and not thread.daemon:
+            thread.join(max(until - time.monotonic(), 0.0))
+            if thread.is_alive():
+                os._exit(1)

@@ -9,7 +9,7 @@ from typing import Any
 from workbench.cluster.place import OnWait, no_wait
 from workbench.cluster.processes import usable_cores
 from workbench.errors import UsageError
-from workbench.magics.words import WORDS, overview, parse_line, parser_for
+from workbench.magics.words import WORDS, no_such_word, overview, parser_for
 from workbench.protocol.commands import Abort, Attach, Command, Continue, Detach, Help, Open, Start, Step, Stop
 from workbench.reports.done import Report, Source
 from workbench.session.pulse import Exchange
@@ -182,6 +182,7 @@ def is_behind(workbench: Workbench, command: Command) -> bool:
 
 
 def _help(command: Help) -> str:
-    if command.topic and command.topic not in WORDS:
-        parse_line(command.topic)  # raises with the nearest match
-    return parser_for(command.topic).format_help() if command.topic else overview()
+    topic = command.topic.strip()
+    if topic and topic not in WORDS:
+        raise no_such_word(topic)
+    return parser_for(topic).format_help() if topic else overview()

@@ -237,8 +237,13 @@ def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
     if name in {"-h", "--help"}:
         name = "help"
     if name not in WORDS:
-        raise UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n{usage()}")
+        raise no_such_word(name)
     return parse(name, args, variable)
+
+
+def no_such_word(name: str) -> UsageError:
+    """Return the error for a word that ``%fsdp`` does not have; it names the nearest one."""
+    return UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n{usage()}")
 
 
 def _parse_raw(name: str, rest: str, variable: Variable) -> Command:

@@ -31,6 +31,7 @@ NOTHING = "(no output)"
 CUT = "... what came before is left out"
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
+_SPEED = re.compile(r"\[(?:\d+:)+\d+(?:<[^,\]]*)?, *[^,\]]*")
 _UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -93,17 +94,26 @@ def _typed(text: str) -> str:
     return "".join(letters)
 
 
+def drawn(text: str) -> str:
+    r"""Return what a terminal shows of ``text`` but the time and speed of tqdm's bars: ranks differ in these.
+
+    Example: ``" 50%|#  | 1/2 [00:01<00:01,  1.2s/it, loss=3]\r100%|##| 2/2 [00:02<00:00,  1.1s/it, loss=2]"`` ->
+    ``"100%|##| 2/2 [, loss=2]"``.
+    """
+    return "\n".join(line.rstrip() for line in _SPEED.sub("[", screen(text)).split("\n"))
+
+
 def panes_of(written: Mapping[int, Written], first: int) -> tuple[Pane, ...]:
     """Return a pane for each text: that of rank ``first`` before all others, which are in the order of the ranks."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(written, key=lambda rank: (rank != first, rank)):
-        groups.setdefault(_shown(written[rank]), []).append(rank)
-    return tuple(Pane(ranks=tuple(sorted(ranks)), text=text) for text, ranks in groups.items())
+        groups.setdefault(drawn(_shown(written[rank])), []).append(rank)
+    return tuple(Pane(ranks=tuple(sorted(ranks)), text=_shown(written[ranks[0]])) for ranks in groups.values())
 
 
 def _shown(written: Written) -> str:
     text = written.text.partition("\n")[2] if written.is_cut and "\n" in written.text else written.text
-    return (f"{CUT}\n" if written.is_cut else "") + screen(text).strip("\n")
+    return (f"{CUT}\n" if written.is_cut else "") + screen(text).rstrip("\n")
 
 
 def apart(panes: Sequence[Pane]) -> frozenset[int]:

@@ -20,6 +20,8 @@ _CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
 _CLOSED = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Socket closed", re.I)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CELL_FRAME = re.compile(r"^Cell In\[\d+\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?", re.M)
+_COLOURS = r"(?:\x1b\[[0-9;]*m)*"
+_CELL_NUMBER = re.compile(rf"^({_COLOURS}Cell{_COLOURS}) ({_COLOURS})In\[\d+\]", re.M)
 _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:    .*\n)*', re.M)
 _FIRST_FRAME = re.compile(r"^(?=(?:\x1b\[[0-9;]*m)*File )", re.M)
 _CELL_PATH = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
@@ -183,8 +185,11 @@ def death_in_short(how: str) -> str:
 def shorten_traceback(text: str) -> str:
     """Return a rank's traceback without the frames of what runs commands and cells there; colours are kept.
 
+    The number of a cell is the rank's own count, which is not the notebook's: it is left out.
+
     Python's way each frame is an indented paragraph; IPython's way frames are separated by empty lines.
     """
+    text = _CELL_NUMBER.sub(r"\1\2", text)
     text = _FRAME.sub(lambda frame: "" if _MACHINERY.search(frame["path"]) else frame[0], text)
     heading, *frames = _FIRST_FRAME.split(text, maxsplit=1)
     blocks = "".join(frames).split("\n\n")

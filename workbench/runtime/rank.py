@@ -47,7 +47,7 @@ from workbench.protocol.messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, Connected
-from workbench.runtime import planning, sharding
+from workbench.runtime import planning, sharding, text_bars, tracebacks
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.doing import DOES, does
 from workbench.runtime.gate import Gate, GateRequest
@@ -235,6 +235,8 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     hooks = trainer.install()
     gate = Gate(recorder, asked.rank, Quiet(backend))
     gate.install()
+    tracebacks.install()
+    text_bars.install()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer, hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if asked.rank == 0 else None)

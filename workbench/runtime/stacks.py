@@ -35,7 +35,7 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
     """
     found = []
     while frame is not None and _module_of(frame) != _ABOVE_THE_STEP:
-        if not _is_of_a_library(frame):
+        if not is_of_a_library(frame):
             found.append(frame)
         frame = frame.f_back
     return found
@@ -96,22 +96,33 @@ def _top_module_of(frame: FrameType) -> str:
     return _module_of(frame).partition(".")[0]
 
 
-def _is_of_a_library(frame: FrameType) -> bool:
+def is_of_a_library(frame: FrameType) -> bool:
+    """Whether the code of a frame is not the user's."""
     module = _module_of(frame)
     if module == "__main__":  # that of a process which became a rank is not the cells'
         return frame.f_globals is not user_namespace()
     return _top_module_of(frame) in _LIBRARIES or any(f"{module}.".startswith(f"{own}.") for own in _OWN)
 
 
+def is_of_a_cell(frame: FrameType) -> bool:
+    """Whether a cell has the code of a frame: a command is called in the namespace of cells too, and in none."""
+    return _CELL.search(frame.f_code.co_filename) is not None
+
+
 def _path_of(frame: FrameType) -> str:
     """Return the file of a frame from its package on; ``cell`` for one that IPython has made for a cell."""
-    path = frame.f_code.co_filename
-    if _CELL.search(path):
+    if is_of_a_cell(frame):
         return "cell"
+    path = frame.f_code.co_filename
     above = next((each for each in _ROOTS if path.startswith(each)), "")
     return path.removeprefix(above)
 
 
+def place_in_file(frame: FrameType, line: int) -> str:
+    """Return where a line of a frame's code is, such as ``torch/nn/modules/linear.py:134 in forward``."""
+    return f"{_path_of(frame)}:{line} in {frame.f_code.co_name}"
+
+
 def _line(frame: FrameType) -> str:
     source = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return f"{_path_of(frame)}:{frame.f_lineno} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    return place_in_file(frame, frame.f_lineno) + (f": {source}" if source else "")

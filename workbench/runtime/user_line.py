@@ -8,6 +8,7 @@ import threading
 
 from workbench.protocol.messages import CellLine
 from workbench.runtime.namespace import user_namespace
+from workbench.runtime.stacks import is_of_a_cell
 
 
 def user_line() -> CellLine | None:
@@ -19,7 +20,7 @@ def user_line() -> CellLine | None:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     cells = user_namespace()
-    while frame is not None and frame.f_globals is not cells:
+    while frame is not None and not (frame.f_globals is cells and is_of_a_cell(frame)):
         frame = frame.f_back
     if frame is None:
         return None

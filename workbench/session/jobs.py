@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.messages import Done, Forget, Job, Locate, RunCell
 from workbench.replay.alike import label
-from workbench.session.watch import ASK_S, PATIENT_S, SLICE_S, CountInterrupts, Interruptible
+from workbench.session.watch import ASK_S, PATIENT_S, SLICE_S, Interruptible
 
 Inner = Inspect | Evaluate | RunCell
 """What is done inside a stopped step."""

@@ -81,6 +81,15 @@ class _Text:
             begin = before
         return 0
 
+    def line_end(self, place: int) -> int:
+        """Return where the line of ``place`` ends, its newline included; the end of the text if it has none."""
+        while place < len(self):
+            found = self.part(place, place + 1000).find("\n")
+            if found >= 0:
+                return place + found + 1
+            place += 1000
+        return len(self)
+
 
 @dataclass
 class _Rank:
@@ -89,14 +98,22 @@ class _Rank:
     Attributes:
         text: all of it.
         num_seen: how many of its outputs are in it.
+        newline: where the newest line begins.
         base: where the present part begins: what was settled once is not looked at again.
-        agreed: letters of the present part that the first rank has written as well.
+        agreed: characters of the present part that the first rank has written as well.
+        matched: characters of the first rank's present part that they agree with.
+        marks: ``(matched, agreed)`` behind each line that both ranks drew again and again, each in its own time.
+        is_drawing: whether both draw such a line: what it says is compared when it ends.
     """
 
     text: _Text = field(default_factory=_Text)
     num_seen: int = 0
+    newline: int = 0
     base: int = 0
     agreed: int = 0
+    matched: int = 0
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    is_drawing: bool = False
 
     def __len__(self) -> int:
         return len(self.text) - self.base
@@ -104,8 +121,30 @@ class _Rank:
     def part(self, begin: int, end: int) -> str:
         return self.text.part(self.base + begin, self.base + end)
 
+    def add(self, text: str) -> None:
+        newline = text.rfind("\n")
+        if newline >= 0:
+            self.newline = len(self.text) + newline + 1
+        self.text.add(text)
+
     def begin(self, base: int) -> None:
-        self.base, self.agreed = base, 0
+        self.base, self.agreed, self.matched, self.marks, self.is_drawing = base, 0, 0, [], False
+
+    def place_of(self, place: int) -> int:
+        """Return where this rank is in its part when the first one is at ``place`` in its own."""
+        matched, agreed = max((mark for mark in self.marks if mark[0] <= place), default=(0, 0))
+        return agreed + place - matched
+
+    def line(self, place: int) -> tuple[str, int]:
+        """Return the line of the present part in which ``place`` is, and where it ends."""
+        begin = max(self.text.line_start(self.base + place), self.base)
+        end = self.text.line_end(self.base + place)
+        return self.text.part(begin, end), end - self.base
+
+    def is_redrawn(self, place: int) -> bool:
+        """Whether the cursor went back to the begin of the line in which ``place`` is."""
+        begin = max(self.text.line_start(self.base + place), self.base)
+        return "\r" in self.text.part(begin, self.base + place + 1)
 
 
 @dataclass
@@ -145,6 +184,7 @@ class Stream:
         self._held: deque[tuple[Output, int, float]] = deque()  # of the first rank, where each begins, since when
         self._apart_at: int | None = None
         self._apart: frozenset[int] = frozenset()
+        self._num_handed = 0  # of the present part of the first rank's text
         self._tabs = _Tabs()
         self._renew_at = 0.0
 
@@ -168,19 +208,50 @@ class Stream:
                 rank.num_seen += 1
                 if rank is self._lead:
                     self._held.append((output, len(rank), self._clock()))
-                rank.text.add(text_of([output]))
-        self._lead.agreed = len(self._lead)
+                rank.add(text_of([output]))
+        self._lead.agreed = self._lead.matched = len(self._lead)
         for number in self._ranks.keys() - self._apart - {self._first}:
             self._compare(number, self._ranks[number])
 
-    def _compare(self, number: int, rank: _Rank) -> None:
-        end = min(len(rank), len(self._lead))
-        theirs, ours = rank.part(rank.agreed, end), self._lead.part(rank.agreed, end)
-        if theirs == ours:
-            rank.agreed = max(rank.agreed, end)
+    def _compare(self, number: int, rank: _Rank, *, is_over: bool = False) -> None:
+        """See how far ``rank`` agrees with the first one; once all ``is_over`` no line gets longer."""
+        lead = self._lead
+        has_ended = rank.newline > rank.base + rank.agreed and lead.newline > lead.base + rank.matched
+        if rank.is_drawing and not (has_ended or is_over):
             return
-        rank.agreed += next(place for place, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
-        self._part(rank.agreed, {number})
+        while True:
+            length = min(len(rank) - rank.agreed, len(lead) - rank.matched)
+            theirs, ours = rank.part(rank.agreed, rank.agreed + length), lead.part(rank.matched, rank.matched + length)
+            same = length
+            if theirs != ours:
+                same = next(place for place, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
+            rank.agreed, rank.matched = rank.agreed + same, rank.matched + same
+            is_rest = same == length  # that one of the two has not written, or not yet
+            if is_rest and not (is_over and len(rank) - rank.agreed != len(lead) - rank.matched):
+                return
+            if not self._draw_alike(rank, is_over=is_over):
+                if not (is_rest or rank.is_drawing):
+                    self._part(rank.matched, {number})
+                return
+
+    def _draw_alike(self, rank: _Rank, *, is_over: bool) -> bool:
+        """Whether a line in which ``rank`` and the first one differ was drawn alike by both in the end; go past it.
+
+        A progress bar is drawn as often as time allows, and says how long it took.
+        """
+        lead = self._lead
+        rank.is_drawing = rank.is_redrawn(rank.agreed) and lead.is_redrawn(rank.matched)
+        if not rank.is_drawing:
+            return False
+        (theirs, their_end), (ours, our_end) = rank.line(rank.agreed), lead.line(rank.matched)
+        if not is_over and not (theirs.endswith("\n") and ours.endswith("\n")):
+            return False
+        rank.is_drawing = False
+        if by_rank.drawn(theirs) != by_rank.drawn(ours):
+            return False
+        rank.agreed, rank.matched = their_end, our_end
+        rank.marks.append((our_end, their_end))
+        return True
 
     def _part(self, place: int, ranks: Iterable[int]) -> None:
         """Note that ``ranks`` wrote something else from ``place`` on."""
@@ -190,7 +261,7 @@ class Stream:
 
     def _is_settled(self, end: int, since_s: float) -> bool:
         """Whether what ends at ``end`` need not wait for other ranks any more."""
-        behind = (number for number, rank in self._ranks.items() if rank.agreed < end)
+        behind = (number for number, rank in self._ranks.items() if rank.matched < end)
         return self._clock() >= since_s + GRACE_S or all(map(self._pending.done, behind))
 
     def _hand_on(self, on_output: OnOutput, is_settled: Callable[[int, float], bool]) -> None:
@@ -202,17 +273,29 @@ class Stream:
             self._held.popleft()
             shown = self._outside(output, begin)
             if shown is not None:
+                self._num_handed = end
+            if shown is not None:
                 on_output(shown)
             if output.kind == "clear":
                 self._tabs = _Tabs()  # what they were in is gone
 
     def _outside(self, output: Output, begin: int) -> Output | None:
         """Return what is not in the tabs of an output of the first rank; None: nothing."""
-        if self._apart_at is None or not _is_text(output) or begin + len(text_of([output])) <= self._apart_at:
+        if self._apart_at is None or not _is_text(output):
             return output
-        if begin >= self._apart_at:
+        above = self._above(self._apart_at)
+        if begin + len(text_of([output])) <= above:
+            return output
+        if begin >= above:
             return None
-        return replace(output, text=output.text[: self._apart_at - begin]) if output.text else output
+        return replace(output, text=output.text[: above - begin]) if output.text else output
+
+    def _above(self, apart_at: int) -> int:
+        """Return where the text above the tabs ends: a line that is drawn there again and again is so to its end."""
+        lead, last = self._lead, self._num_handed - 1
+        if last < apart_at or lead.part(last, last + 1) == "\n" or not lead.is_redrawn(last):
+            return apart_at
+        return lead.line(last)[1]
 
     def _renew(self, on_output: OnOutput) -> None:
         """Show the tabs as they are now, if it is time and there is anything new."""
@@ -233,8 +316,9 @@ class Stream:
     def _written(self) -> Mapping[int, Written]:
         begin, limit = self._apart_at or 0, by_rank.kept_chars(len(self._ranks))
         return {
-            number: Written(text=rank.part(max(begin, len(rank) - limit), len(rank)), is_cut=len(rank) - limit > begin)
+            number: Written(text=rank.part(max(own, len(rank) - limit), len(rank)), is_cut=len(rank) - limit > own)
             for number, rank in self._ranks.items()
+            for own in (rank.place_of(begin),)
         }
 
     # ---- when they stand
@@ -246,15 +330,18 @@ class Stream:
         ahead is compared later.
         """
         self._take()
-        is_behind = self._apart_at is None and all(len(rank) == rank.agreed for rank in self._ranks.values())
+        ranks = self._ranks.values()
+        is_behind = self._apart_at is None and all(rank.is_drawing or len(rank) == rank.agreed for rank in ranks)
         if not is_behind:
             self.finish(on_output, also_agreement=True)
             return
         self._hand_on(on_output, lambda end, since_s: True)
-        shortest = min(map(len, self._ranks.values()))
+        shortest = min(rank.matched for rank in ranks)
+        if any(rank.is_drawing or rank.marks for rank in ranks):  # within a line they are not where the first one is
+            shortest = max(self._lead.text.line_start(self._lead.base + shortest) - self._lead.base, 0)
         if self._lead.part(0, shortest).strip():
             self._say(on_output, by_rank.agreement(len(self._ranks)))
-        self._begin({number: rank.base + shortest for number, rank in self._ranks.items()})
+        self._begin({number: rank.base + rank.place_of(shortest) for number, rank in self._ranks.items()})
 
     def finish(self, on_output: OnOutput, *, also_agreement: bool) -> str:
         """Hand on the rest, and how the ranks differ; return the latter as text."""
@@ -274,10 +361,12 @@ class Stream:
 
     def _part_at_the_end(self) -> None:
         """Note who wrote less than others or more; one that wrote alone has its output where all have it."""
-        place = min(rank.agreed for rank in self._ranks.values())
-        rests = {number: rank.part(place, len(rank)).strip() for number, rank in self._ranks.items()}
-        if len(set(rests.values())) > 1 and not self._silent():
-            self._part(place, ())
+        for number in self._ranks.keys() - {self._first}:
+            self._compare(number, self._ranks[number], is_over=True)
+        lead, ranks = self._lead, self._ranks.values()
+        rests = [(rank.part(rank.agreed, len(rank)), lead.part(rank.matched, len(lead))) for rank in ranks]
+        if any(theirs.strip() != ours.strip() for theirs, ours in rests) and not self._silent():
+            self._part(min(rank.matched for rank in ranks), ())
 
     def _silent(self) -> tuple[int, ...]:
         """Return all other ranks if the first wrote something, and they nothing at all."""
@@ -301,3 +390,4 @@ class Stream:
         for number, rank in self._ranks.items():
             rank.begin(bases[number])
         self._apart_at, self._apart, self._tabs, self._renew_at = None, frozenset(), _Tabs(), 0.0
+        self._num_handed = 0

@@ -79,6 +79,21 @@ def _split(text: str) -> tuple[str, str]:
     return found["source"], found["part"] or ""
 
 
+def file_at(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file, ``~`` replaced.
+
+    Raises:
+        UsageError: no file can have this name.
+    """
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise UsageError(f"{text!r} is not a file name")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # no such user
+        raise UsageError(f"{text!r} is not a file name: {error}") from error
+
+
 def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
     """Return the trace of a file.
 
@@ -89,7 +104,7 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
     Raises:
         UsageError: there is no such file, or it is no trace; the message says why.
     """
-    file = Path(path).expanduser()
+    file = file_at(path)
     try:
         return load(file)
     except FileNotFoundError:

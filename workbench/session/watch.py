@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
 from workbench.cluster.freeing import SHUT_AFTER_S, SIGNAL_AFTER_S
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.pending import Pending
 from workbench.errors import RankDied, RankError
 from workbench.protocol.messages import GiveUp, Position, Shut
@@ -88,31 +86,6 @@ class Tick(Enum):
     STOPPED = "they stand"
     FAILED = "all is over, and not every rank ended well"
     ENDED = "all is over, and every rank ended well"
-
-
-class CountInterrupts:
-    """While it is entered, Ctrl-C only counts: no exception rises in the middle of what must be finished.
-
-    Outside the main thread, where signals never arrive, it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: Any = None
-
-    def __enter__(self) -> CountInterrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 class Watch:

@@ -189,8 +189,8 @@ def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
 
 def _rank_number(entry: dict[str, Any]) -> int:
     for name in ("rank", "lost"):
-        if type(entry[name]) is not int or entry[name] < 0:
-            raise TraceError(f"{name} is {entry[name]!r:.80}, expected a whole number from 0 on")
+        if type(entry[name]) is not int or not 0 <= entry[name] < 2**62:
+            raise TraceError(f"{name} is {entry[name]!r:.80}, expected a whole number from 0 to 2**62")
     number: int = entry["rank"]
     return number
 

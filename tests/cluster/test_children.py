@@ -1,0 +1,86 @@
+"""What processes that ranks fork write, and a rank that its own thread keeps after its end."""
+
+import os
+import signal
+
+import pytest
+
+from tests.cluster.conftest import texts
+from tests.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.cluster
+
+PROCESSES = """
+import multiprocessing, os, sys
+def work(n):
+    print("child", n)
+    print("error", n, file=sys.stderr)
+    os.system("echo grandchild")
+for n in range(2):
+    process = multiprocessing.get_context("fork").Process(target=work, args=(n,))
+    process.start()
+    process.join()
+print("parent")
+"""
+
+WORKERS = """
+import torch
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, place):
+        print("item", place)
+        return torch.zeros(1)
+for batch in torch.utils.data.DataLoader(Items(), num_workers=2):
+    pass
+"""
+
+REDIRECTED = """
+import contextlib, io, os
+with contextlib.redirect_stdout(io.StringIO()) as mine:
+    pid = os.fork()
+    if pid == 0:
+        print("kept by the child's own redirection")
+        os._exit(0)
+    os.waitpid(pid, 0)
+print(repr(mine.getvalue()))
+"""
+
+
+def written(cluster, code, kind="stdout"):
+    pending = cluster.run_cell(code, ranks=[0])
+    assert pending.result(0, PATIENCE_S) is None
+    return texts(pending, 0, kind)
+
+
+def test_what_children_write_is_in_the_cell_that_started_them(cluster):
+    pending = cluster.run_cell(PROCESSES, ranks=[0])
+    pending.result(0, PATIENCE_S)
+    stdout = texts(pending, 0).splitlines()
+    assert sorted(stdout) == ["child 0", "child 1", "grandchild", "grandchild", "parent"]
+    assert texts(pending, 0, "stderr").splitlines() == ["error 0", "error 1"]
+    assert written(cluster, "print('next')") == "next\n"
+
+
+def test_so_is_what_workers_of_a_dataloader_write(cluster):
+    assert sorted(written(cluster, WORKERS).splitlines()) == [f"item {place}" for place in range(4)]
+
+
+def test_what_a_child_writes_in_a_command_is_shown_too(cluster):
+    pending = cluster.apply("tests.cluster.fake_rank:fork_and_print", "hello", ranks=[0])
+    pending.result(0, PATIENCE_S)
+    assert texts(pending, 0) == "hello\n"
+
+
+def test_a_redirection_of_the_users_stays(cluster):
+    assert written(cluster, REDIRECTED) == "''\n"
+
+
+def test_a_rank_that_is_ended_ends_though_a_thread_of_the_user_runs(make_cluster):
+    cluster = make_cluster(1)
+    cluster.start()
+    cluster.run_cell("import threading; threading.Thread(target=threading.Event().wait).start()").results(PATIENCE_S)
+    os.kill(cluster.rank_info[0].pid, signal.SIGTERM)
+    wait_until(cluster.losses)
+    assert cluster.losses() == {0: "died: the process ended with exit code 1"}
+    assert cluster.alive() == (False,)

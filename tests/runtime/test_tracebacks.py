@@ -1,0 +1,96 @@
+"""The traceback that IPython renders of what a cell raised on a rank."""
+
+import linecache
+import re
+import sys
+import types
+
+import pytest
+import torch
+from IPython.core.ultratb import AutoFormattedTB
+
+from workbench.runtime import stacks, tracebacks
+
+CELL = """import torch
+def forward(x):
+    return torch.nn.functional.linear(x, torch.zeros(3, 5))
+def deeper(n):
+    return forward(torch.zeros(4)) if n == 0 else deeper(n - 1)
+def again():
+    try:
+        forward(torch.zeros(4))
+    except RuntimeError as error:
+        raise ValueError("my own words") from error
+def through_a_module():
+    class Failing(torch.nn.Module):
+        def forward(self, x):
+            return forward(x)
+    torch.nn.Sequential(torch.nn.Sequential(Failing()))(torch.zeros(4))
+def in_a_library():
+    torch.nn.Sequential(torch.nn.Linear(5, 3))(torch.zeros(4))
+"""
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """Returns the traceback of a call in a cell, as IPython renders it in a mode, without colours."""
+    cell = {"__name__": "__main__"}
+    file = "/tmp/ipykernel_1/1.py"
+    monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
+    monkeypatch.setattr(stacks, "user_namespace", lambda: cell)
+    exec(compile(CELL, file, "exec"), cell)
+
+    def call(name, *args, mode="Context"):
+        formatter = AutoFormattedTB(mode=mode, theme_name="nocolor")
+        cell["get_ipython"] = lambda: types.SimpleNamespace(InteractiveTB=formatter)
+        monkeypatch.setattr(tracebacks, "user_namespace", lambda: cell)
+        tracebacks.install()
+        tracebacks.install()  # a process may become a rank twice
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+            cell[name](*args)
+        error = caught.value
+        before = error.__traceback__, error.__cause__ and error.__cause__.__traceback__
+        text = "\n".join(formatter.structured_traceback(type(error), error, error.__traceback__))
+        assert (error.__traceback__, error.__cause__ and error.__cause__.__traceback__) == before
+        return text
+
+    return call
+
+
+@pytest.mark.parametrize("mode", ["Context", "Plain"])
+def test_frames_of_libraries_between_those_of_the_user_are_counted(rendered, mode):
+    text = rendered("through_a_module", mode=mode)
+    assert "torch.nn.functional.linear(x" in text
+    assert "_call_impl" not in text
+    assert re.search(r"^\(\d+ frames of libraries not shown\)$", text, re.M)  # a frame of the cell raised
+
+
+def test_the_frame_of_a_library_that_raised_is_named(rendered):
+    text = rendered("in_a_library")
+    assert re.search(
+        r"frames of libraries not shown; raised in torch/nn/modules/linear.py:\d+ in forward\)$", text, re.M
+    )
+
+
+def test_a_deep_recursion_is_cut_to_its_ends(rendered):
+    limit = sys.getrecursionlimit()
+    text = rendered("deeper", limit // 2)
+    assert text.count("deeper(n - 1)") < 2 * tracebacks.MAX_FRAMES * 5
+    assert "frames of your code" in text
+    assert len(text.splitlines()) < 20 * tracebacks.MAX_FRAMES
+
+
+def test_what_led_to_an_exception_is_folded_too(rendered):
+    text = rendered("again")
+    assert "The above exception was the direct cause" in text
+    assert text.index("RuntimeError") < text.index("my own words")
+
+
+def test_a_traceback_without_frames_of_the_user_is_shown_whole():
+    formatter = AutoFormattedTB(mode="Context", theme_name="nocolor")
+    plain = formatter.structured_traceback
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(5, 3)(torch.zeros(4))
+    error = caught.value
+    below = error.__traceback__.tb_next
+    assert tracebacks.fold(plain)(type(error), error, below, 0) == plain(type(error), error, below, 0)

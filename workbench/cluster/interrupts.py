@@ -1,0 +1,33 @@
+"""Ctrl-C while something must be finished: it is counted, and raises nothing in between."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class CountInterrupts:
+    """While it is entered, Ctrl-C only counts: no exception rises in the middle of what must be finished.
+
+    Outside the main thread, where signals never arrive, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def __enter__(self) -> CountInterrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1

@@ -1,0 +1,119 @@
+"""The tracebacks that a rank's IPython renders: the user's frames, those of libraries folded into one line.
+
+A model runs through dozens of frames of torch; they take a screen of the notebook and, rendered with their source,
+seconds of the rank's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from workbench.runtime.namespace import user_namespace
+from workbench.runtime.stacks import is_of_a_library, place_in_file
+
+MAX_FRAMES = 20
+"""Frames of the user's code that are shown of one exception: the outermost and the innermost half of them."""
+
+Render = Callable[..., list[str]]
+"""``structured_traceback`` of IPython's ``InteractiveTB``."""
+
+
+def fold(render: Render) -> Render:
+    """Return ``render`` so that it shows the user's frames alone; where there are none it shows all."""
+
+    def folded(
+        etype: type[BaseException],
+        evalue: BaseException,
+        etb: TracebackType | None = None,
+        tb_offset: int | None = None,
+        **more: Any,  # noqa: ANN401 - handed on
+    ) -> list[str]:
+        frames = _frames(etb) if isinstance(etb, TracebackType) else []
+        kept = _kept(frames)
+        if not kept:
+            return render(etype, evalue, etb, tb_offset, **more)
+        with _cut(_before(evalue)):
+            *lines, last = render(etype, evalue, _joined(kept), 0, **more)
+        left_out = _left_out(frames, kept)
+        return [*lines, *([left_out] if left_out else []), last]
+
+    return folded
+
+
+def install() -> None:
+    """Have IPython, if this process runs it, fold its tracebacks from now on."""
+    get_ipython = user_namespace().get("get_ipython")
+    if get_ipython is not None:
+        formatter = get_ipython().InteractiveTB
+        # of the class: the process may have been a rank before
+        formatter.structured_traceback = fold(partial(type(formatter).structured_traceback, formatter))
+
+
+def _frames(tb: TracebackType | None) -> list[TracebackType]:
+    """Return the parts of a traceback from the first frame of the user's on, or all if there is none."""
+    all_of_them = _parts(tb)
+    first = next((place for place, each in enumerate(all_of_them) if not is_of_a_library(each.tb_frame)), 0)
+    return all_of_them[first:]
+
+
+def _parts(tb: TracebackType | None) -> list[TracebackType]:
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    return frames
+
+
+def _kept(frames: Sequence[TracebackType]) -> list[TracebackType]:
+    users = [each for each in frames if not is_of_a_library(each.tb_frame)]
+    half = MAX_FRAMES // 2
+    return users if len(users) <= MAX_FRAMES else [*users[:half], *users[-half:]]
+
+
+def _joined(frames: Sequence[TracebackType]) -> TracebackType | None:
+    below = None
+    for each in reversed(frames):
+        below = TracebackType(below, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return below
+
+
+def _left_out(frames: Sequence[TracebackType], kept: Sequence[TracebackType]) -> str:
+    """Say how many frames are not shown, and where in a library the exception was raised; empty: all are shown."""
+    num_libraries = sum(is_of_a_library(each.tb_frame) for each in frames)
+    num_users = len(frames) - num_libraries - len(kept)
+    counts = [(num_users, "of your code"), (num_libraries, "of libraries")]
+    said = " and ".join(f"{count} frame{'s' if count > 1 else ''} {whose}" for count, whose in counts if count)
+    last = frames[-1]
+    where = f"; raised in {place_in_file(last.tb_frame, last.tb_lineno)}" if last is not kept[-1] else ""
+    return f"({said} not shown{where})" if said else ""
+
+
+def _before(error: BaseException) -> list[BaseException]:
+    """Return the exceptions that led to ``error``, each once."""
+    chained, waiting = [], [error]
+    seen = {id(error)}
+    while waiting:
+        one = waiting.pop()
+        for earlier in (one.__cause__, one.__context__):
+            if earlier is not None and id(earlier) not in seen:
+                seen.add(id(earlier))
+                chained.append(earlier)
+                waiting.append(earlier)
+    return chained
+
+
+@contextmanager
+def _cut(errors: Sequence[BaseException]) -> Iterator[None]:
+    """Have exceptions show the user's frames alone meanwhile: IPython renders them by itself."""
+    before = [(error, error.__traceback__) for error in errors]
+    for error, tb in before:
+        error.__traceback__ = _joined(_kept(_frames(tb))) or tb
+    try:
+        yield
+    finally:
+        for error, tb in before:
+            error.__traceback__ = tb
