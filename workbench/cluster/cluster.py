@@ -271,7 +271,7 @@ class Cluster:
         told: dict[int, World | None] = {}
         until = time.monotonic() + _ANSWER_S
         while busy := self._busy(answers, told):
-            self._notice(len(self._engines), f"{len(busy)} {'has' if len(busy) == 1 else 'have'} not answered yet")
+            self._notice(len(doors.engines), f"{len(busy)} {'has' if len(busy) == 1 else 'have'} not answered yet")
             replies = doors.hold({}, busy, _HOLD_S)
             told |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
             silent = [rank for rank in busy if rank not in told and not answers.done(rank)]
