@@ -11,7 +11,7 @@ from tests.trace.strategies import Setup, traces
 from tests.views.figures import num_marks, subtitle, title, words
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.errors import UsageError
-from workbench.events import Kind
+from workbench.events import Category, Kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views.compare import MAX_POINTS, draw
@@ -40,7 +40,27 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     assert title(draw(a, b)) == "peak +193 KiB: blocks.0 unsharded through backward"
     assert title(draw(b, a)) == "peak -193 KiB: blocks.0 no longer unsharded through backward"
     assert "rank 2 of ranks 0-3 is drawn" in subtitle(draw(a, b))
+    assert "MiB, the higher in step 1" in subtitle(draw(a, b))
     assert "first difference: memory at begin of unshard of blocks.2, step 1" in subtitle(draw(a, b))
+
+
+def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
+    """Gradients that nothing freed before the first of the steps are no matter of the policy."""
+    trace = example_trace(steps=4)
+    a, b = trace.slice(first=2, last=3), trace.slice(first=1, last=2)
+    kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
+    b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
+    found = title(draw(a, b, rank=0))
+    assert found.endswith("195 KiB sharded grads left from before, 193 KiB units unsharded through forward")
+    assert "first difference: memory at begin of step 2 (1)" in subtitle(draw(a, b, rank=0))
+    assert "sharded grads no longer left from before" in title(draw(b, a, rank=0))
+
+
+def with_grads(start, num_bytes):
+    """A key frame with more bytes of gradients."""
+    held = list(start.bytes_by_category)
+    held[Category.SHARDED_GRADS] += num_bytes
+    return replace(start, bytes_by_category=tuple(held))
 
 
 def test_fewer_collectives_are_counted_and_tabled():
