@@ -1,5 +1,6 @@
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,14 @@ def test_both_curves_reach_their_peaks_and_share_the_axis():
     assert list(fig.data[0].x) == list(fig.data[1].x)
     assert "more activations" in title(fig)
     assert subtitle(fig).startswith("before -&gt; after · 3 steps of each compared")
+
+
+def test_words_at_the_axis_do_not_overprint():
+    axis = draw(example_trace(steps=2), example_trace(steps=2)).layout.xaxis
+    places = [place for place, text in zip(axis.tickvals, axis.ticktext, strict=True) if not text.startswith("<br>")]
+    gaps = [after - before for before, after in pairwise(places)]
+    assert min(gaps) >= 0.15 * axis.range[1]
+    assert "forward" in axis.ticktext
 
 
 def test_a_different_number_of_steps_is_said():

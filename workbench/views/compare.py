@@ -37,6 +37,7 @@ _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLO
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the table has two lines
 _BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below all that is drawn; a plot has its axis there
 _MAX_TICKS, _MAX_DETAILED = 8, 2
+_TICK_WIDTH = 0.16  # of the narrowest plot's width: "backward" and a gap
 
 
 def draw(
@@ -299,10 +300,12 @@ def _ticks(aligned: Alignment) -> dict[int, str]:
         found[place] = f"<br>step {' '.join(_step_numbers(aligned, place))}"
     if len(steps) <= _MAX_DETAILED:
         seen: set[tuple[int, Kind]] = set()
+        apart, free = _TICK_WIDTH * len(aligned.in_a), 0.0
         for place, kind, step in _begins(aligned, (Kind.FORWARD, Kind.BACKWARD)):
-            if (step, kind) not in seen:
-                seen.add((step, kind))
+            if (step, kind) not in seen and place >= free:
                 found.setdefault(place, kind.words)
+                free = place + apart
+            seen.add((step, kind))
     return found
 
 

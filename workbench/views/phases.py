@@ -24,6 +24,7 @@ def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = 
     """Draw the strip over the plot, or over one subplot."""
     pieces = list(_pieces(rows))
     whole_ns = axis.end_ns - axis.origin_ns
+    named = {shape.name for shape in fig.layout.shapes}
     for kind, begin_ns, end_ns in pieces if len(pieces) <= MAX_PIECES else ():
         text = kind.words
         fig.add_shape(
@@ -37,11 +38,14 @@ def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = 
             ysizemode="pixel",
             fillcolor=theme.KIND_COLOURS[kind],
             line_width=0,
+            name=kind.words,
+            showlegend=kind.words not in named,
             opacity=0.35,
             label={"text": text if (end_ns - begin_ns) / whole_ns > _LETTER * len(text) else "", "font": {"size": 11}},
             row=row,
             col=col,
         )
+        named.add(kind.words)
 
 
 def _pieces(rows: Rows) -> Iterator[tuple[Kind, int, int]]:

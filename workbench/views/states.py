@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.events import Kind, UnitState
+from workbench.events import WORK, Kind, UnitState
 from workbench.replay.alike import did, groups
 from workbench.replay.device import Clock, on_device
 from workbench.replay.holds import Cuts
@@ -66,7 +66,7 @@ def states(
         _subtitle(trace.header, drawn.rank, alike, units, seen.cuts, clock),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
-        **theme.legend_below(len(UnitState) + (len(seen.cuts) > 0)),
+        **theme.legend_below(len(UnitState) + len(WORK) + (len(seen.cuts) > 0)),
     )
     axis = time_axis(seen.extent_ns)
     _draw(fig, trace.header, drawn, units[:MAX_UNITS], found, axis)
