@@ -34,7 +34,7 @@ def axis_titles(fig):
 
 def test_title_says_first_and_last_loss_and_the_step_time():
     fig = training(make_trace(losses(4.0, 3.0, 2.0)))
-    assert title(fig) == "Loss 4.000 → 2.000 in 3 steps, 1.00 ms a step"
+    assert title(fig) == "Loss 4.000 → 2.000 in 3 steps, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["loss", "step time [ms]"]
     assert list(lines(fig)[0].y) == [4.0, 3.0, 2.0]
     assert list(lines(fig)[1].y) == [1.0, 1.0, 1.0]
@@ -47,12 +47,18 @@ def test_the_band_is_drawn_only_where_ranks_differ():
     low, high, mean = two.data[:3]
     assert (list(low.y), list(high.y), list(mean.y)) == ([4.0, 3.0], [5.0, 4.0], [4.5, 3.5])
     assert high.fill == "tonexty"
-    assert subtitle(two) == "Mean over 2 ranks; the band is the lowest to the highest rank."
+    assert subtitle(two).startswith("Mean over 2 ranks; the band is the lowest to the highest rank; ")
+
+
+def test_the_step_time_is_that_of_the_slowest_rank():
+    fig = training(make_trace(step_rows(0, 0, STEP_NS), step_rows(0, 0, 3 * STEP_NS)))
+    assert title(fig) == "1 step, no loss logged, 3.00 ms a step (median)"
+    assert "the title&#x27;s step time is the slowest rank&#x27;s" in subtitle(fig)
 
 
 def test_without_a_loss_the_step_time_is_drawn_and_a_sentence_says_how_to_log_one():
     fig = training(make_trace(step_rows(0, 0, STEP_NS)))
-    assert title(fig) == "1 step, no loss logged, 1.00 ms a step"
+    assert title(fig) == "1 step, no loss logged, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["step time [ms]"]
     assert "A number that train_step() returns is logged as the loss." in subtitle(fig)
 

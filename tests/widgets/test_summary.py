@@ -15,12 +15,13 @@ from tests.trace.strategies import traces
 from tests.widgets.test_dashboard import HELD, RUNNING, prefix
 from workbench.events import Edge, Kind
 from workbench.protocol.messages import Position
+from workbench.replay.arrivals import LATE
 from workbench.reports.follow import Progress
 from workbench.session.pulse import Policy, Pulse, UnderWay, pulse
 from workbench.trace.columns import Trace
 from workbench.widgets.answers import Answers
 from workbench.widgets.messages import AskFeed
-from workbench.widgets.steps import LATE, Steps
+from workbench.widgets.steps import Steps
 from workbench.widgets.summary import STUCK_S, knobs, slowest, status, turned, whose
 
 TRACE = example_trace(num_ranks=4)

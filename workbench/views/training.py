@@ -68,12 +68,14 @@ def _title(result: Summary) -> str:
     steps = theme.plural(result.num_steps, "step")
     losses = result.losses
     loss = f"Loss {losses[0]:#.4g} → {losses[-1]:#.4g} in {steps}" if len(losses) else f"{steps}, no loss logged"
-    return f"{loss}, {theme.format_duration(result.step_ns)} a step" if result.num_steps else loss
+    return f"{loss}, {theme.format_duration(result.step_ns)} a step (median)" if result.num_steps else loss
 
 
 def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     num_ranks = max(series.num_ranks for series in (*result.metrics.values(), result.step_times))
-    sentences = [f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank." if num_ranks > 1 else ""]
+    slowest = "; the title's step time is the slowest rank's" if len(result.step_times.steps) else ""
+    band = f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank{slowest}."
+    sentences = [band if num_ranks > 1 else ""]
     sentences += [_not_finite(series) for series in result.metrics.values()]
     if not len(result.losses):
         sentences.append("A number that train_step() returns is logged as the loss.")
