@@ -60,7 +60,7 @@ def test_without_ranks_it_is_over_or_was_never():
     assert status(Pulse(trace=TRACE), 0.0).word == "over"
     assert status(Pulse(trace=Trace.empty()), 0.0).word == "empty"
     nothing = pulse(Trace.empty(), [True], {0: Position()})
-    assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "no step was trained yet")
+    assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "")
 
 
 def test_whose_ranks_they_are():

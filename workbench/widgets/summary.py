@@ -109,7 +109,7 @@ def _last_step(pulse: Pulse) -> str:
     if pulse.under_way is not None:
         return pulse.under_way.words
     last = max((int(r.rows["step"].max()) for r in pulse.trace.ranks if len(r.rows)), default=-1)
-    return f"step {last} was the last" if last >= 0 else "no step was trained yet"
+    return f"step {last} was the last" if last >= 0 else ""
 
 
 def whose(header: Header, kernel_pid: int) -> str:

@@ -4,7 +4,7 @@
 // the same two lines of pixels, so that all share one axis and one cursor.
 
 import { CATEGORIES, CATEGORY, UNIT_STATE, UNIT_STATES } from "./events.js";
-import { formatBytes, shorten } from "./format.js";
+import { formatBytes, formatTick, shorten } from "./format.js";
 import { FONT, penOf } from "./look.js";
 import { lastUpTo } from "./series.js";
 import { sure } from "./sure.js";
@@ -221,7 +221,7 @@ function drawMemoryScale(pen, { axis, base, room, top, skin }) {
     pen.fillStyle = skin.grid;
     pen.fillRect(axis.left, Math.round(y), axis.width, 1);
     pen.fillStyle = skin.soft;
-    pen.fillText(formatBytes(bytes), axis.left - 8, y);
+    pen.fillText(formatTick(bytes), axis.left - 8, y);
   }
 }
 
