@@ -9,7 +9,7 @@ import pytest
 from tests.browser import open_offline
 from tests.source import REPO
 from tests.trace.on_device import on_devices
-from tests.trace.simulation import example_trace, with_loss
+from tests.trace.simulation import Setup, example_trace, simulate, with_loss
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
@@ -180,22 +180,25 @@ CUT = """() => [...view.ranks.querySelectorAll(".fw-rank")].map((row) => {
 })"""
 
 
-def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_of_theirs_is_cut(shown):
-    page, widget = shown
-    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
-    page.evaluate("() => { place.style.width = '760px'; }")
-    lines, classes, places = set(), set(), set()
-    for share in (0.99, 0.3, 0.45, 0.6, 0.75):
-        page.evaluate("(share) => view.putCursor(share * view.end)", share)
-        answer(page, widget, "at")
-        page.wait_for_function("!view.isWaiting && view.frame === 0")
-        rows = page.evaluate(CUT)
-        assert not any(rows[:4])
-        lines.add(len(rows))
-        classes.add(page.evaluate("view.moment.ranks[0].bytes.filter((bytes) => bytes > 0).length"))
-        places.add(tuple(page.evaluate(PLACES)))
-    assert min(len(lines), len(classes)) > 1, "else nothing could move"
-    assert len(places) == 1
+def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_of_theirs_is_cut(
+    chromium, tmp_path, kept
+):
+    trace = simulate(Setup(num_ranks=4, num_units=3, steps=2, late=1))
+    with showing(chromium, tmp_path, kept(Dashboard(Pretender(trace)))) as (page, widget):
+        page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+        page.evaluate("() => { place.style.width = '760px'; }")
+        lines, classes, places = set(), set(), set()
+        for share in (0.999, 0.2, 0.35, 0.5, 0.65, 0.8, 1):
+            page.evaluate("(share) => view.putCursor(share * view.end)", share)
+            answer(page, widget, "at")
+            page.wait_for_function("!view.isWaiting && view.frame === 0")
+            rows = page.evaluate(CUT)
+            assert not any(rows[:4])
+            lines.add(len(rows))
+            classes.add(page.evaluate("view.moment.ranks[0].bytes.filter((bytes) => bytes > 0).length"))
+            places.add(tuple(page.evaluate(PLACES)))
+        assert min(len(lines), len(classes)) > 1, "else nothing could move"
+        assert len(places) == 1
 
 
 def test_numbers_of_a_step_name_it(shown):
