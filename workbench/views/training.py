@@ -113,9 +113,9 @@ def _add_panel(
     points = _in_parts(series, cuts)
     colour = theme.KIND_COLOURS[Kind.METRIC]
     if np.any(points.high > points.low):
-        edge = {"x": points.steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        fig.add_scatter(**edge, y=points.low, row=row, col=col)
-        fig.add_scatter(**edge, y=points.high, fill="tonexty", fillcolor=_band(colour), row=row, col=col)
+        x, y = _outline(points)
+        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+        fig.add_scatter(x=x, y=y, **edge, fill="toself", fillcolor=_band(colour), row=row, col=col)
     fig.add_scatter(
         x=points.steps,
         y=points.mean,
@@ -139,6 +139,16 @@ def _add_panel(
 def _band(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.25)"
+
+
+def _outline(points: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the outline of the band as x and y, ``[2N + gaps]``: each run of finite points closed by itself."""
+    known = np.flatnonzero(np.isfinite(points.low) & np.isfinite(points.high))
+    parts = np.split(known, np.flatnonzero(np.diff(known) > 1) + 1)
+    gap = np.full(1, np.nan)
+    x = [np.concatenate([points.steps[part], points.steps[part[::-1]], gap]) for part in parts]
+    y = [np.concatenate([points.high[part], points.low[part[::-1]], gap]) for part in parts]
+    return np.concatenate(x)[:-1], np.concatenate(y)[:-1]
 
 
 def _in_parts(series: Series, cuts: tuple[int, ...]) -> Series:
