@@ -25,6 +25,7 @@ from workbench.protocol.commands import (
     Sharded,
     Step,
     Stepped,
+    Unmanaged,
     Unshard,
     Unsharded,
     Verified,
@@ -194,6 +195,7 @@ class ShardReport(Report):
         bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         policy: how they are kept and computed, a phrase each; none where it is the plain way.
+        notes: what is likely not meant, and what to do, a sentence each.
     """
 
     model: str
@@ -203,6 +205,7 @@ class ShardReport(Report):
     bytes_unsharded: int
     bytes_at_rest: tuple[int, ...]
     policy: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -219,6 +222,7 @@ class ShardReport(Report):
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("unsharded", f"{format_bytes(self.bytes_unsharded)} on every rank"),
             ("at rest", at_rest),
+            *(("note", note) for note in self.notes),
         ]
 
 
@@ -313,6 +317,7 @@ class VerifyReport(Report):
         not_finite: parameters that hold NaN or infinity in both.
         buffers: buffers that hold NaN or infinity, and on which ranks, in words; empty: none.
         since: since which step the loss is not finite, and on which ranks first, in words; empty: it is.
+        notes: what is likely not meant, and what to do, a sentence each.
     """
 
     num_params: int
@@ -327,6 +332,7 @@ class VerifyReport(Report):
     not_finite: tuple[str, ...] = ()
     buffers: str = ""
     since: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -355,7 +361,7 @@ class VerifyReport(Report):
             found.append(("NaN or infinity in", _names(self.not_finite)))
         if self.buffers:
             found.append(("NaN or infinity in buffers", self.buffers))
-        return found
+        return [*found, *(("note", note) for note in self.notes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -555,7 +561,12 @@ def says(command: type[Command]) -> Callable[[Saying], Saying]:
 
 @says(Shard)
 def _shard(by_rank: Sequence[Sharded]) -> ShardReport:
-    return ShardReport(**_sharded(by_rank))
+    sharded, optimizers = _sharded(by_rank), by_rank[0].optimizers
+    if optimizers:
+        it, them = ("was", "it") if optimizers == 1 else ("were", "them")
+        carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; a script must make {them}"
+        sharded["notes"] = (f"{carried} after fully_shard", *sharded["notes"])
+    return ShardReport(**sharded)
 
 
 @says(Reshard)
@@ -567,7 +578,35 @@ def _sharded(by_rank: Sequence[Sharded]) -> dict[str, Any]:
     first = by_rank[0]
     same = {name: getattr(first, name) for name in ("model", "num_params", "num_elements", "bytes_unsharded")}
     at_rest = tuple(sharded.bytes_at_rest for sharded in by_rank)
-    return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest}
+    notes = _notes(first.model, [sharded.unmanaged for sharded in by_rank])
+    return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest, "notes": notes}
+
+
+def _notes(model: str, by_rank: Sequence[Unmanaged]) -> tuple[str, ...]:
+    """Say what of ``model`` (its name on the ranks, or empty) nothing averages, calls, or keeps equal on them."""
+    params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
+    sums = [rank.buffers for rank in by_rank]
+    differing = [name for name in sums[0] if len({rank.get(name) for rank in sums}) > 1]
+    notes = []
+    if params:
+        first = f"{model or 'model'}.get_parameter({next(iter(params))!r})"
+        notes.append(
+            f"in no unit, so that nothing averages their gradients: {_names(tuple(params))}. After backward, for each: "
+            f"p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, or unshard and "
+            "shard again without --ignore"
+        )
+    if hooks:
+        notes.append(
+            f"register_hook is never called on a sharded parameter: {_names(tuple(hooks))}. Use "
+            "register_post_accumulate_grad_hook"
+        )
+    if differing:
+        buffer = f"{model or 'model'}.get_buffer({differing[0]!r})"
+        notes.append(
+            f"buffers differ between ranks: {_names(tuple(differing))}. If they should not, for each: "
+            f"torch.distributed.broadcast({buffer}, 0); after to_empty they hold nothing until they are set"
+        )
+    return tuple(notes)
 
 
 @says(Unshard)
@@ -642,6 +681,7 @@ def _verify(by_rank: Sequence[Verified]) -> VerifyReport:
         not_finite=worst.not_finite,
         buffers=_buffers([verified.buffers_not_finite for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
+        notes=_notes("", [verified.unmanaged for verified in by_rank]),
     )
 
 
