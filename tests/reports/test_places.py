@@ -69,6 +69,11 @@ def test_a_rank_in_a_wait_is_where_the_others_come_to():
     assert str(stop) == "2 ranks stopped before reshard of blocks.0, step 2"
 
 
+def test_the_end_of_a_wait_is_said_as_the_wait():
+    stop = Stop(positions={0: position(held(kind=Kind.WAIT, edge=Edge.END))}, units=UNITS)
+    assert str(stop) == "rank 0 stopped while waiting for blocks.0, just before the wait ends, step 2"
+
+
 def test_a_line_of_the_table():
     header = example_trace(num_ranks=1, num_units=2).header
     name = header.units[0].name
