@@ -72,6 +72,15 @@ def test_shard_says_bytes_before_and_after_by_rank():
     ]
 
 
+def test_many_units_with_long_names_are_few_words():
+    names = tuple(f"layers.{i}.{'inner.' * 40}weight{i}" for i in range(1000))
+    text = str(ShardReport(**{**vars(SHARD), "units": names}))
+    assert len(text) < 1500
+    assert "layers.0.inner." in text
+    assert "inner.weight999" in text
+    assert "... 989 more ..." in text
+
+
 def test_reshard_says_what_changed_and_what_was_carried_along():
     assert str(RESHARD).startswith(f"resharded in place, {EVIL}: 2 units on 3 ranks, ")
     assert RESHARD.headline.endswith(", state of 1 optimizer carried along")

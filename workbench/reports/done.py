@@ -35,6 +35,9 @@ from workbench.reports.clocks import clock_words
 from workbench.trace.schema import HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
 
+MAX_NAME = 80
+"""Characters of a unit's name in a list of them."""
+
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
 
@@ -509,11 +512,11 @@ def _carried(optimizers: int) -> str:
 
 
 def _names(units: Sequence[str], limit: int = 12) -> str:
-    """List units by name; the middle of a long list is left out."""
+    """List units by name; the middle of a long list, and of a long name, is left out."""
     names = [unit_words(name) for name in units]
     if len(names) > limit:
         names = [*names[: limit - 2], f"... {len(names) - limit + 1} more ...", names[-1]]
-    return ", ".join(names)
+    return ", ".join(n if len(n) <= MAX_NAME else f"{n[: MAX_NAME // 2]}...{n[3 - MAX_NAME // 2 :]}" for n in names)
 
 
 def _by_rank(values: Sequence[str]) -> str:
