@@ -14,7 +14,16 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 6)
 BENCH_FLAGS ?=
 TORCH := 2.13.0
 OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
-OTHER_TESTS := tests/engine tests/runtime# what depends on torch's version: the engine, the recorder, the ranks
+
+# What depends on torch's version, for the other two: what the engine takes from torch's inside; its numbers, names and
+# choices beside those of torch's own FSDP; what gives modules, tensors and groups of ours to another part of torch; ranks
+# that abort their groups. What only our code decides runs with one torch, as do cross products and many examples.
+INSIDE := torch_private imports groups waits
+BESIDE := parity against_torch same_script names first_iteration gradients roots unused_params inner_losses mixed_precision
+OTHER_PARTS := call checkpoint checkpointing state_dict optimizers meta_init mesh_dims tensor_parallel pipelining software
+CLASSIC := api wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state
+OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE) $(OTHER_PARTS)) \
+  $(CLASSIC:%=tests/engine/classic/test_%.py) $(patsubst %,tests/runtime/test_%.py,recovery meshes gate)
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
@@ -39,7 +48,7 @@ help:
 	@echo "make lint         ruff and mypy alone"
 	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
 	@echo "make test         lint, types and all tests; the last lines say which were left out for want of a tool, and what brings it"
-	@echo "make test-torch   the engine's and the ranks' tests with torch $(OTHER_TORCH), each in an environment of its own"
+	@echo "make test-torch   what depends on torch's version with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab, with the panel"
 	@echo "make bench        measure steps, recording, views, the dashboard and the panel; write build/bench.json"
@@ -73,7 +82,7 @@ test: lint
 test-torch: $(OTHER_TORCH:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/installed
-	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) $(OTHER_TESTS)
+	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) --hypothesis-profile=few $(OTHER_TESTS)
 
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --cov --cov-report=term

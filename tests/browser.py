@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+import psutil
+from playwright.sync_api import Browser, Page, sync_playwright
 
 PATIENCE_MS = 90_000
 """How long a browser may take for one thing: a machine may be busy with others."""
@@ -63,6 +64,53 @@ def _of_playwright() -> str | None:
     return found
 
 
+@contextmanager
+def _launched(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class SharedBrowser:
+    """A browser for all pages of a file of tests: a start costs as much as five pages."""
+
+    def __init__(self) -> None:
+        self._last = ExitStack()
+        self._browser: Browser | None = None
+        self._drivers: set[psutil.Process] = set()
+
+    @property
+    def processes(self) -> frozenset[psutil.Process]:
+        """Those of the browser, which starts helpers when it likes, and of its driver."""
+        return frozenset(self._drivers).union(*(driver.children(recursive=True) for driver in self._drivers))
+
+    def begin(self, chromium: str) -> None:
+        """Start it; it lasts until :meth:`end`."""
+        before = set(psutil.Process().children())
+        self._browser = self._last.enter_context(_launched(chromium))
+        self._drivers = set(psutil.Process().children()) - before
+
+    def end(self) -> None:
+        """End it, if it runs."""
+        self._last.close()
+        self._browser, self._drivers = None, set()
+
+    @contextmanager
+    def browser(self, chromium: str) -> Iterator[Browser]:
+        """Give it, or where none runs a browser that ends with the body."""
+        if self._browser is not None:
+            yield self._browser
+            return
+        with _launched(chromium) as browser:
+            yield browser
+
+
+SHARED = SharedBrowser()
+
+
 @dataclass
 class Opened:
     """A page, every address it asked for, and every complaint of its console."""
@@ -80,8 +128,7 @@ class Opened:
 @contextmanager
 def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
     """Open a local file with the network off, in a fresh profile."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
+    with SHARED.browser(chromium) as browser:
         context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900})
         context.set_default_timeout(PATIENCE_MS)
         opened = Opened(context.new_page())
@@ -95,7 +142,7 @@ def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
             opened.page.goto(file.as_uri())
             yield opened
         finally:
-            browser.close()
+            context.close()
 
 
 _FIGURES = """() => [...document.querySelectorAll(".plotly-graph-div")].map(div => {

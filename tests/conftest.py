@@ -20,6 +20,7 @@ settings.load_profile("laws")
 
 # a collection in a forked rank would look at all that torch ever made, and so copy it: most of what a short test takes
 os.register_at_fork(after_in_child=gc.freeze)
+leaks.KEPT.append(browser.SHARED)
 
 
 def pytest_configure():
@@ -106,13 +107,16 @@ def no_leaks_in_test(request):
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
-    """Path of the browser."""
-    return browser.find_chromium()
+    """Path of the browser, of which one runs for all pages of the module."""
+    path = browser.find_chromium()
+    browser.SHARED.begin(path)
+    yield path
+    browser.SHARED.end()
 
 
 @pytest.fixture(scope="session")
 def firefox():
-    """As above, of the other browser."""
+    """Path of the other browser."""
     return browser.find_firefox()

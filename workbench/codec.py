@@ -113,16 +113,30 @@ def _decode_plain(kind: Any, data: Any, where: str, buffers: Sequence[memoryview
     return kind(data) if is_enum else data
 
 
-def decode_named(known: Mapping[str, type], data: Any, where: str) -> Any:  # noqa: ANN401 - anything may come
+def decode_named(
+    known: Mapping[str, type],
+    data: Any,  # noqa: ANN401 - anything may come
+    where: str,
+    *,
+    key: str = "word",
+    fill: bool = False,
+) -> Any:  # noqa: ANN401 - one of them
     """Return ``data`` as that one of the ``known`` dataclasses whose word it bears.
+
+    Args:
+        known: the dataclasses, by word.
+        data: what :func:`encode` returned.
+        where: what is read, for messages.
+        key: under which ``data`` has the word.
+        fill: give a field that is missing its default; else that is an error.
 
     Raises:
         CodecError: it bears none of them, or see :func:`decode`.
     """
-    word = data.get("word") if isinstance(data, dict) else None
+    word = data.get(key) if isinstance(data, dict) else None
     if not isinstance(word, str) or word not in known:
         raise CodecError(f"unknown {where} {word!r:.{_SHOWN}}; known: {', '.join(known)}")
-    return decode(known[word], data, f"{where} {word!r}")
+    return decode(known[word], {**_defaults(known[word]), **data} if fill else data, f"{where} {word!r}")
 
 
 def _decode_union(args: tuple[Any, ...], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
@@ -153,6 +167,12 @@ def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[mem
 def _names(kind: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - any type
     """Return the names of a dataclass's fields; None: it is no dataclass."""
     return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass's fields, as :func:`encode` does."""
+    fields = dataclasses.fields(cast("Any", kind))
+    return {f.name: encode(f.default) for f in fields if f.default is not dataclasses.MISSING}
 
 
 @cache

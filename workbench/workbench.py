@@ -245,10 +245,11 @@ class Workbench:
             self._settings = wanted
             return self._take(cluster, "started", begin)
 
-    def join(
+    def join(  # noqa: PLR0913 - by name; the line's arguments, and what takes the notices
         self,
         num_ranks: int | None = None,
         *,
+        on_wait: OnWait = no_wait,
         profile: str | None = None,
         cluster_id: str = "",
         file: str | os.PathLike[str] = "",
@@ -264,6 +265,7 @@ class Workbench:
 
         Args:
             num_ranks: how many of the engines; None: all.
+            on_wait: as of :meth:`start`.
             profile: IPython profile that the cluster was started with; None: the default one.
             cluster_id: which of that profile's; empty: the only one.
             file: its connection file for clients; empty: is looked for in the profile.
@@ -274,6 +276,7 @@ class Workbench:
         Raises:
             UsageError: ranks run here, or there is no such cluster, or it has fewer engines.
             ClusterError: the cluster does not answer, or its engines do not fit together.
+            Interrupted: Ctrl-C; no process of the cluster has ended.
         """
         target = Target(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
         if not self.held_by:
@@ -285,7 +288,7 @@ class Workbench:
         begin = time.monotonic()
         with self._exchanging("start"):
             cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
-            cluster.start()
+            cluster.start(on_wait)
             return self._take(cluster, "attached", begin)
 
     def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:

@@ -25,7 +25,8 @@ from workbench.session.pulse import Pulse
 from workbench.trace import TraceBuilder, advance, check, load, partners, save, steps, to_perfetto
 from workbench.trace.columns import Trace
 from workbench.views import VIEWS, draw
-from workbench.widgets.answers import Answers
+from workbench.widgets.answers import Answers, Looking
+from workbench.widgets.messages import AskAt, AskFeed
 from workbench.widgets.moments import Moments
 
 Tree = dict[str, Any]
@@ -76,15 +77,15 @@ def measure_scale_of(scale: Scale, repeats: int, num_states: int) -> Tree:
     figures = {view: median_ms(partial(draw, view, trace), repeats) for view in VIEWS}
     answers, pulse = Answers(), Pulse(trace=trace, record="scale.trace")
 
-    def ask(**question: object) -> tuple[dict[str, Any], list[bytes]]:
+    def ask(question: Looking) -> tuple[dict[str, Any], list[bytes]]:
         return answers.answer(question, pulse, time.monotonic)
 
     before_mb = _present_mb()
-    first_answer_ms = median_ms(partial(ask, ask="feed"), 1)
-    begin_us, end_us = 0.0, ask(ask="at", t_us=1e18)[0]["moment"]["t_us"]
+    first_answer_ms = median_ms(partial(ask, AskFeed()), 1)
+    begin_us, end_us = 0.0, ask(AskAt(t_us=1e18))[0]["moment"]["t_us"]
     draw_number = random.Random(0)
     looked_up = sorted(
-        median_ms(partial(ask, ask="at", t_us=draw_number.uniform(begin_us, end_us)), 1) for _ in range(num_states)
+        median_ms(partial(ask, AskAt(t_us=draw_number.uniform(begin_us, end_us))), 1) for _ in range(num_states)
     )
     return {
         "num_rows": num_rows,

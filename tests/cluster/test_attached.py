@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 
 import ipyparallel
 import psutil
@@ -16,9 +18,10 @@ from tests.engines import wait_for_engines
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
+from workbench.cluster import place as place_module
 from workbench.cluster.attached import Target, holder_here, is_gone
 from workbench.cluster.doors import Doors
-from workbench.errors import ClusterError, UsageError
+from workbench.errors import ClusterError, Interrupted, UsageError
 from workbench.protocol.messages import Locate
 
 pytestmark = pytest.mark.cluster
@@ -98,6 +101,56 @@ def test_engines_that_do_something_else_all_the_time_are_said_not_to_answer(prof
     monkeypatch.setattr(cluster_module, "_ANSWER_S", 0.0)
     with pytest.raises(ClusterError, match=r"3 of 3 engines do not answer; .* has to end first"):
         attached().start()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Notices of what a start waits for come at once."""
+    monkeypatch.setattr(cluster_module, "_QUICK_S", 0.0)
+    for module in (cluster_module, place_module):
+        monkeypatch.setattr(module, "NOTICE_S", 0.01)
+
+
+class GivesUp:
+    """Takes what is waited for, and gives up at the first sentence that has ``at`` in it."""
+
+    def __init__(self, at):
+        self.at, self.said = at, []
+
+    def __call__(self, sentence):
+        self.said.append(sentence)
+        if self.at in sentence:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("slow_engines", "impatient")
+@pytest.mark.parametrize("at", ["attaching 3 ranks, 0 s: 3 have not answered yet", "the ranks find each other"])
+def test_an_attach_says_what_it_waits_for_and_is_given_up(profile, at):
+    gives_up, cluster = GivesUp(at), attached()
+    with pytest.raises(Interrupted, match="The attach was given up: the cluster goes on running"):
+        cluster.start(gives_up)
+    assert at in gives_up.said[-1]
+    assert not cluster.is_started
+    with attached() as again:
+        assert (again.num_ranks, again.held_by) == (3, "")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_controller_that_does_not_answer_is_waited_for_until_that_is_given_up(profile, tmp_path):
+    file = json.loads((profile / "security" / "ipcontroller-one-client.json").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        file["registration"] = silent.getsockname()[1]
+        (tmp_path / "silent.json").write_text(json.dumps(file))
+        cluster = Cluster.attached(Target(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=1.0)
+        gives_up = GivesUp("attaching all engines, 0 s: the controller has not answered yet")
+        with pytest.raises(Interrupted, match="The attach was given up"):
+            cluster.start(gives_up)
+        assert not cluster.is_started
+        late = Cluster.attached(Target(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=0.1)
+        with pytest.raises(ClusterError, match="the controller has not answered within 0 s"):
+            late.start()
+        connecting = "connect to the controller"  # ends when the controller has taken too long
+        wait_until(lambda: connecting not in {thread.name for thread in threading.enumerate()})
 
 
 def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profile):

@@ -113,7 +113,7 @@ def test_ranks_that_become_free_are_taken_by_one_click(lab):
     to(lab, "run.ipynb")
     tool(lab, "Abort").click()
     expect(tool(lab, "Detach")).to_be_enabled()
-    expect(panel(lab).locator(".fsdp-Reply")).to_contain_text("aborted")
+    expect(panel(lab).locator(".fsdp-Reply")).to_contain_text("Aborted.")
     tool(lab, "Detach").click()
     expect(ranks(lab)).to_have_count(0)
     to(lab, "other.ipynb")

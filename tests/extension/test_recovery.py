@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab
     shot(lab, "killed")
     expect(tool(lab, "Abort")).to_be_disabled()  # the step has failed on rank 0 too; else it is asked whether to stop
     tool(lab, "Stop the ranks").click()
-    expect(section(lab, "Commands")).to_contain_text("stopped; what was recorded")
+    expect(section(lab, "Commands")).to_contain_text("Ranks stopped.")
     expect(section(lab, "Ranks")).to_have_count(0)
     expect(status_bar(lab)).to_have_count(0)
 

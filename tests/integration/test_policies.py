@@ -8,6 +8,7 @@ import pytest
 from workbench import Workbench
 from workbench.replay import training
 from workbench.widgets.answers import Answers
+from workbench.widgets.messages import AskFeed
 from workbench.widgets.steps import Steps
 
 pytestmark = pytest.mark.cluster
@@ -30,7 +31,7 @@ def train_step():
 
 
 def change(answers, wb):
-    told, _ = answers.answer({"ask": "feed"}, wb.pulse(), time.monotonic)
+    told, _ = answers.answer(AskFeed(), wb.pulse(), time.monotonic)
     return told["change"]
 
 

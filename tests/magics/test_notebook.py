@@ -7,7 +7,7 @@ import pytest
 from tests.fake_cluster import FakeCluster
 from workbench.errors import UsageError
 from workbench.magics.notebook import Notebook
-from workbench.protocol.commands import Abort, Help, History, Shard, Start, Status, Stop
+from workbench.protocol.commands import Abort, Attach, Help, History, Shard, Start, Status, Stop
 from workbench.workbench import MAX_PAST, Workbench
 
 
@@ -66,14 +66,15 @@ def test_ranks_are_started_by_one_at_a_time(one, monkeypatch):
     thread.join()
 
 
-def test_a_start_is_given_up_by_abort_and_says_meanwhile_what_it_waits_for(one, monkeypatch):
+@pytest.mark.parametrize(("command", "method"), [(Start(), "start"), (Attach(), "join")])
+def test_a_start_or_attach_is_given_up_by_abort_and_says_meanwhile_what_it_waits_for(one, monkeypatch, command, method):
     begun, go_on, waits_for = threading.Event(), threading.Event(), []
 
-    def start(self, on_wait, **settings):
-        on_wait("starting 4 ranks, 3 s: importing torch")
+    def start(self, *, on_wait, **settings):
+        on_wait("4 ranks, 3 s: importing torch")
         begun.set()
         assert go_on.wait(60)
-        on_wait("starting 4 ranks, 4 s: importing torch")
+        on_wait("4 ranks, 4 s: importing torch")
 
     def give_up():
         assert begun.wait(60)
@@ -81,18 +82,18 @@ def test_a_start_is_given_up_by_abort_and_says_meanwhile_what_it_waits_for(one, 
         one.do(Abort(), "panel", run, said.append)
         go_on.set()
 
-    said = []
-    monkeypatch.setattr(Workbench, "start", start)
+    said, shown = [], []
+    monkeypatch.setattr(Workbench, method, start)
     thread = threading.Thread(target=give_up)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        one.do(Start(), "cell", run, said.append)
+        one.do(command, "cell", run, said.append, shown.append)
     thread.join()
-    assert waits_for == ["starting 4 ranks, 3 s: importing torch"]
-    assert said == ["giving up the start"]
+    assert waits_for == shown == ["4 ranks, 3 s: importing torch"]
+    assert said == ["Giving up: the ranks are not started or attached"]
     assert (one.exchange, one.waits_for) == ("", "")
-    monkeypatch.setattr(Workbench, "start", lambda self, on_wait, **settings: on_wait("again"))
-    one.do(Start(), "cell", run, said.append)  # the next one is not given up
+    monkeypatch.setattr(Workbench, method, lambda self, *, on_wait, **settings: on_wait("again"))
+    one.do(command, "cell", run, said.append)  # the next one is not given up
 
 
 def test_more_ranks_than_cores_can_serve_are_warned_of_before_they_start(one):

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from playwright.sync_api import ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page
 
-from tests.browser import FLAGS, PATIENCE_MS
+from tests.browser import PATIENCE_MS, SHARED
 from tests.waiting import end, wait_until
 from workbench import ports
 from workbench.cli import lab_command
@@ -160,10 +160,9 @@ def _is_ours(said: ConsoleMessage) -> bool:
 @contextmanager
 def opened(url: str, chromium: str) -> Iterator[Opened]:
     """The notebook in the browser, its kernel ready."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
+    with SHARED.browser(chromium) as browser:
+        found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
         try:
-            found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
             found.page.on("console", lambda said: found.errors.append(said.text) if _is_ours(said) else None)
@@ -171,7 +170,7 @@ def opened(url: str, chromium: str) -> Iterator[Opened]:
             begin(found.page, url)
             yield found
         finally:
-            browser.close()
+            found.page.close()  # and all else of its profile
 
 
 def begin(page: Page, url: str) -> None:

@@ -112,6 +112,8 @@ def test_from_load_to_unload(kernel):
     about = kernel.ask(dashboard, {"ask": "about"})
     assert about["about"]["buttons"] == ["step", "pause", "next", "continue", "abort", "break"]
     assert kernel.ask(dashboard, {"view": "a", "ask": "feed"})["kind"] == "feed"
+    for wrong in ("feed", {"view": "a", "ask": "beside"}, {"view": "a", "ask": "at", "t_us": "soon"}):
+        assert kernel.ask(dashboard, wrong)["kind"] == "refused"
     kernel.send("comm_close", comm_id=dashboard, data={})
 
     kernel.run("%reload_ext workbench")

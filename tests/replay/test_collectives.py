@@ -11,7 +11,16 @@ from tests.trace.simulation import ITEMSIZE, padded_bytes, padded_elements
 from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
 from workbench.replay import collectives
-from workbench.replay.collectives import closed_form, compare, counts, crossing_bytes, ring_bytes, table
+from workbench.replay.collectives import (
+    Pass,
+    closed_form,
+    compare,
+    counts,
+    crossing_bytes,
+    passes,
+    ring_bytes,
+    table,
+)
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
@@ -128,6 +137,38 @@ def test_number_and_bytes_are_the_closed_forms(setup: Setup):
             found = {(c.unit, c.kind, c.num_ranks, c.calls, c.num_bytes) for c in mine}
             assert found == expected
         assert not any(row.differs or row.expected is None for row in compare(trace, step))
+
+
+@given(setups(), st.integers(1, 3), st.booleans())
+def test_passes_of_a_step_are_counted_and_expected(setup: Setup, num_passes: int, reduces: bool):
+    several = dataclasses.replace(setup, steps=1, passes=num_passes, reduces=reduces)
+    trace, plain = simulate(several), closed_form(simulate(dataclasses.replace(setup, steps=0)).header)
+    ran = passes(trace.header, trace.ranks[0], 0)
+    assert [len(each) for each in ran.values()] == [num_passes]
+    times = {Kind.ALL_GATHER: num_passes, Kind.REDUCE_SCATTER: num_passes if reduces else 1}
+    times[Kind.ALL_REDUCE] = times[Kind.REDUCE_SCATTER]
+    expected = {(e.unit, e.kind, e.num_ranks): (e.calls, e.num_bytes) for e in plain}
+    found = {(e.unit, e.kind, e.num_ranks): (e.calls, e.num_bytes) for e in closed_form(trace.header, (), ran)}
+    assert found == {key: tuple(n * times[key[1]] for n in amounts) for key, amounts in expected.items()}
+    assert not any(row.differs or row.expected is None for row in compare(trace, 0))
+
+
+def test_what_stays_full_after_a_pass_is_not_gathered_in_the_next_one():
+    unit = make_unit(make_param((5, 3), 2))
+    kept, last = Pass(reshards=False, reduces=False, all_reduces=False), Pass(all_reduces=False)
+    looks = Pass(has_backward=False, reshards=False, reduces=False, all_reduces=False)
+    for policy, seen, calls in [
+        (True, (kept, kept, last), (2 + 1 + 1, 1)),
+        (False, (kept, kept, last), (1, 1)),
+        (True, (looks, last), (1 + 2, 1)),
+        (False, (looks, last), (1, 1)),
+        (False, (looks,), (1, 0)),
+        (True, (kept,), (2, 1)),  # gradients that nothing reduces are a difference
+    ]:
+        header = Header(units=(dataclasses.replace(unit, reshard_after_forward=policy),))
+        assert tuple(e.calls for e in closed_form(header, (), {0: seen})) == calls
+    (whole,) = (e for e in closed_form(header, (0,), {0: (kept,)}) if e.kind == Kind.ALL_GATHER)
+    assert whole.calls == 1  # full as the step begins
 
 
 @given(setups())

@@ -137,6 +137,15 @@ def test_ranks_without_a_loss_do_not_count():
     assert (report.losses, report.seconds) == ((3.0,), (0.4,))
 
 
+def test_gradients_that_no_reduction_took_are_named_with_their_ranks():
+    quiet = Stepped(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
+    loud = replace(quiet, unreduced=("", "blocks.1"))
+    assert SAYS[Step]([quiet, quiet]).unreduced == ""
+    some, every = SAYS[Step]([quiet, loud]).headline, SAYS[Step]([loud, loud]).headline
+    assert "; gradients of (root), blocks.1 were not reduced on rank 1: call backward after" in some
+    assert "; gradients of (root), blocks.1 were not reduced on every rank: call backward after" in every
+
+
 def test_losses_belong_to_their_steps():
     done = Stepped(steps_done=3, losses=(None, 2.0, None), seconds=(0.2,) * 3, optimizer_steps=3, first_step=0)
     report = SAYS[Step]([done, replace(done, losses=(1.0, 4.0, None))])

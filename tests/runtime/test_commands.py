@@ -288,3 +288,45 @@ def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
     assert refusals[1] == "request 'locate' lacks nothing and has unknown ['loud']"
     assert refusals[2] == "request 'give up' lacks ['reason'] and has unknown nothing"
     assert all(said.startswith("unknown request None; known: ") for said in refusals[3:])
+
+
+class Trainee(torch.nn.Linear):
+    """Calls backward within its own forward, if asked to."""
+
+    is_inside = False
+
+    def forward(self, x):
+        loss = super().forward(x).square().mean()
+        if self.is_inside:
+            loss.backward()
+        return loss
+
+
+def missed_gradients():
+    """Return what steps say whose backward runs inside of forward, or whose gradients are kept on purpose, or not."""
+    ns = namespace()
+    ns["model"] = model = Trainee(4, 4)
+    x = torch.ones(2, 4)
+
+    def train_step():
+        model.zero_grad()
+        loss = model(x)
+        if not model.is_inside:
+            loss.backward()
+
+    ns["train_step"] = train_step
+    execute(Shard(model="model"))
+    said = {"usual": execute(Step())}
+    model.set_requires_gradient_sync(False)
+    said["kept"] = execute(Step())
+    model.set_requires_gradient_sync(True)
+    said["kept before"] = execute(Step())
+    model.is_inside = True
+    said["inside"] = execute(Step())
+    model.reset_iter_state()
+    return {name: stepped["unreduced"] for name, stepped in said.items()}
+
+
+def test_a_step_says_which_gradients_no_reduction_took():
+    for said in run(2, missed_gradients):
+        assert said == {"usual": [], "kept": [], "kept before": [], "inside": [""]}

@@ -25,6 +25,7 @@ from workbench.trace import TraceBuilder, advance, check, load, save, to_perfett
 from workbench.trace.schema import Header, RankInfo
 from workbench.views import VIEWS, compare, draw
 from workbench.widgets.answers import Answers
+from workbench.widgets.messages import AskFeed
 
 NUM_RANKS, NUM_STEPS = 2, 3
 
@@ -107,7 +108,7 @@ def test_it_is_saved_exported_and_drawn_live(recorded, tmp_path):
     assert exported["otherData"] == {"producer": NAME}
     names = {event["name"] for event in exported["traceEvents"]}
     assert {"forward (root)", "all-gather layers.2", "reshard layers.0", "live bytes", "loss"} <= names
-    told, _ = Answers().answer({"ask": "feed"}, Pulse(trace=trace), time.monotonic)
+    told, _ = Answers().answer(AskFeed(), Pulse(trace=trace), time.monotonic)
     assert all(told["counts"][table] > 0 for table in ("spans", "memory", "states", "steps"))
 
 

@@ -41,6 +41,8 @@ class Setup:
     copies: int = 1
     num_units: int = 4
     steps: int = 3
+    passes: int = 1  # of forward and backward in a step
+    reduces: bool = True  # in each pass; else gradients accumulate, and the last pass reduces them
     reshard_after_forward: bool | int = True
     compute_itemsize: int = ITEMSIZE
     reduce_itemsize: int = ITEMSIZE
@@ -238,6 +240,8 @@ class Job:
         self.reducing: dict[int, int] = {}
         self.ends_ns: list[int] = []  # of each collective, by comm_seq
         self.has_grads: set[int] = set()
+        self.accumulated: set[int] = set()  # units whose whole gradients stay for the next pass
+        self.reduces = True
         # which group a rank is in, per role
         names, places = [g.name for g in self.header.comm_groups], range(setup.num_played)
         self.groups = {
@@ -261,8 +265,10 @@ class Job:
         self.out.step = step
         self.out.all(Kind.STEP, Edge.BEGIN)
         self.zero_grad()
-        self.forward(self.root)
-        self.backward()
+        for number in range(self.setup.passes):
+            self.reduces = self.setup.reduces or number == self.setup.passes - 1
+            self.forward(self.root)
+            self.backward()
         self.optimize(first=step == 0)
         for rank in range(self.setup.num_played):
             loss = 1.5 + 3.0 * math.exp(-0.1 * step) + 0.01 * rank
@@ -318,9 +324,13 @@ class Job:
             self.out.move(Category.ACTIVATIONS, unit, -(full_bytes(self.units[unit]) // 2))
         self.out.all(Kind.BACKWARD, Edge.END, unit=unit)
         self.out.phase = Phase.POST_BACKWARD
-        grads = full_bytes(self.units[unit])
-        self.out.move(Category.UNSHARDED_GRADS, unit, grads)
+        if unit not in self.accumulated:
+            self.out.move(Category.UNSHARDED_GRADS, unit, full_bytes(self.units[unit]))
         self.reshard(unit)
+        if not self.reduces:
+            self.accumulated.add(unit)
+            return
+        self.accumulated.discard(unit)
         self.reduce(unit)
         self.finish_reductions(keep=1)
 
@@ -343,6 +353,12 @@ class Job:
         for unit in sorted(self.has_grads):
             self.out.move(Category.SHARDED_GRADS, unit, -(padded_bytes(self.units[unit]) // self.setup.shard_size))
         self.has_grads.clear()
+
+    def take_grads(self, unit: int) -> None:
+        """Keep the rank's part of the gradients, or add it to that of the pass before."""
+        if unit not in self.has_grads:
+            self.out.move(Category.SHARDED_GRADS, unit, padded_bytes(self.units[unit]) // self.setup.shard_size)
+        self.has_grads.add(unit)
 
     def compute(self, unit: int, factor: float) -> None:
         self.out.pass_time(factor * NS_PER_PARAM * full_bytes(self.units[unit]) / ITEMSIZE)
@@ -397,9 +413,8 @@ class Job:
     def reduce(self, unit: int) -> None:
         """Issue the reduction of a unit's gradients."""
         full = full_bytes(self.units[unit])
-        self.has_grads.add(unit)
         if self.setup.num_ranks == 1:
-            self.out.move(Category.SHARDED_GRADS, unit, padded_bytes(self.units[unit]))
+            self.take_grads(unit)
             self.out.move(Category.UNSHARDED_GRADS, unit, -full)
             return
         self.out.move(Category.REDUCE_SCATTER_BUFFERS, unit, self.reduce_buffer_bytes(unit))
@@ -419,7 +434,7 @@ class Job:
                 self.wait(Kind.ALL_REDUCE, unit, self.reducing[unit])
             del self.reducing[unit]
             shard = padded_bytes(self.units[unit]) // self.setup.shard_size
-            self.out.move(Category.SHARDED_GRADS, unit, shard)
+            self.take_grads(unit)
             self.copy(Kind.COPY_OUT, unit, shard)
             self.out.move(Category.REDUCE_SCATTER_BUFFERS, unit, -self.reduce_buffer_bytes(unit))
 

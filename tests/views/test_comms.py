@@ -69,6 +69,32 @@ def test_a_difference_is_marked_in_the_title_and_the_row():
         assert [theme.WRONG in text for text in axis.ticktext[1:]] == [i == 4 for i in range(8)]
 
 
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ({"reduces": False}, "21 = 3 x 7 all-gathers, 4 reduce-scatters (gradients accumulated)"),
+        ({}, "21 = 3 x 7 all-gathers, 12 = 3 x 4 reduce-scatters"),
+        (
+            {"reduces": False, "copies": 2},
+            "21 = 3 x 7 all-gathers, 4 reduce-scatters, 4 all-reduces (gradients accumulated)",
+        ),
+    ],
+)
+def test_several_passes_of_a_step_are_as_expected_and_said(setup, said):
+    fig = comms(simulate(Setup(passes=3, steps=1, **setup)))
+    assert title(fig) == f"Step 0: 3 forward/backward passes: {said}"
+    assert theme.WRONG not in words(fig)
+    assert "= 6 x " in " ".join(column(fig, "closed form"))
+
+
+def test_a_difference_in_several_passes_is_marked():
+    fig = comms(lose_a_gather(simulate(Setup(passes=3, steps=1)), 3))
+    assert "all-gathers 20 of 21" in title(fig)
+    fig = comms(with_policy(simulate(Setup(passes=3, steps=1)), 1, reshard=False))
+    assert title(fig).startswith("Step 0: 3 forward/backward passes: all-gathers 21 of 18, reduce-scatters 12 of 12: ")
+    assert title(fig).endswith("not what the closed form says")
+
+
 def test_a_rank_that_differs_is_named():
     fig = comms(lose_a_gather(example_trace(), 3))
     assert "ranks differ: ranks 0-2: all-gathers 7 of 7" in title(fig)

@@ -1,14 +1,19 @@
 """What the dashboard's kernel side answers, with a workbench that only pretends."""
 
 import inspect
+import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from anywidget import AnyWidget
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fake_cluster import FakeCluster
+from tests.panel.conftest import FakeComm
 from tests.shells import ipython_shell
 from tests.trace.holding import HOLD_NS, stopped_before
 from tests.trace.on_device import on_devices
@@ -18,13 +23,14 @@ from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
 from workbench.magics.shell import register, unregister
+from workbench.panel.dashboards import DashboardComm
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.messages import Hold, Place, Position
 from workbench.reports.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import HostClock, Reading
-from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard
+from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, read_question
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace
 from workbench.widgets.packing import COLUMNS
@@ -64,6 +70,9 @@ class Pretender:
 
     def abort(self):
         raise UsageError("there is nothing to abort")
+
+    def break_clear(self, id):
+        raise UsageError(f"there is no breakpoint {id}")
 
 
 @pytest.fixture
@@ -484,7 +493,8 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
         wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     assert workbench.pressed == ["pause", ("continue", True)]
     said = [content for content, _ in widget.sent]
-    assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort"]
+    refused = "there is no button 'next month'; the buttons: pause, continue, abort, break on, break off, break clear"
+    assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort", refused]
 
 
 def press(widget, word, argument):
@@ -509,12 +519,107 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert press(widget, "break clear", "1") == "removed 1 breakpoint"
         assert ask(widget)[0]["breakpoints"] == [other]
         assert press(widget, "break off", "1") == "there is no breakpoint 1; there are: 2"
-        told = len(widget.sent)
+        assert "there is no event ''" in press(widget, "break", "")
         for argument in ("", "two"):  # without a number all would be meant
-            press(widget, "break clear", argument)
-        assert len(widget.sent) == told
+            says = f"break clear takes the number of a breakpoint, not {argument!r}"
+            assert press(widget, "break clear", argument) == says
+        assert "4300" in press(widget, "break clear", "1" * 5000)
         assert ask(widget)[0]["breakpoints"] == [other]
         assert [b.id for b in workbench.break_list().breakpoints] == [2]
+
+
+QUESTIONS = (
+    {"view": "a", "ask": "feed", "wait": False},
+    {"view": "a", "ask": "at", "number": 3, "t_us": 2_000.0},
+    {"view": "a", "ask": "beside", "number": 4, "rank": 0, "seq": 9, "by": 1},
+    {"view": "a", "ask": "window", "number": 5, "from_us": 0, "to_us": 9_000.5},
+    {"view": "a", "ask": "do", "word": "pause", "argument": ""},
+    {"view": "a", "ask": "do", "word": "break clear", "argument": "1"},
+    {"view": "a", "ask": "bye"},
+)
+NUMBERS = st.integers() | st.sampled_from([2**31, 2**63, -(2**63), 10**400]) | st.floats()
+TEXTS = st.text(max_size=4) | st.sampled_from(["feed", "at", "beside", "window", "do", "bye", "about", "1", "nan"])
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def mutated(draw):
+    """A question of which one field is missing, unknown, or anything."""
+    question = dict(draw(st.sampled_from(QUESTIONS)))
+    name = draw(st.sampled_from([*question, "x"]))
+    if draw(st.booleans()):
+        question.pop(name, None)
+    else:
+        question[name] = draw(JSON)
+    return question
+
+
+def by_widget():
+    widget = Dashboard(Pretender())
+    sent = []
+    widget.send = lambda content, buffers=None: sent.append(content)
+    return SimpleNamespace(
+        receive=lambda data: widget._handle_custom_msg(data, []), sent=lambda: list(sent), close=widget.close
+    )
+
+
+def by_comm():
+    comm = FakeComm()
+    served = DashboardComm(Pretender(), comm)
+    return SimpleNamespace(receive=comm.receive, sent=lambda: [data for data, _ in comm.sent], close=served.close)
+
+
+def problem_of(data):
+    """Why it is no question; empty: it is one."""
+    try:
+        read_question(data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("carrier", [by_widget, by_comm])
+def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier):
+    dashboard = carrier()
+
+    @given(mutated() | JSON)
+    def answers(data):
+        told = len(dashboard.sent())
+        dashboard.receive(data)
+        answered = dashboard.sent()[told:]
+        json.dumps(answered, allow_nan=False)
+        sent = data if isinstance(data, dict) else {}
+        problem = "" if carrier is by_comm and sent.get("ask") == "about" else problem_of(data)
+        if problem:
+            (answer,) = [answer for answer in answered if answer["kind"] == "refused"]
+            assert answer["text"] == problem
+            assert answer["view"] == (sent.get("view") if isinstance(sent.get("view"), str) else "")
+            assert answer["number"] == (sent.get("number") if type(sent.get("number")) is int else -1)
+
+    try:
+        answers()
+        dashboard.receive({"view": "z", "ask": "feed"})
+        assert dashboard.sent()[-1]["restart"]
+    finally:
+        dashboard.close()
+        wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
+
+
+def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(made):
+    workbench = Pretender()
+    widget = made(workbench)
+
+    def are_being_stopped():
+        raise UsageError("the ranks are being stopped")
+
+    workbench.on_pulse = are_being_stopped
+    refused = {"kind": "refused", "view": "a", "number": -1, "text": "the ranks are being stopped"}
+    assert ask(widget)[0] == refused
+    assert ask(widget, "at", number=8, t_us=1.0)[0] == refused | {"number": 8}
 
 
 def test_the_breakpoint_of_a_step_until_is_not_one_of_the_list(made):

@@ -15,6 +15,8 @@ from tests.views.test_theme import contrast
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.widgets.answers import Answers
+from workbench.widgets.dashboard import read_question
+from workbench.widgets.messages import AskFeed
 from workbench.widgets.page import FIGURES, page
 
 EVIL = """<script>hacked = 1</script>"'><img src=x onerror="hacked = 1"></script><!-- <a href="javascript:y">evil $z$"""
@@ -58,11 +60,11 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
 @pytest.mark.browser
 def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
     trace, kernel = example_trace(), Answers()
-    kernel.answer({"ask": "feed"}, Pulse(trace=trace), time.monotonic)
+    kernel.answer(AskFeed(), Pulse(trace=trace), time.monotonic)
     answered = "() => !document.querySelector('.fw-dashboard').dashboard.isWaiting"
 
     def says(question):
-        answer, _ = kernel.answer(question, Pulse(trace=trace), time.monotonic)
+        answer, _ = kernel.answer(read_question(question), Pulse(trace=trace), time.monotonic)
         return json.loads(json.dumps(answer["moment"]))
 
     with opened_page(chromium, tmp_path, trace) as opened:

@@ -17,6 +17,8 @@ from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.widgets import moments
 from workbench.widgets.answers import Answers
+from workbench.widgets.dashboard import read_question
+from workbench.widgets.messages import AskFeed
 from workbench.widgets.modules import joined
 from workbench.widgets.packing import COLUMNS
 from workbench.widgets.recorded import packed
@@ -78,11 +80,11 @@ class Both:
     def __init__(self, page, trace):
         self.page, self.pulse, self.answers = page, Pulse(trace=trace), Answers()
         self.number = page.evaluate("(text) => open(text)", base64.b64encode(packed(trace)).decode())
-        first, _ = self.kernel({"ask": "feed"})
+        first, _ = self.answers.answer(AskFeed(), self.pulse, time.monotonic)
         self.end = first["now"]["t_us"] if first.get("now") else 0.0
 
     def kernel(self, question):
-        answer, buffers = self.answers.answer({"number": 1, **question}, self.pulse, time.monotonic)
+        answer, buffers = self.answers.answer(read_question({"number": 1, **question}), self.pulse, time.monotonic)
         return json.loads(json.dumps({**answer, "view": "a"})), buffers
 
     def ask(self, questions):
@@ -174,7 +176,7 @@ def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
     (told, _), (again, empty) = both.page.evaluate(
         f"ask([{both.number}, [{{ask: 'feed', wait: false}}, {{ask: 'feed', wait: true}}]])"
     )
-    first, _ = Answers().answer({"ask": "feed"}, both.pulse, time.monotonic)
+    first, _ = Answers().answer(AskFeed(), both.pulse, time.monotonic)
     first = json.loads(json.dumps(first))
     for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
         assert told.get(name) == first.get(name)

@@ -9,6 +9,7 @@ from workbench.session.pulse import Pulse
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.answers import Answers
+from workbench.widgets.messages import AskFeed, AskWindow
 
 KEPT, STEP, LOOKS = 2_000, 400, 30
 MAY_GROW = 64 * 1024
@@ -36,10 +37,10 @@ def test_of_a_full_record_a_view_keeps_no_more_and_no_more():
     try:
         for number, trace in enumerate(records):
             pulse = Pulse(trace=trace)
-            told, _ = answers.answer({"ask": "feed"}, pulse, lambda: next(ticks) / 10)
+            told, _ = answers.answer(AskFeed(), pulse, lambda: next(ticks) / 10)
             assert told["restart"] == (number == 0)
             begin_us, end_us = told["begin_us"], told["now"]["t_us"]
-            window = {"ask": "window", "number": number, "from_us": begin_us, "to_us": end_us}
+            window = AskWindow(number=number, from_us=begin_us, to_us=end_us)
             assert answers.answer(window, pulse, lambda: 0.0)[0]["counts"]["spans"] > 0
             del trace, pulse, told
             gc.collect()

@@ -19,6 +19,7 @@ from workbench.reports.follow import Progress
 from workbench.session.pulse import Policy, Pulse, UnderWay, pulse
 from workbench.trace.columns import Trace
 from workbench.widgets.answers import Answers
+from workbench.widgets.messages import AskFeed
 from workbench.widgets.steps import LATE, Steps
 from workbench.widgets.summary import STUCK_S, knobs, slowest, status, turned, whose
 
@@ -131,7 +132,7 @@ def change_told(parts):
     for until, policies in parts:
         trace = prefix(LONG, int(np.flatnonzero(steps == until)[0]) if until < 12 else len(steps))
         known = tuple(Policy(from_step=step, units=units) for step, units in policies)
-        told, _ = answers.answer({"ask": "feed"}, Pulse(trace=trace, policies=known), time.monotonic)
+        told, _ = answers.answer(AskFeed(), Pulse(trace=trace, policies=known), time.monotonic)
         change = told["change"] or change
     return change
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -38,6 +41,8 @@ MAX_RANKS = 64
 
 _QUICK_S = 2.0  # a start on this machine that takes no longer is not reported while it lasts
 _STOPPED = "the other ranks were stopped"
+_GIVEN_UP = "The start was given up: nothing of it is left"
+_ATTACH_GIVEN_UP = "The attach was given up: the cluster goes on running, and can be attached again"
 _SHUTDOWN_S = 2.0
 _PATIENCE_S = 1.0
 _HOLD_S = 2.0
@@ -161,7 +166,7 @@ class Cluster:
             for rank in lookouts(self._rank_info):
                 self._watch_hosts(self._reach(), rank, frozenset())
         except KeyboardInterrupt as interrupt:
-            raise Interrupted("The start was given up: nothing of it is left") from interrupt
+            raise Interrupted(_GIVEN_UP if self._target is None else _ATTACH_GIVEN_UP) from interrupt
         finally:
             if not self._rank_info:
                 self.stop()
@@ -193,9 +198,26 @@ class Cluster:
     def _connect(self, place: Place) -> Wire:
         """Wait for controller and engines, open the doors of these in the order in which they come, return the wire."""
         connection_file = place.wait_for_controller()
+        on_silence = None if place.tells_ends else self._on_silence
+        connecting: Future[Wire] = Future()
+
+        def connect() -> None:
+            try:
+                connecting.set_result(Wire(connection_file, self._start_timeout_s, self._on_gone, on_silence))
+            except Exception as error:  # noqa: BLE001 - raised in the thread that waits
+                connecting.set_exception(error)
+
+        # in a thread: ipyparallel's client waits for the controller, and can neither be told to stop nor say so
+        threading.Thread(target=connect, name="connect to the controller", daemon=True).start()
         try:
-            on_silence = None if place.tells_ends else self._on_silence
-            wire = Wire(connection_file, self._start_timeout_s, self._on_gone, on_silence)
+            while not connecting.done():
+                futures.wait([connecting], NOTICE_S)
+                if not connecting.done():
+                    self._notice(self._num_wanted, "the controller has not answered yet")
+            wire = connecting.result()
+        except KeyboardInterrupt:
+            connecting.add_done_callback(_close)
+            raise
         except TimeoutError as error:
             ended = place.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
@@ -249,6 +271,7 @@ class Cluster:
         told: dict[int, World | None] = {}
         until = time.monotonic() + _ANSWER_S
         while busy := self._busy(answers, told):
+            self._notice(len(doors.engines), f"{len(busy)} {'has' if len(busy) == 1 else 'have'} not answered yet")
             replies = doors.hold({}, busy, _HOLD_S)
             told |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
             silent = [rank for rank in busy if rank not in told and not answers.done(rank)]
@@ -337,7 +360,7 @@ class Cluster:
         while not (is_done := pending.wait(NOTICE_S, or_error=True)):
             if time.monotonic() > place.deadline or any(map(pending.error, pending.ranks)):
                 break
-            self._notices.notice(f"starting {len(pending.ranks)} ranks", "the ranks find each other")
+            self._notice(len(pending.ranks), "the ranks find each other")
         try:
             pending.raise_error()
         except RankError as error:
@@ -347,6 +370,11 @@ class Cluster:
         if not is_done:
             late = [rank for rank in pending.ranks if not pending.done(rank)]
             raise ClusterError(f"{ranks_in_words(late)} did not {what} in time{place.advice(*late)}")
+
+    def _notice(self, num_ranks: int | None, detail: str) -> None:
+        """Report what a start or an attach of ``num_ranks`` (None: of all engines) waits for."""
+        what = "all engines" if num_ranks is None else f"{num_ranks} rank{'' if num_ranks == 1 else 's'}"
+        self._notices.notice(f"{'starting' if self._target is None else 'attaching'} {what}", detail)
 
     def stop(self) -> str:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
@@ -606,3 +634,9 @@ class Cluster:
         if self._doors is None:
             raise UsageError("the ranks are not started: start them first (%fsdp start)")
         return self._doors
+
+
+def _close(connecting: Future[Wire]) -> None:
+    """Close a connection that came up after it was given up."""
+    if connecting.exception() is None:
+        connecting.result().close()

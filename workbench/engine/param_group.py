@@ -631,6 +631,11 @@ class FSDPParamGroup:
         has_full = any(p.has_full_grad for p in self.fsdp_params)
         return self.sync.reduce_grads and (has_full or self._reducer.owes_all_reduce)
 
+    @property
+    def has_missed_grads(self) -> bool:
+        """True if autograd has made full gradients since the last post-backward, and they are to be reduced."""
+        return self.sync.reduce_grads and sum(p.grad_bytes() for p in self.fsdp_params) > self._grad_bytes
+
     # ---- the rest
 
     def finalize_backward(self) -> None:

@@ -714,6 +714,11 @@ def raised_in() -> int:
     return max((root._root.raised_in for root in tuple(roots)), default=probe.NO_UNIT)
 
 
+def missed_grads() -> list[str]:
+    """Return the names of the units of any model whose gradients no reduction has taken, outside of a backward."""
+    return [unit.name for root in tuple(roots) for unit in units_of(root._states) if unit.has_missed_grads]
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
     """After an optimizer's step: full parameters from before it are no longer what their shards say."""
     stepped: set[int] = set()

@@ -35,7 +35,7 @@ class Notebook:
     Attributes:
         workbench: there is one from the first ``start`` or ``open`` on; what it recorded outlives ``stop``.
         exchange: which command has others like it refused at this moment.
-        waits_for: what a start waits for, in a sentence; empty: there is none, or it says nothing.
+        waits_for: what a start or an attach waits for, in a sentence; empty: there is none, or it says nothing.
         cores: that ranks started here share.
     """
 
@@ -59,7 +59,7 @@ class Notebook:
             source: who asks.
             run: does what the workbench does.
             tell: is told what there is to say beside it.
-            on_wait: is told what a start waits for.
+            on_wait: takes what a start or an attach waits for.
 
         Raises:
             WorkbenchError: as :meth:`workbench.workbench.Workbench.do`.
@@ -70,7 +70,7 @@ class Notebook:
             return None
         if isinstance(command, Abort) and self.exchange == "start":
             self._gives_up = True
-            tell("giving up the start")
+            tell("Giving up: the ranks are not started or attached")
             return None
         exchange = self._exchange_of(command, tell, on_wait)
         if exchange is not None:
@@ -83,7 +83,7 @@ class Notebook:
             case Start():
                 return "start", lambda: self._start(command, tell, on_wait)
             case Attach():
-                return "start", lambda: self._open(command)
+                return "start", lambda: self._attach(command, on_wait)
             case Detach():
                 return "stop", lambda: self._detach(tell)
             case Stop():
@@ -146,21 +146,32 @@ class Notebook:
                 "takes minutes, or fails"
             )
 
+        report = workbench.start(on_wait=self._noticing(on_wait), **wanted)
+        self.workbench = workbench
+        return report
+
+    def _attach(self, command: Attach, on_wait: OnWait) -> Report:
+        workbench = self.shown()
+        report = workbench.join(**command.call()[1], on_wait=self._noticing(on_wait))
+        self.workbench = workbench
+        return report
+
+    def _noticing(self, on_wait: OnWait) -> OnWait:
+        """Return an ``on_wait`` that keeps the sentence as :attr:`waits_for`, and ends the start after an abort."""
+
         def notice(sentence: str) -> None:
             self.waits_for = sentence
             if self._gives_up:
                 raise KeyboardInterrupt
             on_wait(sentence)
 
-        report = workbench.start(notice, **wanted)
-        self.workbench = workbench
-        return report
+        return notice
 
     def _detach(self, tell: Tell) -> None:
         self.running().detach()
         tell("detached; the ranks keep their variables: %fsdp attach finds them again")
 
-    def _open(self, command: Open | Attach) -> Report:
+    def _open(self, command: Open) -> Report:
         workbench = self.shown()
         report: Report = workbench.do(command)
         self.workbench = workbench

@@ -28,7 +28,7 @@ from workbench.magics.words import (
 )
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Cell, Command, Continue, Next, Start, Step
+from workbench.protocol.commands import Attach, Cell, Command, Continue, Next, Start, Step
 from workbench.reports.done import CellReport
 from workbench.reports.places import live_units, param_names
 from workbench.reports.stopped import StopReport
@@ -91,7 +91,7 @@ class FsdpMagics(Magics):
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
         command = parse_line(line, self._variable)
         self._tell_news()
-        if not isinstance(command, Start):
+        if not isinstance(command, (Start, Attach)):
             return self.notebook.do(command, "cell", self._do, say)
         with closing(StandingLine()) as below:
             return self.notebook.do(command, "cell", self._do, say, below.update)

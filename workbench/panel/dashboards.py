@@ -55,7 +55,7 @@ class DashboardComm:
 
     def _receive(self, message: dict[str, Any]) -> None:
         content = message["content"]["data"]
-        if content.get("ask") == "about":
+        if isinstance(content, dict) and content.get("ask") == "about":
             self._tell({"kind": "about", "about": self._views.about}, None)
         else:
             self._views.receive(content)

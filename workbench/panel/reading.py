@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
-from workbench.codec import decode_named, encode
+from workbench.codec import decode_named
 from workbench.errors import UsageError
 from workbench.magics.words import WORDS, parse_line
 from workbench.panel.messages import Question
@@ -21,7 +19,7 @@ def read_question(data: Any) -> Question:  # noqa: ANN401 - anything may come
     Raises:
         ValueError: it is none, or a field is missing or of another type.
     """
-    question: Question = decode_named(QUESTIONS, _filled(QUESTIONS, data), "question")
+    question: Question = decode_named(QUESTIONS, data, "question", fill=True)
     return question
 
 
@@ -32,7 +30,7 @@ def read_command(data: Any) -> Command:  # noqa: ANN401 - anything may come
         UsageError: there is no such word, it takes no such arguments, or they do not fit on one line.
     """
     try:
-        command: Command = decode_named(WORDS, _filled(WORDS, data), "command")
+        command: Command = decode_named(WORDS, data, "command", fill=True)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     line = to_text(command)
@@ -44,13 +42,3 @@ def read_command(data: Any) -> Command:  # noqa: ANN401 - anything may come
 def line_of(command: Command) -> str:
     """Return the line that one could have typed for ``command``; what is at its default is left out."""
     return f"%fsdp {to_text(command)}"
-
-
-def _filled(known: Mapping[str, type], data: Any) -> Any:  # noqa: ANN401
-    """Return ``data`` with the defaults of what it lacks; data that is nothing of the sort as it is."""
-    word = data.get("word") if isinstance(data, dict) else None
-    if not isinstance(word, str) or word not in known:
-        return data
-    fields = dataclasses.fields(cast("Any", known[word]))
-    defaults = {f.name: encode(f.default) for f in fields if f.default is not dataclasses.MISSING}
-    return {**defaults, **data}

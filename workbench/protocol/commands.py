@@ -492,6 +492,7 @@ class Stepped:
         seconds: of each step, without the time it was held.
         optimizer_steps: since the rank was started.
         first_step: number of the first of the steps.
+        unreduced: names of units, root ``""`` included, that held gradients after a step which no reduction took.
     """
 
     steps_done: int
@@ -499,6 +500,7 @@ class Stepped:
     seconds: tuple[float, ...]
     optimizer_steps: int
     first_step: int
+    unreduced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -276,63 +276,160 @@ def _num_ranks(header: Header, found: Collectives) -> Ints:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of a model, and the backward pass that follows it.
+
+    Attributes:
+        has_backward: False for an evaluation.
+        reshards: whether units give up their full parameters in backward.
+        reduces: whether gradients are reduced; False while they accumulate.
+        all_reduces: whether they are averaged over copies as well.
+    """
+
+    has_backward: bool = True
+    reshards: bool = True
+    reduces: bool = True
+    all_reduces: bool = True
+
+
+Passes = tuple[Pass, ...]
+ONE_PASS: Passes = (Pass(),)
+
+
+def passes(header: Header, rank: RankTrace, step: int) -> dict[int, Passes]:
+    """Return the passes of each model in a rank's ``step``, by the index of its root unit.
+
+    A pass begins with a forward of the root. A model whose root has none in this step is left out.
+    """
+    rows = rank.rows[(rank.rows["step"] == step) & _TELLS_PASSES[rank.kinds]]
+    kind, begins = rows["kind"], rows["edge"] != Edge.END
+    roots = np.array([*(unit.root for unit in header.units), -1])  # the last is where -1 looks
+    root = roots[np.where(rows["unit"] < len(header.units), rows["unit"], -1)]
+    found: dict[int, Passes] = {}
+    for index in np.unique(root[root >= 0]).tolist():
+        mine = begins & (root == index)
+        starts = np.flatnonzero(mine & (kind == Kind.FORWARD) & (rows["unit"] == index))
+        ends = [*starts[1:].tolist(), len(rows)]
+        if len(starts):
+            found[index] = tuple(
+                _pass(kind[a:b][mine[a:b]].tolist()) for a, b in zip(starts.tolist(), ends, strict=True)
+            )
+    return found
+
+
+_TELLS_PASSES = np.isin(
+    np.arange(256), (Kind.FORWARD, Kind.BACKWARD, Kind.RESHARD, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+)  # indexed by the ``kind`` column
+
+
+def _pass(kinds: list[int]) -> Pass:
+    if Kind.BACKWARD not in kinds:
+        return Pass(has_backward=False, reshards=False, reduces=False, all_reduces=False)
+    backward = kinds[kinds.index(Kind.BACKWARD) :]
+    return Pass(
+        reshards=Kind.RESHARD in backward,
+        reduces=Kind.REDUCE_SCATTER in backward,
+        all_reduces=Kind.ALL_REDUCE in backward,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What one training step should do for one unit: see :func:`closed_form`."""
+    """What one training step should do for one unit: see :func:`closed_form`.
+
+    Attributes:
+        unit: unit index.
+        kind: one of COLLECTIVES.
+        num_ranks: ranks that take part in each.
+        calls: how many.
+        num_bytes: their payloads together.
+        num_passes: forward and backward passes of the unit's model in the step.
+    """
 
     unit: int
     kind: Kind
     num_ranks: int
     calls: int
     num_bytes: int
+    num_passes: tuple[int, int] = (1, 1)
 
 
-def closed_form(header: Header, full: Collection[int] = ()) -> tuple[Expected, ...]:
-    """Return the collectives of one plain training step on each rank: one forward, one backward, gradients reduced.
+def closed_form(
+    header: Header, full: Collection[int] = (), passes: Mapping[int, Passes] | None = None
+) -> tuple[Expected, ...]:
+    """Return the collectives of one training step on each rank.
 
     ``full`` are the units whose parameters are full, or on their way, as the step begins: an evaluation before it may
-    have left the root so. Forward does not gather them.
+    have left the root so. Forward does not gather them. ``passes`` are those of the step, by model, as :func:`passes`
+    finds them; a model without any has one plain pass: one forward, one backward, gradients reduced.
 
     With ``p^ = padded_rows * F * elements of a row``, F the unit's shard size, R its copies, b_c and b_r the bytes per
     element of its all-gathers and reductions:
 
-    - each unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward, once more in
-      backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, K in the place of F also in p^;
-    - it reduces and scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once;
+    - in each pass a unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward,
+      once more in backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, K in the place of F also
+      in p^;
+    - it reduces and scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once in each pass that
+      reduces: with accumulated gradients in the last pass alone, and in one at least;
     - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks.
 
     Among one rank nothing is communicated. Retired units are left out.
 
-    Example: G units, only the root kept unsharded after forward -> 2 G - 1 all-gathers and G reduce-scatters.
+    Example: G units, only the root kept unsharded after forward, gradients accumulated over P passes -> P (2 G - 1)
+    all-gathers and G reduce-scatters.
     """
     live = (unit for unit in header.units if unit.in_use)
-    return tuple(expected for unit in live for expected in _closed_form(unit, is_full=unit.index in full))
+    known = passes or {}
+    return tuple(
+        expected
+        for unit in live
+        for expected in _closed_form(unit, known.get(unit.root, ONE_PASS), is_full=unit.index in full)
+    )
 
 
-def _closed_form(unit: Unit, *, is_full: bool) -> Iterator[Expected]:
+def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expected]:
     size, copies = unit.shard_size, unit.replicate_size
     trainable = [param for param in unit.params if param.trainable]
-    gathers = Counter([size, *_backward_gather(unit)])
-    gathers[size] -= is_full
+    num_passes = len(passes), sum(each.has_backward for each in passes)
+
+    def expected(kind: Kind, num_ranks: int, calls: int, payload: int) -> Expected:
+        calls = calls if num_ranks > 1 else 0
+        return Expected(
+            unit=unit.index,
+            kind=kind,
+            num_ranks=num_ranks,
+            calls=calls,
+            num_bytes=calls * payload,
+            num_passes=num_passes,
+        )
+
+    gathers = _gathers(unit, passes, is_full=is_full)
     for num_ranks, calls in gathers.items():
         payload = unit.compute_itemsize * sum(_padded_elements(param, num_ranks) for param in unit.params)
-        yield _expected(unit, Kind.ALL_GATHER, num_ranks, calls, payload)
+        yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
-    yield _expected(unit, Kind.REDUCE_SCATTER, size, 1 if trainable else 0, payload)
+    reduces, all_reduces = sum(each.reduces for each in passes), sum(each.all_reduces for each in passes)
+    least = bool(trainable) and num_passes[1] > 0
+    yield expected(Kind.REDUCE_SCATTER, size, max(reduces, 1) if least else 0, payload)
     if copies > 1:
-        yield _expected(unit, Kind.ALL_REDUCE, copies, 1 if trainable else 0, payload // size)
+        yield expected(Kind.ALL_REDUCE, copies, max(all_reduces, 1) if least else 0, payload // size)
 
 
-def _backward_gather(unit: Unit) -> tuple[int, ...]:
-    """The number of ranks that backward's all-gather is over; nothing if the unit was not resharded after forward."""
-    policy = unit.reshard_after_forward
-    if isinstance(policy, bool):
-        return (unit.shard_size,) if policy else ()
-    return (policy,) if policy > 1 else ()
-
-
-def _expected(unit: Unit, kind: Kind, num_ranks: int, calls: int, payload: int) -> Expected:
-    calls = calls if num_ranks > 1 else 0
-    return Expected(unit=unit.index, kind=kind, num_ranks=num_ranks, calls=calls, num_bytes=calls * payload)
+def _gathers(unit: Unit, passes: Passes, *, is_full: bool) -> Counter[int]:
+    """Return how many all-gathers a unit needs for some passes, by the number of ranks they are over."""
+    policy, size = unit.reshard_after_forward, unit.shard_size
+    after_forward = 1 if policy is False else size if policy is True else policy
+    over = 1 if is_full else size  # ranks that the parameters are split over
+    found = Counter({size: 0})
+    for each in passes:
+        found[over] += 1
+        over = after_forward
+        if each.has_backward:
+            found[over] += 1
+            over = size if each.reshards else 1
+    if size > 1:
+        del found[1]  # full already
+    return found
 
 
 def _padded_elements(param: Param, num_ranks: int) -> int:
@@ -372,7 +469,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether something else was expected. A step that accumulates gradients differs, and rightly so."""
+        """Whether something else was expected. A unit that is skipped, or unsharded by hand, differs rightly so."""
         found = (self.calls, self.num_bytes)
         return self.expected is not None and found != (self.expected.calls, self.expected.num_bytes)
 
@@ -388,13 +485,14 @@ def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
         begin, end = rank.places_of(step, step)
         part = rank.part(begin, end, KeyFrame(unit_states=rank.unit_states_before(begin)))
         groups.setdefault(_program(trace.header, part, step), []).append(part)
-    forms: dict[frozenset[int], dict[Key, Expected]] = {}
+    forms: dict[Hashable, dict[Key, Expected]] = {}
     found: dict[tuple[Key, int, int, Expected | None], list[_Tally]] = {}
     for alike in groups.values():
-        full = frozenset(alike[0].start.unit_states)
-        if full not in forms:
-            forms[full] = {(e.unit, e.kind, e.num_ranks): e for e in closed_form(trace.header, full)}
-        for key, tally, expected in _with_expected(_tallies(trace.header, alike, step), alike, step, forms[full]):
+        full, ran = frozenset(alike[0].start.unit_states), passes(trace.header, alike[0], step)
+        known = full, tuple(ran.items())
+        if known not in forms:
+            forms[known] = {(e.unit, e.kind, e.num_ranks): e for e in closed_form(trace.header, full, ran)}
+        for key, tally, expected in _with_expected(_tallies(trace.header, alike, step), alike, step, forms[known]):
             found.setdefault((key, tally.calls, tally.num_bytes, expected), []).append(tally)
     rows = [_comparison(key[0], alike, key[-1]) for key, alike in found.items()]
     rows.sort(key=lambda c: (c.unit, c.kind, -c.num_ranks, -len(c.ranks), c.ranks))
@@ -458,7 +556,8 @@ def _program(header: Header, rank: RankTrace, step: int) -> Hashable:
     rows = rank.rows
     active = np.bincount(rows["unit"][rows["step"] == step] + 1) > 0
     did_so = did(header, rows_of(rank, (*COLLECTIVES, Kind.WAIT)), ("step", "num_bytes"))
-    return frozenset(rank.start.unit_states), _is_whole(rank, step), active.tobytes(), did_so
+    ran = tuple(passes(header, rank, step).items())
+    return frozenset(rank.start.unit_states), ran, _is_whole(rank, step), active.tobytes(), did_so
 
 
 def _with_expected(

@@ -265,6 +265,7 @@ class StepReport(Report):
         missed: the event before which they were to stop and which did not come; empty: none.
         came: events that did come, what reads most like ``missed`` first.
         not_finite: from which step on, and on which rank first, the loss is not a finite number; empty: it is one.
+        unreduced: which units hold gradients that no reduction took, on which ranks, and what to do; empty: none.
     """
 
     steps_done: int
@@ -274,6 +275,7 @@ class StepReport(Report):
     missed: str = ""
     came: tuple[str, ...] = ()
     not_finite: str = ""
+    unreduced: str = ""
 
     @property
     def median_seconds(self) -> float:
@@ -291,7 +293,7 @@ class StepReport(Report):
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
         missed = f"; {self.missed} did not come" if self.missed else ""
-        return ", ".join(parts) + (f"; {self.not_finite}" if self.not_finite else "") + missed
+        return ", ".join(parts) + "".join(f"; {said}" for said in (self.not_finite, self.unreduced) if said) + missed
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what came instead of the event that did not; nothing otherwise."""
@@ -583,7 +585,24 @@ def _step(by_rank: Sequence[Stepped]) -> StepReport:
         seconds=tuple(map(max, zip(*(stepped.seconds for stepped in by_rank), strict=False))),
         optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
         not_finite=_not_finite(by_rank),
+        unreduced=_unreduced([stepped.unreduced for stepped in by_rank]),
     )
+
+
+def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
+    """Say which units hold gradients that no reduction took, and what to do about it; empty: none does."""
+    ranks = {names: own for names, own in _ranks_by([_names(names) for names in by_rank]).items() if names}
+    if not ranks:
+        return ""
+    where = [f"gradients of {names} were not reduced {_on(own, len(by_rank))}" for names, own in ranks.items()]
+    return (
+        f"{', '.join(where)}: call backward after the model's forward has returned, on a tensor that is computed from "
+        "its outputs; model.reset_iter_state() drops these gradients"
+    )
+
+
+def _on(ranks: Sequence[int], num_ranks: int) -> str:
+    return "on every rank" if len(ranks) == num_ranks else f"on {label(ranks)}"
 
 
 def _not_finite(by_rank: Sequence[Stepped]) -> str:
@@ -598,7 +617,8 @@ def _not_finite(by_rank: Sequence[Stepped]) -> str:
     kind = "NaN" if any(math.isnan(loss) for loss in steps[first].values()) else "infinite"
     number = by_rank[0].first_step + first
     begin = f"loss is {kind} from step {number} on" if all(steps[first:]) else f"loss is {kind} in step {number}"
-    where = f", first on {label(list(steps[first]))}" if len(steps[first]) < len(by_rank) else " on every rank"
+    ranks = list(steps[first])
+    where = f"{', first' if len(ranks) < len(by_rank) else ''} {_on(ranks, len(by_rank))}"
     return begin + where
 
 

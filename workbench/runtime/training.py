@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine import StepAborted
 from workbench.engine._torch import local_of
+from workbench.engine.state import missed_grads
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category, Edge
@@ -91,6 +92,7 @@ class Trainer:
         """
         function = find_step_function(command.fn)
         losses, seconds = [], []
+        unreduced: dict[str, None] = {}
         first_step = self._recorder.next_step
         self._running = True
         try:
@@ -98,6 +100,7 @@ class Trainer:
                 begin_ns = time.monotonic_ns() - self._recorder.held_ns
                 losses.append(self._one_step(function))
                 seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
+                unreduced |= dict.fromkeys(missed_grads())
             self._recorder.wait_for_device(lambda: cancellation.sleep(_LOOK_S))
         except RuntimeError as error:
             reason = self._translated(error)
@@ -113,6 +116,7 @@ class Trainer:
             seconds=tuple(seconds),
             optimizer_steps=self.optimizer_steps,
             first_step=first_step,
+            unreduced=tuple(unreduced),
         )
 
     def _one_step(self, function: Callable[[], Any]) -> float | None:

@@ -23,6 +23,10 @@ from workbench.views import theme
 from workbench.widgets.feed import HISTORY_ROWS, Feed
 from workbench.widgets.messages import (
     Answer,
+    AskAt,
+    AskBeside,
+    AskFeed,
+    AskWindow,
     Counts,
     Moment,
     MomentTold,
@@ -44,6 +48,10 @@ FIRST_BYTES = 256 * 1024
 """Binary data of the first answer: what happened before the view was opened."""
 
 _ALL_NS = 1 << 62  # later than anything
+_MAX_US = float(1 << 51)  # 71 years: further from the origin than anything, and 64 bits hold it in nanoseconds
+
+Looking = AskFeed | AskAt | AskBeside | AskWindow
+"""Questions about what was recorded."""
 
 
 class Answers:
@@ -78,32 +86,30 @@ class Answers:
         """What is cut out of the view's time axis."""
         return self._feed.cuts
 
-    def answer(
-        self, content: dict[str, Any], pulse: Pulse, clock: Callable[[], float]
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the answer to a message as plain data and buffers."""
-        found, buffers = self._answer(content, pulse, clock)
+    def answer(self, question: Looking, pulse: Pulse, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the answer to a question as plain data and buffers."""
+        found, buffers = self._answer(question, pulse, clock)
         return encode(found), buffers
 
-    def _answer(self, content: dict[str, Any], pulse: Pulse, clock: Callable[[], float]) -> tuple[Answer, list[bytes]]:
-        if content["ask"] == "feed":
-            return self._news(pulse, clock)
+    def _answer(self, question: Looking, pulse: Pulse, clock: Callable[[], float]) -> tuple[Answer, list[bytes]]:
         trace = pulse.trace
-        if content["ask"] == "window":
-            return self._window(trace, content)
-        if content["ask"] == "at":
-            moment = self._at(trace, self._true_ns(content["t_us"]))
-        else:
-            rank, seq, by = (int(content[key]) for key in ("rank", "seq", "by"))
-            moment = self._moments.beside(trace, rank, seq, by)
-        return MomentTold(number=int(content.get("number", 0)), moment=self._moment(moment)), []
+        match question:
+            case AskFeed():
+                return self._news(pulse, clock)
+            case AskWindow():
+                return self._window(trace, question)
+            case AskAt():
+                moment = self._at(trace, self._true_ns(question.t_us))
+            case AskBeside():
+                moment = self._moments.beside(trace, question.rank, question.seq, question.by)
+        return MomentTold(number=question.number, moment=self._moment(moment)), []
 
-    def _window(self, trace: Trace, content: dict[str, Any]) -> tuple[Window, list[bytes]]:
-        from_us, to_us = (float(content[key]) for key in ("from_us", "to_us"))
+    def _window(self, trace: Trace, question: AskWindow) -> tuple[Window, list[bytes]]:
+        from_us, to_us = float(question.from_us), float(question.to_us)
         begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
         found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns, self._feed.cuts, self._feed.ranks)
         counts, buffer = pack(found, self._origin_ns)
-        number = int(content.get("number", 0))
+        number = question.number
         return Window(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
 
     def _news(self, pulse: Pulse, clock: Callable[[], float]) -> tuple[News, list[bytes]]:
@@ -187,9 +193,9 @@ class Answers:
         """Where the view shows a time."""
         return (self._feed.cuts.shown_at(t_ns) - self._origin_ns) / 1e3
 
-    def _true_ns(self, us: object) -> int:
+    def _true_ns(self, us: float) -> int:
         """The time that the view shows there."""
-        return self._feed.cuts.true_at(round(float(str(us)) * 1e3) + self._origin_ns)
+        return self._feed.cuts.true_at(round(min(max(us, -_MAX_US), _MAX_US) * 1e3) + self._origin_ns)
 
 
 def _order(header: Header) -> tuple[int, ...]:

@@ -25,13 +25,13 @@ from typing import Any, get_args
 import anywidget
 import traitlets
 
-from workbench.codec import encode
-from workbench.errors import WorkbenchError
+from workbench.codec import decode_named, encode
+from workbench.errors import UsageError, WorkbenchError
 from workbench.protocol.commands import NEXT
 from workbench.session.pulse import Pulse
 from workbench.widgets.answers import Answers
 from workbench.widgets.busy import answer_while_busy
-from workbench.widgets.messages import About, Panel, Said
+from workbench.widgets.messages import About, AskFeed, AskToDo, Bye, Panel, Question, Refused, Said
 from workbench.widgets.modules import STATIC, joined
 from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out
 
@@ -51,8 +51,20 @@ ARGUED = ("next", "break")
 ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}
 """What is done with a breakpoint of the list, and the method of the workbench that takes its number for it."""
 
+QUESTIONS: dict[str, type] = {question.ask: question for question in get_args(Question)}
+
 Tell = Callable[[dict[str, Any], list[bytes] | None], None]
 """Sends a message to the browser, with what goes beside it."""
+
+
+def read_question(data: Any) -> Question:  # noqa: ANN401 - anything may come
+    """Return the question that came as ``data``.
+
+    Raises:
+        ValueError: it is none, or a field is missing or of another type.
+    """
+    question: Question = decode_named(QUESTIONS, data, "question", key="ask", fill=True)
+    return question
 
 
 class Views:
@@ -96,26 +108,35 @@ class Views:
             self._views.clear()
             self._pulse = None
 
-    def receive(self, content: dict[str, Any]) -> None:
+    def receive(self, data: Any) -> None:  # noqa: ANN401 - anything may come
         """Answer one message of the browser; runs in the main thread, or in a subshell's while a cell runs."""
-        name, ask = str(content.get("view", "")), content.get("ask")
-        if ask == "do":
-            self._press(name, str(content.get("word", "")), str(content.get("argument", "")))
+        try:
+            self._receive(read_question(data))
+        except (WorkbenchError, ValueError) as error:
+            sent = data if isinstance(data, dict) else {}
+            view, number = sent.get("view"), sent.get("number")
+            refused = Refused(number=number if type(number) is int else -1, text=str(error))
+            self._tell(view if isinstance(view, str) else "", encode(refused))
+
+    def _receive(self, question: Question) -> None:
+        name = question.view
+        if isinstance(question, AskToDo):
+            self._press(name, question.word, question.argument)
             return
         with self._lock:
-            if ask == "bye":
+            if isinstance(question, Bye):
                 self._forget(name)
                 return
             view = self._views.pop(name, None) or Answers()
             self._views[name] = view  # the newest is last
             for crowded in crowded_out(self._views):
                 self._forget(crowded)
-            if ask == "feed" and content.get("wait"):
+            if isinstance(question, AskFeed) and question.wait:
                 self._waiting.ask(name)
                 return
-            if ask == "feed" or self._pulse is None:  # the cursor looks at what is known: no rank is asked
+            if isinstance(question, AskFeed) or self._pulse is None:  # else no rank is asked
                 self._pulse = self._workbench.pulse()
-            answer, buffers = view.answer(content, self._pulse, self._clock)
+            answer, buffers = view.answer(question, self._pulse, self._clock)
         self._tell(name, answer, buffers)
 
     def _forget(self, name: str) -> None:
@@ -128,22 +149,29 @@ class Views:
             if name not in self._views:
                 return lambda: None
             self._pulse = pulse
-            answer, buffers = self._views[name].answer({"ask": "feed"}, pulse, self._clock)
+            answer, buffers = self._views[name].answer(AskFeed(), pulse, self._clock)
         return lambda: self._tell(name, answer, buffers)
 
     def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:
         self._send({**answer, "view": name}, buffers)
 
     def _press(self, view: str, word: str, argument: str) -> None:
-        """Do what a button says, in a thread of its own: it may take long, and the view goes on asking."""
-        if word in BUTTONS:
+        """Do what a button says, in a thread of its own: it may take long, and the view goes on asking.
+
+        Raises:
+            UsageError: there is no such button, or no such number of a breakpoint.
+        """
+        if word in self.about["buttons"]:
             name, arguments = BUTTONS[word]
-            given = (argument,) if word in ARGUED and argument else ()
+            given = (argument,) if word in ARGUED and (argument or word == "break") else ()
             do = partial(getattr(self._workbench, name), *given, **arguments)
-        elif word in ON_BREAKPOINTS and argument.isdecimal():  # without a number it would be all of them
+        elif word in ON_BREAKPOINTS:
+            if not argument.isdecimal():  # without a number it would be all of them
+                raise UsageError(f"{word} takes the number of a breakpoint, not {argument!r:.80}")
             do = partial(getattr(self._workbench, ON_BREAKPOINTS[word]), int(argument))
         else:
-            return
+            known = ", ".join((*self.about["buttons"], *ON_BREAKPOINTS))
+            raise UsageError(f"there is no button {word!r:.80}; the buttons: {known}")
         threading.Thread(target=self._do, args=(view, word, do), name=f"dashboard: {word}", daemon=True).start()
 
     def _do(self, view: str, word: str, do: Callable[[], object]) -> None:
@@ -152,6 +180,8 @@ class Views:
             words = "" if word in BUTTONS and BUTTONS[word][1] else str(report)  # that it goes on is seen
         except WorkbenchError as error:
             words = str(error)
+        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+            words = f"{type(error).__name__}: {error}"
         self._tell(view, encode(Said(word=word, text=words.partition("\n")[0])))
 
 
@@ -186,7 +216,7 @@ class Dashboard(anywidget.AnyWidget):
         self.on_msg(self._on_message, remove=True)
         super().close()
 
-    def _on_message(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
+    def _on_message(self, _widget: object, content: Any, _buffers: object) -> None:  # noqa: ANN401 - anything may come
         self._views.receive(content)
 
     def _tell(self, content: dict[str, Any], buffers: list[bytes] | None) -> None:

@@ -1,10 +1,10 @@
 """What a dashboard in the browser and the kernel say to each other: questions and answers, all declared here.
 
 Every question bears the ``view`` that asks, a name of its own choice, and every answer the ``view`` that it is for,
-which :class:`~workbench.widgets.dashboard.Dashboard` writes on it. Times are microseconds from the view's origin, as
-they are shown: without time in which ranks were held or idle. What is told in numbers is in a buffer beside the
-message, as :data:`workbench.widgets.packing.COLUMNS` says. ``static/messages.d.ts`` has the same types for the front
-end; ``python -m workbench.widgets.words`` writes it.
+which :class:`~workbench.widgets.dashboard.Dashboard` writes on it. A question may leave out what has a default. Times
+are microseconds from the view's origin, as they are shown: without time in which ranks were held or idle. What is told
+in numbers is in a buffer beside the message, as :data:`workbench.widgets.packing.COLUMNS` says.
+``static/messages.d.ts`` has the same types for the front end; ``python -m workbench.widgets.words`` writes it.
 
 ============================ =================== ==============================================================
 question                     answer              when
@@ -15,11 +15,13 @@ question                     answer              when
 :class:`AskWindow`           :class:`Window`     at once
 :class:`AskToDo`             :class:`Said`       when it is done
 :class:`Bye`                 none                the view is gone
+any of them                  :class:`Refused`    it cannot be read, or not be answered
 ============================ =================== ==============================================================
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,8 +43,8 @@ class AskFeed:
     """
 
     ask: Literal["feed"] = "feed"
-    view: str
-    wait: bool
+    view: str = ""
+    wait: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,12 @@ class AskAt:
     """
 
     ask: Literal["at"] = "at"
-    view: str
-    number: int
-    t_us: float
+    view: str = ""
+    number: int = 0
+    t_us: float | int  # JSON has no float that is whole
+
+    def __post_init__(self) -> None:
+        _require_finite(self.t_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +79,8 @@ class AskBeside:
     """
 
     ask: Literal["beside"] = "beside"
-    view: str
-    number: int
+    view: str = ""
+    number: int = 0
     rank: int
     seq: int
     by: int
@@ -93,10 +98,14 @@ class AskWindow:
     """
 
     ask: Literal["window"] = "window"
-    view: str
-    number: int
-    from_us: float
-    to_us: float
+    view: str = ""
+    number: int = 0
+    from_us: float | int
+    to_us: float | int
+
+    def __post_init__(self) -> None:
+        _require_finite(self.from_us)
+        _require_finite(self.to_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +120,9 @@ class AskToDo:
     """
 
     ask: Literal["do"] = "do"
-    view: str
+    view: str = ""
     word: str
-    argument: str
+    argument: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +134,12 @@ class Bye:
     """
 
     ask: Literal["bye"] = "bye"
-    view: str
+    view: str = ""
+
+
+def _require_finite(time_us: float) -> None:
+    if not math.isfinite(time_us):
+        raise ValueError(f"a time is {time_us}, expected a finite number")
 
 
 Question = AskFeed | AskAt | AskBeside | AskWindow | AskToDo | Bye
@@ -431,7 +445,23 @@ class Said:
     text: str
 
 
-Answer = News | MomentTold | Window | Said
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A question that cannot be read or answered; nothing was done.
+
+    Attributes:
+        view: whom it is for.
+        number: of the question; -1: it has none.
+        text: why, in words.
+    """
+
+    kind: Literal["refused"] = "refused"
+    view: str = ""
+    number: int
+    text: str
+
+
+Answer = News | MomentTold | Window | Said | Refused
 
 
 @dataclass(frozen=True, kw_only=True)

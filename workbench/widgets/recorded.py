@@ -30,7 +30,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 from workbench.widgets.alike import ALIKE
 from workbench.widgets.answers import Answers
-from workbench.widgets.messages import About, Panel
+from workbench.widgets.messages import About, AskFeed, Panel
 from workbench.widgets.moments import describe, describe_with_phase, events_up_to
 
 FEED_BYTES = 3 << 20
@@ -71,7 +71,7 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
     and of each class ``bytes.ends``, where its changes end. Of units ``units.row``, ``units.value``, ``units.ends``.
     """
     answers = Answers(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
-    feed, (data,) = answers.answer({"ask": "feed"}, Pulse(trace=trace, record="a record"), time.monotonic)
+    feed, (data,) = answers.answer(AskFeed(), Pulse(trace=trace, record="a record"), time.monotonic)
     texts, doings = _Texts(), _Texts()
     columns: Columns = {"feed": ("u1", np.frombuffer(data, np.uint8))}
     for rank_trace in trace.ranks:

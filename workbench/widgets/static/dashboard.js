@@ -14,7 +14,7 @@ import { TRACKS } from "./tables.js";
 import { createTimeline } from "./timeline.js";
 import { itemsOf, unpack } from "./unpack.js";
 
-/** @import { About, Answer, AskAt, AskBeside, BreakpointState, Change, Costs, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, Said, SpansTable, Status, Window } from "./messages.js" */
+/** @import { About, Answer, AskAt, AskBeside, BreakpointState, Change, Costs, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, SpansTable, Status, Window } from "./messages.js" */
 /** @import { Scene, Skin, Value } from "./panels.js" */
 /** @import { Items } from "./track.js" */
 
@@ -388,7 +388,8 @@ class DashboardView {
       case "feed": this.takeNews(answer, sure(buffers[0])); break;
       case "moment": this.takeMoment(answer); break;
       case "window": this.takeWindow(answer, sure(buffers[0])); break;
-      case "said": this.takeSaid(answer); break;
+      case "said":
+      case "refused": this.takeSaid(answer.text); break;
     }
     this.draw();
   }
@@ -580,8 +581,8 @@ class DashboardView {
     this.askMoment();
   }
 
-  /** @param {Said} answer */
-  takeSaid({ text }) {
+  /** @param {string} text */
+  takeSaid(text) {
     this.said = text;
     this.sayUntil = performance.now() + SAID_MS;
     this.say();

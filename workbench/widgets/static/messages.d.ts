@@ -307,6 +307,17 @@ export interface Said {
   readonly text: string;
 }
 
+/** A question that cannot be read or answered; nothing was done. */
+export interface Refused {
+  readonly kind: "refused";
+  /** whom it is for. */
+  readonly view: string;
+  /** of the question; -1: it has none. */
+  readonly number: number;
+  /** why, in words. */
+  readonly text: string;
+}
+
 /** What the browser has to know from the beginning. */
 export interface About {
   /** that the ranks can be told things with. */
@@ -329,7 +340,8 @@ export type Answer =
   | News
   | MomentTold
   | Window
-  | Said;
+  | Said
+  | Refused;
 
 export interface SpansTable {
   readonly start: Float64Array;
