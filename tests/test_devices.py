@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.added_device import LINE
 from tests.source import PACKAGE, REPO
+from workbench.devices import Device
 
 
 def test_a_kind_of_device_is_a_class_and_a_line(tmp_path):
@@ -26,3 +29,16 @@ def test_a_kind_of_device_is_a_class_and_a_line(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "library", "found"),
+    [
+        ("", "", True),
+        (__file__, "", True),
+        ("/no/such/file", "libc.so.6", True),
+        ("/no/such/file", "libnone.so", False),
+    ],
+)
+def test_a_host_without_the_driver_of_a_device_has_none(driver, library, found):
+    assert Device("module:Class", driver=driver, library=library).may_be_here() is found

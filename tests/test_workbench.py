@@ -197,7 +197,7 @@ def test_every_policy_is_sent(wb, mesh):
     wb.fake.script["shard"] = gives({**SHARD_RESULT, "policy": ["2 copies", "computes in bfloat16"]})
     report = wb.shard("model", wrap="Block", mesh=mesh, **policy)
     assert wb.asked("execute")[0][1] == Shard(model="model", wrap=("Block",), mesh=(2, 2), **policy)
-    assert "policy     2 copies; computes in bfloat16" in str(report)
+    assert "policy           2 copies; computes in bfloat16" in str(report)
 
 
 def test_reshard_sends_only_what_changes(trained):

@@ -25,7 +25,17 @@ from tests.bench.compare import Effort, compare, compare_classic, compare_record
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
 PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "trace", "browser")
-FULL = Effort(rounds=6, steps=7, pairs=40, blocks=10, block_s=2.0, starts=3, repeats=100)
+FULL = Effort(
+    rounds=6,
+    steps=7,
+    pairs=40,
+    blocks=10,
+    block_s=2.0,
+    starts=3,
+    repeats=100,
+    many_ranks=(4, 16, 64),
+    many_units=(100, 400, 1000),
+)
 QUICK = Effort(rounds=1, steps=3, pairs=4)
 
 Tree = dict[str, Any]

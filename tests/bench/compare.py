@@ -51,6 +51,8 @@ class Effort:
         block_s: about how long one takes, in seconds.
         starts: times a cluster is started.
         repeats: times something short is done.
+        many_ranks: numbers of ranks among which the cost of a command is shared.
+        many_units: numbers of units, likewise.
     """
 
     rounds: int
@@ -60,6 +62,8 @@ class Effort:
     block_s: float = 1.0
     starts: int = 1
     repeats: int = 20
+    many_ranks: tuple[int, ...] = (2, 4)
+    many_units: tuple[int, ...] = (10, 40)
 
 
 @dataclass

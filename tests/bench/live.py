@@ -12,7 +12,7 @@ Tree = dict[str, Any]
 Call = Callable[..., Any]
 """As :func:`tests.bench.apart.call_apart`."""
 
-MAX_BROWSER_S = 600.0
+MAX_BROWSER_S = MAX_MANY_S = 600.0
 
 
 def measured(name: str, work: Callable[[], Tree]) -> Tree:
@@ -46,6 +46,13 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
         ),
         "cells": lambda: call("tests.bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
         "start": lambda: _starts(effort.starts, call),
+        "next collective": lambda: call(
+            "tests.bench.many:measure_next",
+            num_ranks=effort.many_ranks,
+            num_times=3 * effort.starts,
+            timeout_s=MAX_MANY_S,
+        ),
+        "shard": lambda: call("tests.bench.many:measure_shard", num_units=effort.many_units, timeout_s=MAX_MANY_S),
         "attach": lambda: call("tests.bench.doors:measure_attach", num_engines=8, num_times=effort.starts),
     }
 

@@ -32,6 +32,8 @@ FOUND = {
     "doors:measure_side_door": {"python_ms": 8.0, "torch_ms": 4.0},
     "doors:measure_side_door_of_hosts": {"python_ms": 9.0, "latency_ms": 2.0, "above_links_ms": 5.0},
     "doors:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
+    "many:measure_next": {"seconds": {"4 ranks": 0.4}, "ms_per_rank": {"4 ranks": 100.0}},
+    "many:measure_shard": {"shard ms_per_unit": {"100 units": 5.0}},
     "doors:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},

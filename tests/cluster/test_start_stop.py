@@ -201,6 +201,14 @@ def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, m
     assert not cluster.is_started
 
 
+def test_a_device_whose_driver_is_missing_is_refused_before_anything_starts(make_cluster, monkeypatch, private):
+    monkeypatch.setattr(launch, "Reaper", None)
+    monkeypatch.setattr("workbench.devices.Device.may_be_here", lambda self: not self.driver)
+    with pytest.raises(UsageError, match=r"^2 ranks need 2 cuda devices and \S+ has 0: use --device cpu$"):
+        make_cluster(device="cuda").start()
+    assert list(private.iterdir()) == []
+
+
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs for two ranks")
 def test_fewer_gpus_than_ranks_are_refused(make_cluster, private):
     cluster = make_cluster(device="cuda")

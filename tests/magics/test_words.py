@@ -107,6 +107,7 @@ def test_lines_become_commands(line, command):
         ("step --count 3", "unknown flag '--count'"),
         ("shard", "required: MODEL\nusage: %fsdp shard"),
         ("shard a b", "unknown argument 'b'"),
+        ("start 2", "unknown argument '2', did you mean -n 2?"),
         ("shard a-b", "a model is named by its variable"),
         ("shard m --reshard-after-forward maybe", "one of auto, true, false, or a number of ranks"),
         ("shard m --reshard-after-forward 1", "at least 2, not 1\nusage: %fsdp shard"),

@@ -66,16 +66,25 @@ def test_every_report_is_a_sentence_and_an_escaped_table(report):
 
 def test_shard_says_bytes_before_and_after_by_rank():
     assert str(SHARD).splitlines()[1:] == [
-        f"  units      {EVIL}, (root)",
-        "  unsharded  3.91 KiB on every rank",
-        "  at rest    1.95 KiB (50%) on ranks 0-1; 1000 B (25%) on rank 2",
+        f"  units            {EVIL}, (root)",
+        "  full model       3.91 KiB",
+        "  each rank keeps  1.95 KiB (50%) on ranks 0-1; 1000 B (25%) on rank 2 between uses",
     ]
+
+
+def test_many_units_with_long_names_are_few_words():
+    names = tuple(f"layers.{i}.{'inner.' * 40}weight{i}" for i in range(1000))
+    text = str(ShardReport(**{**vars(SHARD), "units": names}))
+    assert len(text) < 1500
+    assert "layers.0.inner." in text
+    assert "inner.weight999" in text
+    assert "... 989 more ..." in text
 
 
 def test_reshard_says_what_changed_and_what_was_carried_along():
     assert str(RESHARD).startswith(f"resharded in place, {EVIL}: 2 units on 3 ranks, ")
     assert RESHARD.headline.endswith(", state of 1 optimizer carried along")
-    assert f"policy     computes in bfloat16; {EVIL}" in str(RESHARD)
+    assert f"policy           computes in bfloat16; {EVIL}" in str(RESHARD)
     assert "policy" not in str(SHARD)
 
 

@@ -69,6 +69,11 @@ def test_a_rank_in_a_wait_is_where_the_others_come_to():
     assert str(stop) == "2 ranks stopped before reshard of blocks.0, step 2"
 
 
+def test_the_end_of_a_wait_is_said_as_the_wait():
+    stop = Stop(positions={0: position(held(kind=Kind.WAIT, edge=Edge.END))}, units=UNITS)
+    assert str(stop) == "rank 0 stopped while waiting for blocks.0, just before the wait ends, step 2"
+
+
 def test_a_line_of_the_table():
     header = example_trace(num_ranks=1, num_units=2).header
     name = header.units[0].name
@@ -77,6 +82,8 @@ def test_a_line_of_the_table():
     works = position(newest=Event(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD), now_ns=1000)
     assert row_of(0, works, header).cells() == ("0", "running", "2", "forward", "", "begin of forward", "1.00 µs")
     assert row_of(0, Position(), header).cells() == ("0", "idle", "", "", "", "", "")
+    over = Position(newest=Event(kind=Kind.RESHARD, edge=Edge.INSTANT, phase=Phase.IDLE), now_ns=27_000_000_000)
+    assert row_of(0, over, header).cells() == ("0", "idle", "", "", "", "", "")
 
 
 def test_a_parameter_of_a_model_that_was_built_again_has_one_name():

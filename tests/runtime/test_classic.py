@@ -182,7 +182,7 @@ def inspected_in_forward(orig_params, strategy):
 @pytest.mark.parametrize(("orig_params", "strategy"), [(False, "full"), (True, "full"), (False, "none")])
 def test_a_flat_parameter_is_whole_where_those_in_it_are(orig_params, strategy):
     for flat, weight in run(2, inspected_in_forward, orig_params, strategy):
-        assert flat.full.why == weight.full.why == "its forward is about to run, asked for in forward of step 0"
+        assert flat.full.why == weight.full.why == "its forward is about to run (requested in forward of step 0)"
         assert flat.full.values.shape == flat.global_shape == (2 * 16 + 49 * 17 + 16 * 50,)
         assert flat.full.values.norm > weight.full.values.norm > 0
 

@@ -148,7 +148,7 @@ def test_every_wrong_request_says_what_to_do():
         "no variable 'nothing'",
         "'model' has no attribute 'nothing'",
         "'number' is a int, not a torch.nn.Module",
-        "no Blok; its classes are: ",
+        "did you mean Block?",
         "--ignore nope* matches no parameter; there are: ",
         "not sharded; shard it first: %fsdp shard model",
         "no variable 'nothing'",

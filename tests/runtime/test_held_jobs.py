@@ -362,13 +362,13 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
         assert shard.values.num_bytes == rows[rank] * 16 * 4
         assert running.unit == "blocks.1"
         assert running.full.state is UnitState.UNSHARDED
-        assert running.full.why == "its forward is about to run, asked for in forward of step 1"
+        assert running.full.why == "its forward is about to run (requested in forward of step 1)"
         assert running.full.values.num_bytes == 49 * 16 * 4
         assert (sharded_.full.state, sharded_.full.values) == (UnitState.SHARDED, None)
         assert sharded_.fqn == "blocks.0.mlp.0.weight"
         assert sharded_.full.why == "not needed now: only this rank's rows are in memory"
         assert prefetched.full.state is UnitState.ALL_GATHER_IN_FLIGHT
-        assert prefetched.full.why.startswith("its all-gather was issued, asked for in forward of step 1")
+        assert prefetched.full.why.startswith("its all-gather was issued (requested in forward of step 1)")
         (optimizer,) = running.optimizers
         assert (optimizer.name, optimizer.type) == ("opt", "AdamW")
         assert optimizer.state["exp_avg"].shape == shard.values.shape
@@ -392,7 +392,7 @@ def test_inspect_finds_full_and_sharded_gradients():
     for in_backward, in_optimizer in run(2, gradients):
         assert in_backward.full_grad.num_bytes == 49 * 16 * 4
         assert in_backward.full_grad.norm > 0
-        assert in_backward.full.why.startswith("its backward runs, asked for in pre-backward of")
+        assert in_backward.full.why.startswith("its backward runs (requested in pre-backward of")
         assert in_backward.sharded_grad is None
         assert in_optimizer.sharded_grad.num_bytes == in_optimizer.shard.values.num_bytes
         assert in_optimizer.full_grad is None

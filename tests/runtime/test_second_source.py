@@ -159,7 +159,7 @@ def test_what_it_holds_is_inspected_as_of_our_engine():
     assert mine.shard.values.dtype == "float64"
     assert mine.shard.values.mean == pytest.approx(0.9)
     assert mine.full.state is UnitState.UNSHARDED
-    assert mine.full.why == "its backward runs, asked for in pre-backward of step 0"
+    assert mine.full.why == "its backward runs (requested in pre-backward of step 0)"
     assert mine.full.values.num_bytes == 8 * ITEMSIZE
     assert mine.full_grad.shape == (8,)
     assert mine.sharded_grad is None
@@ -170,14 +170,14 @@ def test_what_it_holds_is_inspected_as_of_our_engine():
 
 def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
     cases = {
-        ("forward", "layers.1"): "its forward is about to run, asked for in forward of step 0",
-        ("forward.end", "layers.1"): "its forward runs, asked for in forward of step 0",
-        ("all_gather", "layers.1"): "it is about to be unsharded, asked for in forward of step 0",
+        ("forward", "layers.1"): "its forward is about to run (requested in forward of step 0)",
+        ("forward.end", "layers.1"): "its forward runs (requested in forward of step 0)",
+        ("all_gather", "layers.1"): "about to be all-gathered (requested in forward of step 0)",
         (
             "all_gather.end",
             "layers.1",
-        ): "its all-gather was issued, asked for in forward of step 0; nobody has waited",
-        ("reshard", "layers.1"): "nothing has given it up yet, asked for in forward of step 0",
+        ): "its all-gather was issued (requested in forward of step 0); compute has not waited",
+        ("reshard", "layers.1"): "nothing has given it up yet (requested in forward of step 0)",
         ("reduce_scatter", "layers.1"): "not needed now: only this rank's rows are in memory",
     }
     for event, why in cases.items():

@@ -1,8 +1,11 @@
 import pytest
 
 from workbench.errors import UsageError
+from workbench.events import Unit
+from workbench.protocol.commands import Reshard, Unshard
 from workbench.protocol.messages import Names
-from workbench.session.names import check_function, check_model, everywhere, shard_first
+from workbench.session.names import check_function, check_model, everywhere, shard_first, with_path
+from workbench.trace.schema import Header
 
 FULL = Names(modules=("model",), variables=("model", "train_step", "_hidden"))
 BARE = Names(variables=("train_step",))
@@ -54,3 +57,42 @@ def test_what_to_run_before_a_step():
 
 def test_private_names_are_not_offered():
     assert everywhere({0: FULL, 1: BARE}, "variables") == ["model", "train_step"]
+
+
+def units(*names):
+    policy = {"reshard_after_forward": True, "shard_size": 2, "compute_dtype": "float32", "reduce_dtype": "float32"}
+    sizes = {"compute_itemsize": 4, "reduce_itemsize": 4}
+    return tuple(Unit(index=i, name=name, root=0, params=(), **policy, **sizes) for i, name in enumerate(names))
+
+
+class Model:
+    """What the ranks say of a model, as far as it is needed here."""
+
+    def __init__(self, name, units):
+        self.name, self.units = name, units
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        ("model.layers.1", "net.model.layers.1"),  # as shard prints it
+        ("net.model.layers.1", "net.model.layers.1"),
+        ("head", "net.head"),
+        ("net", "net"),
+        ("model.layers.9", "model.layers.9"),
+    ],
+)
+def test_a_unit_is_found_by_the_name_that_shard_prints(model, path):
+    names = ("", "model.layers.0", "model.layers.1", "head")
+    header = Header(world_size=2, units=units(*names))
+    found = {0: (Model("net", (0, 1, 2, 3)),)}
+    assert with_path(Reshard(model=model), lambda: found, header).model == path
+    assert with_path(Unshard(model=model), lambda: found, header).model == model
+
+
+def test_a_unit_of_several_models_is_not_guessed():
+    names = ("", "head", "", "head")
+    header = Header(world_size=2, units=units(*names))
+    found = {0: (Model("a", (0, 1)), Model("b", (2, 3)))}
+    with pytest.raises(UsageError, match=r"'head' is a unit of several models; write one of a\.head, b\.head"):
+        with_path(Reshard(model="head"), lambda: found, header)

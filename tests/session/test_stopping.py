@@ -2,7 +2,7 @@
 
 from workbench.events import Edge, Kind
 from workbench.protocol.commands import Next, Pause
-from workbench.protocol.messages import Hold, Place, Position, RunTo
+from workbench.protocol.messages import Hold, Locate, Place, Position, RunTo
 from workbench.session.stopping import ALIGN_S, PAUSE_S, SETTLED_S, STARVED_S, Stopper
 
 
@@ -144,3 +144,46 @@ def test_what_was_let_go_is_not_held_any_more():
 def test_a_rank_that_has_ended_does_not_count():
     stopper, _, _ = setup()
     assert stopper.look({0: at(3), 1: at(0, held=False)}, {0}).held == (0,)
+
+
+def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
+    """Of many ranks on few cores some are late to each question: they need not all answer the same one."""
+    stopper, door, _ = setup()
+    ranks = set(range(64))
+    stopper.release(ranks, {rank: at(3) for rank in ranks}, "collective")
+    for first in range(0, 64, 16):
+        some = {rank: at(4, since=2) for rank in range(first, first + 16)}
+        stop = stopper.look(some, ranks)
+        assert (stop is not None) == (first == 48)
+        if stop is None:
+            assert stopper.ask_where(ranks) == dict.fromkeys(range(first + 16, 64))
+    assert stop.held == tuple(range(64))
+    asked = [len(ranks) for request, ranks in door.asked if request == Locate()]
+    assert asked == [48, 32, 16]
+    stopper.release(ranks, stop.positions, "collective")
+    assert stopper.look({0: at(5, since=3)}, ranks) is None
+
+
+def test_a_rank_held_in_a_wait_is_asked_again():
+    stopper, door, _ = setup()
+    in_wait = Hold(place=Place(0, 3), kind=Kind.WAIT, edge=Edge.BEGIN, since_ns=1)
+    assert stopper.look({0: Position(place=Place(0, 3), held=in_wait, doing="step")}, {0, 1}) is None
+    stopper.ask_where({0, 1})
+    assert door.asked == [(Locate(), (0, 1))]
+
+
+def test_ranks_have_as_long_to_themselves_as_they_took_to_answer():
+    stopper, door, clock = setup()
+    ask = door.ask
+
+    def slowly(request, ranks=None, timeout_s=0.0):
+        clock.now += 0.5
+        return ask(request, ranks, timeout_s)
+
+    door.ask = slowly
+    assert stopper.ask_where({0, 1}) is not None
+    clock.now = 0.9
+    assert stopper.ask_where({0, 1}) is None
+    clock.now = 1.0
+    assert stopper.ask_where({0, 1}) is not None
+    assert len(door.asked) == 2

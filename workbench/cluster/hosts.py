@@ -186,7 +186,9 @@ def _settle_device(seated: Sequence[Seat], device: str) -> str:
         counted = [kind for kind in DEVICES if kind in seated[0].said.devices]
         return next((kind for kind in counted if not _lacking(seated, kind)), HOST)
     if lacking := _lacking(seated, device):
-        raise UsageError("\n".join(_few_devices(seat, device) for seat in lacking))
+        raise UsageError(
+            "\n".join(few_devices(s.label, s.local_world_size, s.said.devices[device], device) for s in lacking)
+        )
     return device
 
 
@@ -196,11 +198,11 @@ def _lacking(seated: Sequence[Seat], kind: str) -> list[Seat]:
     return list({seat.label: seat for seat in counted if seat.said.devices[kind] < seat.local_world_size}.values())
 
 
-def _few_devices(seat: Seat, kind: str) -> str:
-    needed, there = seat.local_world_size, seat.said.devices[kind]
+def few_devices(host: str, needed: int, there: int, kind: str) -> str:
+    """Return that ``needed`` ranks cannot have a device of their own on a host that has ``there``, and what to do."""
     need = f"{needed} ranks need {needed} {kind} devices" if needed > 1 else f"1 rank needs 1 {kind} device"
     fewer = f", or no more than {there} there" if there else ""
-    return f"{need} and {seat.label} has {there}: use --device {HOST}{fewer}"
+    return f"{need} and {host} has {there}: use --device {HOST}{fewer}"
 
 
 def _check_addresses(seated: Sequence[Seat], interface: str) -> None:

@@ -20,6 +20,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,13 +32,14 @@ from pathlib import Path
 import psutil
 
 from workbench.cluster import processes
+from workbench.cluster.hosts import few_devices
 from workbench.cluster.keeper import KEEPER
 from workbench.cluster.pending import ranks_in_words
 from workbench.cluster.place import Place, Registered, WaitNotices, no_wait
 from workbench.cluster.processes import Watched
 from workbench.cluster.reaper import Reaper
 from workbench.cluster.zygote import Forked, Zygote, can_fork
-from workbench.devices import AUTO
+from workbench.devices import AUTO, DEVICES
 from workbench.errors import ClusterError, UsageError
 from workbench.ports import LOOPBACK, reserved_port
 
@@ -146,7 +148,7 @@ class Launch(Place):
         deadline: time (monotonic clock, s) at which the start has taken too long.
 
     Raises:
-        UsageError: the profile does not exist.
+        UsageError: the profile does not exist, or this machine has no such device.
         ClusterError: the reaper did not start.
     """
 
@@ -164,6 +166,8 @@ class Launch(Place):
         preload: str = "",
         notices: WaitNotices | None = None,
     ) -> None:
+        if device in DEVICES and not DEVICES[device].may_be_here():
+            raise UsageError(few_devices(socket.gethostname(), num_ranks, 0, device))
         self._notices = notices or WaitNotices(no_wait)
         self.deadline = time.monotonic() + timeout_s
         self._id = secrets.token_hex(8)
@@ -316,10 +320,10 @@ class Launch(Place):
             return 0
         try:
             processes = [controller, *controller.children(recursive=True)]
-            sockets = [socket for process in processes for socket in process.net_connections("tcp")]
+            sockets = [each for process in processes for each in process.net_connections("tcp")]
         except psutil.Error:  # it has ended
             return 0
-        return len({socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN})
+        return len({each.laddr for each in sockets if each.status == psutil.CONN_LISTEN})
 
     def _log_file(self, rank: int | None) -> Path:
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")

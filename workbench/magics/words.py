@@ -195,7 +195,8 @@ def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str])
     if rest:
         first = as_written(rest[0])
         if not rest[0].startswith("-"):
-            parser.error(f"unknown argument {first!r}")
+            is_number = first.isdecimal() and "-n" in parser.flags
+            parser.error(f"unknown argument {first!r}{f', did you mean -n {first}?' if is_number else ''}")
         meant = "" if first.startswith("--") else parser.behind_hint(words)
         near = did_you_mean(first.partition("=")[0], [*parser.flags, *parser.switches])
         parser.error(f"unknown flag {first!r}{meant or near}")

@@ -36,6 +36,9 @@ from workbench.reports.clocks import clock_words
 from workbench.trace.schema import HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
 
+MAX_NAME = 80
+"""Characters of a unit's name in a list of them."""
+
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
 
@@ -216,12 +219,13 @@ class ShardReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the units and the bytes before and after."""
         whole = max(self.bytes_unsharded, 1)
-        at_rest = _by_rank([f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest])
+        kept = [f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest]
+        at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", _names(self.units)),
             *([("policy", "; ".join(self.policy))] if self.policy else []),
-            ("unsharded", f"{format_bytes(self.bytes_unsharded)} on every rank"),
-            ("at rest", at_rest),
+            ("full model", format_bytes(self.bytes_unsharded)),
+            ("each rank keeps", f"{at_rest} between uses"),
             *(("note", note) for note in self.notes),
         ]
 
@@ -352,7 +356,7 @@ class VerifyReport(Report):
         worst = f", in {self.worst_param}" if self.max_abs_diff else ""
         found = [
             ("largest difference", f"{self.max_abs_diff:.3g} absolute, {self.max_rel_diff:.3g} relative{worst}"),
-            ("allowed", self.tolerance),
+            ("tolerance", self.tolerance),
             ("equal bit by bit", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
         if self.loss_sharded is not None and self.loss_reference is not None:
@@ -406,9 +410,7 @@ class OpenReport(Report):
     def headline(self) -> str:
         """The result in one sentence."""
         ranks, events = plural(self.num_ranks, "rank"), plural(self.num_rows, "event")
-        return (
-            f"{self.name} is open: {ranks}, {plural(len(self.steps), 'step')}, {events}; looking at it needs no ranks"
-        )
+        return f"opened {self.name}: {ranks}, {plural(len(self.steps), 'step')}, {events}; no ranks needed"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the steps and the units."""
@@ -518,11 +520,11 @@ def _carried(optimizers: int) -> str:
 
 
 def _names(units: Sequence[str], limit: int = 12) -> str:
-    """List units by name; the middle of a long list is left out."""
+    """List units by name; the middle of a long list, and of a long name, is left out."""
     names = [unit_words(name) for name in units]
     if len(names) > limit:
         names = [*names[: limit - 2], f"... {len(names) - limit + 1} more ...", names[-1]]
-    return ", ".join(names)
+    return ", ".join(n if len(n) <= MAX_NAME else f"{n[: MAX_NAME // 2]}...{n[3 - MAX_NAME // 2 :]}" for n in names)
 
 
 def _by_rank(values: Sequence[str]) -> str:

@@ -132,7 +132,7 @@ def row_of(
     held, step = position.held, position.place.step
     row = WhereRow(rank=rank, state=state, step=str(step) if step >= 0 else "", stacks=stacks)
     event = held or position.newest  # of a held rank the event to come, of others the newest one
-    if event is None:
+    if event is None or state == "idle":  # its newest event is of a step that is over
         return row
     if held is not None:
         prefix = "in a " if is_in_wait(held) else "before "

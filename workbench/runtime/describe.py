@@ -131,7 +131,8 @@ def unit_infos(model: nn.Module) -> list[Unit]:
 def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     """Return how units are kept and computed, a phrase each; nothing for what is the plain way.
 
-    Example: two copies, computed in bfloat16 -> ``["2 copies, each on 2 ranks", "computes in bfloat16"]``.
+    Example: two copies, computed in bfloat16 -> ``["HSDP 2x2: 2 replicas, each sharded over 2 ranks", "compute in
+    bfloat16"]``.
     """
     copies, size = max((info.replicate_size, info.shard_size) for info in infos)
     own = {param.dtype for info in infos for param in info.params}
@@ -140,14 +141,20 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     said = [
         "classic: one flat parameter for each unit" if flat else "",
         "optimizers have a piece of each parameter" if any(param.use_orig_params for param in flat) else "",
-        f"{copies} copies, each on {size} {'ranks' if size > 1 else 'rank'}" if copies > 1 else "",
+        _replicas(copies, size) if copies > 1 else "",
         _after_forward(infos),
-        f"computes in {_listed(compute)}" if compute != own else "",
-        f"reduces in {_listed(reduce)}" if reduce != compute else "",
-        "rests in host memory" if any(info.offload for info in infos) else "",
+        f"compute in {_listed(compute)}" if compute != own else "",
+        f"reduce in {_listed(reduce)}" if reduce != compute else "",
+        "shards kept in host memory (offload)" if any(info.offload for info in infos) else "",
         f"gathers {prefetch} {'units' if prefetch > 1 else 'unit'} ahead" if prefetch else "",
     ]
     return [phrase for phrase in said if phrase]
+
+
+def _replicas(copies: int, size: int) -> str:
+    if size == 1:
+        return f"{copies} replicas, none of them sharded"
+    return f"HSDP {copies}x{size}: {copies} replicas, each sharded over {size} ranks"
 
 
 def _after_forward(infos: Iterable[Unit]) -> str:

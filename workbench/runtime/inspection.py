@@ -225,9 +225,9 @@ def _full(found: _Found, recorder: Recorder) -> FullFacts:
         values = _facts(full, found.unit.compute_dtype)
         return FullFacts(state=UnitState.UNSHARDED, why=past.why_full(found.unit), values=values)
     if past.is_gathering:
-        why = f"its all-gather was issued{past.asked}; nobody has waited for it yet"
+        why = f"its all-gather was issued{past.asked}; compute has not waited for it yet"
         return FullFacts(state=UnitState.ALL_GATHER_IN_FLIGHT, why=why, values=None)
-    why = f"it is about to be unsharded{past.asked}" if past.is_asked_for else past.why_sharded(found.unit)
+    why = f"about to be all-gathered{past.asked}" if past.is_asked_for else past.why_sharded(found.unit)
     return FullFacts(state=UnitState.SHARDED, why=why, values=None)
 
 
@@ -262,7 +262,7 @@ class _Past:
     def asked(self) -> str:
         """When the full parameter was asked for, an end of a phrase; empty: too long ago."""
         row = self._last((Kind.UNSHARD, Edge.BEGIN))
-        return "" if row is None else f", asked for in {Phase(row['phase']).words} of {step_name(int(row['step']))}"
+        return "" if row is None else f" (requested in {Phase(row['phase']).words} of {step_name(int(row['step']))})"
 
     def why_sharded(self, unit: Unit) -> str:
         row, kept_by = self._last((Kind.RESHARD, Edge.INSTANT)), unit.reshard_after_forward

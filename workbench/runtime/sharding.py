@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -514,7 +515,9 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
     unknown = names - counts.keys()
     if unknown:
         there = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-        raise UsageError(f"the model holds no {', '.join(sorted(unknown))}; its classes are: {there}")
+        near = [close for name in sorted(unknown) for close in get_close_matches(name, counts, n=1)]
+        meant = f"; did you mean {', '.join(near)}?" if near else ""
+        raise UsageError(f"the model holds no {', '.join(sorted(unknown))}; its classes are: {there}{meant}")
     return [module for module in reversed(inner) if class_name(module) in names]
 
 

@@ -219,7 +219,7 @@ def _is_close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor
 def _tolerance(dtype: str) -> str:
     if dtype not in UPDATE_TOLERANCE:
         return f"rtol {RTOL:g}, atol {ATOL:g}"
-    return f"{UPDATE_TOLERANCE[dtype]:.0%} of each parameter's update, in norm ({dtype})"
+    return f"the difference may be {UPDATE_TOLERANCE[dtype]:.0%} of the size of each parameter's update ({dtype})"
 
 
 @contextmanager

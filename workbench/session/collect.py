@@ -25,7 +25,7 @@ within 40 ms, watching takes 3 % of a step's CPU time then, and 4 to 6 % where t
 """
 
 MAX_LEISURE_S = 0.25
-"""But not for longer, in seconds: a rank may be in code that lets nobody answer."""
+"""But not for longer, in seconds, unless to answer took longer: a rank may be in code that lets nobody answer."""
 
 
 class Collector:
@@ -98,7 +98,8 @@ class Collector:
                 self._note_policy(self.trace)
             self.heard = {rank: recorded.position for rank, recorded in drained.items()}
             self._drained_at = time.monotonic()
-            self._leisure_s = min(LEISURE * len(known) * (self._drained_at - begin), MAX_LEISURE_S)
+            took_s = self._drained_at - begin
+            self._leisure_s = max(min(LEISURE * len(known) * took_s, MAX_LEISURE_S), took_s)
 
     def _note_policy(self, trace: Trace) -> None:
         """Keep which units are in use, if others are than before or as others.

@@ -122,6 +122,27 @@ def on_hosts(command: C, ranks: Sequence[Connected]) -> C:
         raise UsageError(f"%fsdp {command.word}: {error}") from error
 
 
+def with_path(command: C, models: Callable[[], Mapping[int, Iterable[ModelInfo]]], header: Header) -> C:
+    """Return a reshard of a unit by its name, as ``shard`` prints it, with the path that starts at a variable.
+
+    Example: ``reshard model.layers.1`` of a variable ``model`` that has a module ``model`` ->
+    ``reshard model.model.layers.1``.
+
+    Raises:
+        UsageError: several models have such a unit.
+    """
+    units = live_units(header)
+    if not isinstance(command, Reshard) or command.model not in {unit.name for unit in units}:
+        return command
+    paths = unit_paths(models(), units)
+    found = [path for path in paths if path.partition(".")[2] == command.model]
+    if command.model in paths or not found:
+        return command
+    if len(found) > 1:
+        raise UsageError(f"{command.model!r} is a unit of several models; write one of {', '.join(found)}")
+    return cast(C, dataclasses.replace(command, model=found[0]))
+
+
 def check(
     command: Command, names: Mapping[int, Names], header: Header, num_ranks: int, in_notebook: Callable[[str], bool]
 ) -> None:

@@ -57,7 +57,7 @@ from workbench.session.collect import Collector
 from workbench.session.door import answers
 from workbench.session.jobs import Company, Inner, Jobs, check_held
 from workbench.session.jobs import to_error as to_error_of_jobs
-from workbench.session.names import check, check_parameter, on_hosts
+from workbench.session.names import check, check_parameter, on_hosts, with_path
 from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import OnStanding, Standing, no_standing, who_works
@@ -293,7 +293,7 @@ class Session:
         Raises:
             UsageError: it cannot be done; the message says what to write instead.
         """
-        command = on_hosts(command, self.cluster.rank_info)
+        command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
         check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
         reply = self.cluster.ask(Plan(command=command), self.living()[:1], timeout_s=ASK_S)
         for found in reply.values():
@@ -365,7 +365,7 @@ class Session:
         num_ranks = self.cluster.num_ranks
         with self._changed:
             mark = self._ready(range(num_ranks))
-            command = on_hosts(command, self.cluster.rank_info)
+            command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
             check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
             before = self.trace
             pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
@@ -506,6 +506,7 @@ class Session:
     def _follow(self, request: Request, listener: Listener, *, background: bool) -> Report:
         """Wait for a request here, or have a thread wait for it."""
         self._on_go()
+        self._forget_news_of(request)  # where it stood before it went on
         request.listener, request.thread = listener, None
         if not background:
             return self._attend(request)
@@ -528,9 +529,13 @@ class Session:
         """Leave out what the caller is told anyway."""
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(STOP_S)
+        self._forget_news_of(request)
+
+    def _forget_news_of(self, request: Request) -> None:
         for entry in tuple(self._news):
             if entry[0] is request:
-                self._news.remove(entry)
+                with suppress(ValueError):  # it was told at this moment
+                    self._news.remove(entry)
 
     def _wait_while_running(self, request: Request, timeout_s: float, tell: OnStanding) -> None:
         if request.watcher is threading.current_thread():

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from workbench.protocol.commands import Continue, Next, Pause, Request
 from workbench.protocol.messages import Hold, Locate, Place, Position, RunTo
-from workbench.reports.places import Stop
+from workbench.reports.places import Stop, is_in_wait
 from workbench.session.door import SideDoor, answers
 
 R = TypeVar("R")
@@ -36,8 +36,8 @@ STARVED_S = 5.0
 And how long a rank may not say where it is: it may be past the others, and wait for them to come.
 """
 
-WHERE_S = 0.15
-"""How long a rank may take to say where it is, in seconds."""
+WHERE_S, WHERE_PER_RANK_S = 0.15, 0.02
+"""How long ranks may take to say where they are, in seconds: at least, and for each, as they share the cores."""
 
 
 class Stopper:
@@ -58,6 +58,8 @@ class Stopper:
         self._paused_at: float | None = None
         self._sent_to: Place | None = None
         self._left: dict[int, Hold | None] = {}
+        self._standing: dict[int, Position] = {}  # ranks seen held, which stay so until they are let go
+        self._ask_at = 0.0
         self._seen: Any = None
         self._seen_at = 0.0
 
@@ -77,7 +79,7 @@ class Stopper:
     def release(self, ranks: Set[int], positions: Mapping[int, Position], what: str | None = None) -> None:
         """Let ``ranks`` go, until the next ``what`` (event, collective, unit, phase) if one is given."""
         self._left = {rank: position.held for rank, position in positions.items()}
-        self._paused_at, self._seen = None, None
+        self._paused_at, self._seen, self._standing = None, None, {}
         self.eager = self.is_armed = what is not None
         self._ask(Continue() if what is None else Next(what=what), ranks)
 
@@ -86,20 +88,33 @@ class Stopper:
         if self.is_armed:
             self.release(ranks, {})
 
-    def ask_where(self, ranks: Set[int]) -> dict[int, Position]:
-        """Return where ``ranks`` are now; one that does not answer is left out."""
-        return self._ask(Locate(), ranks)
+    def ask_where(self, ranks: Set[int]) -> dict[int, Position] | None:
+        """Return where those of ``ranks`` are now that were not seen held; one that does not answer is left out.
+
+        None: they were asked a moment ago. To answer takes a rank time in which others would come to their stops: with
+        many ranks on few cores, at least as much is left to them.
+        """
+        begin = self._clock()
+        if begin < self._ask_at:
+            return None
+        found = self._ask(Locate(), ranks - self._standing.keys())
+        end = self._clock()
+        self._ask_at = end + (end - begin)
+        return found
 
     def look(self, positions: Mapping[int, Position], running: Set[int]) -> Stop | None:
         """Return the stop if the ``running`` ranks stand by now, and let those that stand too early run on."""
-        here = {rank: self._fresh(rank, positions[rank]) for rank in sorted(running) if rank in positions}
+        fresh = {rank: self._fresh(rank, position) for rank, position in positions.items()}
+        self._standing |= {rank: p for rank, p in fresh.items() if p.held is not None and not is_in_wait(p.held)}
+        known = fresh | self._standing
+        here = {rank: known[rank] for rank in sorted(running) if rank in known}
         held = {rank for rank, position in here.items() if position.held is not None}
         self._note({rank: (position.held, position.place, position.waiting) for rank, position in here.items()})
         if self._paused_at is not None and self._align(here, held, running):
             return None
         if not held or not self._is_over(here, held, running):
             return None
-        self._paused_at, self.eager = None, False
+        self._paused_at, self.eager, self._standing = None, False, {}
         return Stop(positions={rank: here.get(rank, Position(rank=rank)) for rank in sorted(running)})
 
     def _fresh(self, rank: int, position: Position) -> Position:
@@ -123,6 +138,8 @@ class Stopper:
         if self._sent_to is None or self._sent_to < furthest:
             self._sent_to = furthest
             self._left = {rank: here[rank].held for rank in held if places[rank] < furthest}
+            for rank in self._left:
+                self._standing.pop(rank, None)
             self._ask(RunTo(place=furthest), running)
             return True
         return since < PAUSE_S
@@ -139,4 +156,5 @@ class Stopper:
         return others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S)
 
     def _ask(self, request: Request[R], ranks: Set[int]) -> dict[int, R]:
-        return answers(self._door, request, sorted(ranks), timeout_s=WHERE_S) if ranks else {}
+        timeout_s = max(WHERE_S, WHERE_PER_RANK_S * len(ranks))
+        return answers(self._door, request, sorted(ranks), timeout_s=timeout_s) if ranks else {}

@@ -1,0 +1,63 @@
+"""What a command costs with many ranks, and with many units: per rank and per unit, which must not grow with them."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from workbench.workbench import Workbench
+
+Tree = dict[str, Any]
+
+MODEL = """
+from torch import nn
+import torch
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(NUM_UNITS)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train_step():
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+
+
+def measure_next(num_ranks: Sequence[int], num_times: int) -> Tree:
+    """Return by number of ranks what ``next collective`` takes, in seconds, and what that is a rank, in ms."""
+    seconds = {}
+    for count in num_ranks:
+        with Workbench(count, device="cpu") as wb:
+            wb.run_cell(f"NUM_UNITS = 3\n{MODEL}")
+            wb.shard("model", wrap=["Linear"])
+            wb.step(1)
+            wb.step(1000, until="forward")
+            seconds[count] = statistics.median(_seconds(lambda wb=wb: wb.next("collective")) for _ in range(num_times))
+            wb.abort()
+    return {
+        "seconds": {f"{count} ranks": value for count, value in seconds.items()},
+        "ms_per_rank": {f"{count} ranks": 1e3 * value / count for count, value in seconds.items()},
+    }
+
+
+def measure_shard(num_units: Sequence[int]) -> Tree:
+    """Return by number of units what ``shard`` and the first two steps take, in ms a unit, on two ranks."""
+    found: dict[str, dict[str, float]] = {"shard": {}, "first step": {}, "second step": {}}
+    for count in num_units:
+        with Workbench(2, device="cpu") as wb:
+            wb.run_cell(f"NUM_UNITS = {count}\n{MODEL}")
+            works = {
+                "shard": lambda wb=wb: wb.shard("model", wrap=["Linear"]),
+                "first step": lambda wb=wb: wb.step(1),
+                "second step": lambda wb=wb: wb.step(1),
+            }
+            for name, work in works.items():
+                found[name][f"{count} units"] = 1e3 * _seconds(work) / count
+    return {f"{name} ms_per_unit": by_count for name, by_count in found.items()}
+
+
+def _seconds(work: Any) -> float:
+    begin = time.monotonic()
+    work()
+    return time.monotonic() - begin
