@@ -129,6 +129,8 @@ class StatusReport(Report):
         clocks: those of hosts that do not read rank 0's.
         stopped: where what is under way stands, in words; empty: nothing is stopped.
         obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
+        under_way: what ranks do and have not ended, in words; empty: nothing.
+        cluster: the cluster that the ranks were attached of, in words; empty: they were started here.
     """
 
     running: bool
@@ -145,6 +147,8 @@ class StatusReport(Report):
     clocks: tuple[HostClock, ...] = ()
     stopped: str = ""
     obstacle: str = ""
+    under_way: str = ""
+    cluster: str = ""
 
     @property
     def headline(self) -> str:
@@ -160,10 +164,16 @@ class StatusReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
         found = [*_held(self.holder, is_free=self.is_free), *self._ranks_of_hosts()]
+        if self.cluster:
+            found.insert(0, ("attached", self.cluster))
+        if self.under_way:
+            found.append(("under way", self.under_way))
         if self.running or self.record:
-            found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
+            units = f"{plural(len(self.units), 'unit')}: {_names(sorted(self.units, key=_natural))}"
+            found.append(("sharded", units if self.units else "nothing yet: %fsdp shard MODEL"))
         if self.classic:
-            found.append(("classic", "all" if self.classic == self.units else _names(self.classic)))
+            names = _names(sorted(self.classic, key=_natural))
+            found.append(("classic", "all" if self.classic == self.units else names))
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
         found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
@@ -517,6 +527,11 @@ def _when(past: Past) -> str:
 def _carried(optimizers: int) -> str:
     """Say that the state of so many optimizers went along, if there are any."""
     return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Return what sorts names of units: the root first, then numbers by value, as ``blocks.2`` before ``blocks.10``."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".") if part]
 
 
 def _names(units: Sequence[str], limit: int = 12) -> str:
