@@ -20,6 +20,7 @@ from workbench.session.pulse import UnderWay
 from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import STATIC, joined
+from workbench.widgets.spans import TRACKS
 
 pytestmark = pytest.mark.browser
 
@@ -199,6 +200,50 @@ def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_
             places.add(tuple(page.evaluate(PLACES)))
         assert min(len(lines), len(classes)) > 1, "else nothing could move"
         assert len(places) == 1
+
+
+LINE = """async ([program, losses, at]) => {
+    const address = URL.createObjectURL(new Blob([program], {type: "text/javascript"}));
+    const { drawLine } = await import(address);
+    const step = losses.map((_, k) => k), loss = losses.map((value) => value ?? NaN), found = {line: [], dots: []};
+    const steps = {length: step.length, columns: {step, loss, model: step.map(() => 0)}, numbered: (number) => number};
+    const add = (place) => (x) => { found[place].push(Math.round(x)); };
+    const unseen = {beginPath() {}, stroke() {}, fill() {}, fillRect() {}};
+    const pen = {...unseen, moveTo: add("line"), lineTo: add("line"), arc: add("dots")};
+    drawLine(pen, 48, 40, {steps, value: "loss", colour: "red", at, skin: {accent: "blue"}});
+    return found;
+}"""
+
+
+@pytest.mark.parametrize(
+    ("losses", "at", "line", "dots"),
+    [
+        ([3, 2, 1], None, [3, 23, 43], [43]),
+        ([3, 2, None], None, [3, 23], []),  # the newest has no place on the line
+        ([3, None, 1], 1, [3, 43], []),
+        ([3, None, 1], 2, [3, 43], [43]),
+    ],
+)
+def test_a_curve_ends_where_its_numbers_do(shown, losses, at, line, dots):
+    page, _ = shown
+    assert page.evaluate(LINE, [joined("panels.js"), losses, at]) == {"line": line, "dots": dots}
+
+
+LONGEST = """(names) => {
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = `12px ${getComputedStyle(view.root).fontFamily}`;
+    return Math.max(...names.map((name) => pen.measureText(name).width));
+}"""
+
+
+@pytest.mark.parametrize("width", [500, 900])
+def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
+    page, _ = shown
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    page.wait_for_function("(width) => view.timeline.stats().plot.width < width", arg=width - 60)
+    longest = page.evaluate(LONGEST, [name for name, _ in TRACKS])
+    assert 60 < longest < page.evaluate("view.timeline.stats().plot.left") - 10
 
 
 def test_numbers_of_a_step_name_it(shown):
