@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import browser, hosts, leaks, tools
+from tests.cpu_time import CpuTime
 from workbench.cluster.keeper import KEEPER
 
 # time is no law here: machines are shared; what CI says of a commit does not depend on chance
@@ -22,6 +23,10 @@ settings.load_profile("laws")
 os.register_at_fork(after_in_child=gc.freeze)
 leaks.KEPT.append(browser.SHARED)
 
+CPU_SECONDS = "seconds of CPU"
+"""The property of a report that has what a file took."""
+USED = CpuTime()
+
 
 def pytest_configure():
     leaks.mark()
@@ -30,6 +35,16 @@ def pytest_configure():
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     tools.leave_out(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item, nextitem):
+    """The last test of a file says how much CPU time was used until then."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            item.user_properties.append((CPU_SECONDS, USED.since_last()))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -47,13 +62,17 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def seconds_per_file(reports):
-    """Return a line for each file of tests, the longest first: that it grows is to be seen."""
-    seconds, number = Counter(), Counter()
+    """Return a line for each file of tests, that with most CPU time first: that it grows is to be seen."""
+    seconds, cpu, number = Counter(), Counter(), Counter()
     for report in reports:
         file = report.nodeid.partition("::")[0]
         seconds[file] += report.duration
         number[file] += report.when == "call"
-    return [f"{total:8.1f} s, {number[file]:4} tests: {file}" for file, total in seconds.most_common()]
+        if report.when == "teardown":
+            cpu[file] += dict(report.user_properties).get(CPU_SECONDS, 0.0)  # 0 of most: it is said of whole files
+    lines = [(cpu.total(), seconds.total(), number.total(), "all")]
+    lines += [(used, seconds[file], number[file], file) for file, used in cpu.most_common()]
+    return [f"{used:8.1f} s of CPU, {took:8.1f} s, {tests:4} tests: {file}" for used, took, tests, file in lines]
 
 
 def pytest_sessionfinish(session):
@@ -70,6 +89,7 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+        USED.since_last()  # what it took to find the tests is none of theirs
 
 
 def pytest_collection_modifyitems(items):

@@ -19,7 +19,24 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2
-    assert "usage: workbench" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] in {'demo', 'doctor'} else ''} [-h]" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("demo", "tour.trace"),
+        ("lab", "copied into the current directory"),
+        ("lab", "--port 9000"),
+        ("doctor", "two ranks"),
+    ],
+)
+def test_each_word_says_what_it_does(word, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([word, "-h"])
+    assert left.value.code == 0
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_version(capsys):
@@ -89,7 +106,7 @@ def test_the_user_s_address_wins_and_a_folder_around_the_tour_needs_no_copy(tmp_
     assert cli.main(["lab", f"--notebook-dir={tmp_path}/missing"]) == 1
 
 
-def test_lab_copies_the_tour_of_a_wheel_once(tmp_path, monkeypatch):
+def test_lab_copies_the_tour_of_a_wheel_once_and_says_so(tmp_path, monkeypatch, capsys):
     installed, here = tmp_path / "package", tmp_path / "here"
     for folder in (installed, here):
         folder.mkdir()
@@ -105,6 +122,7 @@ def test_lab_copies_the_tour_of_a_wheel_once(tmp_path, monkeypatch):
         assert (here / cli.TOUR).read_text() == text
         (here / cli.TOUR).write_text("worked on")
     assert opened == [str(here / cli.TOUR)] * 2
+    assert capsys.readouterr().err == f"The tour was copied to {here / cli.TOUR}\n"
 
 
 @pytest.mark.parametrize(("as_expected", "code"), [(True, 0), (False, 1)])

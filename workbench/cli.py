@@ -27,9 +27,10 @@ _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of ju
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``workbench`` and return its exit code: 0 well, 1 something failed, 2 wrong usage."""
-    args, rest = _parser().parse_known_args(argv)
+    parser, parser_of = _parsers()
+    args, rest = parser.parse_known_args(argv)
     if rest and args.word != "lab":
-        _parser().error(f"unknown argument {rest[0]!r}")
+        parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
         if args.word == "lab":
             return _lab(rest)
@@ -76,15 +77,27 @@ def _given(extra: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _parser() -> argparse.ArgumentParser:
+_DEMO = "Run the tour on 4 ranks, and write it as a page (tour.html) and as a trace (tour.trace) that %fsdp open shows."
+_LAB = f"""\
+Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Of an installed workbench, the tour is copied
+into the current directory first, unless one is there. Further arguments go to JupyterLab, such as --port 9000 or
+--no-browser; with --ServerApp.root_dir FOLDER the tour is copied there."""
+_DOCTOR = """\
+Say which Python, torch and Jupyter are installed, whether the panel is there, and what is missing; train on two ranks;
+and say what to do about what failed."""
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of its words."""
     parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor")
-    demo = words.add_parser("demo", help="run the tour; write it as a page and a trace")
+    demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="where to (default build/demo)")
-    words.add_parser("lab", help="open the tour in JupyterLab; further arguments go to JupyterLab")
-    words.add_parser("doctor", help="say what is installed, try it, and say what to do about what is missing")
-    return parser
+    words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
+    about = "say what is installed, try it, and say what to do about what is missing"
+    words.add_parser("doctor", description=_DOCTOR, help=about)
+    return parser, words.choices
 
 
 def _demo(folder: Path) -> int:
@@ -114,9 +127,12 @@ def _copied(tour: Path, folder: Path) -> Path:
     """
     copy = folder / TOUR
     try:
-        return copy if copy.exists() else Path(shutil.copy(tour, copy))
+        if not copy.exists():
+            shutil.copy(tour, copy)
+            sys.stderr.write(f"The tour was copied to {copy}\n")
     except OSError as error:
         raise UsageError(f"cannot copy the tour to {folder}: {error.strerror}") from error
+    return copy
 
 
 def _doctor() -> int:

@@ -71,7 +71,7 @@ from workbench.reports.stopped import (
     WhereReport,
 )
 from workbench.session.outputs import OnOutput, written_at_once
-from workbench.session.pulse import Exchange, Pulse
+from workbench.session.pulse import Exchange, Pulse, UnderWay
 from workbench.session.request import Listener, OnProgress, no_output, no_progress
 from workbench.session.session import ClusterLike, Session, busy_sentence
 from workbench.session.sides import opened, side
@@ -440,6 +440,8 @@ class Workbench:
             clocks=trace.header.clocks,
             stopped=str(request.stop) if request is not None and request.state == "stopped" else "",
             obstacle="" if self._session is None else self._session.obstacle,
+            under_way=_words_of(self.pulse().under_way),
+            cluster=self._target.words if self.outlives else "",
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
@@ -900,3 +902,11 @@ class Workbench:
 for _declared in ON_RANKS.values():  # one that has no line above gets its method all the same; the line types it
     if not hasattr(Workbench, _declared.word):
         setattr(Workbench, _declared.word, on_ranks(_declared, Report))
+
+
+def _words_of(under_way: UnderWay | None) -> str:
+    """Return what ranks do, with the steps that have ended; empty: they do nothing."""
+    if under_way is None:
+        return ""
+    steps = under_way.progress
+    return f"{under_way.words}{f': {steps.done} of {steps.total} steps' if steps is not None and steps.total else ''}"

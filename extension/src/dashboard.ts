@@ -13,10 +13,13 @@ import { DASHBOARD_TARGET } from "./protocol";
 
 type Send = (data: object) => void;
 
+/** Loads the workbench in the kernel of the notebook that is followed; why it could not be, else an empty text. */
+export type Load = () => Promise<string>;
+
 const WHY: Readonly<Record<Away, string>> = {
-  "no notebook": "is not open: open it, and its ranks are shown here.",
+  "no notebook": "is not open: open it, and its ranks, which go on while its kernel runs, are shown here.",
   "no kernel": "has no kernel.",
-  "not loaded": "has not loaded the workbench yet: run %load_ext workbench in it.",
+  "not loaded": "has not loaded the workbench yet.",
   restarting: "has a kernel that restarts\u2026",
   dead: "has a kernel that has died.",
   cut: "has lost its connection to the kernel, which JupyterLab does not open again by itself.",
@@ -55,7 +58,8 @@ class CommModel implements Model {
 export class DashboardWidget extends Widget implements Listener {
   readonly #notebooks: INotebookTracker;
   readonly #sentence = document.createElement("p");
-  readonly #again = document.createElement("button");
+  readonly #button = document.createElement("button");
+  readonly #load: Load;
   readonly #box = document.createElement("div");
   #path: string;
   #connection: Connection | null = null;
@@ -63,16 +67,15 @@ export class DashboardWidget extends Widget implements Listener {
   #model: CommModel | null = null;
   #unrender: () => void = () => undefined;
 
-  constructor(notebooks: INotebookTracker, path: string) {
+  constructor(notebooks: INotebookTracker, path: string, load: Load) {
     super();
+    this.#load = load;
     this.#notebooks = notebooks;
     this.#path = path;
     this.addClass("fsdp-Dashboard");
     this.#sentence.setAttribute("role", "status");
-    this.#again.textContent = "Reconnect";
-    this.#again.className = "jp-mod-styled jp-mod-accept";
-    this.#again.onclick = () => this.#connection?.reconnect();
-    this.node.append(this.#sentence, this.#again, this.#box);
+    this.#button.className = "jp-mod-styled jp-mod-accept";
+    this.node.append(this.#sentence, this.#button, this.#box);
     this.lost("no notebook");
     notebooks.widgetAdded.connect(this.#find, this);
     this.#find();
@@ -97,7 +100,18 @@ export class DashboardWidget extends Widget implements Listener {
   lost(why: Away): void {
     this.#end();
     this.#sentence.textContent = `${this.#path} ${WHY[why]}`;
-    this.#again.hidden = why !== "cut";
+    const isCut = why === "cut";
+    this.#button.hidden = !isCut && why !== "not loaded";
+    this.#button.disabled = false;
+    this.#button.textContent = isCut ? "Reconnect" : "Load the workbench";
+    this.#button.onclick = isCut ? () => this.#connection?.reconnect() : () => void this.#loads();
+  }
+
+  async #loads(): Promise<void> {
+    this.#button.disabled = true;
+    const why = await this.#load();
+    this.#button.disabled = false;
+    if (why !== "" && this.#model === null) this.#sentence.textContent = why;
   }
 
   override dispose(): void {
@@ -121,7 +135,7 @@ export class DashboardWidget extends Widget implements Listener {
       if (this.#model !== null) this.#send(data);
     });
     this.#sentence.textContent = "";
-    this.#again.hidden = true;
+    this.#button.hidden = true;
     this.#unrender = program.render({ model: this.#model, el: this.#box });
   }
 

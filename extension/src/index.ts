@@ -138,6 +138,11 @@ function addDashboards(
   openPanel: () => void,
 ): WidgetTracker<MainAreaWidget<DashboardWidget>> {
   const open = new WidgetTracker<MainAreaWidget<DashboardWidget>>({ namespace: "fsdp-dashboards" });
+  const load = async (): Promise<string> => {
+    const followed = notebooks.current; // of the dashboard that is in front
+    await followed?.load();
+    return followed?.model.loadError ?? "";
+  };
   app.commands.addCommand("fsdp:open-dashboard", {
     label: "FSDP Dashboard",
     caption: "Show what the ranks of a notebook do, beside it",
@@ -153,7 +158,7 @@ function addDashboards(
         app.shell.activateById(there.id);
         return;
       }
-      const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path) });
+      const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path, load) });
       widget.id = `fsdp-dashboard-${path}`;
       widget.title.label = `FSDP: ${path.split("/").at(-1)?.replace(/\.ipynb$/, "")}`;
       widget.title.caption = `What the ranks of ${path} do`;

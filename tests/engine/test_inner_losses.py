@@ -19,6 +19,7 @@ from tests.engine.parity import average_grads
 from tests.engine.ranks import run_cases, run_ranks
 from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
+from workbench.engine.explain import explain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 
@@ -257,3 +258,148 @@ def parted() -> bool:
 
 def test_ranks_that_part_in_backward_are_refused():
     assert run_ranks(2, parted) == [True, True]
+
+
+# ---- unusual backwards
+
+
+def grad_of(loss: torch.Tensor, wrt: torch.Tensor, **options: bool) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(loss, wrt, **options)
+    return grad
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> None:
+    loss = LOSSES["out"](model, model(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def grad_of_inner(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    loss = LOSSES["out"](model, model(x))
+    found = [grad_of(loss, inner, retain_graph=True) for inner in (model.mid, model.low, x)]
+    loss.backward()
+    return found
+
+
+def grad_of_input_alone(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [grad_of(LOSSES["out"](model, model(x)), x)]
+
+
+def backward_to_input_alone(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    LOSSES["out"](model, model(x)).backward(inputs=[x])
+    return [x.grad]
+
+
+def forward_for_nothing(model: nn.Module, x: torch.Tensor) -> None:
+    _kept = model(x + 1)
+    LOSSES["out"](model, model(x)).backward()
+
+
+def first_of_two(model: nn.Module, x: torch.Tensor) -> None:
+    first, _second = (LOSSES["out"](model, model(x + shift)) for shift in (1, 0))
+    first.backward()
+
+
+def evaluation_between(model: nn.Module, x: torch.Tensor) -> None:
+    loss = LOSSES["out"](model, model(x))
+    with torch.no_grad():
+        model(x + 1)
+    loss.backward()
+
+
+def part_first(model: nn.Module, x: torch.Tensor) -> None:
+    out = model(x)
+    LOSSES["mid"](model, out).backward(retain_graph=True)
+    LOSSES["out"](model, out).backward()
+
+
+def part_last(model: nn.Module, x: torch.Tensor) -> None:
+    losses = [LOSSES[name](model, model(x)) for name in ("out",)] + [LOSSES["mid"](model, x)]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+
+
+def cut(model: nn.Module, x: torch.Tensor) -> None:
+    model(x)
+    (model.mid.detach().square().sum() + model.low.sum()).backward()
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    loss = LOSSES["out"](model, model(x))
+    grad = grad_of(loss, x, create_graph=True)
+    (loss + grad.square().sum()).backward()
+    return [grad.detach()]
+
+
+USES = (
+    twice,
+    grad_of_inner,
+    grad_of_input_alone,
+    backward_to_input_alone,
+    forward_for_nothing,
+    first_of_two,
+    evaluation_between,
+    part_first,
+    part_last,
+    cut,
+    penalty,
+)
+
+
+def used(model: nn.Module, use: Callable, wanted: Grads, values: Grads) -> str:
+    """Return ``same``, ``differs``, or what was raised."""
+    try:
+        found = use(model, example(0, differentiable=True)) or []
+    except RuntimeError as error:
+        explain(error)
+        return str(error)
+    return "same" if is_same(grads_of(model), wanted) and is_same(found, values) else "differs"
+
+
+def uses(policy: str, units: tuple[str, ...], use: Callable) -> tuple[str, str, str]:
+    """Return torch's result, ours, and ours of an ordinary step after it."""
+    torch.manual_seed(0)
+    base = Layers().double()
+    plain = copy.deepcopy(base)
+    values = use(plain, example(0, differentiable=True)) or []
+    average_grads(plain)
+    theirs, ours = (shard(api, copy.deepcopy(base), units, **policies(api)[policy]) for api in (fsdp, engine))
+    results = [used(model, use, grads_of(plain), values) for model in (theirs, ours)]
+    ours.zero_grad()
+    ordinary = partial(step, loss="out", seed=2)
+    ordinary(ours)
+    return (*results, "same" if is_same(grads_of(ours), expected(base, ordinary)) else "differs")
+
+
+@pytest.mark.parametrize("policy", ["kept", "resharded"])
+def test_backwards_of_any_kind_give_torchs_gradients_or_say_what_is_missing(policy):
+    cases = {(use.__name__, units): partial(uses, policy, units, use) for use in USES for units in ((), ("l2",))}
+    for rank in run_cases(2, cases):
+        assert not [case for case, (theirs, ours, _) in rank.items() if theirs == "same" and ours != "same"]
+        assert not [case for case, (*_, after) in rank.items() if after != "same"]
+        refused = {case: ours for case, (_, ours, _) in rank.items() if ours != "same"}
+        assert {name for name, _ in refused} >= {"part_last", "penalty"}
+        assert not [said for said in refused.values() if not said.startswith("backward needs the full parameter 'l")]
+        assert all("reshard_after_forward=False" in said for said in refused.values())
+
+
+def penalty_with_params_kept() -> str:
+    torch.manual_seed(0)
+    base = Layers().double()
+    plain = copy.deepcopy(base)
+    values = penalty(plain, example(0, differentiable=True))
+    average_grads(plain)
+    model = shard(engine, copy.deepcopy(base), ("l2",), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+
+    def use(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        found = penalty(model, x)
+        for unit in (model, model.l2):
+            unit.reshard()  # gradients are those of the shards, which are on the modules again
+        return found
+
+    return used(model, use, grads_of(plain), values)
+
+
+def test_what_the_message_advises_works():
+    assert run_ranks(2, penalty_with_params_kept) == ["same", "same"]

@@ -46,6 +46,7 @@ from workbench.engine._torch import (
     forbid_reading,
     gather_old_shards,
     group_allocator,
+    has_grad_hooks,
     has_post_accumulate_hooks,
     is_asked_by_checkpoints,
     is_in_backward,
@@ -458,6 +459,15 @@ def hooked() -> tuple[nn.Parameter, list[nn.Parameter]]:
     param = nn.Parameter(torch.ones(2))
     param.register_post_accumulate_grad_hook(seen.append)
     return param, seen
+
+
+def test_hooks_of_gradients_are_found():
+    param = nn.Parameter(torch.ones(2))
+    assert not has_grad_hooks(param)
+    handle = param.register_hook(lambda grad: grad)
+    assert has_grad_hooks(param)
+    handle.remove()
+    assert not has_grad_hooks(param)
 
 
 def test_post_accumulate_grad_hooks_can_be_called_by_hand():

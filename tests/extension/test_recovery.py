@@ -98,11 +98,13 @@ def test_a_panel_that_was_open_before_the_workbench_was_loaded_notices_it(lab):
     expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
     run(lab, "fsdp:open-dashboard")
     expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")
-    run(lab, "docmanager:open", path="run.ipynb")  # to the front again, where cells are run
-    lab.do(LOAD)
+    dashboard(lab).get_by_role("button", name="Load the workbench").click()
     expect(panel(lab)).not_to_contain_text("Nothing is loaded in this notebook yet.")
     expect(tool(lab, re.compile("^Start"))).to_be_enabled()
     expect(dashboard(lab).locator(".fw-badge")).to_be_visible()
+    expect(dashboard(lab).get_by_role("button", name="Load the workbench")).to_be_hidden()
+    run(lab, "docmanager:open", path="run.ipynb")  # to the front again, where cells are run
+    lab.do(LOAD)
 
 
 def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab):

@@ -170,6 +170,18 @@ def test_status_says_what_was_let_go():
     assert "2,000,000 events, 12,345 before them let go: so many are kept" in said
 
 
+def test_status_says_how_many_units_there_are_in_order_what_is_under_way_and_which_cluster_was_attached():
+    units = ("blocks.10", "blocks.2", "", "2", "0")
+    going = "%fsdp step 400 --background: 372 of 400 steps"
+    facts = dict(
+        StatusReport(running=True, units=units, under_way=going, cluster="the cluster of profile 'mine'").facts()
+    )
+    assert facts["sharded"] == "5 units: (root), 0, 2, blocks.2, blocks.10"
+    assert facts["under way"] == going
+    assert facts["attached"] == "the cluster of profile 'mine'"
+    assert {"under way", "attached"}.isdisjoint(dict(StatusReport(running=True).facts()))
+
+
 def test_status_names_the_processes_that_stay_for_the_next_start():
     assert ("kept", "processes 4, 12, so that the next start is quick") in StatusReport(
         running=False, kept=(4, 12)

@@ -1,6 +1,7 @@
 """The classic wrapper on real ranks: ``shard --api classic``, what is recorded, planned and said of it."""
 
 from contextlib import nullcontext
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -39,9 +40,12 @@ def shard(**policy):
 
 def train(policy):
     ns = prepare()
+    patterns = policy.get("ignore", ())
+    ignored = [p for name, p in ns["model"].named_parameters() if any(fnmatch(name, each) for each in patterns)]
     command = shard(**policy)
     out = {"plan": planning.plan(command, ns["world_size"]), "before": planning.models()}
     out["shard"] = execute(command)
+    out["ignored"] = sum(param.nbytes for param in ignored)
     out["after"] = planning.models()
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
@@ -68,7 +72,9 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
     for out in results:
         assert out["rules"] == []
         assert not [row for row in out["forms"] if row[-1]], out["forms"]
-        assert out["live"][Category.SHARDED_PARAMS] == out["at rest"].params == out["shard"]["bytes_at_rest"]
+        assert bool(out["ignored"]) == ("ignore" in policy)
+        assert out["live"][Category.SHARDED_PARAMS] == out["at rest"].params
+        assert out["shard"]["bytes_at_rest"] == out["at rest"].params + out["ignored"]
         assert sorted(map(planned, out["plan"]), key=str) == sorted(map(planned, out["units"]), key=str)
         (before,), (after,) = out["before"], out["after"]
         assert (before.is_sharded, after.is_sharded) == (False, True)

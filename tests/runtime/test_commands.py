@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.runtime.job import assert_refused, drain, execute, namespace, prepare, run
 from tests.runtime.stopping import Door
+from workbench.codec import decode
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
-from workbench.protocol.commands import Shard, Step, Unshard, Verify
+from workbench.protocol.commands import Shard, Sharded, Step, Unshard, Verified, Verify
 from workbench.protocol.messages import ListNames, Locate
+from workbench.reports.done import SAYS
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
@@ -330,3 +332,50 @@ def missed_gradients():
 def test_a_step_says_which_gradients_no_reduction_took():
     for said in run(2, missed_gradients):
         assert said == {"usual": [], "kept": [], "kept before": [], "inside": [""]}
+
+
+class Adapted(torch.nn.Module):
+    """Has a parameter that is left out, and a buffer that ranks draw for themselves."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(4, 4, bias=False), torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("drawn", torch.full((2,), float(rank)))
+        self.register_buffer("same", torch.ones(2, dtype=torch.bool))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale.sum()
+
+
+def unmanaged():
+    ns = namespace()
+    ns["model"] = model = Adapted(ns["rank"])
+    ns["opt"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = execute(Shard(model="model", ignore=("scale",)))
+    model.layer.weight.register_hook(lambda grad: grad)
+    model.adapter = torch.nn.Linear(4, 4)
+
+    def train_step():
+        ns["model"](torch.ones(2, 4)).sum().backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+
+    ns["train_step"] = train_step
+    return sharded, execute(Verify())
+
+
+def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
+    replies = run(2, unmanaged)
+    shard = SAYS[Shard]([decode(Sharded, sharded, "reply") for sharded, _ in replies])
+    verify = SAYS[Verify]([decode(Verified, verified, "reply") for _, verified in replies])
+    assert shard.bytes_at_rest == (4 * (8 + 3), 4 * (8 + 3))
+    assert shard.bytes_unsharded == 4 * (16 + 3)
+    carried, params, buffers = shard.notes
+    assert carried == ("1 optimizer made before sharding was carried over; a script must make it after fully_shard")
+    assert "in no unit, so that nothing averages their gradients: scale. " in params
+    assert "p = model.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in params
+    assert "buffers differ between ranks: drawn. " in buffers
+    params, hooks, buffers = verify.notes
+    assert "their gradients: scale, adapter.weight, adapter.bias. " in params
+    assert "register_hook is never called on a sharded parameter: layer.weight. " in hooks
+    assert "differ between ranks: drawn. " in buffers

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from tests.trace.strategies import Setup, traces
 from tests.views.figures import num_marks, subtitle, title, words
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.errors import UsageError
-from workbench.events import Kind
+from workbench.events import Category, Kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views.compare import MAX_POINTS, draw
@@ -40,7 +41,27 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     assert title(draw(a, b)) == "peak +193 KiB: blocks.0 unsharded through backward"
     assert title(draw(b, a)) == "peak -193 KiB: blocks.0 no longer unsharded through backward"
     assert "rank 2 of ranks 0-3 is drawn" in subtitle(draw(a, b))
+    assert "MiB, the higher in step 1" in subtitle(draw(a, b))
     assert "first difference: memory at begin of unshard of blocks.2, step 1" in subtitle(draw(a, b))
+
+
+def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
+    """Gradients that nothing freed before the first of the steps are no matter of the policy."""
+    trace = example_trace(steps=4)
+    a, b = trace.slice(first=2, last=3), trace.slice(first=1, last=2)
+    kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
+    b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
+    found = title(draw(a, b, rank=0))
+    assert found.endswith("195 KiB sharded grads left from before, 193 KiB units unsharded through forward")
+    assert "first difference: memory at begin of step 2 (1)" in subtitle(draw(a, b, rank=0))
+    assert "sharded grads no longer left from before" in title(draw(b, a, rank=0))
+
+
+def with_grads(start, num_bytes):
+    """A key frame with more bytes of gradients."""
+    held = list(start.bytes_by_category)
+    held[Category.SHARDED_GRADS] += num_bytes
+    return replace(start, bytes_by_category=tuple(held))
 
 
 def test_fewer_collectives_are_counted_and_tabled():
@@ -83,6 +104,14 @@ def test_both_curves_reach_their_peaks_and_share_the_axis():
     assert list(fig.data[0].x) == list(fig.data[1].x)
     assert "more activations" in title(fig)
     assert subtitle(fig).startswith("before -&gt; after · 3 steps of each compared")
+
+
+def test_words_at_the_axis_do_not_overprint():
+    axis = draw(example_trace(steps=2), example_trace(steps=2)).layout.xaxis
+    places = [place for place, text in zip(axis.tickvals, axis.ticktext, strict=True) if not text.startswith("<br>")]
+    gaps = [after - before for before, after in pairwise(places)]
+    assert min(gaps) >= 0.15 * axis.range[1]
+    assert "forward" in axis.ticktext
 
 
 def test_a_different_number_of_steps_is_said():

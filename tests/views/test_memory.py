@@ -10,7 +10,9 @@ from workbench.errors import UsageError
 from workbench.events import Category, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
+from workbench.replay.spans import extent_ns
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.keyframe import advance
 from workbench.views import theme
 from workbench.views.memory import MAX_PANELS, MAX_POINTS, memory
 
@@ -48,7 +50,8 @@ def test_the_peak_is_in_the_title_and_in_the_picture_in_words():
 
 def test_the_areas_are_the_bytes_of_each_class_in_order():
     trace = example_trace()
-    fig, part = memory(trace), trace.slice(step=2).rank(0)
+    fig, step = memory(trace), trace.slice(step=2)
+    part, (begin_ns, _) = step.rank(0), extent_ns(step)
     series = live.series(part)
     shown = [c for c in Category if series.num_bytes[:, c].any()]
     assert [t.name for t in areas(fig)] == [c.words for c in shown]
@@ -56,21 +59,37 @@ def test_the_areas_are_the_bytes_of_each_class_in_order():
         assert np.array(area.y[:-1]) * MIB == pytest.approx(series.num_bytes[:, category])
         assert area.line.shape == "hv"
         assert area.fillcolor == theme.CATEGORY_COLOURS[category]
-    assert np.array(named(fig, "total in use").x[:-1]) == pytest.approx((series.t_ns - part.rows["t_ns"][0]) / 1e6)
+    assert np.array(named(fig, "total in use").x[:-1]) == pytest.approx((series.t_ns - begin_ns) / 1e6)
     assert fig.layout.legend.traceorder == "reversed"  # the legend reads as the areas lie
 
 
-def test_the_dashed_line_is_the_unsharded_model():
+def test_the_dashed_line_is_what_plain_training_keeps():
     trace = example_trace()
-    line = named(memory(trace), "parameters unsharded")
+    fig, alone = memory(trace), simulate(Setup(num_ranks=1))
+    plain = advance(alone.rank(0).start, alone.rank(0).rows).bytes_by_category
+    kept = [plain[c] for c in (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)]
+    line = named(fig, "without sharding")
     assert line.line.dash == "dash"
-    assert list(line.y) == [totals(shards(trace.header)).bytes_unsharded / MIB] * 2
+    assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # of Adam's step each rank has one
+    names = ("parameters", "gradients", "optimizer state")
+    said = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
+    assert f"without sharding every rank keeps {theme.format_bytes(sum(kept))}: {said}" in subtitle(fig)
+
+
+def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_there_is():
+    assert "KiB, gradients" in subtitle(memory(example_trace(steps=0)))
+    assert "optimizer state" not in subtitle(memory(example_trace(steps=0)))
+    trace = example_trace(steps=0)
+    units = [replace(u, params=tuple(replace(p, trainable=False) for p in u.params)) for u in trace.header.units]
+    frozen = memory(Trace(replace(trace.header, units=tuple(units)), trace.ranks))
+    whole = theme.format_bytes(totals(shards(trace.header)).bytes_unsharded)
+    assert subtitle(frozen).endswith(f"without sharding every rank keeps {whole}: parameters {whole}")
 
 
 def test_an_unsharded_model_far_above_is_told_and_not_drawn():
     fig = memory(with_moves(example_trace(), lambda _: 0.1))
-    assert "the parameters unsharded would take 626 KiB" in subtitle(fig)
-    assert "parameters unsharded" not in [t.name for t in fig.data]
+    assert "without sharding every rank keeps 1.35 MiB: parameters 626 KiB, gradients 626 KiB" in subtitle(fig)
+    assert "without sharding" not in [t.name for t in fig.data]
 
 
 def test_ranks_that_are_alike_share_a_panel_and_the_highest_is_drawn():

@@ -4,13 +4,15 @@ import plotly.graph_objects as go
 
 from tests.trace.strategies import example_trace
 from workbench.events import Kind
+from workbench.replay.spans import extent_ns
 from workbench.views import theme
 from workbench.views.phases import MAX_PIECES, add_phases
+from workbench.views.rectangles import time_axis
 
 
 def strip(trace):
     fig = go.Figure()
-    add_phases(fig, trace.rank(0).rows, 1_000)
+    add_phases(fig, trace.rank(0).rows, time_axis(extent_ns(trace)))
     return fig.layout.shapes
 
 
@@ -24,10 +26,16 @@ def test_a_step_is_forward_backward_and_optimizer():
 
 def test_the_strip_begins_where_the_axis_does():
     trace = example_trace().slice(step=1)
-    rows = trace.rank(0).rows
+    rows, (begin_ns, _) = trace.rank(0).rows, extent_ns(trace)
     forward = rows[rows["kind"] == Kind.FORWARD]["t_ns"]
     shape = strip(trace)[0]
-    assert (shape.x0, shape.x1) == tuple((t - rows["t_ns"][0]) / 1_000 for t in (forward[0], forward[-1]))
+    assert (shape.x0, shape.x1) == tuple((t - begin_ns) / 1e6 for t in (forward[0], forward[-1]))
+
+
+def test_each_phase_stands_in_the_legend_once():
+    shapes = strip(example_trace(steps=3).slice(first=1, last=2))
+    shown = [shape.name for shape in shapes if shape.showlegend]
+    assert shown == ["forward", "backward", "optimizer"]
 
 
 def test_two_steps_have_two_strips():

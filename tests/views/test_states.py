@@ -7,6 +7,7 @@ from tests.trace.strategies import Setup, example_trace, simulate
 from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind, UnitState
+from workbench.replay.spans import extent_ns
 from workbench.replay.states import spans
 from workbench.trace.columns import RankTrace, Trace
 from workbench.views import theme
@@ -37,11 +38,12 @@ def test_units_are_in_the_order_of_their_forward_whatever_their_numbers():
 @pytest.mark.parametrize("state", list(UnitState))
 def test_every_bar_is_a_span_of_its_state(state):
     trace = example_trace()
-    drawn, part = bar(states(trace), state), trace.slice(step=2).rank(0)
+    drawn, step = bar(states(trace), state), trace.slice(step=2)
+    part, (begin_ns, _) = step.rank(0), extent_ns(step)
     found = spans(part)
     mine = (found.state == state) & (found.end_ns > found.begin_ns)
     assert drawn.marker.color == theme.UNIT_STATE_COLOURS[state]
-    begin = (found.begin_ns - part.rows["t_ns"][0])[mine] / 1e6
+    begin = (found.begin_ns - begin_ns)[mine] / 1e6
     lane = np.array([1, 2, 3, 0])[found.unit[mine]]
     wide = (found.end_ns - found.begin_ns)[mine] / 1e6 > 0.02  # narrower ones may be merged
     drawn_bars = {(round(float(b), 6), int(y)) for b, y in zip(drawn.base, drawn.y, strict=True)}

@@ -34,7 +34,7 @@ def axis_titles(fig):
 
 def test_title_says_first_and_last_loss_and_the_step_time():
     fig = training(make_trace(losses(4.0, 3.0, 2.0)))
-    assert title(fig) == "Loss 4.000 → 2.000 in 3 steps, 1.00 ms a step"
+    assert title(fig) == "Loss 4.000 → 2.000 in 3 steps, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["loss", "step time [ms]"]
     assert list(lines(fig)[0].y) == [4.0, 3.0, 2.0]
     assert list(lines(fig)[1].y) == [1.0, 1.0, 1.0]
@@ -44,15 +44,21 @@ def test_the_band_is_drawn_only_where_ranks_differ():
     one = training(make_trace(losses(4.0, 3.0)))
     assert len(one.data) == 2
     two = training(make_trace(losses(4.0, 3.0), losses(4.0, 3.0, loss_rank=1.0)))
-    low, high, mean = two.data[:3]
-    assert (list(low.y), list(high.y), list(mean.y)) == ([4.0, 3.0], [5.0, 4.0], [4.5, 3.5])
-    assert high.fill == "tonexty"
-    assert subtitle(two) == "Mean over 2 ranks; the band is the lowest to the highest rank."
+    band, mean = two.data[:2]
+    assert (list(band.x), list(band.y), list(mean.y)) == ([0, 1, 1, 0], [5.0, 4.0, 3.0, 4.0], [4.5, 3.5])
+    assert band.fill == "toself"
+    assert subtitle(two).startswith("Mean over 2 ranks; the band is the lowest to the highest rank; ")
+
+
+def test_the_step_time_is_that_of_the_slowest_rank():
+    fig = training(make_trace(step_rows(0, 0, STEP_NS), step_rows(0, 0, 3 * STEP_NS)))
+    assert title(fig) == "1 step, no loss logged, 3.00 ms a step (median)"
+    assert "the title&#x27;s step time is the slowest rank&#x27;s" in subtitle(fig)
 
 
 def test_without_a_loss_the_step_time_is_drawn_and_a_sentence_says_how_to_log_one():
     fig = training(make_trace(step_rows(0, 0, STEP_NS)))
-    assert title(fig) == "1 step, no loss logged, 1.00 ms a step"
+    assert title(fig) == "1 step, no loss logged, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["step time [ms]"]
     assert "A number that train_step() returns is logged as the loss." in subtitle(fig)
 
@@ -77,6 +83,14 @@ def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
     assert "loss is not a finite number at step 1." in subtitle(fig)
 
 
+def test_the_band_has_a_gap_where_a_loss_is_no_number():
+    """It is closed on either side: a line over the gap would be a band of steps that have none."""
+    fig = training(make_trace(losses(4.0, 3.0, math.nan, 1.0), losses(4.0, 3.0, 2.0, 1.0, loss_rank=1.0)))
+    x, y = (np.array(values, np.float64) for values in (fig.data[0].x, fig.data[0].y))
+    np.testing.assert_array_equal(x, [0, 1, 1, 0, np.nan, 3, 3])
+    np.testing.assert_array_equal(y, [5.0, 4.0, 3.0, 4.0, np.nan, 2.0, 1.0])
+
+
 def test_all_steps_without_a_finite_loss_are_named_and_many_are_counted():
     nan = math.nan
     assert "not a finite number at steps 1-3." in subtitle(training(make_trace(losses(4.0, nan, nan, nan))))
@@ -89,7 +103,7 @@ def test_a_long_training_is_thinned_and_keeps_its_extremes():
     values[500] = 9.0
     fig = training(make_trace(losses(*values)))
     assert len(lines(fig)[0].x) <= MAX_POINTS
-    assert max(trace.y.max() for trace in fig.data if trace.fill == "tonexty") == 9.0
+    assert max(trace.y.max() for trace in fig.data if trace.fill == "toself") == 9.0
     assert "Each point is the mean of up to 3 steps" in subtitle(fig)
     assert lines(fig)[0].mode == "lines"
 

@@ -1,4 +1,7 @@
-"""Every view is readable from 250 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot."""
+"""Every view is readable from 250 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot.
+
+Each view is drawn at each width, and so is each trace; views of all traces at all widths with ``-m exhaustive``.
+"""
 
 import json
 from dataclasses import replace
@@ -8,6 +11,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from tests.browser import open_offline
+from tests.pairwise import pairs_and_rest, rows_of
 from tests.trace.holding import stopped_before
 from tests.trace.scale import Scale, trace_of
 from tests.trace.simulation import Setup, simulate
@@ -20,6 +24,8 @@ from workbench.widgets.modules import joined
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
 WIDTHS = (250, 320, 400, 500, 600, 700, 1200, 2000)
+TALK_WIDTHS = (375, 600, 2000)
+TRACES = ("deep", "held", "copies", "many")
 
 _PAGE = """<!doctype html><meta charset=utf-8><body style='margin:0'><div id=around></div><script>PLOTLY</script>
 <script type=module>FIGURES Object.assign(window, {drawAnew, followWidth});</script>"""
@@ -86,7 +92,7 @@ def figures():
     held = stopped_before(long_names(simulate(Setup(num_ranks=2, num_units=4, steps=3))), Kind.BACKWARD, number=9)
     copies = long_names(simulate(Setup(num_ranks=8, copies=2, num_units=4, steps=3, compute_itemsize=2)))
     many = long_names(trace_of(Scale(num_ranks=48, copies=6, num_units=28, width=64, late=30, ended=7, larger=41)))
-    traces = {"deep": deep, "held": held, "copies": copies, "many": many}
+    traces = dict(zip(TRACES, (deep, held, copies, many), strict=True))
     found = {f"{name} of {what}": draw(name, trace) for name in VIEWS for what, trace in traces.items()}
     found["memory with the process"] = draw("memory", deep, process=True)
     found["memory of three steps"] = draw("memory", deep, steps=3)
@@ -138,19 +144,28 @@ def _cells_too_small(cells):
             yield f"{cell['text']!r} does not fit into its cell"
 
 
+def figures_at(width, widths, part):
+    """The figures of a part of the cross product that are drawn at a width, by name; those of no row in the first."""
+    views = {f"{name} of {what}" for name, what, at in rows_of(part, list(VIEWS), TRACES, widths) if at == width}
+    every = {f"{name} of {what}" for name in VIEWS for what in TRACES}
+    return {name: figure for name, figure in figures().items() if (name in views if name in every else part == "pairs")}
+
+
+@pairs_and_rest
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_overlaps_and_nothing_is_cut_off(page, width):
+def test_nothing_overlaps_and_nothing_is_cut_off(page, width, part):
     found = []
-    for name, figure in figures().items():
+    for name, figure in figures_at(width, WIDTHS, part).items():
         measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]])
         found += [f"{name}: {complaint}" for complaint in complaints(measured)]
     assert found == []
 
 
-@pytest.mark.parametrize("width", [375, 600, 2000])
-def test_a_figure_for_a_projector_is_readable_as_well(page, width):
+@pairs_and_rest
+@pytest.mark.parametrize("width", TALK_WIDTHS)
+def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
     found = []
-    for name, figure in figures().items():
+    for name, figure in figures_at(width, TALK_WIDTHS, part).items():
         measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), [width]])
         found += [f"{name}: {complaint}" for complaint in complaints(measured)]
     assert found == []

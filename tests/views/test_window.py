@@ -1,11 +1,17 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace
+from tests.trace.strategies import example_trace, setups, simulate
+from tests.views.figures import subtitle, title
 from workbench.errors import UsageError
 from workbench.events import Kind
 from workbench.trace.columns import RankTrace, Trace
+from workbench.views import draw, theme
 from workbench.views.window import window
+
+VIEWS_OF_TIME = ("timeline", "memory", "states")
 
 
 def test_the_last_step_is_shown_unless_told_otherwise():
@@ -63,3 +69,68 @@ def test_an_empty_trace_has_an_empty_window():
     assert str(window(Trace.empty(), None, 3)) == "Before the first step"
     no_rows = RankTrace(0, example_trace().rank(0).rows[:0])
     assert str(window(Trace(example_trace().header, (no_rows,)), None, 1)) == "Before the first step"
+
+
+def places(fig):
+    """All places on the time axis of a figure, in its unit: of bars, lines, strips and marks."""
+    found = []
+    for trace in fig.data:
+        begins = np.array(trace.base if trace.type == "bar" else [], float)
+        widths = np.array([x for x in trace.x if x is not None], float)
+        found += [*begins, *(begins + widths)] if trace.type == "bar" else [*widths[~np.isnan(widths)]]
+    return [*found, *(x for shape in fig.layout.shapes if shape.xref == "x" for x in (shape.x0, shape.x1))]
+
+
+@given(setups(), st.integers(0, 3), st.integers(1, 2))
+def test_pictures_of_the_same_steps_have_one_zero_one_end_and_no_time_beyond(setup, rank, steps):
+    trace = simulate(setup)
+    shown = window(trace, None, steps)
+    rows = [shown.stateless(each).rows["t_ns"] for each in trace.ranks]
+    begin_ns = min(t.min() for t in rows)
+    end_ns = max(begin_ns + 1, *(t.max() for t in rows))
+    ns = theme.time_unit(end_ns - begin_ns)[0]
+    for name in VIEWS_OF_TIME:
+        for only in (None, rank % setup.num_ranks):
+            fig = draw(name, trace, steps=steps, rank=only)
+            if fig.data:  # else there is nothing to draw
+                assert {axis.range for axis in fig.select_xaxes()} == {(0, (end_ns - begin_ns) / ns)}, name
+                assert min(places(fig)) >= 0, name
+                assert max(places(fig)) <= (end_ns - begin_ns) / ns * (1 + 1e-9), name
+                if name == "timeline":
+                    duration = theme.format_duration(end_ns - begin_ns)
+                    assert title(fig).startswith(f"{shown}: {duration}, compute waits for ")
+
+
+def test_the_same_event_has_the_same_place_in_every_picture_of_a_rank_that_begins_late():
+    trace = example_trace()
+    rows = trace.rank(3).rows.copy()
+    rows["t_ns"] += 40_000
+    late = RankTrace(3, rows)
+    trace = Trace(trace.header, (*trace.ranks[:3], late))
+    step = late.rows[late.rows["step"] == 2]
+    zero_ns = min(r.rows["t_ns"][r.rows["step"] == 2].min() for r in trace.ranks)
+    backward = step[(step["kind"] == Kind.BACKWARD) & (step["edge"] == 0)]["t_ns"][0]
+    where = pytest.approx((backward - zero_ns) / 1e6)
+    for name in ("memory", "states"):
+        strip = [shape.x0 for shape in draw(name, trace, rank=3).layout.shapes if shape.label.text == "backward"]
+        assert strip == [where], name
+    drawn = next(t for t in draw("timeline", trace, rank=3).data if t.name == "backward")
+    assert min(drawn.base) == where
+
+
+def test_idle_time_between_steps_is_cut_out_of_every_picture():
+    trace = example_trace()
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["t_ns"][np.flatnonzero(rows["step"] == 2)[0] :] += 90 * 10**9
+        ranks.append(RankTrace(rank.rank, rows))
+    trace = Trace(trace.header, tuple(ranks))
+    for name in VIEWS_OF_TIME:
+        fig = draw(name, trace, steps=2)
+        assert "90.0 s in which ranks were held or idle are cut out" in subtitle(fig).replace("<br>", " "), name
+        assert "ms" in [*fig.select_xaxes()][-1].title.text
+        assert any(
+            t.text and "ranks stood still for 90.0 s: cut out" in t.text for t in fig.data if t.type == "scatter"
+        )
+        assert "cut out" not in draw(name, trace).layout.title.subtitle.text

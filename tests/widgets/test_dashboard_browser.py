@@ -9,7 +9,7 @@ import pytest
 from tests.browser import open_offline
 from tests.source import REPO
 from tests.trace.on_device import on_devices
-from tests.trace.simulation import example_trace, with_loss
+from tests.trace.simulation import Setup, example_trace, simulate, with_loss
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from tests.widgets.timeline_page import as_sent
@@ -164,13 +164,65 @@ def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chr
         assert look(page, widget)["loss"] == "\u2013"
 
 
-@pytest.mark.parametrize(("width", "columns"), [(700, 2), (800, 2), (880, 4), (1280, 4)])
-def test_its_cards_are_four_in_a_row_or_two(shown, width, columns):
+@pytest.mark.parametrize(("width", "rows"), [(500, [1, 3]), (800, [1, 3]), (880, [4]), (1280, [4])])
+def test_its_cards_are_all_in_a_row_or_the_ranks_above_the_others(shown, width, rows):
     page, _ = shown
     page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
     page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
     tops = page.evaluate("[...document.querySelectorAll('.fw-card')].map((card) => card.getBoundingClientRect().top)")
-    assert [tops.count(top) for top in sorted(set(tops))] == [columns] * (4 // columns)
+    assert [tops.count(top) for top in sorted(set(tops))] == rows
+
+
+PLACES = """() => ["memorySheet", "statesSheet"].map((name) => view[name].canvas.getBoundingClientRect().top)"""
+CUT = """() => [...view.ranks.querySelectorAll(".fw-rank")].map((row) => {
+    const [line, card] = [row, view.ranks].map((element) => element.getBoundingClientRect());
+    return line.height !== 20 || line.top < card.top || line.bottom > card.bottom;
+})"""
+
+
+def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_of_theirs_is_cut(
+    chromium, tmp_path, kept
+):
+    trace = simulate(Setup(num_ranks=4, num_units=3, steps=2, late=1))
+    with showing(chromium, tmp_path, kept(Dashboard(Pretender(trace)))) as (page, widget):
+        page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+        page.evaluate("() => { place.style.width = '760px'; }")
+        lines, classes, places = set(), set(), set()
+        for share in (0.999, 0.2, 0.35, 0.5, 0.65, 0.8, 1):
+            page.evaluate("(share) => view.putCursor(share * view.end)", share)
+            answer(page, widget, "at")
+            page.wait_for_function("!view.isWaiting && view.frame === 0")
+            rows = page.evaluate(CUT)
+            assert not any(rows[:4])
+            lines.add(len(rows))
+            classes.add(page.evaluate("view.moment.ranks[0].bytes.filter((bytes) => bytes > 0).length"))
+            places.add(tuple(page.evaluate(PLACES)))
+        assert min(len(lines), len(classes)) > 1, "else nothing could move"
+        assert len(places) == 1
+
+
+def test_numbers_of_a_step_name_it(shown):
+    page, widget = shown
+    notes = "view.lines.map(({ note }) => note.textContent)"
+    last = page.evaluate("view.steps.columns.step[view.steps.length - 1]")
+    assert page.evaluate(notes) == [f"step {last}"] * 3
+    page.evaluate("view.putCursor(view.steps.columns.t[0] - 1)")
+    answer(page, widget, "at")
+    page.wait_for_function(f"{notes}.every((note) => note === 'step 0')")
+
+
+FORMATTED = """async (program) => {
+    const address = URL.createObjectURL(new Blob([program], {type: "text/javascript"}));
+    const { shorten, formatTick } = await import(address);
+    return [...["model.layers.0", "model.layers.10", "blocks.2"].map((name) => shorten(name, 10)),
+        ...[0, 512, 100 * 1024, 1.5 * 2 ** 20, 2 ** 21].map(formatTick)];
+}"""
+
+
+def test_a_name_that_is_cut_begins_with_no_point_and_a_scale_has_no_needless_digits(shown):
+    page, _ = shown
+    said = page.evaluate(FORMATTED, joined("format.js"))
+    assert said == ["\u2026layers.0", "\u2026layers.10", "blocks.2", "0", "512 B", "100 KiB", "1.5 MiB", "2 MiB"]
 
 
 def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):

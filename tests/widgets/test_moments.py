@@ -79,6 +79,17 @@ def test_a_moment_names_the_last_event_before_it():
     assert told["event"].startswith("rank ")
 
 
+def test_a_phase_is_said_once():
+    trace = example_trace(num_ranks=2, num_units=2)
+    said = {moments.describe_with_phase(trace.header, row) for row in trace.rank(0).rows}
+    assert {"backward of blocks.0 begins", "optimizer begins", "forward of (root) ends"} <= said
+    assert any(text.startswith("forward · all-gather of blocks.0 begins (") for text in said)
+    assert any(text.startswith("post-backward · ") for text in said)
+    assert not any(
+        text.startswith(("backward · backward", "optimizer · optimizer", "forward · forward")) for text in said
+    )
+
+
 def test_rows_read_as_sentences():
     trace = example_trace(num_ranks=2, num_units=2)
     said = {moments.describe(trace.header, row) for row in trace.rank(0).rows}

@@ -15,12 +15,13 @@ from tests.trace.strategies import traces
 from tests.widgets.test_dashboard import HELD, RUNNING, prefix
 from workbench.events import Edge, Kind
 from workbench.protocol.messages import Position
+from workbench.replay.arrivals import LATE
 from workbench.reports.follow import Progress
 from workbench.session.pulse import Policy, Pulse, UnderWay, pulse
 from workbench.trace.columns import Trace
 from workbench.widgets.answers import Answers
 from workbench.widgets.messages import AskFeed
-from workbench.widgets.steps import LATE, Steps
+from workbench.widgets.steps import Steps
 from workbench.widgets.summary import STUCK_S, knobs, slowest, status, turned, whose
 
 TRACE = example_trace(num_ranks=4)
@@ -48,6 +49,14 @@ def test_the_word_for_what_ranks_do(positions, quiet_s, word, why):
     assert (found.word, found.why) == (word, why)
 
 
+def test_of_a_step_that_was_given_up_it_is_said_that_it_did_not_end():
+    rows = TRACE.rank(2).rows
+    (end,) = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == 2))
+    ranks = tuple(replace(r, rows=r.rows[:end]) if r.rank == 2 else r for r in TRACE.ranks)
+    idle = pulse(Trace(TRACE.header, ranks), [True] * 4, dict.fromkeys(range(4), Position()))
+    assert (status(idle, 0.0).word, status(idle, 0.0).why) == ("idle", "step 2 did not end")
+
+
 def test_a_dead_rank_is_said_in_words_before_all_else():
     alive = pulse(TRACE, [True, False, True, True], dict.fromkeys(range(4), HELD))
     assert status(alive, 0.0).word == "dead"
@@ -60,7 +69,7 @@ def test_without_ranks_it_is_over_or_was_never():
     assert status(Pulse(trace=TRACE), 0.0).word == "over"
     assert status(Pulse(trace=Trace.empty()), 0.0).word == "empty"
     nothing = pulse(Trace.empty(), [True], {0: Position()})
-    assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "no step was trained yet")
+    assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "")
 
 
 def test_whose_ranks_they_are():

@@ -61,6 +61,14 @@ class Target:
     cluster_id: str = ""
     file: str = ""
 
+    @property
+    def words(self) -> str:
+        """Which cluster it is, as it was asked for."""
+        if self.file:
+            return f"the cluster of {self.file}"
+        name = f"cluster {self.cluster_id!r}" if self.cluster_id else "the cluster"
+        return f"{name} of profile {self.profile or 'default'!r}"
+
     def connection_file(self) -> Path:
         """Return its connection file for clients.
 

@@ -318,6 +318,11 @@ def has_post_accumulate_hooks(param: nn.Parameter) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
+def has_grad_hooks(param: nn.Parameter) -> bool:
+    """Return whether the user has called ``param.register_hook``."""
+    return bool(param._backward_hooks)
+
+
 def share_post_accumulate_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
     """Let ``new`` have those hooks too: the same ones, so that the handles the user got go on removing them."""
     hooks = getattr(old, "_post_accumulate_grad_hooks", None)

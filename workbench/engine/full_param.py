@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -14,7 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from workbench.engine._torch import Spec, dtensor_of, local_of, set_versions, waited, with_dtype
 
 _VERSIONS = 2**10
-"""How far apart the versions of one parameter in different memories are: room for writes of the user's."""
+"""How far apart the versions of parameters in different memories are: room for writes of the user's."""
+_numbers = itertools.count(1)  # of views, in this process: a version tells of which parameter it is
+_of_views: weakref.WeakValueDictionary[int, FullParam] = weakref.WeakValueDictionary()
+
+
+def full_of_version(version: int) -> FullParam | None:
+    """Return the parameter that a graph has saved whose autograd version was ``version``; None: it is none of ours."""
+    return _of_views.get(version // _VERSIONS)
 
 
 @dataclass
@@ -50,7 +59,6 @@ class FullParam:
     param: nn.Parameter
     _inner: torch.Tensor  # what the parameter holds: itself, or the local tensor of a DTensor
     _view: FullView  # what that is while it is open
-    _newest_version: int
 
     def __init__(self, fqn: str, tp_spec: Spec | None = None, reduced_axes: Sequence[int] = ()) -> None:
         self.fqn = fqn
@@ -72,8 +80,9 @@ class FullParam:
         """Return what the parameter is where its memory is ``full``, of the full shape and the param dtype."""
         if not hasattr(self, "param") or self.param.dtype != full.dtype:
             self._make(full, requires_grad=requires_grad)
-        self._newest_version += _VERSIONS
-        return FullView(full, self._newest_version)
+        number = next(_numbers)
+        _of_views[number] = self
+        return FullView(full, number * _VERSIONS)
 
     def show(self, view: FullView) -> None:
         """Let the parameter be ``view`` from now on."""
@@ -99,7 +108,6 @@ class FullParam:
         self.param.grad = None if had is None else had.to(self.param)
         self._inner = local_tensor(self.param)
         self._inner.data = self._nothing
-        self._newest_version = self.param._version
 
     def open(self, *, requires_grad: bool) -> None:
         """Hold the values that are in its memory now."""

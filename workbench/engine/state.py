@@ -32,6 +32,7 @@ from workbench.engine._torch import (
 from workbench.engine.backends import backend_of
 from workbench.engine.comm_context import FSDPCommContext, RecordedForward
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
+from workbench.engine.explain import explain
 from workbench.engine.groups import CommGroup
 from workbench.engine.order import END
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
@@ -349,6 +350,7 @@ class FSDPState:
         error = sys.exception()
         if error is None or error is self._handled:
             return False
+        explain(error)
         self._handled = None
         if self._recomputes or isinstance(error, StepAborted | CollectiveFailed | RanksDisagreeError):
             return True  # the backward around it has failed; or groups are built anew, and the iteration is reset

@@ -344,6 +344,21 @@ class _Sharding(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unmanaged:
+    """What of a sharded model the engine does not manage, on one rank.
+
+    Attributes:
+        params: names of trainable parameters that belong to no unit: nothing averages their gradients.
+        hooks: names of sharded parameters with a ``register_hook`` that is never called.
+        buffers: checksum of each buffer by name.
+    """
+
+    params: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    buffers: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sharded:
     """What a model has become on one rank.
 
@@ -356,6 +371,7 @@ class Sharded:
         bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
         policy: how units are kept and computed, a phrase each; nothing for what is the plain way.
         optimizers: optimizers that go on with its parameters.
+        unmanaged: what the engine does not manage.
     """
 
     model: str
@@ -366,6 +382,7 @@ class Sharded:
     bytes_at_rest: int
     policy: tuple[str, ...]
     optimizers: int
+    unmanaged: Unmanaged = field(default_factory=Unmanaged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -751,6 +768,7 @@ class Verified:
         not_finite: parameters that hold NaN or infinity in both, at the same places.
         buffers_not_finite: buffers of this rank that do before the step.
         since: first of the last steps in a row in which this rank's loss was not finite; None: the last one's was.
+        unmanaged: what the engine does not manage, before the step.
     """
 
     params: int
@@ -765,6 +783,7 @@ class Verified:
     not_finite: tuple[str, ...] = ()
     buffers_not_finite: tuple[str, ...] = ()
     since: int | None = None
+    unmanaged: Unmanaged = field(default_factory=Unmanaged)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,9 @@ from workbench.replay.collectives import Collectives
 from workbench.replay.spans import Ints
 from workbench.trace.schema import Header
 
+LATE = 0.1
+"""A rank is late if others wait this part of a step longer than it."""
+
 UNTOLD, TOO_CLOSE = -1, -2
 _NEVER = -(2**62)
 
@@ -74,3 +77,15 @@ def _clocks(header: Header, ranks: Iterable[int]) -> list[int]:
     """Number the clocks that ranks read; 0 is rank 0's. ``[R]``."""
     of_rank = {rank: number for number, clock in enumerate(header.clocks, start=1) for rank in clock.ranks}
     return [of_rank.get(rank, 0) for rank in ranks]
+
+
+def straggler(waited_ns: Mapping[int, int], whole_ns: int) -> tuple[int, int] | None:
+    """Return the rank that the others wait for, and how much longer they wait, in ns; None if there is none.
+
+    Args:
+        waited_ns: how long compute of each rank waited for collectives.
+        whole_ns: the time in which it did.
+    """
+    least = min(waited_ns, key=lambda rank: (waited_ns[rank], rank), default=-1)
+    longer_ns = max(waited_ns.values(), default=0) - waited_ns.get(least, 0)
+    return (least, longer_ns) if longer_ns > LATE * whole_ns else None

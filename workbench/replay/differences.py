@@ -22,6 +22,7 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import Header
 
 _COUNTED = tuple(kind for kind in Kind if kind not in BESIDE or kind in MOVES)
+_GOOD_PART = 0.25  # of the difference of two peaks: a class that makes less of it is not spoken of
 _TELLING = 0.01  # of the step: less exposed time more or less is noise
 
 
@@ -35,6 +36,9 @@ class PeakChange:
         category: the memory class that differs most where the higher peak is; None if the peaks are equal.
         units: the units that hold the difference, most first; none if it is nobody's in particular.
         phases: in which phases, over all events, those units hold more of it on the side with the higher peak.
+        parts: bytes of each class that makes a good part of the difference, the most first.
+        left_over: of these, the classes of which the side with the higher peak has as much more before all events.
+        step: number of the step in which the higher peak is; -1 outside of any.
     """
 
     before: int
@@ -42,6 +46,9 @@ class PeakChange:
     category: Category | None = None
     units: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
+    parts: tuple[tuple[Category, int], ...] = ()
+    left_over: tuple[Category, ...] = ()
+    step: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +196,17 @@ def _peak(aligned: Alignment) -> PeakChange:
         units = []  # it was there before
     phases = _phases(high, low, (in_high, in_low), most, units)
     names = tuple(aligned.names[unit] for unit in units)
-    return PeakChange(before=before, after=after, category=most, units=names, phases=phases)
+    there = {c: num for c, num in by_category.items() if num >= _GOOD_PART * abs(after - before)}
+    return PeakChange(
+        before=before,
+        after=after,
+        category=most,
+        units=names,
+        phases=phases,
+        parts=tuple(sorted(there.items(), key=lambda part: -part[1])),
+        left_over=tuple(c for c, num in there.items() if high.start[c] - low.start[c] == num),
+        step=int(high.rows["step"][high.place[event]]),
+    )
 
 
 def _held(side: Side, event: int) -> dict[tuple[Category, int], int]:

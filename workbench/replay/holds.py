@@ -5,8 +5,8 @@ showed it, minutes of nothing would stand beside milliseconds of work. It is cut
 and none works: each of the others is held as well, waits for communication, or is between steps. One mapping serves
 all ranks, so the order of events across ranks stays as it was.
 
-An axis of a whole run can leave out idle time as well (:class:`GrowingCuts`): time between steps in which no rank does
-anything, if it is long. What a rank did after the last row of a step that was aborted, nobody recorded: it is idle.
+Idle time can be left out as well: time between steps in which no rank does anything, if it is long. What a rank did
+after the last row of a step that was aborted, nobody recorded: it is idle.
 
 Example: rank 0 is held from 10 to 50; rank 1 works until 14, is held from then on to 52. From 14 to 50 nobody works
 and that is cut out: 14 and 50 are the same place, 52 lies 2 after it. Rank 0 is still drawn as held from 10 to 14.
@@ -23,9 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import WORK, Edge, Kind, Phase
-from workbench.replay.spans import Ints, chosen, of_kind, within_ns
+from workbench.replay.spans import Ints, chosen, extent_ns, of_kind, within_ns
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
+
+LEAST_IDLE_NS = 1_000_000_000
+"""Idle time of at least this length is cut out of the axes of pictures."""
 
 _TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, *WORK, Kind.RESET)
 
@@ -102,21 +105,28 @@ class _Changes:
     begins_with_reset: bool
 
 
-def without_holds(trace: Trace) -> tuple[Trace, Cuts]:
-    """Return the trace with the times at which it is shown, and what was cut out; the trace itself if nothing is."""
-    found = cuts(trace)
+def without_holds(trace: Trace, least_idle_ns: int | None = None) -> tuple[Trace, Cuts]:
+    """Return the trace with the times at which it is shown, and what was cut out; the trace itself if nothing is.
+
+    Args:
+        trace: what happened.
+        least_idle_ns: idle time of at least this length is cut out as well; None: none is.
+    """
+    found = cuts(trace, least_idle_ns)
     if not len(found):
         return trace, found
     ranks = (replace(r, rows=found.rows(r.rows)) for r in trace.ranks)
     return Trace(trace.header, tuple(ranks)), found
 
 
-def cuts(trace: Trace) -> Cuts:
-    """Return what is to be cut out of a trace's time axis."""
-    if not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
+def cuts(trace: Trace, least_idle_ns: int | None = None) -> Cuts:
+    """Return what is to be cut out of a trace's time axis, idle time of ``least_idle_ns`` included; None: without."""
+    first_ns, last_ns = extent_ns(trace)
+    is_long = least_idle_ns is not None and last_ns - first_ns >= least_idle_ns
+    if not is_long and not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
         return Cuts()
     changes = [_changes(r.rows, _Stance())[0] for r in trace.ranks]
-    return _cuts(changes, 0, _last_ns(trace)).joined()
+    return _cuts(changes, first_ns, last_ns, least_idle_ns).joined()
 
 
 class GrowingCuts:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Edge, Kind
-from workbench.trace.columns import RankTrace
+from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.pairs import partners
 from workbench.trace.schema import Rows
 
@@ -97,6 +97,12 @@ def spans(rows: Rows, kinds: Iterable[Kind]) -> Spans:
 def last_ns(rows: Rows) -> int:
     """Return the latest time of any row; 0 without rows."""
     return int(rows["t_ns"].max(initial=0))
+
+
+def extent_ns(trace: Trace) -> tuple[int, int]:
+    """Return the times of the first and the last row of any rank; zeros without rows."""
+    there = [rank_trace.rows["t_ns"] for rank_trace in trace.ranks if len(rank_trace.rows)]
+    return min((int(t_ns[0]) for t_ns in there), default=0), max((int(t_ns.max()) for t_ns in there), default=0)
 
 
 def end_aborted(found: Spans, rows: Rows) -> Spans:

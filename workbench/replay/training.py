@@ -209,8 +209,8 @@ class Summary:
 
     @property
     def step_ns(self) -> float:
-        """Median step time of the present model in nanoseconds; NaN without a finished step."""
-        times = self.step_times.mean[self._is_present(self.step_times)]
+        """Median time of the present model's steps on their slowest ranks, in ns; NaN without a finished step."""
+        times = self.step_times.high[self._is_present(self.step_times)]
         return float(np.median(times)) if len(times) else float("nan")
 
     def _is_present(self, series: Series) -> NDArray[np.bool_]:

@@ -25,6 +25,7 @@ from workbench.protocol.commands import (
     Sharded,
     Step,
     Stepped,
+    Unmanaged,
     Unshard,
     Unsharded,
     Verified,
@@ -128,6 +129,8 @@ class StatusReport(Report):
         clocks: those of hosts that do not read rank 0's.
         stopped: where what is under way stands, in words; empty: nothing is stopped.
         obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
+        under_way: what ranks do and have not ended, in words; empty: nothing.
+        cluster: the cluster that the ranks were attached of, in words; empty: they were started here.
     """
 
     running: bool
@@ -144,6 +147,8 @@ class StatusReport(Report):
     clocks: tuple[HostClock, ...] = ()
     stopped: str = ""
     obstacle: str = ""
+    under_way: str = ""
+    cluster: str = ""
 
     @property
     def headline(self) -> str:
@@ -159,10 +164,16 @@ class StatusReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
         found = [*_held(self.holder, is_free=self.is_free), *self._ranks_of_hosts()]
+        if self.cluster:
+            found.insert(0, ("attached", self.cluster))
+        if self.under_way:
+            found.append(("under way", self.under_way))
         if self.running or self.record:
-            found.append(("sharded", _names(self.units) if self.units else "nothing yet: %fsdp shard MODEL"))
+            units = f"{plural(len(self.units), 'unit')}: {_names(sorted(self.units, key=_natural))}"
+            found.append(("sharded", units if self.units else "nothing yet: %fsdp shard MODEL"))
         if self.classic:
-            found.append(("classic", "all" if self.classic == self.units else _names(self.classic)))
+            names = _names(sorted(self.classic, key=_natural))
+            found.append(("classic", "all" if self.classic == self.units else names))
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
         found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
@@ -197,6 +208,7 @@ class ShardReport(Report):
         bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         policy: how they are kept and computed, a phrase each; none where it is the plain way.
+        notes: what is likely not meant, and what to do, a sentence each.
     """
 
     model: str
@@ -206,6 +218,7 @@ class ShardReport(Report):
     bytes_unsharded: int
     bytes_at_rest: tuple[int, ...]
     policy: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -223,6 +236,7 @@ class ShardReport(Report):
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("full model", format_bytes(self.bytes_unsharded)),
             ("each rank keeps", f"{at_rest} between uses"),
+            *(("note", note) for note in self.notes),
         ]
 
 
@@ -317,6 +331,7 @@ class VerifyReport(Report):
         not_finite: parameters that hold NaN or infinity in both.
         buffers: buffers that hold NaN or infinity, and on which ranks, in words; empty: none.
         since: since which step the loss is not finite, and on which ranks first, in words; empty: it is.
+        notes: what is likely not meant, and what to do, a sentence each.
     """
 
     num_params: int
@@ -331,6 +346,7 @@ class VerifyReport(Report):
     not_finite: tuple[str, ...] = ()
     buffers: str = ""
     since: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -359,7 +375,7 @@ class VerifyReport(Report):
             found.append(("NaN or infinity in", _names(self.not_finite)))
         if self.buffers:
             found.append(("NaN or infinity in buffers", self.buffers))
-        return found
+        return [*found, *(("note", note) for note in self.notes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,6 +529,11 @@ def _carried(optimizers: int) -> str:
     return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
 
 
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Return what sorts names of units: the root first, then numbers by value, as ``blocks.2`` before ``blocks.10``."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".") if part]
+
+
 def _names(units: Sequence[str], limit: int = 12) -> str:
     """List units by name; the middle of a long list, and of a long name, is left out."""
     names = [unit_words(name) for name in units]
@@ -557,7 +578,12 @@ def says(command: type[Command]) -> Callable[[Saying], Saying]:
 
 @says(Shard)
 def _shard(by_rank: Sequence[Sharded]) -> ShardReport:
-    return ShardReport(**_sharded(by_rank))
+    sharded, optimizers = _sharded(by_rank), by_rank[0].optimizers
+    if optimizers:
+        it, them = ("was", "it") if optimizers == 1 else ("were", "them")
+        carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; a script must make {them}"
+        sharded["notes"] = (f"{carried} after fully_shard", *sharded["notes"])
+    return ShardReport(**sharded)
 
 
 @says(Reshard)
@@ -569,7 +595,35 @@ def _sharded(by_rank: Sequence[Sharded]) -> dict[str, Any]:
     first = by_rank[0]
     same = {name: getattr(first, name) for name in ("model", "num_params", "num_elements", "bytes_unsharded")}
     at_rest = tuple(sharded.bytes_at_rest for sharded in by_rank)
-    return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest}
+    notes = _notes(first.model, [sharded.unmanaged for sharded in by_rank])
+    return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest, "notes": notes}
+
+
+def _notes(model: str, by_rank: Sequence[Unmanaged]) -> tuple[str, ...]:
+    """Say what of ``model`` (its name on the ranks, or empty) nothing averages, calls, or keeps equal on them."""
+    params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
+    sums = [rank.buffers for rank in by_rank]
+    differing = [name for name in sums[0] if len({rank.get(name) for rank in sums}) > 1]
+    notes = []
+    if params:
+        first = f"{model or 'model'}.get_parameter({next(iter(params))!r})"
+        notes.append(
+            f"in no unit, so that nothing averages their gradients: {_names(tuple(params))}. After backward, for each: "
+            f"p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, or unshard and "
+            "shard again without --ignore"
+        )
+    if hooks:
+        notes.append(
+            f"register_hook is never called on a sharded parameter: {_names(tuple(hooks))}. Use "
+            "register_post_accumulate_grad_hook"
+        )
+    if differing:
+        buffer = f"{model or 'model'}.get_buffer({differing[0]!r})"
+        notes.append(
+            f"buffers differ between ranks: {_names(tuple(differing))}. If they should not, for each: "
+            f"torch.distributed.broadcast({buffer}, 0); after to_empty they hold nothing until they are set"
+        )
+    return tuple(notes)
 
 
 @says(Unshard)
@@ -644,6 +698,7 @@ def _verify(by_rank: Sequence[Verified]) -> VerifyReport:
         not_finite=worst.not_finite,
         buffers=_buffers([verified.buffers_not_finite for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
+        notes=_notes("", [verified.unmanaged for verified in by_rank]),
     )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from workbench.engine._torch import has_grad_hooks
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import state_of, states_below, units_of
 from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
-from workbench.protocol.commands import Sharded
+from workbench.protocol.commands import Sharded, Unmanaged
 
 
 def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> Sharded:
@@ -31,10 +34,28 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         num_params=len(sizes),
         num_elements=sum(size.numel for size in sizes),
         bytes_unsharded=sum(size.numel * size.itemsize for size in sizes),
-        bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params),
+        bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params)
+        + sum(size.numel * size.itemsize for size in sizes if not size.is_managed),
         policy=tuple(policy_words(infos, prefetch)),
         optimizers=optimizers,
+        unmanaged=unmanaged_in(model),
     )
+
+
+def unmanaged_in(model: nn.Module) -> Unmanaged:
+    """Return what of a sharded model the engine does not manage."""
+    owned = {param for unit in units_of(states_below(model)) for each in unit.fsdp_params for param in each.owned}
+    params = [(clean(name), param) for name, param in model.named_parameters()]
+    return Unmanaged(
+        params=tuple(name for name, param in params if param.requires_grad and param not in owned),
+        hooks=tuple(name for name, param in params if param in owned and has_grad_hooks(param)),
+        buffers={clean(name): _checksum(buffer) for name, buffer in model.named_buffers() if not buffer.is_meta},
+    )
+
+
+def _checksum(buffer: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> Sharded:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine import StepAborted
 from workbench.engine._torch import local_of
+from workbench.engine.explain import explain
 from workbench.engine.state import missed_grads
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
@@ -103,6 +104,7 @@ class Trainer:
                 unreduced |= dict.fromkeys(missed_grads())
             self._recorder.wait_for_device(lambda: cancellation.sleep(_LOOK_S))
         except RuntimeError as error:
+            explain(error)
             reason = self._translated(error)
             if reason is error:
                 raise

@@ -28,7 +28,7 @@ from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.protocol.commands import Verified, Verify
 from workbench.runtime import sharding
-from workbench.runtime.describe import sizes_of, unit_infos
+from workbench.runtime.describe import sizes_of, unit_infos, unmanaged_in
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.training import find_step_function, loss_of
@@ -51,6 +51,7 @@ def verify(command: Verify) -> Verified:
     for unit in units_of(states_below(model)):
         unit.reshard()  # else the model would hold full parameters here, and what is put back were those
     buffers = tuple(clean(name) for name, buffer in model.named_buffers() if not _is_finite(buffer))
+    unmanaged = unmanaged_in(model)
     with _restored(model, optimizers):
         reference, replaced = _unsharded_copies(model, optimizers)
         after = dict(reference.named_parameters())
@@ -61,7 +62,13 @@ def verify(command: Verify) -> Verified:
         with _restored_random_numbers():
             loss_sharded = loss_of(step())
         found = _compare(model, before, after)
-    return Verified(**found, buffers_not_finite=buffers, loss_sharded=loss_sharded, loss_reference=loss_reference)
+    return Verified(
+        **found,
+        buffers_not_finite=buffers,
+        loss_sharded=loss_sharded,
+        loss_reference=loss_reference,
+        unmanaged=unmanaged,
+    )
 
 
 def _find_sharded(name: str) -> nn.Module:

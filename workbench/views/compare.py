@@ -37,6 +37,7 @@ _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLO
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the table has two lines
 _BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below all that is drawn; a plot has its axis there
 _MAX_TICKS, _MAX_DETAILED = 8, 2
+_TICK_WIDTH = 0.16  # of the narrowest plot's width: "backward" and a gap
 
 
 def draw(
@@ -110,11 +111,21 @@ def _peak_words(peak: PeakChange) -> str:
     if not delta or peak.category is None:
         return ""
     amount = f"peak {_signed(theme.format_bytes(abs(delta)), delta)}"
-    who = _names(peak.units)
-    if peak.category is Category.UNSHARDED_PARAMS:
+    if len(peak.parts) < 2:
+        return f"{amount}: {_cause(peak, peak.category)}"
+    causes = [f"{theme.format_bytes(num_bytes)} {_cause(peak, category)}" for category, num_bytes in peak.parts]
+    return f"{amount}: {', '.join(causes)}"
+
+
+def _cause(peak: PeakChange, category: Category) -> str:
+    """Say what a class of bytes has to do with the difference: ``"blocks.2 unsharded through backward"``."""
+    is_more, who = peak.after > peak.before, _names(peak.units) if category is peak.category else ""
+    if category in peak.left_over and category is not Category.OPTIMIZER_STATE:
+        return f"{category.words} {'' if is_more else 'no longer '}left from before"
+    if category is Category.UNSHARDED_PARAMS:
         through = "backward" if Kind.BACKWARD in {phase.info.part for phase in peak.phases} else "forward"
-        return f"{amount}: {who or 'units'} {'' if delta > 0 else 'no longer '}unsharded through {through}"
-    return f"{amount}: {'more' if delta > 0 else 'less'} {peak.category.words}{f' of {who}' if who else ''}"
+        return f"{who or 'units'} {'' if is_more else 'no longer '}unsharded through {through}"
+    return f"{'more' if is_more else 'less'} {category.words}{f' of {who}' if who else ''}"
 
 
 def _collective_words(changes: Sequence[CollectiveChange]) -> str:
@@ -164,13 +175,16 @@ def _event_words(found: Differences) -> str:
 
 
 def _event(aligned: Alignment, place: int) -> str:
-    """Name the event at a place: ``"begin of all-gather of blocks.1, step 0"``."""
+    """Name the event at a place: ``"begin of all-gather of blocks.1, step 0"``; ``"begin of step 3 (8)"``."""
     side, number = (aligned.b, aligned.in_b) if aligned.in_a[place] < 0 else (aligned.a, aligned.in_a)
     event = int(number[place])
     row, unit = side.rows[side.place[event]], int(side.unit[event])
     edge = "" if row["edge"] == Edge.INSTANT else f"{Edge(row['edge']).words} of "
     of = f" of {theme.shorten(aligned.names[unit])}" if unit >= 0 else ""
-    return f"{edge}{Kind(row['kind']).words}{of}, {step_name(int(row['step']))}"
+    step = step_name(int(row["step"]))
+    if row["step"] >= 0:
+        step = " ".join(["step", *_step_numbers(aligned, place)])
+    return f"{edge}{step}" if row["kind"] == Kind.STEP else f"{edge}{Kind(row['kind']).words}{of}, {step}"
 
 
 def _first_words(aligned: Alignment) -> str:
@@ -205,13 +219,19 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
         _first_words(found.aligned),
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
-        f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}",
+        f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}{_peak_step(found)}",
         f"a step takes {' -> '.join(times)}{f' ({clock})' if clock else ''}" if len(times) == 2 else "",
         f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
         if len(found.collectives) > MAX_ROWS
         else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _peak_step(found: Differences) -> str:
+    """Name the step of the higher peak, if there are several."""
+    step = found.peak.step
+    return f", the higher in {step_name(step)}" if min(found.num_steps) > 1 and step >= 0 else ""
 
 
 def _layout_words(before: Totals, after: Totals) -> list[str]:
@@ -277,21 +297,24 @@ def _ticks(aligned: Alignment) -> dict[int, str]:
     found: dict[int, str] = {}
     steps = [place for place, _, _ in _begins(aligned, (Kind.STEP,))]
     for place in steps[:: -(-max(len(steps), 1) // _MAX_TICKS)]:
-        found[place] = f"<br>step {_step_numbers(aligned, place)}"
+        found[place] = f"<br>step {' '.join(_step_numbers(aligned, place))}"
     if len(steps) <= _MAX_DETAILED:
         seen: set[tuple[int, Kind]] = set()
+        apart, free = _TICK_WIDTH * len(aligned.in_a), 0.0
         for place, kind, step in _begins(aligned, (Kind.FORWARD, Kind.BACKWARD)):
-            if (step, kind) not in seen:
-                seen.add((step, kind))
+            if (step, kind) not in seen and place >= free:
                 found.setdefault(place, kind.words)
+                free = place + apart
+            seen.add((step, kind))
     return found
 
 
-def _step_numbers(aligned: Alignment, place: int) -> str:
-    """``"3"``, or ``"3 / 8"`` where the sides number the step differently."""
+def _step_numbers(aligned: Alignment, place: int) -> list[str]:
+    """``["3"]``, or ``["3", "(8)"]`` where the sides number the step differently."""
     sides = ((aligned.a, int(aligned.in_a[place])), (aligned.b, int(aligned.in_b[place])))
     numbers = [side.rows["step"][side.place[event]] for side, event in sides if event >= 0]
-    return " / ".join(str(number) for number in dict.fromkeys(numbers))
+    first, *other = dict.fromkeys(map(str, numbers))
+    return [first, *(f"({number})" for number in other)]
 
 
 def _begins(aligned: Alignment, kinds: Sequence[Kind]) -> list[tuple[int, Kind, int]]:

@@ -1,4 +1,4 @@
-"""What a picture of time says of what is cut out of its axis: a thin line where ranks were held, and how long."""
+"""What a picture of time says of what is cut out of its axis: a thin line where ranks stood still, and how long."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from workbench.replay.spans import Ints
 from workbench.views import theme
 
 MAX_MARKS = 60
-"""Lines of one picture; of more holds the longest."""
+"""Lines of one picture; of more cuts the longest."""
 
 LEAST = 0.01
-"""Of the longest hold: shorter ones, such as of a rank that waited for the last one to be held, have no line."""
+"""Of the longest cut: shorter ones, such as of a rank that waited for the last one to be held, have no line."""
 
-NAME = "held, cut out"
+NAME = "stood still, cut out"
 _POINTS = 9  # of a line, to hover over
 
 
 def hold_words(found: Cuts) -> str:
-    """Say how long ranks were held; nothing if they were not."""
+    """Say how long ranks were held or idle; nothing if that is not cut out."""
     if not len(found):
         return ""
-    return f"{theme.format_duration(int(found.lengths_ns.sum()))} in which ranks were held are cut out"
+    return f"{theme.format_duration(int(found.lengths_ns.sum()))} in which ranks were held or idle are cut out"
 
 
 def add_holds(
@@ -37,10 +37,10 @@ def add_holds(
     span: tuple[float, float],
     **where: object,
 ) -> None:
-    """Draw a thin line for each hold, which says how long it was.
+    """Draw a thin line for each cut, which says how long it was.
 
     Args:
-        fig: a picture of time without the holds.
+        fig: a picture of time without what is cut out.
         found: what is cut out of its axis.
         place: turns times as they are shown, in nanoseconds, into places on the axis.
         span: the two ends of a line on the y axis.
@@ -54,7 +54,7 @@ def add_holds(
     for at, length in zip(place(found.shown(found.begin_ns))[longest], found.lengths_ns[longest], strict=True):
         x += [float(at)] * _POINTS + [None]
         y += [*np.linspace(*span, _POINTS).tolist(), None]
-        texts += [f"held {theme.format_duration(int(length))}: cut out"] * (_POINTS + 1)
+        texts += [f"ranks stood still for {theme.format_duration(int(length))}: cut out"] * (_POINTS + 1)
     fig.add_scatter(
         x=x,
         y=y,

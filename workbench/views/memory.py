@@ -20,7 +20,7 @@ from workbench.replay.alike import label
 from workbench.replay.holds import Cuts
 from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
 from workbench.replay.shards import shards, totals
-from workbench.replay.spans import Ints, last_ns
+from workbench.replay.spans import Ints, extent_ns, last_ns
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
@@ -29,6 +29,7 @@ from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.process import HEIGHT, add_process, process_words
+from workbench.views.rectangles import TimeAxis, time_axis
 from workbench.views.who import MANY, several, who
 from workbench.views.window import Window, one_rank, window
 
@@ -63,12 +64,11 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Units of the axes: bytes and nanoseconds in one of them, and its name."""
+    """Unit of the memory axis, bytes in one of it and its name, and the time axis."""
 
     num_bytes: int
     byte_unit: str
-    ns: int
-    time_unit: str
+    time: TimeAxis
 
 
 def memory(
@@ -93,7 +93,7 @@ def memory(
     panels = [_panel(trace, shown, group) for group in groups[:MAX_PANELS]]
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
-    unsharded = totals(shards(trace.header)).bytes_unsharded
+    unsharded = _unsharded(trace.header, [state for group in groups for _, state in group])
     is_sampled = process and any(map(_is_sampled, panels))
     header = _with_short_names(trace.header)
     in_host_order = "in the host's order, at its times: it takes and gives the memory" if header.is_enqueued else ""
@@ -112,7 +112,7 @@ def memory(
     heights = [_PANEL_HEIGHT, HEIGHT] * len(panels) if is_sampled else [_PANEL_HEIGHT] * len(panels)
     spacing = (0.13 if is_sampled else 0.2) / len(panels)
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
-    _draw(fig, header, panels, unsharded, cuts, is_sampled=is_sampled)
+    _draw(fig, header, panels, sum(unsharded.values()), cuts, time_axis(extent_ns(parts)), is_sampled=is_sampled)
     return fig
 
 
@@ -148,6 +148,21 @@ def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState
     return Panel(ranks=tuple(part.rank for part, _ in group), shown=highest, peak=live.peak(highest))
 
 
+def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
+    """Return what plain training would keep on every rank, in bytes by name; nothing without parameters.
+
+    The optimizer's state is what the ranks have of it: that of a mean rank, as many times as ranks share a copy.
+    """
+    split = shards(header)
+    state = sum(state.bytes_by_category[Category.OPTIMIZER_STATE] for state in states) / len(states)
+    found = {
+        "parameters": totals(split).bytes_unsharded,
+        "gradients": totals(part for part in split if part.param.trainable).bytes_unsharded,
+        "optimizer state": round(state * max((part.num_shards for part in split), default=0)),
+    }
+    return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
+
+
 # -- words
 
 
@@ -166,7 +181,7 @@ def _subtitle(
     header: Header,
     panels: Sequence[Panel],
     groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]],
-    unsharded: int,
+    unsharded: dict[str, int],
     more: Sequence[str],
 ) -> str:
     measured = any(_has(panel.shown, Category.ACTIVATIONS) for panel in panels)
@@ -180,11 +195,18 @@ def _subtitle(
         "" if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
         f"up to {theme.format_bytes(reserved)} more are kept for reuse" if reserved else "",
-        f"the parameters unsharded would take {theme.format_bytes(unsharded)} on every rank" if unsharded else "",
+        _unsharded_words(unsharded),
         *more,
     ]
     text = " · ".join(sentence for sentence in sentences if sentence)
     return text[:1].upper() + text[1:]
+
+
+def _unsharded_words(unsharded: dict[str, int]) -> str:
+    """``"without sharding every rank keeps 8.00 MiB: parameters 2.00 MiB, ..., optimizer state 4.00 MiB"``."""
+    parts = ", ".join(f"{name} {theme.format_bytes(num_bytes)}" for name, num_bytes in unsharded.items())
+    whole = theme.format_bytes(sum(unsharded.values()))
+    return f"without sharding every rank keeps {whole}: {parts}" if unsharded else ""
 
 
 def _who(header: Header, panel: Panel, panels: Sequence[Panel]) -> str:
@@ -218,15 +240,21 @@ def _has(shown: RankTrace, category: Category) -> bool:
 
 
 def _draw(
-    fig: go.Figure, header: Header, panels: Sequence[Panel], unsharded: int, cuts: Cuts, *, is_sampled: bool
+    fig: go.Figure,
+    header: Header,
+    panels: Sequence[Panel],
+    unsharded: int,
+    cuts: Cuts,
+    time: TimeAxis,
+    *,
+    is_sampled: bool,
 ) -> None:
     top = max(panel.peak.num_bytes for panel in panels)
     is_near = unsharded <= _FAR * top
     held = max(panel.peak.num_bytes + live.most_reserved(panel.shown) for panel in panels)
     high = max(top * _HEADROOM, held * 1.05, unsharded * 1.15 if is_near else 0)
-    long_ns = max(last_ns(panel.shown.rows) - _origin_ns(panel) for panel in panels)
-    (num_bytes, byte_unit), (ns, time_unit) = theme.byte_unit(high), theme.time_unit(long_ns)
-    scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, ns=ns, time_unit=time_unit)
+    num_bytes, byte_unit = theme.byte_unit(high)
+    scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, time=time)
     classes = [c for c in Category if any(_has(panel.shown, c) for panel in panels)]
     max_moments = MAX_POINTS // (len(panels) * (len(classes) + 1))
     rows_each = 2 if is_sampled else 1
@@ -235,29 +263,25 @@ def _draw(
         _add_areas(fig, panel, series, classes, scale, row)
         fig.update_yaxes(title_text=f"memory [{scale.byte_unit}]", range=[0, high / scale.num_bytes], row=row, col=1)
         _add_peak(fig, header, panel, scale, row)
-        add_phases(fig, panel.shown.rows, scale.ns, row=row, col=1)
+        add_phases(fig, panel.shown.rows, time, row=row, col=1)
         _add_steps(fig, panel, scale, row)
-        _add_holds(fig, header, panel, cuts, scale, high, row)
+        span = 0.0, high / scale.num_bytes
+        add_holds(fig, cuts, time, span, legendgroup="held", showlegend=row == 1, row=row, col=1)
         if unsharded and is_near:
-            _add_unsharded(fig, panel, unsharded, scale, row)
+            _add_unsharded(fig, unsharded, scale, row)
         if len(panels) > 1:
             said = {"text": theme.escape(_who(header, panel, panels)), "yshift": STRIP_HEIGHT, "showarrow": False}
             fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **said)
         if rows_each > 1:
-            add_process(fig, header, panel.shown, scale.ns, row=row + 1)
-    fig.update_xaxes(range=[0, long_ns / scale.ns])
-    fig.update_xaxes(title_text=f"time from the start [{scale.time_unit}]", row=rows_each * len(panels), col=1)
+            add_process(fig, header, panel.shown, time, row=row + 1)
+    fig.update_xaxes(range=time.layout["range"])
+    fig.update_xaxes(time.layout, row=rows_each * len(panels), col=1)
     fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT + (20 if len(panels) > 1 else 0))
 
 
-def _origin_ns(panel: Panel) -> int:
-    return int(panel.shown.rows["t_ns"][0])
-
-
 def _moments(panel: Panel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
-    """Times on the axis: from the panel's start, never running back, and once more its end."""
-    ends = np.append(t_ns, last_ns(panel.shown.rows))
-    return np.asarray((np.maximum.accumulate(ends) - _origin_ns(panel)) / scale.ns)
+    """Times on the axis, never running back, and once more the panel's end."""
+    return scale.time(np.maximum.accumulate(np.append(t_ns, last_ns(panel.shown.rows))))
 
 
 def _add_areas(
@@ -306,9 +330,8 @@ def _place(row: int, x: float, y: float) -> dict[str, object]:
 
 def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: int) -> None:
     """Mark the peak and say what was going on."""
-    t_ns = panel.peak.t_ns - _origin_ns(panel)
-    x, y = max(t_ns, 0) / scale.ns, panel.peak.num_bytes / scale.num_bytes
-    left = t_ns > (last_ns(panel.shown.rows) - _origin_ns(panel)) / 2
+    x, y = max(scale.time.at(panel.peak.t_ns), 0.0), panel.peak.num_bytes / scale.num_bytes
+    left = x > scale.time.at(scale.time.end_ns) / 2
     fig.add_annotation(
         x=x,
         y=y,
@@ -327,13 +350,13 @@ def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: i
     )
 
 
-def _add_unsharded(fig: go.Figure, panel: Panel, unsharded: int, scale: Scale, row: int) -> None:
+def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int) -> None:
     fig.add_scatter(
-        x=_moments(panel, panel.shown.rows["t_ns"][:1], scale),
+        x=scale.time.layout["range"],
         y=[unsharded / scale.num_bytes] * 2,
         mode="lines",
         line={"dash": "dash", "width": 2, "color": theme.INK},
-        name="parameters unsharded",
+        name="without sharding",
         legendgroup="unsharded",
         showlegend=row == 1,
         hovertemplate=f"%{{y:.4g}} {scale.byte_unit}",
@@ -342,19 +365,12 @@ def _add_unsharded(fig: go.Figure, panel: Panel, unsharded: int, scale: Scale, r
     )
 
 
-def _add_holds(fig: go.Figure, header: Header, panel: Panel, cuts: Cuts, scale: Scale, high: float, row: int) -> None:
-    def place(t_ns: Ints) -> NDArray[np.float64]:
-        return np.asarray((t_ns - _origin_ns(panel)) / scale.ns)
-
-    add_holds(fig, cuts, place, (0.0, high / scale.num_bytes), legendgroup="held", showlegend=row == 1, row=row, col=1)
-
-
 def _add_steps(fig: go.Figure, panel: Panel, scale: Scale, row: int) -> None:
     """Mark where each step begins, if there are several and few."""
     rows = panel.shown.rows
     begins = rows[(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN)]
     for begin in begins if 1 < len(begins) <= _MAX_MARKED_STEPS else ():
-        x = (int(begin["t_ns"]) - _origin_ns(panel)) / scale.ns
+        x = scale.time.at(int(begin["t_ns"]))
         fig.add_vline(x=x, line={"width": 1, "dash": "dot", "color": theme.INK}, row=row, col=1)
         text = {"text": step_name(int(begin["step"])), "font_size": 11, "showarrow": False}
         fig.add_annotation(**_place(row, 0, 1) | {"x": x, "xref": "x"}, yanchor="top", **text)

@@ -62,8 +62,9 @@ def _wrapped(annotation: go.layout.Annotation, width: int) -> dict[str, Any]:
 
 def _legend(fig: go.Figure) -> dict[str, str]:
     """Return what a legend says, by what its entries stand for."""
-    named = (trace for trace in fig.data if trace.type != "table" and trace.showlegend is not False)
-    return {trace.legendgroup or trace.name: trace.name for trace in named}
+    named = [trace for trace in fig.data if trace.type != "table" and trace.showlegend is not False]
+    named += [shape for shape in fig.layout.shapes if shape.showlegend]
+    return {entry.legendgroup or entry.name: entry.name for entry in named}
 
 
 def _least(fig: go.Figure) -> int:

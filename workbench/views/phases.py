@@ -8,9 +8,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.events import WORK, Kind
-from workbench.replay.spans import closed, exclusive, last_ns, spans
+from workbench.replay.spans import closed, exclusive, spans
 from workbench.trace.schema import Rows
 from workbench.views import theme
+from workbench.views.rectangles import TimeAxis
 
 STRIP_HEIGHT = 20  # pixels over the plot, its distance from it included
 MAX_PIECES = 40
@@ -19,15 +20,16 @@ MAX_PIECES = 40
 _LETTER = 0.02  # of the narrowest plot's width
 
 
-def add_phases(fig: go.Figure, rows: Rows, ns_per_x: int, *, row: int | None = None, col: int | None = None) -> None:
-    """Draw the strip over the plot, or over one subplot, whose x axis starts at the first of ``rows``."""
+def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = None, col: int | None = None) -> None:
+    """Draw the strip over the plot, or over one subplot."""
     pieces = list(_pieces(rows))
-    origin_ns, whole_ns = int(rows["t_ns"][0]), max(last_ns(rows) - int(rows["t_ns"][0]), 1)
+    whole_ns = axis.end_ns - axis.origin_ns
+    named = {shape.name for shape in fig.layout.shapes}
     for kind, begin_ns, end_ns in pieces if len(pieces) <= MAX_PIECES else ():
         text = kind.words
         fig.add_shape(
-            x0=(begin_ns - origin_ns) / ns_per_x,
-            x1=(end_ns - origin_ns) / ns_per_x,
+            x0=axis.at(begin_ns),
+            x1=axis.at(end_ns),
             y0=3,
             y1=STRIP_HEIGHT,
             xref="x",
@@ -36,11 +38,14 @@ def add_phases(fig: go.Figure, rows: Rows, ns_per_x: int, *, row: int | None = N
             ysizemode="pixel",
             fillcolor=theme.KIND_COLOURS[kind],
             line_width=0,
+            name=kind.words,
+            showlegend=kind.words not in named,
             opacity=0.35,
             label={"text": text if (end_ns - begin_ns) / whole_ns > _LETTER * len(text) else "", "font": {"size": 11}},
             row=row,
             col=col,
         )
+        named.add(kind.words)
 
 
 def _pieces(rows: Rows) -> Iterator[tuple[Kind, int, int]]:

@@ -16,6 +16,7 @@ from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.views import theme
+from workbench.views.rectangles import TimeAxis
 
 HEIGHT = 150  # pixels
 MAX_MOMENTS = 400
@@ -46,20 +47,20 @@ def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
     return f"the whole process has up to {theme.format_bytes(whole)}: {', '.join(parts)}"
 
 
-def add_process(fig: go.Figure, header: Header, shown: RankTrace, ns_per_x: int, *, row: int) -> None:
+def add_process(fig: go.Figure, header: Header, shown: RankTrace, axis: TimeAxis, *, row: int) -> None:
     """Stack baseline, what the engine does not own, and what it owns; the top is what the system counts.
 
     Args:
-        fig: a memory figure; the strip shares its time axis, which starts at the first of the rows.
+        fig: a memory figure; the strip shares its time axis.
         header: of the trace.
         shown: the rank's rows that the picture shows.
-        ns_per_x: nanoseconds of one unit of that axis.
+        axis: that axis.
         row: of the subplot.
     """
     found = series(header, shown, MAX_MOMENTS)
     num_bytes, unit = theme.byte_unit(int(found.resident.max(initial=1)))
     ends = np.maximum.accumulate(np.append(found.t_ns, last_ns(shown.rows)))
-    x = (ends - int(shown.rows["t_ns"][0])) / ns_per_x
+    x = axis(ends)
     for name, amount in _parts(found).items():
         if not amount.any():
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -167,9 +168,17 @@ def add_bars(
 
 @dataclass(frozen=True, kw_only=True)
 class TimeAxis:
-    """A time axis: nanoseconds at its zero, nanoseconds in one of its units, and the unit's name."""
+    """A time axis.
+
+    Attributes:
+        origin_ns: time at its zero, in nanoseconds.
+        end_ns: time at its end, likewise.
+        ns: nanoseconds in one of its units.
+        unit: the unit's name.
+    """
 
     origin_ns: int
+    end_ns: int
     ns: int
     unit: str
 
@@ -177,8 +186,18 @@ class TimeAxis:
         """Places of times on the axis."""
         return np.asarray((t_ns - self.origin_ns) / self.ns)
 
+    def at(self, t_ns: int) -> float:
+        """Place of one time on the axis."""
+        return (t_ns - self.origin_ns) / self.ns
 
-def time_axis(begin_ns: int, end_ns: int) -> TimeAxis:
-    """Return the axis from ``begin_ns`` to ``end_ns``."""
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Title and range of a plotly axis."""
+        return {"title_text": f"time from the start [{self.unit}]", "range": [0, self.at(self.end_ns)]}
+
+
+def time_axis(extent_ns: tuple[int, int]) -> TimeAxis:
+    """Return the axis from one time to another."""
+    begin_ns, end_ns = extent_ns[0], max(extent_ns[1], extent_ns[0] + 1)
     ns, unit = theme.time_unit(end_ns - begin_ns)
-    return TimeAxis(origin_ns=begin_ns, ns=ns, unit=unit)
+    return TimeAxis(origin_ns=begin_ns, end_ns=end_ns, ns=ns, unit=unit)

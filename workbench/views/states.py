@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.events import Kind, UnitState
+from workbench.events import WORK, Kind, UnitState
 from workbench.replay.alike import did, groups
 from workbench.replay.device import Clock, on_device
 from workbench.replay.holds import Cuts
-from workbench.replay.spans import last_ns, of_kind, rows_of
+from workbench.replay.spans import of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import RankTrace, Trace
@@ -66,9 +66,10 @@ def states(
         _subtitle(trace.header, drawn.rank, alike, units, seen.cuts, clock),
         height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
-        **theme.legend_below(len(UnitState) + (len(seen.cuts) > 0)),
+        **theme.legend_below(len(UnitState) + len(WORK) + (len(seen.cuts) > 0)),
     )
-    axis = _draw(fig, trace.header, drawn, units[:MAX_UNITS], found)
+    axis = time_axis(seen.extent_ns)
+    _draw(fig, trace.header, drawn, units[:MAX_UNITS], found, axis)
     add_holds(fig, seen.cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
     return fig
 
@@ -136,18 +137,18 @@ def _row_height(units: Sequence[int]) -> int:
     return min(max(_HEIGHT // len(units), low), high)
 
 
-def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int], found: StateSpans) -> TimeAxis:
-    begin_ns, end_ns = int(drawn.rows["t_ns"][0]), last_ns(drawn.rows)
-    axis = time_axis(begin_ns, end_ns)
+def _draw(
+    fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int], found: StateSpans, axis: TimeAxis
+) -> None:
     bars = for_screen(_bars(found, units))
     names = {unit: theme.escape(theme.shorten(unit_name(header, unit), 28)) for unit in units}
     whole = {unit: theme.full(unit_name(header, unit)) for unit in units}
     looks = {int(state): (state.words, theme.UNIT_STATE_COLOURS[state]) for state in UnitState}
     height = np.where(bars.colour == UnitState.SHARDED, 0.16, 0.74)
     add_bars(fig, bars, looks, bars.lane.astype(np.float64), height, _hovers(bars, whole, axis), axis)
-    add_phases(fig, drawn.rows, axis.ns)
+    add_phases(fig, drawn.rows, axis)
     fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT)
-    fig.update_xaxes(title_text=f"time from the start [{axis.unit}]", range=[0, max(end_ns - begin_ns, 1) / axis.ns])
+    fig.update_xaxes(axis.layout)
     every = -(-_LABEL_HEIGHT // _row_height(units))
     fig.update_yaxes(
         range=[len(units) - 0.4, -0.6],
@@ -157,7 +158,6 @@ def _draw(fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int]
         ticklabelstandoff=4,
         showgrid=False,
     )
-    return axis
 
 
 def _bars(found: StateSpans, units: Sequence[int]) -> Rectangles:

@@ -6,7 +6,7 @@ for it. Of many ranks that did the same, the one that waited least and the one t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind
 from workbench.replay.alike import did, groups, label
-from workbench.replay.arrivals import TOO_CLOSE, Last, last_to_come
+from workbench.replay.arrivals import TOO_CLOSE, Last, last_to_come, straggler
 from workbench.replay.clocks import error_ns
 from workbench.replay.collectives import table
 from workbench.replay.device import Clock
@@ -35,7 +35,6 @@ MAX_RANKS = 8
 """Blocks drawn; with more ranks, those that did the same share at most two."""
 
 MAX_ARROWS = 48
-_LATE = 0.5  # of what a rank usually waits: others wait for one that waits less
 _DRAWN = tuple(kind for _, kinds in TRACKS for kind in kinds)
 _OPEN = 0.04  # of the picture's width: how far what has not ended reaches beyond the last row
 _HEIGHT = 720  # pixels that the tracks may take together
@@ -92,7 +91,8 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     drawn = shown.drawn(trace)
     cuts = drawn.cuts
     parts = [part for part in drawn.trace.ranks if only in (None, part.rank)]
-    names, folded = _chosen(trace.header, parts)
+    waited_ns = {part.rank: total_ns(part, Kind.WAIT) for part in parts}
+    names, folded = _chosen(trace.header, parts, waited_ns)
     between_ns = error_ns(Trace(trace.header, tuple(map(shown.stateless, trace.ranks))))
     last = _last(drawn, between_ns)
     blocks = _blocks(drawn, shown, [part for part in parts if part.rank in names], names, last)
@@ -102,14 +102,15 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     grid = Grid(num_blocks=len(blocks), tracks=_tracks_used(bars))
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
-        _title(drawn.clock, shown, parts, blocks),
+        _title(drawn, shown, parts, blocks, waited_ns),
         _subtitle(trace.header, drawn, folded, between_ns if only is None else 0, has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
         **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
     )
     rows = round(grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high))
     fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
-    axis = time_axis(min(block.tracks.begin_ns for block in blocks), int(bars.end_ns.max()))
+    begin_ns, end_ns = drawn.extent_ns
+    axis = time_axis((begin_ns, max(end_ns, int(bars.end_ns.max()))))
     _draw(fig, blocks, grid, bars, cuts, _hovers(bars, trace.header, blocks, axis, between_ns), axis)
     return fig
 
@@ -125,12 +126,11 @@ def _last(drawn: Drawn, between_ns: int) -> dict[int, Last]:
 # -- which ranks
 
 
-def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str], str]:
+def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int]) -> tuple[dict[int, str], str]:
     """Return the ranks to draw with their names, and a sentence on the ranks they stand for."""
     if len(parts) <= MAX_RANKS:
         return {part.rank: label([part.rank]) for part in parts}, ""
     alike = groups(Trace(header, tuple(parts)), lambda part: did(header, rows_of(part, _DRAWN)))
-    waited = {part.rank: total_ns(part, Kind.WAIT) for part in parts}
     names: dict[int, str] = {}
     for ranks in alike:
         least, most = min(ranks, key=lambda r: (waited[r], r)), max(ranks, key=lambda r: (waited[r], -r))
@@ -148,10 +148,7 @@ def _chosen(header: Header, parts: Sequence[RankTrace]) -> tuple[dict[int, str],
     left_out = f"{theme.plural(num_left_out, 'rank')} not drawn" if num_left_out else ""
     if left and len(parts) > MANY:
         left_out += f" ({several(header, left)}): --rank {left[0][0]} draws one"
-    late = min(waited, key=lambda rank: (waited[rank], rank))
-    is_late = len(parts) > MANY and waited[late] < _LATE * float(np.median(list(waited.values())))
-    straggler = f"{who(header, [late])} waited least by far: the others wait for it" if is_late else ""
-    return dict(sorted(names.items())), " · ".join(text for text in (straggler, chosen, apart, left_out) if text)
+    return dict(sorted(names.items())), " · ".join(text for text in (chosen, apart, left_out) if text)
 
 
 def _blocks(
@@ -179,16 +176,22 @@ def _blocks(
 # -- words
 
 
-def _title(clock: Clock, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block]) -> str:
-    longest = max(block.tracks.total_ns for block in blocks)
+def _title(
+    drawn: Drawn, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block], waited_ns: Mapping[int, int]
+) -> str:
+    begin_ns, end_ns = drawn.extent_ns
     has_ended = all(shown.has_ended(part) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
     low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
     share = low if low == high else f"{low.rstrip('%')} to {high}"
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
-    duration = theme.format_duration(longest)
+    duration = theme.format_duration(end_ns - begin_ns)
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
-    return f"{begun} on the host" if clock is Clock.ENQUEUED else f"{begun}, compute waits {waits}"
+    if drawn.clock is Clock.ENQUEUED:
+        return f"{begun} on the host"
+    late = straggler(waited_ns, max(block.tracks.total_ns for block in blocks))
+    longer = f"; {who(drawn.trace.header, [late[0]])} is the straggler: others wait up to " if late else ""
+    return f"{begun}, compute waits {waits}{longer}{theme.format_duration(late[1]) + ' longer' if late else ''}"
 
 
 def _subtitle(header: Header, drawn: Drawn, folded: str, between_ns: int, *, has_collectives: bool) -> str:
@@ -286,7 +289,7 @@ def _draw(
         top = block * (len(grid.tracks) + _GAP) - 0.5
         span = {"y0": top, "y1": top + len(grid.tracks), "x0": 0, "x1": 1, "xref": "paper", "layer": "below"}
         fig.add_shape(**span, fillcolor=theme.FAINT, line_width=0)
-    _set_axes(fig, blocks, grid, axis, int(bars.end_ns.max()), [_track_name(track, bars) for track in grid.tracks])
+    _set_axes(fig, blocks, grid, axis, [_track_name(track, bars) for track in grid.tracks])
 
 
 def _track_name(track: int, bars: Rectangles) -> str:
@@ -324,9 +327,7 @@ def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeA
     )
 
 
-def _set_axes(
-    fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, end_ns: int, tracks: Sequence[str]
-) -> None:
+def _set_axes(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, tracks: Sequence[str]) -> None:
     places, names = [], []
     for number, block in enumerate(blocks):
         for row, track in enumerate(tracks):
@@ -340,5 +341,4 @@ def _set_axes(
         ticklabelstandoff=4,
         showgrid=False,
     )
-    end = axis(np.array([end_ns]))[0]
-    fig.update_xaxes(title_text=f"time from the start [{axis.unit}]", range=[0, end])
+    fig.update_xaxes(axis.layout)

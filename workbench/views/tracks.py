@@ -48,7 +48,6 @@ class Tracks:
         issued_ns: when that was issued, ``[W]``.
         waited_ns: when the wait began, ``[W]``.
         wait_ns: how long it was, ``[W]``.
-        begin_ns: time of the first row.
         total_ns: from the first row to the last, not held at a gate.
     """
 
@@ -58,7 +57,6 @@ class Tracks:
     issued_ns: Ints
     waited_ns: Ints
     wait_ns: Ints
-    begin_ns: int
     total_ns: int
 
 
@@ -98,7 +96,6 @@ def tracks(
         issued_ns=found.issue_ns[waited],
         waited_ns=found.wait_begin_ns[waited],
         wait_ns=found.wait_ns[waited],
-        begin_ns=int((rows if host is None else host.rows)["t_ns"][0]),
         total_ns=int(durations_ns(rows, rows["t_ns"][:1], np.array([last_ns(rows)]))[0]),
     )
 

@@ -68,12 +68,14 @@ def _title(result: Summary) -> str:
     steps = theme.plural(result.num_steps, "step")
     losses = result.losses
     loss = f"Loss {losses[0]:#.4g} → {losses[-1]:#.4g} in {steps}" if len(losses) else f"{steps}, no loss logged"
-    return f"{loss}, {theme.format_duration(result.step_ns)} a step" if result.num_steps else loss
+    return f"{loss}, {theme.format_duration(result.step_ns)} a step (median)" if result.num_steps else loss
 
 
 def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     num_ranks = max(series.num_ranks for series in (*result.metrics.values(), result.step_times))
-    sentences = [f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank." if num_ranks > 1 else ""]
+    slowest = "; the title's step time is the slowest rank's" if len(result.step_times.steps) else ""
+    band = f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank{slowest}."
+    sentences = [band if num_ranks > 1 else ""]
     sentences += [_not_finite(series) for series in result.metrics.values()]
     if not len(result.losses):
         sentences.append("A number that train_step() returns is logged as the loss.")
@@ -111,9 +113,9 @@ def _add_panel(
     points = _in_parts(series, cuts)
     colour = theme.KIND_COLOURS[Kind.METRIC]
     if np.any(points.high > points.low):
-        edge = {"x": points.steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        fig.add_scatter(**edge, y=points.low, row=row, col=col)
-        fig.add_scatter(**edge, y=points.high, fill="tonexty", fillcolor=_band(colour), row=row, col=col)
+        x, y = _outline(points)
+        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+        fig.add_scatter(x=x, y=y, **edge, fill="toself", fillcolor=_band(colour), row=row, col=col)
     fig.add_scatter(
         x=points.steps,
         y=points.mean,
@@ -137,6 +139,16 @@ def _add_panel(
 def _band(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.25)"
+
+
+def _outline(points: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the outline of the band as x and y, ``[2N + gaps]``: each run of finite points closed by itself."""
+    known = np.flatnonzero(np.isfinite(points.low) & np.isfinite(points.high))
+    parts = np.split(known, np.flatnonzero(np.diff(known) > 1) + 1)
+    gap = np.full(1, np.nan)
+    x = [np.concatenate([points.steps[part], points.steps[part[::-1]], gap]) for part in parts]
+    y = [np.concatenate([points.high[part], points.low[part[::-1]], gap]) for part in parts]
+    return np.concatenate(x)[:-1], np.concatenate(y)[:-1]
 
 
 def _in_parts(series: Series, cuts: tuple[int, ...]) -> Series:

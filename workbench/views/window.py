@@ -9,8 +9,8 @@ from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, WORK, Edge, Kind
 from workbench.replay.alike import ranges
 from workbench.replay.device import Clock, on_device
-from workbench.replay.holds import Cuts, without_holds
-from workbench.replay.spans import of_kind, rows_of
+from workbench.replay.holds import LEAST_IDLE_NS, Cuts, without_holds
+from workbench.replay.spans import extent_ns, of_kind, rows_of
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
@@ -26,6 +26,7 @@ class Drawn:
         trace: the ranks' rows.
         cuts: what is cut out of the time axis.
         clock: whose times they are.
+        extent_ns: the first and the last time of any rank: where every picture of the window has its zero and its end.
         is_whole: there are all rows; else devices have not come to some yet.
         host: where they are a device's, by rank what the host did meanwhile; else nothing.
         copies: where they are a device's, by rank what streams beside that of compute copied; else nothing.
@@ -34,6 +35,7 @@ class Drawn:
     trace: Trace
     cuts: Cuts
     clock: Clock
+    extent_ns: tuple[int, int]
     is_whole: bool = True
     host: Mapping[int, RankTrace] = field(default_factory=dict)
     copies: Mapping[int, Rows] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Window:
         Without the state before those rows.
         """
         parts = map(self.stateless, trace.ranks)
-        return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))))
+        return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))), LEAST_IDLE_NS)
 
     def drawn(self, trace: Trace) -> Drawn:
         """Return what is drawn of the window: what the devices did, where that is told, else what the host did.
@@ -90,12 +92,14 @@ class Window:
         found = [told for part in parts if (told := on_device(trace.rank(part.rank), part, trace.header)) is not None]
         if not found:
             clock = Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
-            return Drawn(trace=host, cuts=cuts, clock=clock)
+            return Drawn(trace=host, cuts=cuts, clock=clock, extent_ns=extent_ns(host))
         ends = {part.rank: part.end_seq for part in host.ranks}
-        ranks = (replace(told.part, rows=cuts.rows(told.part.rows)) for told in found)
+        moved = Trace(trace.header, tuple(replace(told.part, rows=cuts.rows(told.part.rows)) for told in found))
+        begin_ns, end_ns = extent_ns(host)  # what a device does is handed to it before
         return Drawn(
-            trace=Trace(trace.header, tuple(ranks)),
+            trace=moved,
             cuts=cuts,
+            extent_ns=(begin_ns, max(end_ns, extent_ns(moved)[1])),
             clock=Clock.DEVICE,
             is_whole=len(found) == len(host.ranks) and all(told.end_seq == ends[told.part.rank] for told in found),
             host={part.rank: part for part in host.ranks},

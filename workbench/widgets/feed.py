@@ -21,16 +21,13 @@ from numpy.typing import NDArray
 
 from workbench.events import Category
 from workbench.replay import memory, states
-from workbench.replay.holds import Cuts, GrowingCuts
+from workbench.replay.holds import LEAST_IDLE_NS, Cuts, GrowingCuts
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import KeyFrame
 from workbench.widgets.alike import Alike
 from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
 from workbench.widgets.steps import Steps
-
-LEAST_IDLE_NS = 1_000_000_000
-"""Idle time of at least this length is cut out of the time axis, in nanoseconds."""
 
 MAX_RANKS = 8
 """Ranks with tracks of their own."""

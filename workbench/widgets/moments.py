@@ -262,9 +262,13 @@ def describe(header: Header, row: np.void) -> str:
 
 
 def describe_with_phase(header: Header, row: np.void) -> str:
-    """Say what a rank does, in plain text: ``"forward · all-gather of blocks.2 begins (1.20 MiB)"``."""
-    phase = "" if row["phase"] == Phase.IDLE else f"{Phase(row['phase']).words} · "
-    return f"{phase}{describe(header, row)}"
+    """Say what a rank does, in plain text: ``"forward · all-gather of blocks.2 begins (1.20 MiB)"``.
+
+    The phase is left out where the event says it: ``"backward of blocks.2 begins"``.
+    """
+    phase = Phase(row["phase"])
+    is_said = phase is Phase.IDLE or phase.info.part == row["kind"]
+    return describe(header, row) if is_said else f"{phase.words} · {describe(header, row)}"
 
 
 def events_up_to(rows: Rows) -> Ints:

@@ -23,12 +23,12 @@ _COLOURS: dict[State, str] = {
 
 
 def facts(progress: Progress, state: State = "running") -> list[str]:
-    """Return what is known, one short phrase each: ``["12 of 40 steps", "loss 2.313", "312 ms a step"]``."""
+    """Return what is known, one short phrase each: ``["12 of 40 steps", "loss 2.313", "last step 312 ms"]``."""
     found = [f"{progress.done:,} of {plural(progress.total, 'step')}"]
     if progress.loss is not None:
         found.append(f"loss {progress.loss:.4g}")
     if progress.step_ns is not None:
-        found.append(f"{format_duration(progress.step_ns)} a step")
+        found.append(f"last step {format_duration(progress.step_ns)}")
     if progress.tokens_per_s is not None:
         found.append(f"{progress.tokens_per_s:,.0f} tokens/s")
     if state == "running" and progress.step_ns is not None and progress.done < progress.total:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Edge, Kind
 from workbench.replay import training
+from workbench.replay.arrivals import LATE
 from workbench.replay.holds import Cuts
 from workbench.replay.spans import chosen
 from workbench.replay.training import TrainingState
@@ -28,9 +29,6 @@ LEARNED_DTYPE = np.dtype(
         ("spread_ns", "<i8"),  # how much longer
     ]
 )
-LATE = 0.1
-"""A rank is late if others wait this part of a step longer than it."""
-
 MAX_STEPS = 2_000
 """Steps told at once; of more the last ones."""
 

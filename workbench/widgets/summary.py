@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Category, Unit, unit_words
+from workbench.events import Category, Edge, Kind, Unit, unit_words
 from workbench.replay import memory
 from workbench.replay.alike import label
 from workbench.replay.holds import Cuts
+from workbench.replay.spans import of_kind
 from workbench.reports.failures import losses_in_words
 from workbench.reports.places import describe, unit_names
 from workbench.session.pulse import Policy, Pulse
@@ -108,8 +109,13 @@ def _progress(pulse: Pulse) -> str:
 def _last_step(pulse: Pulse) -> str:
     if pulse.under_way is not None:
         return pulse.under_way.words
-    last = max((int(r.rows["step"].max()) for r in pulse.trace.ranks if len(r.rows)), default=-1)
-    return f"step {last} was the last" if last >= 0 else "no step was trained yet"
+    recorded = [r.rows for r in pulse.trace.ranks if len(r.rows)]
+    last = max((int(rows["step"].max()) for rows in recorded), default=-1)
+    if last < 0:
+        return ""
+    ends = [rows["step"][of_kind(rows, (Kind.STEP,)) & (rows["edge"] == Edge.END)] for rows in recorded]
+    has_ended = all(int(steps.max(initial=-1)) == last for steps in ends)
+    return f"step {last} was the last" if has_ended else f"step {last} did not end"
 
 
 def whose(header: Header, kernel_pid: int) -> str:

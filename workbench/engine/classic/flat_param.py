@@ -27,6 +27,7 @@ from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
+from workbench.engine.refusal import is_sharded
 from workbench.events import FlatPart, Param, ParamTensors, within
 
 FLAT_PARAM = "_flat_param"
@@ -113,10 +114,7 @@ class Away(_StandIn):
     @property
     def refusal(self) -> str:
         """Why nothing computes with it, and what to do instead."""
-        return (
-            f"parameter {self.full.fqn!r} is sharded; call the FullyShardedDataParallel around its module, or compute "
-            "within summon_full_params"
-        )
+        return is_sharded(self.full.fqn, "the FullyShardedDataParallel around its module", "within summon_full_params")
 
 
 class Unreduced(_StandIn):

@@ -22,6 +22,7 @@ const SILENT_MS = 2500; // without an answer, that is said
 const SAID_MS = 8000; // for so long what came of a button is shown
 const STEPS_IN_VIEW = 2.4; // that a running view shows
 const MAX_UNITS = 200;
+const RANKS_SEEN = 4; // lines of the card of ranks; more are scrolled to
 const NONE = "\u2013";
 const BADGES = {
   training: "\u25b6 training", stuck: "\u26a0 stuck", stopped: "\u275a\u275a stopped", idle: "\u25cf idle",
@@ -42,7 +43,10 @@ const BADGES = {
 
 /** @typedef {Omit<AskAt, "view" | "number"> | Omit<AskBeside, "view" | "number">} CursorQuestion */
 
-/** @typedef {{ value: Value, colour: string, number: HTMLElement, sheet: Sheet }} Line a number of each step */
+/**
+ * A number of each step.
+ * @typedef {{ value: Value, colour: string, number: HTMLElement, note: HTMLElement, sheet: Sheet }} Line
+ */
 
 /** @typedef {{ item: HTMLElement, box: HTMLInputElement, clear: HTMLButtonElement }} StopRow a breakpoint */
 
@@ -131,7 +135,8 @@ class DashboardView {
     this.stopRows = new Map(); // by the number of the breakpoint
     this.costs = make("div", "fw-change");
     this.foot = make("div", "fw-foot");
-    this.lateNote = make("div", "fw-late");
+    /** @type {HTMLElement} */
+    this.lateNote = make("span", "fw-late");
     /** @type {Map<string, HTMLButtonElement>} */
     this.buttons = new Map();
     this.sentence = make("div", "fw-said");
@@ -257,21 +262,23 @@ class DashboardView {
   buildCards() {
     const cards = make("div", "fw-cards");
     const card = (/** @type {string} */ title) => {
-      const box = make("div", "fw-card");
-      box.append(make("h4", "", title));
+      const box = make("div", "fw-card"), heading = make("h4", "", title), note = make("span", "fw-note");
+      heading.append(note);
+      box.append(heading);
       cards.append(box);
-      return box;
+      return { box, note };
     };
-    card("ranks").append(this.ranks);
+    const ranks = card("ranks");
+    ranks.note.append(this.lateNote);
+    ranks.box.append(this.ranks);
     const line = (/** @type {string} */ title, /** @type {Value} */ value, /** @type {string} */ colour) => {
-      const box = card(title), number = make("div", "fw-number", NONE);
+      const { box, note } = card(title), number = make("div", "fw-number", NONE);
       box.append(number);
-      this.lines.push({ value, colour, number, sheet: new Sheet(box, "") });
+      this.lines.push({ value, colour, number, note, sheet: new Sheet(box, "") });
     };
     line("loss", "loss", UNIT_STATES[UNIT_STATE.SHARDED].colour);
     line("step time", "ms", KINDS[KIND.OPTIMIZER].colour);
     line("exposed", "exposed", KINDS[KIND.WAIT].colour);
-    cards.lastElementChild?.append(this.lateNote);
     return cards;
   }
 
@@ -793,10 +800,11 @@ class DashboardView {
 
   /** @param {Moment | null} at */
   drawHead(at) {
-    const step = at && at.step >= 0 ? `step ${at.step}` : "";
-    write(this.when, [step, at ? formatDuration(at.t_us) : ""].filter(Boolean).join(" \u00b7 "));
-    write(this.event, at?.event ?? "");
-    this.event.title = at?.event ?? "";
+    const isUntold = this.isLive && at?.step === -1 && this.told !== ""; // before the first step nothing is to be learnt
+    const step = at && at.step >= 0 ? `step ${at.step}` : "", event = isUntold ? "" : at?.event ?? "";
+    write(this.when, [step, at && !isUntold ? formatDuration(at.t_us) : ""].filter(Boolean).join(" \u00b7 "));
+    write(this.event, event);
+    this.event.title = event;
     const states = new Set(this.health.map(({ state }) => state));
     const { status } = this;
     // nothing is to come: the ranks were stopped, or some died
@@ -843,6 +851,8 @@ class DashboardView {
     const [first] = this.health, isOne = rows.length === 1 && !first?.where && first?.state !== "idle";
     const live = this.isLive && first && isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
     const shown = !this.isLive || !rows.length ? [...rows, ...doing] : live.length ? live : rows;
+    const most = this.groups.flat().length + Number(rows.length > 0); // of always so many lines: nothing below moves
+    this.ranks.style.setProperty("--fw-lines", String(Math.min(Math.max(most, 1), RANKS_SEEN)));
     refill(this.ranks, shown, () => shown.map(({ state, label, text }) => {
       const row = make("div", "fw-rank"), dot = make("span", `fw-dot fw-${state ? state.replace(" ", "-") : "then"}`);
       const said = make("span", "fw-doing", text);
@@ -861,9 +871,11 @@ class DashboardView {
     const step = this.isLive || !at ? null : at.step >= 0 ? at.step : this.stepBefore(at.t_us);
     const here = step === null ? steps.length - 1 : steps.numbered(step);
     write(this.lateNote, step === null ? this.late : "");
+    this.lateNote.title = this.late;
     this.drawChange();
     const said = { ms: (/** @type {number} */ ms) => formatDuration(ms * 1000), exposed: formatShare, loss: formatLoss };
-    for (const { value, colour, number, sheet } of this.lines) {
+    for (const { value, colour, number, note, sheet } of this.lines) {
+      write(note, here >= 0 ? `step ${steps.columns.step[here]}` : "");
       const isKnown = here >= 0 && (value !== "loss" || sure(steps.columns.has_loss[here]) > 0);
       write(number, isKnown ? said[value](sure(steps.columns[value][here])) : NONE);
       sheet.paint(40, (pen, width, height) => { drawLine(pen, width, height, { steps, value, colour, at: step, skin }); });
@@ -908,7 +920,8 @@ class DashboardView {
     this.memorySheet.paint(height, (pen, wide, high) => { drawMemory(pen, wide, high, { ...scene, groups }); });
     this.drawPeakNote(groups.flatMap(({ peak }) => peak ?? []), groups.length);
     const rank = at?.ranks.at(0);
-    const held = (rank?.bytes ?? []).map((bytes, place) => ({ ...sure(CATEGORIES[place]), bytes })).filter(({ bytes }) => bytes > 0);
+    const held = (rank?.bytes ?? []).map((bytes, place) => ({ ...sure(CATEGORIES[place]), bytes }))
+      .filter((_, place) => this.known.classes.has(place)); // those without bytes here too: nothing below moves
     refill(this.memoryLegend, [held, rank?.label], () => [
       ...(rank ? [swatch(`${rank.label}: in use`, "", formatBytes(rank.in_use))] : []),
       ...held.map(({ words, colour, bytes }) => swatch(words, colour, formatBytes(bytes))),
@@ -944,12 +957,16 @@ class DashboardView {
     const height = units.length * unitHeight(units.length) + 2;
     this.statesSheet.paint(height, (pen, wide, high) => { drawStates(pen, wide, high, { ...scene, units }); });
     const gone = this.health.filter(({ state }) => state === "gone").flatMap(({ ranks }) => ranks);
-    const unsharded = (at?.ranks ?? []).flatMap(({ ranks, units: then }) => {
+    /** @type {Map<string, number[]>} */
+    const unsharded = new Map(); // by the names of units: the ranks on which these are
+    for (const { ranks, units: then } of at?.ranks ?? []) {
       const living = ranks.filter((rank) => !gone.includes(rank));
       const full = this.order.filter((unit) => then.at(unit) === UNIT_STATE.UNSHARDED).map((unit) => this.units[unit]);
-      return living.length ? `unsharded on ${ranksInWords(living)}: ${full.join(", ") || "none"}` : [];
-    });
-    const gathered = [...unsharded, gone.length ? `${ranksInWords(gone)} gone` : ""].filter(Boolean).join(" \u00b7 ");
+      const names = full.join(", ") || "none";
+      if (living.length) unsharded.set(names, [...unsharded.get(names) ?? [], ...living].sort((a, b) => a - b));
+    }
+    const told = [...unsharded].map(([names, ranks]) => `unsharded on ${ranksInWords(ranks)}: ${names}`);
+    const gathered = [...told, gone.length ? `${ranksInWords(gone)} gone` : ""].filter(Boolean).join(" \u00b7 ");
     const first = this.groups.at(0), drawn = first && this.groups.length > 1 ? `${ranksInWords(first)} drawn` : "";
     write(this.states.note, [gathered, drawn, this.clock].filter(Boolean).join(" \u00b7 "));
     this.states.note.title = gathered;

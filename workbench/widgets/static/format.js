@@ -29,6 +29,14 @@ export function formatBytes(bytes) {
 }
 
 /**
+ * Bytes at a scale: without zeros that say nothing.
+ * @param {number} bytes
+ */
+export function formatTick(bytes) {
+  return bytes ? formatBytes(bytes).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ") : "0";
+}
+
+/**
  * How many microseconds a time of this size is counted in, and what that is called.
  * @param {number} us
  * @returns {[number, string]}
@@ -63,12 +71,12 @@ export function formatShare(part) {
 }
 
 /**
- * The begin left out of what is longer than `width` letters: names differ at their end.
+ * The begin left out of what is longer than `width` letters: names differ at their end. A name begins with no point.
  * @param {string} text
  * @param {number} width
  */
 export function shorten(text, width) {
-  return text.length <= width ? text : `\u2026${text.slice(1 - width)}`;
+  return text.length <= width ? text : `\u2026${text.slice(1 - width).replace(/^\.+/, "")}`;
 }
 
 /**

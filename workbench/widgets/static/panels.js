@@ -4,7 +4,7 @@
 // the same two lines of pixels, so that all share one axis and one cursor.
 
 import { CATEGORIES, CATEGORY, UNIT_STATE, UNIT_STATES } from "./events.js";
-import { formatBytes, shorten } from "./format.js";
+import { formatBytes, formatTick, shorten } from "./format.js";
 import { FONT, penOf } from "./look.js";
 import { lastUpTo } from "./series.js";
 import { sure } from "./sure.js";
@@ -221,7 +221,7 @@ function drawMemoryScale(pen, { axis, base, room, top, skin }) {
     pen.fillStyle = skin.grid;
     pen.fillRect(axis.left, Math.round(y), axis.width, 1);
     pen.fillStyle = skin.soft;
-    pen.fillText(formatBytes(bytes), axis.left - 8, y);
+    pen.fillText(formatTick(bytes), axis.left - 8, y);
   }
 }
 
@@ -336,30 +336,30 @@ const STEPS_SHOWN = 400;
 export function drawLine(pen, width, height, { steps, value, colour, at, skin }) {
   const low = 4, room = height - 8, from = Math.max(steps.length - STEPS_SHOWN, 0), { columns } = steps;
   const model = columns.model[at === null ? steps.length - 1 : Math.max(steps.numbered(at), 0)];
-  const known = []; // of one model: another one's numbers are another curve
-  for (let k = from; k < steps.length; k++) {
-    if (Number.isFinite(columns[value][k]) && columns.model[k] === model) known.push(k);
-  }
+  const all = []; // of one model: another one's numbers are another curve
+  for (let k = from; k < steps.length; k++) if (columns.model[k] === model) all.push(k);
+  const known = all.filter((k) => Number.isFinite(columns[value][k]));
   if (!known.length) return;
-  const values = known.map((k) => sure(columns[value][k])), numbers = known.map((k) => sure(columns.step[k]));
+  const values = known.map((k) => sure(columns[value][k]));
   const least = Math.min(...values), most = Math.max(...values), range = most - least || Math.abs(most) || 1;
-  const first = sure(numbers[0]), span = Math.max(sure(numbers[numbers.length - 1]) - first, 1);
-  const x = (/** @type {number} */ place) => 3 + ((sure(numbers[place]) - first) / span) * (width - 8);
+  const first = sure(columns.step[sure(all[0])]), span = Math.max(sure(columns.step[sure(all.at(-1))]) - first, 1);
+  const x = (/** @type {number} */ k) => 3 + ((sure(columns.step[k]) - first) / span) * (width - 8);
   const base = most === least ? least - range / 2 : least;
-  const y = (/** @type {number} */ place) => low + room * (1 - (sure(values[place]) - base) / range);
+  const y = (/** @type {number} */ k) => low + room * (1 - (sure(columns[value][k]) - base) / range);
   Object.assign(pen, { strokeStyle: colour, lineWidth: 1.75, lineJoin: "round" });
   pen.beginPath();
-  for (let place = 0; place < known.length; place++) {
-    if (place) pen.lineTo(x(place), y(place));
-    else pen.moveTo(x(place), y(place));
+  for (const [place, k] of known.entries()) {
+    if (place) pen.lineTo(x(k), y(k));
+    else pen.moveTo(x(k), y(k));
   }
   pen.stroke();
-  const here = at === null ? known.length - 1 : numbers.findLastIndex((step) => step <= at);
-  if (here < 0) return;
+  const here = at === null ? all.at(-1) : all.findLast((k) => sure(columns.step[k]) <= at);
+  if (here === undefined) return;
   if (at !== null) {
     pen.fillStyle = skin.accent;
     pen.fillRect(Math.round(x(here)) - 0.5, 0, 1.5, height);
   }
+  if (!Number.isFinite(columns[value][here])) return; // it has no place on the line
   pen.fillStyle = at === null ? colour : skin.accent;
   pen.beginPath();
   pen.arc(x(here), y(here), 3, 0, 2 * Math.PI);

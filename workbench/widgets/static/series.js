@@ -180,10 +180,13 @@ export class Known {
     this.memory = [];
     /** @type {Changes[][]} */
     this.states = [];
+    /** @type {Set<number>} */
+    this.classes = new Set(); // of memory that held bytes at any time
   }
 
   /** @param {MemoryTable} table */
   takeMemory({ t, bytes, group }) {
+    bytes.forEach((held, k) => { if (held > 0) this.classes.add(k % CATEGORIES.length); });
     t.forEach((when, k) => {
       while (this.memory.length <= sure(group[k])) this.memory.push(new Memory());
       sure(this.memory[sure(group[k])]).push(when, bytes.subarray(k * CATEGORIES.length, (k + 1) * CATEGORIES.length));

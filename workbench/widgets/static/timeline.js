@@ -722,7 +722,7 @@ class Timeline {
     const used = new Set(tracks.filter(isUsed).map((track) => track.name));
     const seen = tracks.map((track, index) => ({ track, index })).filter(({ track }) => used.has(track.name));
     const height = Math.round(Math.min(Math.max(TRACKS_HEIGHT / Math.max(seen.length, 1), ROWS[0]), ROWS[1]));
-    this.left = this.width < 560 ? 92 : 168;
+    this.left = this.width < 560 ? 104 : 168;
     this.rows = [];
     let y = AXIS + 4;
     for (const rank of new Set(seen.map(({ track }) => track.rank))) {
@@ -786,7 +786,7 @@ class Timeline {
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, this.width, this.height);
     if (!this.rows.length) {
-      this.say("Nothing is recorded yet.");
+      this.say("No step is recorded yet.");
       return;
     }
     this.drawRows();

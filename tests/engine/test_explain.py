@@ -1,0 +1,121 @@
+"""Torch's errors about sharded parameters say which parameter, of which unit, and what to do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.engine.ranks import run_cases
+from workbench import engine
+from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.explain import explain
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Tied(nn.Module):
+    """Reads, as some language models do, the parameter of another module in its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Linear(4, 4, bias=False), Block()
+
+    def forward(self, x):
+        return functional.linear(self.block(self.embed(x)), self.embed.weight)
+
+
+class Within(Tied):
+    """Runs a backward within its own forward, which reshards it."""
+
+    def forward(self, x):
+        hidden = self.block(x)
+        hidden.sum().backward()
+        return functional.linear(hidden.detach(), self.embed.weight)
+
+
+def message(call):
+    try:
+        call()
+    except RuntimeError as error:
+        explain(error)
+        return str(error)
+    return "no error"
+
+
+def sharded(model, *inner):
+    for module in inner:
+        engine.fully_shard(module)
+    return engine.fully_shard(model)
+
+
+def own_forward():
+    model = Tied()
+    return message(lambda: sharded(model, model.embed, model.block)(torch.ones(2, 4)))
+
+
+def inner_module():
+    model = Tied()
+    sharded(model, model.embed, model.block)
+    return message(lambda: model.block.up(torch.ones(2, 4)))
+
+
+def helper():
+    model = Tied()
+    weight = sharded(model).embed.weight
+
+    def multiply(x, matrix):
+        return x @ matrix
+
+    return message(lambda: multiply(torch.ones(2, 4), weight))
+
+
+def within():
+    model = Within()
+    return message(lambda: sharded(model, model.block)(torch.ones(2, 4)))
+
+
+def wrapper():
+    model = FullyShardedDataParallel(Tied())
+    return message(lambda: model.module.block.up(torch.ones(2, 4)))
+
+
+def another():
+    return message(lambda: torch.ones(2) @ torch.ones(3))
+
+
+def unexplained():
+    leaf = torch.ones(2, requires_grad=True)
+    kept = leaf * 2
+    loss = kept.square().sum()
+    kept.mul_(2)
+    return message(loss.backward)
+
+
+BEGINS = {
+    own_forward: "parameter 'embed.weight' is sharded; call the module of unit 'embed', on which fully_shard was called"
+    ", or compute between its unshard() and reshard()\n(torch: ",
+    inner_module: "parameter 'up.weight' is sharded; call the module of unit '(root)', on which fully_shard was called"
+    ", not the Linear in it, or compute between its unshard() and reshard() (likewise up.bias)\n(torch: ",
+    helper: "parameter 'embed.weight' is sharded; call the module of unit '(root)', ",
+    within: "parameter 'embed.weight' was resharded within the forward of its unit '(root)', by a backward or a "
+    "reshard() in there; do that after the forward\n(torch: ",
+    wrapper: "linear: parameter 'block.up.weight' is sharded; call the FullyShardedDataParallel around its module, or "
+    "compute within summon_full_params",
+    another: "inconsistent tensor size",
+    unexplained: "one of the variables needed for gradient computation has been modified by an inplace operation",
+}
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_messages_name_parameter_unit_and_cure(world_size):
+    for found in run_cases(world_size, {case.__name__: case for case in BEGINS}):
+        assert {case.__name__: found[case.__name__][: len(begin)] for case, begin in BEGINS.items()} == {
+            case.__name__: begin for case, begin in BEGINS.items()
+        }

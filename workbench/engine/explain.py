@@ -1,0 +1,115 @@
+"""What torch's errors about sharded parameters mean: which parameter, of which unit, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+from torch import nn
+
+from workbench.engine.full_param import FullParam, full_of_version
+from workbench.engine.param import FSDPParam
+from workbench.engine.param_group import FSDPParamGroup, units
+from workbench.engine.refusal import is_sharded
+from workbench.events import unit_words
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+_STALE = re.compile(r"modified by an inplace operation.*expected version (\d+) instead", re.DOTALL)
+
+
+def explain(error: BaseException) -> None:
+    """Put what torch's message leaves out before it; no effect on other errors, and on one that is explained.
+
+    The messages are those of an operation that was given a sharded parameter and an ordinary tensor, and of a backward
+    that needs a full parameter that is not there any more.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError):
+        return
+    stale = _STALE.search(text)
+    meaning = ""
+    if stale is not None and stale.start() < 200:  # else it is explained
+        meaning = _of_stale(int(stale[1]))
+    elif _MIXED in text and text.index(_MIXED) < 100:
+        meaning = _of_mixed(error.__traceback__)
+    if meaning:
+        error.args = (f"{meaning}\n(torch: {text})",)
+
+
+# ---- a backward that needs what is not there
+
+
+def _of_stale(version: int) -> str:
+    full = full_of_version(version)
+    unit = None if full is None else _unit_of(full)
+    if full is None or unit is None:
+        return ""
+    return (
+        f"backward needs the full parameter {full.fqn!r}, but unit {unit_words(unit.name)!r} was resharded since the "
+        "forward that used it, and no output of the unit leads to this backward. Compute the loss from what the module "
+        "returns (a tensor kept on self does not count), or keep the parameters until the last backward: "
+        "reshard_after_forward=False, and before the first of several backwards through the same graph "
+        "set_reshard_after_backward(False)"
+    )
+
+
+def _unit_of(full: FullParam) -> FSDPParamGroup | None:
+    return next((unit for unit in units.values() if any(full in p.fulls for p in unit.fsdp_params)), None)
+
+
+# ---- an operation on a sharded parameter and an ordinary tensor
+
+
+def _of_mixed(traceback: TracebackType | None) -> str:
+    frames = list(_frames(traceback))
+    for frame in reversed(frames):
+        found = list(_params_read_in(frame))
+        if found:
+            unit, param, owner = found[0]
+            others = f" (likewise {', '.join(p.fqn for _, p, _ in found[1:])})" if len(found) > 1 else ""
+            if any(_is_forward_around(param, each) for each in frames):
+                return (
+                    f"parameter {param.fqn!r}{others} was resharded within the forward of its unit "
+                    f"{unit_words(unit.name)!r}, by a backward or a reshard() in there; do that after the forward"
+                )
+            inner = f", not the {type(owner).__name__} in it" if "." in param.info.path else ""
+            call = f"the module of unit {unit_words(unit.name)!r}, on which fully_shard was called{inner}"
+            return is_sharded(param.fqn, call, f"between its unshard() and reshard(){others}")
+    return ""
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _is_forward_around(param: FSDPParam, frame: FrameType) -> bool:
+    """Return whether a frame is the forward of the module whose unit has ``param``."""
+    module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+    owner, _, _ = param.info.path.rpartition(".")
+    inside = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
+    return inside.get(owner) is param.info.module
+
+
+def _params_read_in(frame: FrameType) -> Iterator[tuple[FSDPParamGroup, FSDPParam, nn.Module]]:
+    """Yield sharded parameters that the code of a frame names, as variables or as attributes of modules it has."""
+    names, values = set(frame.f_code.co_names), list(frame.f_locals.values())
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    known = {
+        id(owned): (unit, param)
+        for unit in units.values()
+        if unit.is_sharded
+        for param in unit.fsdp_params
+        for owned in param.owned
+    }
+    for value in values:
+        if id(value) in known:
+            unit, param = known[id(value)]
+            yield unit, param, param.info.module
+    for module in modules:
+        for path, value in module.named_parameters():
+            if id(value) in known and {part for part in path.split(".") if not part.isdigit()} <= names:
+                unit, param = known[id(value)]
+                yield unit, param, param.info.module
