@@ -95,10 +95,12 @@ def _descendants():
 
 
 def _children(pid):
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    with suppress(OSError):  # one that ends
-        return [int(child) for children in lists for child in children.read_text().split()]
-    return []
+    found = []
+    with suppress(OSError):  # it ends
+        for thread in os.listdir(f"/proc/{pid}/task"):  # a glob takes twice as long, and every test asks this
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as children:
+                found += map(int, children.read().split())
+    return found
 
 
 def _orphans():

@@ -55,7 +55,7 @@ def unmanaged_in(model: nn.Module) -> Unmanaged:
 
 def _checksum(buffer: torch.Tensor) -> int:
     """Return the CRC-32 of a tensor's bytes."""
-    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> Sharded:
