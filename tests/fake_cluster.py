@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from tests.trace.strategies import example_trace
 from workbench.cluster.pending import Answer, Output, Pending, select, settle
+from workbench.codec import encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
-from workbench.protocol.commands import Continue, Next, Pause, Request, Step, from_dict
+from workbench.protocol.commands import Continue, Next, Pause, Request, Step, Unmanaged, from_dict
 from workbench.protocol.messages import (
     CellLine,
     Done,
@@ -512,11 +513,13 @@ def step_result(steps: int) -> dict[str, Any]:
         "seconds": [0.25] * steps,
         "optimizer_steps": steps,
         "first_step": 0,
+        "unreduced": [],
     }
 
 
 SHARD_RESULT = {
     "model": "model",
+    "unmanaged": encode(Unmanaged()),
     "units": ["blocks.0", "blocks.1", "(root)"],
     "num_params": 10,
     "num_elements": 1000,

@@ -422,6 +422,18 @@ def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb
     assert "1 step" in wb.do(Continue(foreground=True)).headline
 
 
+def test_a_step_of_the_foreground_is_let_go_in_the_background_and_stays_there(wb):
+    wb.step(1, until="backward")
+    wb.fake.gates[0].late = True
+    assert not wb.is_background
+    assert "runs in the background" in wb.do(Continue(background=True)).headline
+    assert wb.is_background
+    wb.fake.gates[0].late = False
+    wait_until(lambda: wb._session.request is None)
+    wait_until(lambda: wb._session._news)
+    assert "1 step" in wb.news()[0]
+
+
 @pytest.mark.parametrize("how", ["stopped", "background"])
 def test_stopping_the_ranks_meanwhile_ends_everything(how):
     bench = Bench()

@@ -23,8 +23,9 @@ from tests.fake_cluster import (
     writes,
 )
 from workbench.cluster.pending import Output, settle
+from workbench.codec import encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import Reshard, Shard, Step
+from workbench.protocol.commands import Reshard, Shard, Step, Unmanaged
 from workbench.protocol.messages import CellLine, GiveUp
 from workbench.session import session, standing, watch
 from workbench.trace import steps
@@ -225,6 +226,7 @@ def test_unshard_and_verify_report(trained):
         "not_finite": [],
         "buffers_not_finite": [],
         "since": None,
+        "unmanaged": encode(Unmanaged()),
     }
     worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]

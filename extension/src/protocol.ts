@@ -725,6 +725,8 @@ export interface Continue {
   readonly word: "continue";
   /** wait for what was begun with --background, too (default: no) */
   readonly foreground?: boolean;
+  /** leave the notebook free from now on, wherever it began (default: no) */
+  readonly background?: boolean;
 }
 
 /** Give up what the ranks do; they are ready again afterwards. */

@@ -201,3 +201,11 @@ def test_what_was_begun_in_the_background_goes_on_there(stoppable):
     stoppable.ok("%fsdp step --until backward --background")
     wait_until(lambda: workbench._session._news)
     assert "1 step" in stoppable.ok("%fsdp continue --foreground").shown[-1]["text/plain"]
+
+
+def test_a_step_of_the_foreground_goes_on_in_the_background(stoppable):
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
+    stoppable.ok("%fsdp step --until backward")
+    assert "runs in the background" in stoppable.ok("%fsdp continue --background").shown[-1]["text/plain"]
+    wait_until(lambda: workbench._session._news)
+    assert "1 step" in stoppable.ok("%fsdp status").out

@@ -76,7 +76,8 @@ def test_how_a_rank_is_started_arrives(request):
 
 def test_what_a_person_asks_goes_to_the_rank_as_it_is():
     assert read_request({"word": "next", "what": "unit"}) == Next(what="unit")
-    assert read_request({"word": "continue", "foreground": True}) == Continue(foreground=True)
+    sent = {"word": "continue", "foreground": True, "background": False}
+    assert read_request(sent) == Continue(foreground=True)
     with pytest.raises(ValueError, match="next goes to the next one of event, collective, unit, phase, not 'month'"):
         read_request({"word": "next", "what": "month"})
 

@@ -188,7 +188,7 @@ class Notebook:
 def is_behind(workbench: Workbench, command: Command) -> bool:
     """Whether the notebook goes on while the ranks do ``command``."""
     if isinstance(command, Continue):
-        return workbench.is_background and not command.foreground
+        return command.background or (workbench.is_background and not command.foreground)
     return isinstance(command, Step) and command.background
 
 

@@ -594,16 +594,19 @@ class Continue(Command, Request[None]):
     """Let stopped ranks go on, in the background if it began there."""
 
     word: ClassVar[str] = "continue"
-    example: ClassVar[str] = "continue"
-    more: ClassVar[str] = "`--foreground` waits for it all the same"
+    example: ClassVar[str] = "continue --background"
+    more: ClassVar[str] = "`--background` and `--foreground` choose where"
     method: ClassVar[str] = "resume"
     foreground: bool = field(
         default=False, metadata=argument("wait for what was begun with --background, too (default: no)")
     )
+    background: bool = field(
+        default=False, metadata=argument("leave the notebook free from now on, wherever it began (default: no)")
+    )
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that does it, and its arguments."""
-        return self.method, {"background": False if self.foreground else None}
+        """Return the method of the workbench that does it, and its arguments; of both, the background is chosen."""
+        return self.method, {"background": self.background if self.foreground or self.background else None}
 
 
 @dataclass(frozen=True, kw_only=True)

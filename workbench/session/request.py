@@ -209,7 +209,7 @@ class Request:
         failed: whether that is an error.
         watcher: the thread that waits for it.
         thread: the same, if it is one of the background.
-        is_background: whether it was begun in the background, where it goes on after a stop.
+        is_background: whether it was begun or let go in the background, where it goes on after a stop.
     """
 
     def __init__(self, work: Work, pending: Pending, mark: Mark) -> None:

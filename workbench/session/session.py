@@ -418,6 +418,7 @@ class Session:
                 raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
             request.watch.stopper.release(set(request.watch.running), self.positions(timeout_s=PATIENT_S), what)
             request.state = "running"
+            request.is_background |= bool(background)
         if listener.on_output is no_output:  # such as a button's
             listener = dataclasses.replace(listener, on_output=request.listener.on_output)
         return self._follow(request, listener, background=request.is_background if background is None else background)
