@@ -24,6 +24,7 @@ from workbench.replay.collectives import (
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
+from workbench.views.tracks import tracks
 
 
 def make_unit(*params: Param, **changes: object) -> Unit:
@@ -151,6 +152,28 @@ def test_passes_of_a_step_are_counted_and_expected(setup: Setup, num_passes: int
     found = {(e.unit, e.kind, e.num_ranks): (e.calls, e.num_bytes) for e in closed_form(trace.header, (), ran)}
     assert found == {key: tuple(n * times[key[1]] for n in amounts) for key, amounts in expected.items()}
     assert not any(row.differs or row.expected is None for row in compare(trace, 0))
+
+
+@given(traces(whole=True), st.integers(0, 10**9))
+def test_a_part_is_never_more_than_its_whole(trace: Trace, late_ns: int):
+    """Exposed time is no longer than the collective, however late compute wakes up; that no longer than its step."""
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        wakes = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END)
+        ends = np.isin(rows["kind"], COLLECTIVES) & (rows["edge"] == Edge.END)  # right after its wait, at its true time
+        rows["t_ns"] += late_ns * (np.cumsum(wakes) - ends)
+        ranks.append(RankTrace(rank.rank, rows))
+    late = Trace(trace.header, tuple(ranks))
+    for step in {step for rank in late.ranks for step in rank.steps.tolist() if step >= 0}:
+        for count in counts(late, step):
+            rows = late.rank(count.rank).rows
+            mine = rows[rows["step"] == step]["t_ns"]
+            assert 0 <= count.exposed_ns <= count.time_ns <= count.calls * (mine.max() - mine.min())
+        assert all(0 <= row.exposed_ns <= row.time_ns for row in compare(late, step))
+    for rank in late.ranks if late.num_rows else ():
+        bars = tracks(rank, int(rank.rows["t_ns"].max(initial=0))).bars if len(rank.rows) else None
+        assert bars is None or (bars.exposed_ns <= bars.duration_ns).all()
 
 
 def test_what_stays_full_after_a_pass_is_not_gathered_in_the_next_one():

@@ -52,7 +52,7 @@ def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
     kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
     b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
     found = title(draw(a, b, rank=0))
-    assert found.endswith("195 KiB sharded grads left from before, 193 KiB units unsharded through forward")
+    assert found.endswith("sharded grads left from before (195 KiB), units unsharded through forward (193 KiB)")
     assert "first difference: memory at begin of step 2 (1)" in subtitle(draw(a, b, rank=0))
     assert "sharded grads no longer left from before" in title(draw(b, a, rank=0))
 

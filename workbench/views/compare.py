@@ -113,7 +113,7 @@ def _peak_words(peak: PeakChange) -> str:
     amount = f"peak {_signed(theme.format_bytes(abs(delta)), delta)}"
     if len(peak.parts) < 2:
         return f"{amount}: {_cause(peak, peak.category)}"
-    causes = [f"{theme.format_bytes(num_bytes)} {_cause(peak, category)}" for category, num_bytes in peak.parts]
+    causes = [f"{_cause(peak, category)} ({theme.format_bytes(num_bytes)})" for category, num_bytes in peak.parts]
     return f"{amount}: {', '.join(causes)}"
 
 

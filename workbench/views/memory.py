@@ -27,6 +27,7 @@ from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
+from workbench.views.narrow import legend_entries
 from workbench.views.phases import STRIP_HEIGHT, add_phases
 from workbench.views.process import HEIGHT, add_process, process_words
 from workbench.views.rectangles import TimeAxis, time_axis
@@ -113,7 +114,8 @@ def memory(
     spacing = (0.13 if is_sampled else 0.2) / len(panels)
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
     _draw(fig, header, panels, sum(unsharded.values()), cuts, time_axis(extent_ns(parts)), is_sampled=is_sampled)
-    return fig
+    legend = theme.LEGEND_LINE * (len(legend_entries(fig)) + 1)
+    return fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend))
 
 
 def _is_sampled(panel: Panel) -> bool:

@@ -1,9 +1,10 @@
-"""A figure on a page that is narrower than figures are made for, as beside JupyterLab's panel.
+"""A figure on a page that is narrower than figures are made for, as beside JupyterLab's panel, or much wider.
 
 The ``meta`` of a figure's layout says how it is laid out there; ``widgets/static/figures.js`` does as it says, wherever
 figures are shown. Its titles have more lines, and its legend lies under the plot in as many lines as it needs; what is
 drawn keeps its height. What needs more room than there is, such as a table, is drawn as wide as it has to be, and the
-page scrolls it sideways, with titles that are no wider than the page all the same.
+page scrolls it sideways, with titles that are no wider than the page all the same. On wide pages titles have fewer
+lines, and nothing else is other.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import plotly.graph_objects as go
 
 from workbench.views import theme
 
-WIDTHS = (500, 400, 320, 250)
+WIDTHS = (1200, 900, theme.NARROWEST, 500, 400, 320, 250)
 """Pixels of pages for which figures are laid out apart; a page between two has what is for the narrower one."""
+
+_WIDER = 100_000  # than any page
 
 _SIDE = 24  # pixels beside what is drawn
 _LETTER = 6.8  # pixels that a letter of a label is wide, in the mean
@@ -33,7 +36,7 @@ def with_narrow(fig: go.Figure) -> go.Figure:
     least = _least(fig)
     narrow = [
         {"below": below, "layout": _layout(fig, width, max(width, least))}
-        for width, below in zip(WIDTHS, (theme.NARROWEST, *WIDTHS), strict=False)
+        for width, below in zip(WIDTHS, (_WIDER, *WIDTHS), strict=False)
     ]
     return fig.update_layout(meta={"least": least, "narrow": narrow})
 
@@ -48,8 +51,10 @@ def _layout(fig: go.Figure, width: int, drawn: int) -> dict[str, Any]:
     before = margin["t"] + margin["b"]
     found = {"title": titles, "margin": margin, "legend": fig.layout.legend.to_plotly_json()}
     margin["t"] += top - theme.heading(title, subtitle)[1]
-    entries = _legend(fig).values()
-    if entries and (fig.layout.legend.y is None or fig.layout.legend.yref == "container"):  # beside the plot, or below
+    entries = legend_entries(fig).values()
+    if (
+        width < theme.NARROWEST and entries and (fig.layout.legend.y is None or fig.layout.legend.yref == "container")
+    ):  # beside the plot, or below
         below = theme.legend_below(len(entries), drawn - sum(_sides(fig)), _MARK + max(map(_width, entries)))
         margin["b"] = below["margin_b"]
         found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
@@ -60,7 +65,7 @@ def _wrapped(annotation: go.layout.Annotation, width: int) -> dict[str, Any]:
     return {**annotation.to_plotly_json(), "text": theme.in_lines(theme.plain(annotation.text), width)}
 
 
-def _legend(fig: go.Figure) -> dict[str, str]:
+def legend_entries(fig: go.Figure) -> dict[str, str]:
     """Return what a legend says, by what its entries stand for."""
     named = [trace for trace in fig.data if trace.type != "table" and trace.showlegend is not False]
     named += [shape for shape in fig.layout.shapes if shape.showlegend]

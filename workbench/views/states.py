@@ -32,6 +32,7 @@ MAX_UNITS = 200
 _HEIGHT = 900  # pixels that the rows may take together
 _ROW_HEIGHTS = (8, 28)  # pixels of one row
 _LABEL_HEIGHT = 14  # pixels
+_LEAST_HEIGHT = 90  # pixels of the plot: a narrow page gives some to the legend before it is laid out
 _NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the ranks."
 
 
@@ -64,14 +65,14 @@ def states(
     fig = theme.figure(
         _title(trace.header, shown, found, units),
         _subtitle(trace.header, drawn.rank, alike, units, seen.cuts, clock),
-        height=190 + _row_height(units) * len(units[:MAX_UNITS]),
         barmode="overlay",
         **theme.legend_below(len(UnitState) + len(WORK) + (len(seen.cuts) > 0)),
     )
     axis = time_axis(seen.extent_ns)
     _draw(fig, trace.header, drawn, units[:MAX_UNITS], found, axis)
     add_holds(fig, seen.cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
-    return fig
+    rows = max(_row_height(units) * len(units[:MAX_UNITS]), _LEAST_HEIGHT)
+    return fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
 
 
 def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[RankTrace, Clock]:

@@ -102,7 +102,7 @@ def full(text: str) -> str:
     return escape(shorten(text, HOVER_WIDTH))
 
 
-_LEGEND_LINE = 19  # pixels
+LEGEND_LINE = 19  # pixels
 _BELOW_AXIS = 60  # pixels that labels and title of an axis take
 
 
@@ -127,7 +127,7 @@ def legend_below(num_entries: int, plot_width: int = 430, entry_width: int = 142
         "traceorder": "normal",
         "entrywidth": 0,
     }
-    return {"legend": legend, "margin_b": _BELOW_AXIS + _LEGEND_LINE * max(-(-num_entries // in_a_line), 1)}
+    return {"legend": legend, "margin_b": _BELOW_AXIS + LEGEND_LINE * max(-(-num_entries // in_a_line), 1)}
 
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -127,7 +127,7 @@ def _collectives(found: Collectives, lane: Ints, last: Last | None) -> Rectangle
     return replace(
         bars,
         num_bytes=found.num_bytes,
-        exposed_ns=found.wait_ns,
+        exposed_ns=np.minimum(found.wait_ns, found.time_ns),  # compute wakes up later than the last byte
         duration_ns=found.time_ns,
         ended=(found.end_ns >= 0).astype(np.int64),
     )
