@@ -50,6 +50,19 @@ export class Pictures {
     await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
   }
 
+  /** Open a page that the kernel of a notebook wrote, in a tab of the browser. */
+  async openPage(model: PanelModel, notebook: NotebookPanel | null, path: string): Promise<void> {
+    const { contents } = this.#app.serviceManager;
+    const folder = notebook?.context.path.split("/").slice(0, -1).join("/") ?? "";
+    const file = contents.resolvePath(folder, path);
+    try {
+      await contents.get(file, { content: false });
+      window.open(await contents.getDownloadUrl(file), "_blank", "noopener");
+    } catch {
+      model.reply = { line: "", text: `${path} is outside of the folders that this page shows: open it as a file.`, isBad: false };
+    }
+  }
+
   /** Where a tab goes: beside the notebook, behind the tabs that are there already. */
   place(notebook: Widget | null): Parameters<JupyterFrontEnd.IShell["add"]>[2] {
     const ref = this.#last?.id ?? notebook?.id;

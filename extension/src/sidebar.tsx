@@ -94,6 +94,7 @@ export class Sidebar extends ReactWidget {
         stop={() => { this.stop(); }}
         draw={(command) => void this.#pictures.draw(model, panel, command)}
         tabulate={(name, text) => void this.#pictures.show(panel, name, { "text/plain": text })}
+        openPage={(path) => void this.#pictures.openPage(model, panel, path)}
         execute={(command) => void this.#commands.execute(command)}
         show={(name) => { this.reveal(name); }}
         copy={(line) => {

@@ -113,6 +113,11 @@ export function crowding(ranks: number, cores: number | undefined): string {
   return isCrowd(ranks, cores) ? `${shared}, and the start takes minutes or fails.` : `${shared}.`;
 }
 
+/** The page that an export wrote, by its path from the notebook, as the kernel says it; null: it is another reply. */
+export function pageWritten(text: string): string | null {
+  return /^wrote (.+\.html) \(/.exec(text)?.[1] ?? null;
+}
+
 /** Whether a text has several columns. */
 export function isTable(text: string): boolean {
   return /\S {2,}\S.* {2,}\S/.test(text);

@@ -153,6 +153,17 @@ def test_the_panel_follows_the_dashboard_in_front(lab):
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
 
 
+def test_a_page_that_was_written_is_opened_by_a_link(lab):
+    record = section(lab, "Record")
+    record.get_by_label("Export to").fill("run.html")
+    record.get_by_role("button", name="Export").click()
+    expect(reply(lab)).to_contain_text("opens in any browser, without a network")
+    with lab.page.context.expect_page() as opened_page:
+        reply(lab).get_by_role("button", name="Open the page").click()
+    expect(opened_page.value.locator(".fw-dashboard")).to_be_visible()
+    opened_page.value.close()
+
+
 def test_a_record_is_exported_opened_and_compared(lab):
     record = section(lab, "Record")
     record.get_by_label("Export to").fill("run.trace")

@@ -5,7 +5,7 @@ import * as React from "react";
 import { formatDuration, formatLoss } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel, Reply } from "../model";
 import type { Command, Next, State } from "../protocol";
-import { announcement, count as counted, headline, isTable, obstacles } from "../words";
+import { announcement, count as counted, headline, isTable, obstacles, pageWritten } from "../words";
 import { Choice, Text, Tool } from "./parts";
 
 const SIZES = ["event", "collective", "unit", "phase"] as const;
@@ -14,9 +14,11 @@ interface ControlsProps {
   readonly model: PanelModel;
   readonly state: State;
   readonly tabulate: (name: string, text: string) => void;
+  /** Open a page that the kernel wrote, by its path from the notebook. */
+  readonly openPage: (path: string) => void;
 }
 
-export function Controls({ model, state, tabulate }: ControlsProps): React.JSX.Element {
+export function Controls({ model, state, tabulate, openPage }: ControlsProps): React.JSX.Element {
   const [count, setCount] = React.useState("1");
   const [what, setWhat] = React.useState<Next["what"]>("event");
   const why = obstacles(state, model.prepared);
@@ -54,7 +56,7 @@ export function Controls({ model, state, tabulate }: ControlsProps): React.JSX.E
           </label>
         </span>
       </div>
-      <Told model={model} tabulate={tabulate} />
+      <Told {...{ model, tabulate, openPage }} />
       <p className={`fsdp-Headline fsdp-mod-${head.tone}`} title={head.short === undefined ? undefined : head.text}>
         {head.short ?? head.text}
         {head.todo === undefined ? null : <span className="fsdp-Todo">{head.todo}</span>}
@@ -78,10 +80,11 @@ export function Controls({ model, state, tabulate }: ControlsProps): React.JSX.E
 }
 
 /** The newest reply, until the next one or until it is closed. */
-export function Told({ model, tabulate }: Pick<ControlsProps, "model" | "tabulate">): React.JSX.Element | null {
+export function Told({ model, tabulate, openPage }: Pick<ControlsProps, "model" | "tabulate" | "openPage">): React.JSX.Element | null {
   const { reply } = model;
   if (reply === null) return null;
   const { line, text, isBad } = reply;
+  const page = isBad ? null : pageWritten(text);
   return (
     <div className={`fsdp-Reply${isBad ? " fsdp-mod-bad" : ""}`} role={isBad ? "alert" : "status"} aria-label="reply">
       <button type="button" className="fsdp-Tool" title="Close" aria-label="Close the reply" onClick={() => { model.reply = null; }}>
@@ -94,6 +97,11 @@ export function Told({ model, tabulate }: Pick<ControlsProps, "model" | "tabulat
           Show in a tab
         </button>
       ) : null}
+      {page === null ? null : (
+        <button type="button" className="fsdp-Link" onClick={() => { openPage(page); }}>
+          Open the page
+        </button>
+      )}
     </div>
   );
 }

@@ -33,6 +33,8 @@ export interface PanelProps {
   readonly draw: (command: Command) => void;
   /** Show a text in a tab. */
   readonly tabulate: (name: string, text: string) => void;
+  /** Open a page that the kernel wrote, by its path from the notebook. */
+  readonly openPage: (path: string) => void;
   /** Do a command of JupyterLab. */
   readonly execute: (command: string) => void;
   /** Unfold a section of the panel, and go there. */
@@ -44,7 +46,7 @@ export function Panel(props: PanelProps): React.JSX.Element {
 }
 
 function Body(props: PanelProps): React.JSX.Element {
-  const { model, notebook, settings, folding, start, load, reconnect, copy, draw, tabulate, execute } = props;
+  const { model, notebook, settings, folding, start, load, reconnect, copy, draw, tabulate, openPage, execute } = props;
   const { standing, state } = model;
   const notice = explained(standing, model.loadError);
   const colours = UNIT_STATES.map(({ words, colour }) => settings.colours[words] ?? colour);
@@ -93,7 +95,7 @@ function Body(props: PanelProps): React.JSX.Element {
         <Running {...props} colours={colours} />
       ) : (
         <>
-          <Told model={model} tabulate={tabulate} />
+          <Told {...{ model, tabulate, openPage }} />
           {model.units.length > 0 ? <Sharded model={model} colours={colours} folding={folding} draw={draw} /> : null}
         </>
       )}
@@ -162,7 +164,7 @@ interface RunningProps extends PanelProps {
 }
 
 function Running(props: RunningProps): React.JSX.Element | null {
-  const { model, colours, folding, stop, draw, tabulate, start } = props;
+  const { model, colours, folding, stop, draw, tabulate, openPage, start } = props;
   const { state } = model;
   if (state === null) return null;
   const { cluster, ranks, clocks } = state;
@@ -175,7 +177,7 @@ function Running(props: RunningProps): React.JSX.Element | null {
   );
   return (
     <>
-      <Controls model={model} state={state} tabulate={tabulate} />
+      <Controls {...{ model, state, tabulate, openPage }} />
       {cluster.is_free ? (
         <p className="fsdp-Notice">
           <Action className="jp-mod-styled jp-mod-accept" isEnabled={!model.isStarting} run={() => void start(TAKE)} command={TAKE}>
