@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from IPython.core.ultratb import AutoFormattedTB
 from torch import nn
 from torch.nn import functional
 
@@ -9,6 +10,7 @@ from tests.engine.ranks import run_cases
 from workbench import engine
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.explain import explain
+from workbench.runtime import tracebacks
 
 
 class Block(nn.Module):
@@ -66,6 +68,18 @@ def inner_module():
     return message(lambda: model.block.up(torch.ones(2, 4)))
 
 
+def shown_in_a_cell():
+    model = Tied()
+    sharded(model, model.embed, model.block)
+    render = tracebacks.fold(AutoFormattedTB(mode="Plain", theme_name="nocolor").structured_traceback)
+    try:
+        model.block.up(torch.ones(2, 4))
+    except RuntimeError as error:
+        text = "\n".join(render(type(error), error, error.__traceback__))
+        return text[text.rindex("RuntimeError: ") :]
+    return "no error"
+
+
 def helper():
     model = Tied()
     weight = sharded(model).embed.weight
@@ -103,6 +117,7 @@ BEGINS = {
     ", or compute between its unshard() and reshard()\n(torch: ",
     inner_module: "parameter 'up.weight' is sharded; call the module of unit '(root)', on which fully_shard was called"
     ", not the Linear in it, or compute between its unshard() and reshard() (likewise up.bias)\n(torch: ",
+    shown_in_a_cell: "RuntimeError: parameter 'up.weight' is sharded; call the module of unit '(root)', ",
     helper: "parameter 'embed.weight' is sharded; call the module of unit '(root)', ",
     within: "parameter 'embed.weight' was resharded within the forward of its unit '(root)', by a backward or a "
     "reshard() in there; do that after the forward\n(torch: ",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.browser import open_offline, titles_follow_the_width
+from tests.trace.aborting import aborted
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.views.test_contract import same_with_names
 from tests.views.test_theme import contrast
@@ -101,6 +102,19 @@ def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
             }"""
         )
     assert said == ["", "\u25cb latest"]
+
+
+@pytest.mark.browser
+def test_a_page_opens_at_the_last_whole_step_and_not_at_what_an_abort_left(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, aborted(example_trace(num_ranks=2, steps=3), 2, 0.5)) as opened:
+        begun, ended, view, end = opened.page.evaluate(
+            """() => {
+              const view = document.querySelector(".fw-dashboard").dashboard, {length, columns: {t, ms}} = view.steps;
+              return [t[length - 1] - 1000 * ms[length - 1], t[length - 1], view.timeline.stats().view, view.end];
+            }"""
+        )
+    assert view[0] <= begun < ended <= view[1] < end
+    assert view[1] - ended < ended - begun
 
 
 @pytest.mark.browser

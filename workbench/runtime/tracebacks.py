@@ -1,5 +1,7 @@
 """The tracebacks that a rank's IPython renders: the user's frames, those of libraries folded into one line.
 
+What torch says about sharded parameters is explained first, see :mod:`workbench.engine.explain`.
+
 A model runs through dozens of frames of torch; they take a screen of the notebook and, rendered with their source,
 seconds of the rank's time.
 """
@@ -12,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from workbench.engine.explain import explain
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.stacks import is_of_a_library, place_in_file
 
@@ -32,6 +35,7 @@ def fold(render: Render) -> Render:
         tb_offset: int | None = None,
         **more: Any,  # noqa: ANN401 - handed on
     ) -> list[str]:
+        explain(evalue)
         frames = _frames(etb) if isinstance(etb, TracebackType) else []
         kept = _kept(frames)
         if not kept:

@@ -229,7 +229,7 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
           choose={(reshard) => { setPolicy({ ...policy, reshard }); }}
         />
       </Field>
-      <Field label="Precision" hint="in which this unit computes, and what it hands on">
+      <Field label="Precision" hint="dtype this unit computes in, and dtype of its outputs">
         <Choice
           value={policy.mp}
           among={[["", `${unit.compute_dtype}, as now`], ...UNIT_PRECISIONS]}

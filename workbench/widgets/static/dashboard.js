@@ -700,13 +700,14 @@ class DashboardView {
     this.draw();
   }
 
-  /** A running view shows the last few steps. */
+  /** A running view shows the last few steps; a page ends with the last whole one: no other follows one that did not end. */
   showLatest() {
-    const { length, columns: { ms } } = this.steps;
+    const { length, columns: { t, ms } } = this.steps;
     if (!length || !this.end) return;
+    const end = this.model.isRecord ? sure(t[length - 1]) : this.end;
     const lasted = Array.from(ms.subarray(Math.max(length - 5, 0), length)).sort((a, b) => a - b);
-    const span = Math.min(STEPS_IN_VIEW * 1000 * sure(lasted[lasted.length >> 1]), 1.02 * (this.end - this.begun));
-    this.timeline.setView(this.end - span, this.end + 0.01 * span);
+    const span = Math.min(STEPS_IN_VIEW * 1000 * sure(lasted[lasted.length >> 1]), 1.02 * (end - this.begun));
+    this.timeline.setView(end - span, end + 0.01 * span);
   }
 
   /** @param {KeyboardEvent} event */
