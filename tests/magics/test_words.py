@@ -99,7 +99,7 @@ def test_lines_become_commands(line, command):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("shrad model", "no word 'shrad', did you mean 'shard'?\nusage: %fsdp {start,attach,status"),
+        ("shrad model", "no word 'shrad', did you mean 'shard'?\n%fsdp help lists them"),
         ("memroy", "did you mean 'memory'"),
         ("xyzzy", "no word 'xyzzy'\n"),
         ("shard model --rwap Block", "unknown flag '--rwap', did you mean '--wrap'?\nusage: %fsdp shard"),
@@ -144,6 +144,15 @@ def test_no_word_is_told_to_stand_behind_where_none_can_or_it_does(line):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
     assert "reads as a flag" not in str(caught.value)
+
+
+def test_help_has_all_words_below_headings():
+    text = overview()
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")][: len(WORDS)] == list(WORDS)
+    headings = [place for place, line in enumerate(lines) if line.endswith(":")]
+    assert len(headings) == 7
+    assert all(lines[place - 1] == "" and lines[place + 1].startswith("  ") for place in headings)
 
 
 @pytest.mark.parametrize("line", ["", "   ", "help", "-h", "--help"])

@@ -244,7 +244,7 @@ def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
 
 def no_such_word(name: str) -> UsageError:
     """Return the error for a word that ``%fsdp`` does not have; it names the nearest one."""
-    return UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n{usage()}")
+    return UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n%fsdp help lists them")
 
 
 def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
@@ -277,18 +277,28 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f", did you mean {near[0]!r}?" if near else ""
 
 
-def usage() -> str:
-    """Return the usage line of ``%fsdp``."""
-    return f"usage: %fsdp {{{','.join(WORDS)}}} ...  (-h after a word explains it)"
+_BEGINS = {
+    "start": "Ranks",
+    "dashboard": "All of it, live",
+    "shard": "The model",
+    "step": "Training, and stopping inside a step",
+    "verify": "Whether it trains right",
+    "layout": "Views of what was recorded",
+    "export": "Records and help",
+}
+"""Headings of the help, by the first of the words below each."""
 
 
 def overview() -> str:
-    """Return the help of ``%fsdp``: every word in one line."""
+    """Return the help of ``%fsdp``: every word in one line, below headings."""
     width = max(map(len, WORDS))
-    lines = [f"  {name:<{width}}  {summary(word)}" for name, word in WORDS.items()]
+    lines = []
+    for name, word in WORDS.items():
+        lines += ["", f"{_BEGINS[name]}:"] if name in _BEGINS else []
+        lines.append(f"  {name:<{width}}  {summary(word)}")
     cell = f"  {CELL:<{width}}  first line of a cell: {summary(Cell)}"
     texts = (
         "  {name} stands for a variable of this notebook, {{name}} for the text {name}; the code of eval,",
         "  --when and cells stays as it is. After -- a text may begin with -: %fsdp open -- -odd.trace",
     )
-    return "\n".join([usage(), "", *lines, "", cell, *texts])
+    return "\n".join(["usage: %fsdp WORD ...  (-h after a word explains it)", *lines, "", cell, *texts])
