@@ -72,5 +72,5 @@ def _write_text(path: Path, text: str) -> None:
 _WRITERS: dict[str, tuple[Callable[[Trace, Path], None], str]] = {
     ".trace": (save, "all events, to open again with %fsdp open"),
     ".json": (_write_perfetto, "for https://ui.perfetto.dev"),
-    ".html": (_write_page, "the dashboard, in any browser and without a network"),
+    ".html": (_write_page, "opens in any browser, without a network"),
 }

@@ -97,9 +97,13 @@ def headings(fig):
 
 def test_a_unit_says_what_is_special_about_its_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
-    fig = layout(trace_of(make_unit(make_param((8,), 4), **special), world_size=4))
     policy = "computes in bfloat16, reduces in float32, rests in host memory, on 2 ranks after forward"
+    units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
+    fig = layout(trace_of(*units, world_size=4))
     assert f"on a rank, {policy}" in headings(fig)
+    assert policy not in subtitle(fig)
+    fig = layout(trace_of(units[1], world_size=4))
+    assert (headings(fig), policy in subtitle(fig)) == ("a: 8 B on a rank", True)
     assert "computes" not in words(layout(example_trace()))
 
 

@@ -96,7 +96,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
     columns = max(part.num_shards for part in split)
     folded = len(split) > MAX_UNFOLDED if fold is None else fold
     groups, num_left_out = _largest(alike(split) if folded else [(part,) for part in split], columns)
-    places = list(_places(groups))
+    places = list(_places(groups, is_told=bool(_policy_of_all(header))))
     finest = columns * len(groups) / MAX_SEGMENTS
     total = totals(split)
     fig = theme.figure(
@@ -140,6 +140,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({total.bytes_wasted / whole:.2%}){each}"
     sentences = [
         f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
+        _policy_of_all(header).removeprefix(", "),
         f"at rest a rank holds {total.bytes_at_rest / whole:.1%} of the unsharded bytes",
         waste if total.bytes_wasted else "no padding",
         f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
@@ -167,11 +168,17 @@ def _fullest(header: Header) -> range:
     return range(max(len(param.rows_per_rank) for param in params) if any(p.use_orig_params for p in params) else 1)
 
 
-def _places(groups: list[Group]) -> Iterator[Place]:
-    """Yield the rows of the picture from the top: a heading per run of alike units, then its bars."""
+def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
+    """Yield the rows of the picture from the top: a heading per run of alike units, then its bars.
+
+    Args:
+        groups: parameters that share a bar.
+        is_told: that the policy of all units is already in the subtitle.
+    """
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
-        yield from textwrap.wrap(_heading(members), _HEADING_LETTERS, break_on_hyphens=False)
+        policy = "" if is_told else _policy(members[0][0].unit)
+        yield from textwrap.wrap(_heading(members) + policy, _HEADING_LETTERS, break_on_hyphens=False)
         for member in members:
             yield member
             if _is_flat(member):
@@ -183,7 +190,13 @@ def _heading(members: list[Group]) -> str:
     name = theme.shorten(join_names([unit_words(unit.name) for unit in units.values()]), _HEADING_LETTERS)
     at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
     several = f", {len(units)} units alike: {at_rest} of each" if len(units) > 1 else f": {at_rest}"
-    return f"{name}{several} on a rank{_policy(members[0][0].unit)}"
+    return f"{name}{several} on a rank"
+
+
+def _policy_of_all(header: Header) -> str:
+    """Return the policy that all units have; empty: it is the plain one, or they differ."""
+    policies = {_policy(unit) for unit in header.units if unit.in_use}
+    return policies.pop() if len(policies) == 1 else ""
 
 
 def _policy(unit: Unit) -> str:
