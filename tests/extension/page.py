@@ -55,7 +55,7 @@ def dashboard(lab: Opened) -> Locator:
 def shot(lab: Opened, name: str) -> None:
     """Keep a picture of the page."""
     SHOTS.mkdir(parents=True, exist_ok=True)
-    lab.page.screenshot(path=SHOTS / f"panel_{name}.png")
+    (SHOTS / f"panel_{name}.png").write_bytes(lab.page.screenshot())
 
 
 def run(lab: Opened, command: str, **args: object) -> None:

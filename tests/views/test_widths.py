@@ -184,7 +184,7 @@ def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
 def test_the_measure_sees_what_overlaps(page):
     """A legend over the plot, and texts in one place, are told."""
     figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))
-    figure.update_layout(legend={"x": 0.5, "y": 0.5})
+    figure.update_layout(legend={"x": 0.5, "y": 0.5}, meta=None)  # without the layouts for other widths
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.layout.title.text = figure.layout.title.text.replace("<br>", " ") * 2

@@ -386,7 +386,7 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
             "tickmode": "array",
             "tickvals": list(sizes),
             "ticktext": list(sizes.values()),
-            "title": {"text": "bytes on a rank"},
+            "title": {"text": "bytes on a rank", "standoff": 12},
             "showgrid": False,
             "showline": False,
         }
