@@ -189,8 +189,7 @@ def _heading(members: list[Group]) -> str:
     units = {part.unit.index: part.unit for group in members for part in group}
     name = theme.shorten(join_names([unit_words(unit.name) for unit in units.values()]), _HEADING_LETTERS)
     at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
-    several = f", {len(units)} units alike: {at_rest} of each" if len(units) > 1 else f": {at_rest}"
-    return f"{name}{several} on a rank"
+    return f"{name}: {at_rest}{' each' if len(units) > 1 else ''} on a rank"
 
 
 def _policy_of_all(header: Header) -> str:

@@ -41,6 +41,7 @@ MAX_POINTS = 9_000
 ALIKE = 0.02
 """Ranks share a panel if no class differs by more than this part of the peak."""
 
+_TIME_AXIS = 48  # pixels below the plot
 _PANEL_HEIGHT = 330  # pixels
 _HEADROOM = 1.35  # of the axis over the highest peak: room for the words about it
 _FAR = 2.5  # an unsharded model this many times the highest peak is named, not drawn: it would flatten the areas
@@ -115,7 +116,7 @@ def memory(
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
     _draw(fig, header, panels, sum(unsharded.values()), cuts, time_axis(extent_ns(parts)), is_sampled=is_sampled)
     legend = theme.LEGEND_LINE * (len(legend_entries(fig)) + 1)
-    return fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend))
+    return fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend + _TIME_AXIS))
 
 
 def _is_sampled(panel: Panel) -> bool:
