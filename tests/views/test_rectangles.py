@@ -78,7 +78,7 @@ def test_nothing_stays_nothing():
 
 
 def test_a_bar_says_where_it_begins_and_how_wide_it_is():
-    fig, axis = go.Figure(), time_axis(1_000_000, 9_000_000)
+    fig, axis = go.Figure(), time_axis((1_000_000, 9_000_000))
     found = make((0, 7, 2_000_000, 3_000_000, 0), (1, 8, 1_000_000, 500_000, 0))
     add_bars(fig, found, {7: ("seven", "#111111")}, np.array([0.5, 1.5]), np.array([0.8, 0.4]), ["a", "b"], axis)
     (bar,) = fig.data
