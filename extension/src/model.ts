@@ -16,7 +16,7 @@ export interface Spoken {
   readonly outcome: "runs" | "done" | "failed";
 }
 
-/** What is told under the buttons: the newest reply, until the next one or until it is closed. */
+/** The newest reply, shown under the buttons until the next one comes or the user closes it. */
 export interface Reply {
   /** Of the command that it answers; empty: it is said why a button does nothing. */
   readonly line: string;
@@ -107,7 +107,7 @@ export class PanelModel implements IDisposable {
     return { hasModel: this.#models.length > 0, isSharded: this.#units.length > 0, hasStep: this.#hasStep };
   }
 
-  /** What is told under the buttons; null: nothing. */
+  /** The reply under the buttons; null: none. */
   get reply(): Reply | null {
     return this.#reply;
   }
@@ -295,7 +295,7 @@ export class PanelModel implements IDisposable {
     if (cluster.is_running) void this.findModels(); // a cell may have made some
   }
 
-  /** Tell how a command in the background has ended, of which nothing else speaks; what was given up, its abort tells. */
+  /** Show how a background command ended. The reply to `abort` reports those that were given up. */
   #takeEnding({ ended, request }: State): void {
     const numEnded = ended?.count ?? 0;
     const isNews = this.#numEnded !== null && numEnded > this.#numEnded && this.#wasBehind;

@@ -158,7 +158,14 @@ def test_the_mapping_is_monotone_never_stretches_and_finds_back(trace, times):
 
 @given(trace=jobs(), times=st.lists(st.integers(0, 200), max_size=5))
 def test_a_trace_that_grows_has_the_same_cuts_and_moves_nothing_that_was_shown(trace, times):
-    growing, seen = GrowingCuts(), []
+    growing = GrowingCuts()
+    grows(growing, trace, times)
+    assert pairs(growing.cuts.joined()) == pairs(cuts(trace))
+
+
+def grows(growing, trace, times):
+    """Give ``growing`` more and more of a trace; nothing that was shown moves."""
+    seen = []
     for until in [*sorted(times), 10**6]:
         part = Trace(trace.header, tuple(_until(r, until) for r in trace.ranks))
         known = [t for r in part.ranks for t in r.rows["t_ns"].tolist()]
@@ -167,7 +174,6 @@ def test_a_trace_that_grows_has_the_same_cuts_and_moves_nothing_that_was_shown(t
             assert found.shown(times_ns).tolist() == before
         if known:
             seen.append((found.shown(np.array(known)).tolist(), np.array(known)))
-    assert pairs(growing.cuts.joined()) == pairs(cuts(trace))
 
 
 def _until(rank_trace, t_ns):
@@ -220,15 +226,8 @@ def test_exactly_the_idle_time_is_removed_that_is_long(trace):
 @given(trace=runs(), times=st.lists(st.integers(0, 200), max_size=5))
 def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, times):
     """Of what was idle when it was shown, less than the least length stays."""
-    growing, seen = GrowingCuts(IDLE), []
-    for until in [*sorted(times), 10**6]:
-        part = Trace(trace.header, tuple(_until(r, until) for r in trace.ranks))
-        known = [t for r in part.ranks for t in r.rows["t_ns"].tolist()]
-        found = growing.update(part)
-        for before, times_ns in seen:
-            assert found.shown(times_ns).tolist() == before
-        if known:
-            seen.append((found.shown(np.array(known)).tolist(), np.array(known)))
+    growing = GrowingCuts(IDLE)
+    grows(growing, trace, times)
     cut = {t for begin, end in pairs(growing.cuts.joined()) for t in range(begin, end)}
     whole = idle_by_hand(trace)
     assert cut <= whole

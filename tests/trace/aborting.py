@@ -15,7 +15,7 @@ IDLE_NS = 3_000_000_000
 
 
 def aborted(trace: Trace, step: int, share: float) -> Trace:
-    """Return the trace of ranks that did so much of a step, and then were told to abort it.
+    """Return the trace in which every rank aborts ``step`` after the given share of its rows.
 
     Later rows follow as they were, each later by what the reset took; the bytes that the step had allocated stay.
     """

@@ -135,7 +135,7 @@ PLAIN, OFFLOADED, KEPT = (
 
 
 def change_told(parts):
-    """The last change that a view is told of which looks after so many steps, while these policies are known."""
+    """Return the last policy change that a view shows; each part is a number of steps and the policies known then."""
     answers, change = Answers(), None
     steps = LONG.rank(0).rows["step"]
     for until, policies in parts:

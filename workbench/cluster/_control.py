@@ -93,9 +93,9 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
 
 
 standing: dict[str, Any] = {"world": None, "lookout": None, "children": None}
-"""On an engine, what it is part of: a :class:`~workbench.protocol.starting.World`, as data; None: it is no rank. And
-the :class:`~workbench.cluster.lookout.Lookout` for other hosts; None: it looks at none. And the
-:class:`~workbench.cluster.children.ChildOutput`; None: it was no rank yet."""
+"""What an engine keeps while it is a rank: its :class:`~workbench.protocol.starting.World` as data, the
+:class:`~workbench.cluster.lookout.Lookout` for other hosts, and the
+:class:`~workbench.cluster.children.ChildOutput`. None: it is no rank, watches no host, has never been a rank."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:

@@ -372,7 +372,7 @@ class Cluster:
             raise ClusterError(f"{ranks_in_words(late)} did not {what} in time{place.advice(*late)}")
 
     def _notice(self, num_ranks: int | None, detail: str) -> None:
-        """Report what a start or an attach of ``num_ranks`` (None: of all engines) waits for."""
+        """Report what a start or an attach waits for; ``num_ranks`` None stands for all engines."""
         what = "all engines" if num_ranks is None else f"{num_ranks} rank{'' if num_ranks == 1 else 's'}"
         self._notices.notice(f"{'starting' if self._target is None else 'attaching'} {what}", detail)
 

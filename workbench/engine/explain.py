@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 from torch import nn
@@ -62,7 +63,7 @@ def _unit_of(full: FullParam) -> FSDPParamGroup | None:
 
 
 def _of_mixed(traceback: TracebackType | None) -> str:
-    frames = list(_frames(traceback))
+    frames = [frame for frame, _ in walk_tb(traceback)]
     for frame in reversed(frames):
         found = list(_params_read_in(frame))
         if found:
@@ -77,12 +78,6 @@ def _of_mixed(traceback: TracebackType | None) -> str:
             call = f"the module of unit {unit_words(unit.name)!r}, on which fully_shard was called{inner}"
             return is_sharded(param.fqn, call, f"between its unshard() and reshard(){others}")
     return ""
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _is_forward_around(param: FSDPParam, frame: FrameType) -> bool:

@@ -22,7 +22,7 @@ _of_views: weakref.WeakValueDictionary[int, FullParam] = weakref.WeakValueDictio
 
 
 def full_of_version(version: int) -> FullParam | None:
-    """Return the parameter that a graph has saved whose autograd version was ``version``; None: it is none of ours."""
+    """Return the parameter of ours that a graph saved at an autograd version; None: there is none."""
     return _of_views.get(version // _VERSIONS)
 
 

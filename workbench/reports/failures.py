@@ -6,11 +6,12 @@ Words: a *consequence* is an exception that a rank raised because another rank f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.events import unit_words
+from workbench.replay import alike
 from workbench.replay.alike import label
 from workbench.trace.step_names import step_name
 
@@ -160,15 +161,9 @@ def what_is_left(usable: Sequence[int]) -> str:
     return f"{RESTART}; {left}"
 
 
-def ranges(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as ``-t`` reads them: ``(0, 2, 3, 4)`` -> ``"0,2-4"``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as ``-t`` reads them: ``(0, 2, 3, 4)`` -> ``"0,2-4"``."""
+    return alike.ranges(ranks).replace(" ", "")
 
 
 def death_in_short(how: str) -> str:

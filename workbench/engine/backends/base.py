@@ -278,7 +278,7 @@ class Backend:
         return ResizedMemory(numel, dtype, self.device)
 
     def shard_region(self, _numel: int, _dtype: torch.dtype) -> Region | None:
-        """Return memory for shards, beneath which other pages can lie; None: there is no such memory."""
+        """Return memory for shards, whose pages can be exchanged; None: this device has none."""
         return None
 
     # ---- gather and reduce
