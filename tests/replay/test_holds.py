@@ -234,6 +234,15 @@ def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, tim
     assert len(whole - cut) < IDLE * (len(times) + 1)
 
 
+def test_that_one_rank_was_idle_is_told_late_and_makes_no_time_idle_in_which_another_worked():
+    """Shown until 11, when rank 0 ends its step; at 20 rank 1, last heard of at 10, has aborted: idle from 11 to 20."""
+    works = [(STEP, BEGIN, 0), (WAIT, BEGIN, 1), (WAIT, END, 10), (STEP, END, 11)]
+    aborts = [(STEP, BEGIN, 0), (WAIT, BEGIN, 10), (WAIT, END, 10), (Kind.RESET, Edge.INSTANT, 20)]
+    growing = GrowingCuts(IDLE)
+    grows(growing, trace_of(works, aborts), [11])
+    assert not len(growing.cuts)
+
+
 def test_of_a_run_with_pauses_between_its_steps_the_axis_shows_the_steps():
     minutes_ns = 420 * 10**9
     rows = [(STEP, BEGIN, 0), (STEP, END, 60), (STEP, BEGIN, minutes_ns), (STEP, END, minutes_ns + 50)]

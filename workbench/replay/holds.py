@@ -142,7 +142,7 @@ class GrowingCuts:
         self._stances: dict[int, _Stance] = {}
         self._pending: dict[int, _Changes] = {}  # since a time at which nobody was held
         self._seen: dict[int, int] = {}
-        self._until_ns = np.iinfo(np.int64).min
+        self._known_ns = self._until_ns = np.iinfo(np.int64).min
 
     def update(self, trace: Trace) -> Cuts:
         """Return the cuts of ``trace``, a later state of the same one."""
@@ -152,10 +152,12 @@ class GrowingCuts:
         if self._least_idle_ns is not None or any(changes.is_held.any() for changes in self._pending.values()):
             first_ns = min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)
             from_ns = max(first_ns, self._until_ns)
-            self._add(_cuts(list(self._pending.values()), from_ns, last_ns, self._least_idle_ns))
+            self._add(_cuts(list(self._pending.values()), from_ns, last_ns, self._least_idle_ns, self._known_ns))
         self._until_ns = max(self._until_ns, last_ns)
         if not any(stance.is_held for stance in self._stances.values()):
             self._pending = {rank: _tail(changes) for rank, changes in self._pending.items()}
+            known = [int(changes.t_ns[0]) for changes in self._pending.values() if len(changes.t_ns)]
+            self._known_ns = max(known, default=self._known_ns)
         return self.cuts
 
     def _read(self, rank_trace: RankTrace) -> None:
@@ -232,11 +234,13 @@ def _tail(changes: _Changes) -> _Changes:
     )
 
 
-def _cuts(ranks: Sequence[_Changes], from_ns: int, last_ns: int, least_idle_ns: int | None = None) -> Cuts:
+def _cuts(
+    ranks: Sequence[_Changes], from_ns: int, last_ns: int, least_idle_ns: int | None = None, known_ns: int | None = None
+) -> Cuts:
     """Return the times up to ``last_ns`` in which a rank is held and none works; neighbours not joined.
 
     Those in which all are idle for ``least_idle_ns`` as well; None: none of them. Ranks were idle at ``from_ns`` if
-    nothing is known of them before.
+    nothing is known of them before. What all did is known from ``known_ns`` on: nobody counts as idle earlier.
     """
     t_ns = np.concatenate([[from_ns], *(changes.t_ns for changes in ranks), [last_ns]])
     order = np.argsort(t_ns, kind="stable")
@@ -247,7 +251,7 @@ def _cuts(ranks: Sequence[_Changes], from_ns: int, last_ns: int, least_idle_ns: 
     lasts = t_ns[1:] > t_ns[:-1]
     stands = (held > 0) & (working == 0) & lasts
     if least_idle_ns is not None:
-        is_idle = busy == 0
+        is_idle = (busy == 0) & (known_ns is None or t_ns[:-1] >= known_ns)
         run = np.cumsum(np.diff(is_idle, prepend=False))  # idle pieces that follow each other have one number
         run_ns = np.bincount(run, np.diff(t_ns))
         stands |= is_idle & lasts & (run_ns[run] >= least_idle_ns)
