@@ -41,9 +41,7 @@ def find_chromium() -> str | None:
 
 def find_firefox() -> str | None:
     """As above; Puppeteer, which drives it, cannot drive playwright's, which is another program."""
-    return _first(
-        "WORKBENCH_FIREFOX", ("firefox", "firefox-esr"), ("/Applications/Firefox.app/Contents/MacOS/firefox",)
-    )
+    return _first("WORKBENCH_FIREFOX", _FIREFOX, _FIREFOX_MAC)
 
 
 def _first(variable: str, names: tuple[str, ...], elsewhere: tuple[str, ...]) -> str | None:
