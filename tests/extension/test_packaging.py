@@ -57,7 +57,7 @@ def test_it_is_small(panel):
 def test_a_source_distribution_carries_it_and_its_wheel_installs_where_no_node_is(panel, tmp_path):
     sdist, _ = packed("sdist", REPO, tmp_path / "sdist")
     (tmp_path / "unpacked").mkdir()
-    ran(["tar", "-xzf", sdist, "-C", tmp_path / "unpacked"], tmp_path)  # tarfile's filters are not in 3.11.2
+    ran(["tar", "-xzf", sdist, "-C", tmp_path / "unpacked"], tmp_path, None)  # tarfile's filters are not in 3.11.2
     (source,) = (tmp_path / "unpacked").iterdir()
     assert not (source / "extension" / "node_modules").exists()
     wheel, _ = packed("wheel", source, tmp_path / "wheel", PATH=NO_NODE, WORKBENCH_PANEL="require")
