@@ -45,11 +45,13 @@ class Holdings:
     Attributes:
         params: its parameters.
         grads: their gradients.
+        held: which of them an optimizer holds.
         states: the state that optimizers have for them.
     """
 
     params: Rows = field(default_factory=dict)
     grads: Rows = field(default_factory=dict)
+    held: Rows = field(default_factory=dict)
     states: Rows = field(default_factory=dict)
 
 
@@ -59,6 +61,7 @@ _CURES = {
         "a step that failed or was aborted left it; drop the gradients on every rank with model.zero_grad(), in a "
         "notebook in a %%fsdp cell, then go on"
     ),
+    "optimizer": "make it of the same parameters on every rank",
     "optimizer state": (
         "the optimizer's step was not applied on every rank; load a checkpoint, or drop the state on every rank with "
         "optimizer.state.clear(), in a notebook in a %%fsdp cell, then go on"
@@ -128,7 +131,8 @@ class Agreement:
         except Exception as raised:  # noqa: BLE001 - the other ranks have to know, whatever it is
             error = raised
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
-        rows = {} if error else {"parameter": own.params, "gradient": own.grads, "optimizer state": own.states}
+        of_kinds = (own.params, own.grads, own.held, own.states)
+        rows = {} if error else dict(zip(_CURES, of_kinds, strict=True))
         text = json.dumps([refusal, self._has_all, rows])
         texts = [text] if self._group is None else self._group.compare(self._collective, text)
         if len(set(texts)) > 1 and self._group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def flats_holdings(
     optimizers: Sequence[tuple[str, Mapping[Any, Mapping[str, Any]]]] = (),
     *,
     grads: bool = False,
+    held: Container[nn.Parameter] | None = None,
 ) -> Holdings:
     """Describe what this rank has of flat parameters, before it is gathered.
 
@@ -47,6 +48,7 @@ def flats_holdings(
         flats: sharded now.
         optimizers: name and state of each, by parameter.
         grads: gradients are gathered as well.
+        held: what the one optimizer holds, if ranks are to agree on that too.
     """
     found = Holdings()
     if optimizers:
@@ -57,6 +59,8 @@ def flats_holdings(
             if grads:
                 had = "none" if param.grad is None else _form(param.grad)
                 found.grads[name] = had if is_here else None
+            if held is not None:
+                found.held[name] = (optimizers[0][0] if param in held else "none") if is_here else None
             for number, (owner, states) in enumerate(optimizers):
                 state = states.get(param) or {}
                 had = ", ".join(f"{key} {_form(state[key])}" for key in sorted(state, key=str)) or "none"
@@ -74,10 +78,15 @@ def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
 
 
 def _form(value: object) -> str:
-    """Describe a value in words that are the same for pieces of different sizes."""
+    """Describe a value in words that are the same for pieces of different sizes; a number by what it is.
+
+    An optimizer that has made a step on some ranks alone has one of which ``step`` differs, and nothing else.
+    """
+    if isinstance(value, (bool, int, float)):
+        return f"{type(value).__name__} {value!r}"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{' number' if value.ndim == 0 else ''}"
+    return f"{str(value.dtype).removeprefix('torch.')}{f' number {value.item()!r}' if value.ndim == 0 else ''}"
 
 
 def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:

@@ -1,0 +1,41 @@
+"""Ranks whose optimizers differ are told so, all of them, before anything of their state is exchanged."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.engine.classic.wrapped import OURS, adam, wrap_net
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.ranks import run_ranks
+from workbench.engine.errors import RanksDisagreeError
+
+FSDP = OURS.FullyShardedDataParallel
+
+
+def differ(kind: str, use_orig_params: bool, said: str) -> None:
+    model = wrap_net(OURS, make_net(num_blocks=2), use_orig_params=use_orig_params)
+    optimizer, rank = adam(model.parameters()), dist.get_rank()
+    loss_of(model, batch(rank, 0)).backward()
+    if kind == "one steps" and rank == 0:
+        optimizer.step()
+    if kind == "one steps twice":
+        for _ in range(1 + rank):
+            optimizer.step()
+    if kind == "one holds fewer" and rank == 1:
+        optimizer = adam(list(model.parameters())[1:])
+    for ask in (FSDP.optim_state_dict, FSDP.full_optim_state_dict, FSDP.sharded_optim_state_dict):
+        with pytest.raises(RanksDisagreeError, match=said):
+            ask(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "use_orig_params", "said"),
+    [
+        ("one steps", False, r"in the optimizer state of '.*: rank 0 has .*; rank 1 has none"),
+        ("one steps", True, r"in the optimizer state of '.*: rank 0 has .*; rank 1 has none"),
+        ("one steps twice", False, r"rank 0 has .* step float32 number 1\.0; rank 1 has .* step float32 number 2\.0"),
+        ("one steps twice", True, r"rank 0 has .* step float32 number 1\.0; rank 1 has .* step float32 number 2\.0"),
+        ("one holds fewer", False, r"in the optimizer of '.*_flat_param': rank 0 has AdamW; rank 1 has none; make it"),
+    ],
+)
+def test_ranks_whose_optimizers_differ_are_named_on_every_rank(kind, use_orig_params, said):
+    run_ranks(2, differ, kind, use_orig_params, said)
