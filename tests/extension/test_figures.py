@@ -9,10 +9,9 @@ from tests.extension.built import built_panel
 from tests.extension.page import run, shot
 from tests.notebooks.lab import jupyterlab, notebook7, opened
 from tests.trace.simulation import example_trace
-from workbench.magics.show import PLOTLY_MIME
 from workbench.trace import save
 from workbench.views import draw
-from workbench.views.theme import NARROWEST
+from workbench.views.theme import NARROWEST, PLOTLY_MIME
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.timeout(600)]
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.trace.strategies import Setup, example_trace, simulate
 from workbench.errors import UsageError
-from workbench.magics.show import PLOTLY_MIME
 from workbench.trace import save
+from workbench.views.theme import PLOTLY_MIME
 from workbench.workbench import Workbench
 
 

@@ -6,7 +6,7 @@ from nbconvert import HTMLExporter
 
 from tests.source import REPO
 from workbench.demo import execute
-from workbench.magics.show import PLOTLY_MIME
+from workbench.views.theme import PLOTLY_MIME
 
 SETUP = """
 from tests.fake_cluster import FakeCluster, blocks, prints, raises

@@ -10,9 +10,10 @@ from workbench import load_ipython_extension, unload_ipython_extension
 from workbench.cluster.pending import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
-from workbench.magics.show import PLOTLY_MIME, WIDGET_MIME
+from workbench.magics.show import WIDGET_MIME
 from workbench.reports.done import ShardReport
 from workbench.session.watch import ASK_S
+from workbench.views.theme import PLOTLY_MIME
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 import pytest
 from hypothesis import given, settings
+from IPython.core.formatters import DisplayFormatter
 
 from tests.trace import strategies
 from tests.trace.on_device import on_devices
@@ -21,7 +22,7 @@ from workbench.errors import UsageError
 from workbench.trace import TraceBuilder, advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
-from workbench.views import VIEWS, compare, draw
+from workbench.views import VIEWS, compare, draw, theme
 
 MAX_MARKS = 12_000
 MAX_TRACES = 200
@@ -72,9 +73,35 @@ def _renamed(param, name, index):
 @every_view
 def test_a_view_returns_a_figure_with_something_in_it(name):
     fig = draw(name, example_trace())
-    assert type(fig) is go.Figure
+    assert type(fig) is theme.Figure
     assert fig.data
     assert fig.layout.title.text
+
+
+@every_view
+@pytest.mark.parametrize("talk", [False, True])
+def test_a_notebook_draws_it_without_a_script_of_plotlys(name, talk):
+    """Plotly's HTML of a figure names a script in the network."""
+    display_formatter = DisplayFormatter()
+    shown, _ = display_formatter.format(draw(name, example_trace(), talk=talk))
+    assert set(shown) == {theme.PLOTLY_MIME, "text/plain"}
+    assert not display_formatter.ipython_display_formatter(draw(name, example_trace()))
+
+
+def test_a_figure_that_is_shown_by_hand_is_the_same_in_a_notebook(monkeypatch):
+    asked = []
+    monkeypatch.undo()
+    monkeypatch.setattr(pio, "show", lambda _, **options: asked.append(options["renderer"]))
+    for default in ("plotly_mimetype+notebook", "browser"):
+        monkeypatch.setattr(type(pio.renderers), "default", default)
+        theme.figure("").show()
+        theme.figure("").show(renderer="json")
+    assert asked == ["plotly_mimetype", "json", None, "json"]
+
+
+def test_a_figure_can_be_written_as_a_page(tmp_path):
+    draw("layout", example_trace()).write_html(tmp_path / "layout.html", include_plotlyjs=False)
+    assert "Plotly.newPlot" in (tmp_path / "layout.html").read_text("utf-8")
 
 
 @every_view
@@ -99,14 +126,14 @@ def test_an_empty_trace_gives_a_sentence(name, header):
 
 @every_view
 def test_a_model_sharded_and_not_yet_trained_gives_a_figure(name):
-    assert type(draw(name, example_trace(steps=0))) is go.Figure
+    assert type(draw(name, example_trace(steps=0))) is theme.Figure
 
 
 @every_view
 @settings(max_examples=15)
 @given(trace=traces())
 def test_any_valid_trace_can_be_drawn(name, trace):
-    assert type(draw(name, trace)) is go.Figure
+    assert type(draw(name, trace)) is theme.Figure
 
 
 @every_view

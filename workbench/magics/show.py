@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import dis
-import json
 import sys
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-import plotly.graph_objects as go
 from IPython.display import clear_output, display
 
 from workbench.cluster.pending import Output
-from workbench.views import theme
 from workbench.widgets.progress import in_notebook
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
-PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the last line of an interactive cell
 
 
-def figure_bundle(figure: go.Figure) -> dict[str, Any]:
-    """Return ``figure`` as a MIME bundle that JupyterLab draws by itself, with a sentence for everything else.
-
-    Plotly's own renderers are left out: their default may open a browser or name a script elsewhere.
-    """
-    words = " - ".join(filter(None, theme.said(figure)))
-    page = json.loads(figure.to_json()) | {"config": {"displaylogo": False}}
-    return {PLOTLY_MIME: page, "text/plain": f"{words or 'figure'} [plotly figure]"}
-
-
-def bundle_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - a figure, or a report
-    """Return what a notebook would show of ``value``, by MIME type; plain text is always there."""
-    return figure_bundle(value) if isinstance(value, go.Figure) else dict(value._repr_mimebundle_())
-
-
 def show(value: Any) -> None:  # noqa: ANN401 - whatever a word answers
-    """Display ``value``: a figure as its bundle, anything else as IPython does."""
-    if isinstance(value, go.Figure):
-        publish(figure_bundle(value))
-    else:
-        display(value)  # type: ignore[no-untyped-call]
+    """Display ``value``, a figure or a report, as a cell's result is displayed."""
+    display(value)  # type: ignore[no-untyped-call]
 
 
 def publish(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, **more: Any) -> None:  # noqa: ANN401

@@ -16,7 +16,7 @@ from typing import Any
 from workbench.codec import encode
 from workbench.errors import UsageError, WorkbenchError
 from workbench.magics.notebook import Notebook
-from workbench.magics.show import bundle_of, emit
+from workbench.magics.show import emit
 from workbench.panel.dashboards import Comm
 from workbench.panel.messages import (
     VERSION,
@@ -187,7 +187,7 @@ class Panel:
         line, remarks = line_of(command), list[str]()
         try:
             result = self._notebook.do(command, "panel", _run, remarks.append)
-            data = {} if result is None else bundle_of(result)
+            data = {} if result is None else dict(result._repr_mimebundle_())
             text, is_error = "\n".join([*remarks, *([data["text/plain"]] if data else [])]), False
         except WorkbenchError as error:
             data, text, is_error = {}, str(error), True

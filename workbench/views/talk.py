@@ -22,7 +22,7 @@ _PIXELS_WITHIN = {"line": {"width"}, "margin": {"l", "r", "t", "b"}, "pad": {"l"
 
 def for_talk(fig: go.Figure) -> go.Figure:
     """Return a figure as it is shown to a room; readable where the other one is at two thirds of the width."""
-    larger = go.Figure(_larger(fig.to_plotly_json(), ""))
+    larger = theme.Figure(_larger(fig.to_plotly_json(), ""))
     return larger.update_layout(paper_bgcolor=_PAPER, plot_bgcolor=_PAPER)
 
 

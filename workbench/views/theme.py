@@ -14,11 +14,13 @@ and :func:`empty` escape what they are given; everything else takes ``escape(nam
 from __future__ import annotations
 
 import html
+import json
 import textwrap
 from functools import cache
 from typing import Any
 
 import plotly.graph_objects as go
+import plotly.io
 from plotly.colors import sample_colorscale, sequential
 
 from workbench.events import Category, Colour, Kind, UnitState
@@ -31,6 +33,8 @@ INK = "#757677"
 GRID = "rgba(128,128,128,0.22)"
 FAINT = "rgba(128,128,128,0.14)"
 """Areas that hold nothing: empty tracks, table headers."""
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 CLEAR = "rgba(0,0,0,0)"
 WRONG = "#d6336c"
@@ -251,9 +255,36 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
         layout: further ``go.Layout`` fields.
     """
     titles, top = heading(title, subtitle)
-    fig = go.Figure(layout={"template": TEMPLATE, "height": height, "title": titles})
+    fig = Figure(layout={"template": TEMPLATE, "height": height, "title": titles})
     fig.update_layout(margin_t=top, **layout)
     return fig
+
+
+class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
+    """A figure that notebooks draw by themselves when a cell returns it, with a sentence for other places.
+
+    Plotly's own representation of a figure as HTML names scripts in the network; ``write_html`` and ``to_html`` are
+    plotly's.
+    """
+
+    _ipython_display_ = None
+    _repr_html_ = None
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        words = " - ".join(filter(None, said(self)))
+        page = json.loads(self.to_json()) | {"config": {"displaylogo": False}}
+        return {PLOTLY_MIME: page, "text/plain": f"{words or 'figure'} [plotly figure]"}
+
+    def show(self, renderer: str | None = None, **options: object) -> None:
+        """Show the figure now; in a notebook, unless another ``renderer`` of plotly is named, as a cell's result is.
+
+        Args:
+            renderer: the name of one of plotly's.
+            options: for it.
+        """
+        if renderer is None and "plotly_mimetype" in plotly.io.renderers.default:
+            renderer = "plotly_mimetype"
+        super().show(renderer=renderer, **options)
 
 
 def said(fig: go.Figure) -> tuple[str, str]:
