@@ -33,6 +33,18 @@ class Tied(nn.Module):
         return functional.linear(self.block(self.embed(x)), self.embed.weight)
 
 
+class Keeps(nn.Module):
+    """Keeps a view of its parameter, made while that is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x):
+        self.view = self.weight.t()
+        return x @ self.view
+
+
 class Within(Tied):
     """Runs a backward within its own forward, which reshards it."""
 
@@ -100,6 +112,39 @@ def wrapper():
     return message(lambda: model.module.block.up(torch.ones(2, 4)))
 
 
+def kept_view(fully=True):
+    model = nn.Sequential(Keeps(), nn.Linear(8, 4))
+    if fully:
+        inner, _ = model
+        sharded(model, inner)
+    else:
+        inner = model[0]
+        model[0] = FullyShardedDataParallel(inner)
+        model = FullyShardedDataParallel(model)
+    loss = model(torch.ones(2, 4)).sum() + inner.view.square().sum()
+    return message(loss.backward)
+
+
+def kept_view_of_a_wrapper():
+    return kept_view(fully=False)
+
+
+def kept_view_of_a_closed_unit():
+    model = sharded(Keeps())
+    model.unshard()
+    view = model.weight.t()
+    model.reshard()
+    return message(lambda: (torch.ones(2, 4) @ view).sum().backward())
+
+
+def invalid_for_another_reason():
+    base = torch.ones(4, requires_grad=True)
+    view = base.view(2, 2)
+    base.data = torch.ones(())
+    torch._C._autograd._unsafe_set_version_counter((base,), (7,))
+    return message(view.sum().backward)
+
+
 def another():
     return message(lambda: torch.ones(2) @ torch.ones(3))
 
@@ -112,6 +157,10 @@ def unexplained():
     return message(loss.backward)
 
 
+VIEW = (
+    "the loss is computed from a view of the full parameter {!r}, such as its transpose, that was made before unit "
+    "{!r} was resharded: "
+)
 BEGINS = {
     own_forward: "parameter 'embed.weight' is sharded; call the module of unit 'embed', on which fully_shard was called"
     ", or compute between its unshard() and reshard()\n(torch: ",
@@ -123,6 +172,10 @@ BEGINS = {
     "reshard() in there; do that after the forward\n(torch: ",
     wrapper: "linear: parameter 'block.up.weight' is sharded; call the FullyShardedDataParallel around its module, or "
     "compute within summon_full_params",
+    kept_view: VIEW.format("0.weight", "0"),
+    kept_view_of_a_wrapper: VIEW.format("0.weight", "0"),
+    kept_view_of_a_closed_unit: VIEW.format("weight", "(root)"),
+    invalid_for_another_reason: "Function AsStridedBackward0 returned an invalid gradient",
     another: "inconsistent tensor size",
     unexplained: "one of the variables needed for gradient computation has been modified by an inplace operation",
 }

@@ -4,7 +4,7 @@ from types import NoneType
 
 import pytest
 
-from workbench.protocol.commands import ON_RANKS, Step, Stepped
+from workbench.protocol.commands import ON_RANKS, Step, Stepped, Verified, Verify
 from workbench.reports.done import (
     SAYS,
     CellReport,
@@ -231,3 +231,22 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
     assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, give or take 400 µs"
     assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, give or take 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
+
+
+@pytest.mark.parametrize(
+    ("buffers", "since", "said"),
+    [
+        ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss is not finite since step 3 on every rank")),
+        ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss is not finite since step 3, first on rank 1")),
+        ([(), ()], [None, None], ("", "")),
+    ],
+)
+def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
+    same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
+    report = SAYS[Verify](
+        [
+            Verified(**same, tolerance="", loss_sharded=None, loss_reference=None, buffers_not_finite=bad, since=step)
+            for bad, step in zip(buffers, since, strict=True)
+        ]
+    )
+    assert (report.buffers, report.since) == said

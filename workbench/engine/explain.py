@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from traceback import walk_tb
 from types import FrameType, TracebackType
+from typing import Any
 
+import torch
 from torch import nn
 
 from workbench.engine.full_param import FullParam, full_of_version
@@ -17,13 +19,14 @@ from workbench.events import unit_words
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _STALE = re.compile(r"modified by an inplace operation.*expected version (\d+) instead", re.DOTALL)
+_OF_A_VIEW = re.compile(r"Function \w+ returned an invalid gradient at index \d+ - got \[(0?)\] but expected shape")
 
 
 def explain(error: BaseException) -> None:
     """Put what torch's message leaves out before it; no effect on other errors, and on one that is explained.
 
-    The messages are those of an operation that was given a sharded parameter and an ordinary tensor, and of a backward
-    that needs a full parameter that is not there any more.
+    The messages are those of an operation that was given a sharded parameter and an ordinary tensor, of a backward that
+    needs a full parameter that is not there any more, and of one through a view that was made while it was there.
     """
     text = str(error)
     if not isinstance(error, RuntimeError):
@@ -34,6 +37,8 @@ def explain(error: BaseException) -> None:
         meaning = _of_stale(int(stale[1]))
     elif _MIXED in text and text.index(_MIXED) < 100:
         meaning = _of_mixed(error.__traceback__)
+    elif _OF_A_VIEW.match(text):
+        meaning = _of_view(error.__traceback__)
     if meaning:
         error.args = (f"{meaning}\n(torch: {text})",)
 
@@ -57,6 +62,47 @@ def _of_stale(version: int) -> str:
 
 def _unit_of(full: FullParam) -> FSDPParamGroup | None:
     return next((unit for unit in units.values() if any(full in p.fulls for p in unit.fsdp_params)), None)
+
+
+# ---- a backward through a view of what is not there
+
+
+def _of_view(traceback: TracebackType | None) -> str:
+    for full in _viewed_in(traceback):
+        unit = None if full.is_open else _unit_of(full)
+        if unit is not None:
+            return (
+                f"the loss is computed from a view of the full parameter {full.fqn!r}, such as its transpose, that was "
+                f"made before unit {unit_words(unit.name)!r} was resharded: its values may be others by now. Make the "
+                "view again in each forward and use it there (not one kept on self), or keep the parameters until the "
+                "last backward: reshard_after_forward=False"
+            )
+    return ""
+
+
+def _viewed_in(traceback: TracebackType | None) -> Iterator[FullParam]:
+    """Yield parameters of which views are in the graphs of the tensors that a backward was called with."""
+    fulls = {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
+    locals_of = (frame.f_locals.values() for frame, _ in walk_tb(traceback))
+    found = [each for values in locals_of for value in values for each in _tensors_in(value)]
+    nodes: list[Any] = [tensor.grad_fn for tensor in found]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            nodes.append(following)
+            full = fulls.get(id(getattr(following, "variable", None)))
+            if full is not None and "AsStrided" in node.name():  # what autograd puts for a view of what has changed
+                yield full
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    for each in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(each, torch.Tensor):
+            yield each
 
 
 # ---- an operation on a sharded parameter and an ordinary tensor

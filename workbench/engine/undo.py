@@ -22,6 +22,7 @@ from workbench.engine.param_group import TrainingState
 from workbench.engine.state import FSDPState, detach, roots, state_of, states_below, units_of
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 NewParams = dict[nn.Parameter, nn.Parameter]
 
 
@@ -164,19 +165,31 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())
-        share_uncopyable(module, memo)
-        return copy.deepcopy(module, memo)
+        return copied(module, memo, lambda: copy.deepcopy(module, memo))
 
 
-def share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Let a deep copy of ``module`` share attributes that cannot be copied, such as locks, files and process groups.
+def copied(module: nn.Module, memo: dict[int, Any], make: Callable[[], T]) -> T:
+    """Return what ``make`` returns, which copies ``module``; attributes that cannot be copied are shared.
 
-    Of a generator it gets one in the same state, of a tensor within a graph the values.
+    Those are locks, files and process groups, for example. Of a generator the copy gets one in the same state, of a
+    tensor within a graph the values.
 
     Args:
         module: plain, or with wrappers, whose own attributes are passed over.
         memo: filled as :func:`copy.deepcopy` does.
+        make: deep-copies with ``memo``; called again where that fails.
     """
+    before = dict(memo)
+    try:
+        return make()
+    except Exception:  # noqa: BLE001 - whatever an attribute's class raises
+        memo.clear()  # of half-made copies
+        memo |= before
+    _share_uncopyable(module, memo)
+    return make()
+
+
+def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
     modules = {id(m): m for m in module.modules()}
     for m in modules.values():
         if state_of(m) is None:

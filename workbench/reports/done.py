@@ -543,11 +543,8 @@ def _names(units: Sequence[str], limit: int = 12) -> str:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Say a text per rank, equal ones once: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
-    ranks = _ranks_by(values)
-    if len(ranks) == 1:
-        return f"{values[0]} on every rank"
-    return "; ".join(f"{value} on {label(own)}" for value, own in ranks.items())
+    """Say a text per rank, equal ones once, empty ones not: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
+    return "; ".join(f"{value} {_on(own, len(values))}" for value, own in _ranks_by(values).items() if value)
 
 
 def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
@@ -659,6 +656,10 @@ def _on(ranks: Sequence[int], num_ranks: int) -> str:
     return "on every rank" if len(ranks) == num_ranks else f"on {label(ranks)}"
 
 
+def _first_on(ranks: Sequence[int], num_ranks: int) -> str:
+    return f"{', first' if len(ranks) < num_ranks else ''} {_on(ranks, num_ranks)}"
+
+
 def _not_finite(by_rank: Sequence[Stepped]) -> str:
     """Say in which step, and on which ranks, the loss first was NaN or infinite; empty: in none."""
     steps = [
@@ -671,9 +672,7 @@ def _not_finite(by_rank: Sequence[Stepped]) -> str:
     kind = "NaN" if any(math.isnan(loss) for loss in steps[first].values()) else "infinite"
     number = by_rank[0].first_step + first
     begin = f"loss is {kind} from step {number} on" if all(steps[first:]) else f"loss is {kind} in step {number}"
-    ranks = list(steps[first])
-    where = f"{', first' if len(ranks) < len(by_rank) else ''} {_on(ranks, len(by_rank))}"
-    return begin + where
+    return begin + _first_on(list(steps[first]), len(by_rank))
 
 
 def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:
@@ -696,15 +695,10 @@ def _verify(by_rank: Sequence[Verified]) -> VerifyReport:
         ok=all(verified.ok for verified in by_rank),
         tolerance=worst.tolerance,
         not_finite=worst.not_finite,
-        buffers=_buffers([verified.buffers_not_finite for verified in by_rank]),
+        buffers=_by_rank([", ".join(verified.buffers_not_finite) for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
         notes=_notes("", [verified.unmanaged for verified in by_rank]),
     )
-
-
-def _buffers(by_rank: Sequence[tuple[str, ...]]) -> str:
-    names = [", ".join(names) for names in by_rank]
-    return "; ".join(f"{names} on {label(ranks)}" for names, ranks in _ranks_by(names).items() if names)
 
 
 def _since(by_rank: Sequence[int | None]) -> str:
@@ -712,8 +706,7 @@ def _since(by_rank: Sequence[int | None]) -> str:
     if not steps:
         return ""
     first = [rank for rank, step in enumerate(by_rank) if step == min(steps)]
-    where = "" if len(first) == len(by_rank) else f", first on {label(first)}"
-    return f"the loss is not finite since step {min(steps)}{where}"
+    return f"the loss is not finite since step {min(steps)}{_first_on(first, len(by_rank))}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -18,7 +18,7 @@ from workbench.engine.classic.state import WrapperState, wrapper_states_below
 from workbench.engine.managed import forget_taken
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import states_below, units_of
-from workbench.engine.undo import check_undoable, optimizers_in, share_uncopyable, undo
+from workbench.engine.undo import check_undoable, copied, optimizers_in, undo
 
 Mapped = dict[nn.Parameter, tuple[nn.Parameter, ...]]
 """Plain parameters for each that an optimizer holds: those in a flat one, or one for a piece."""
@@ -106,13 +106,16 @@ def plain_copy(
         mapping |= _plain_of(list(flat.owned), params)
         memo |= {id(part.original): param for part, param in zip(flat.parts, params, strict=True)}
         memo |= {id(form): form for form in flat.unreadable()}
-    share_uncopyable(module, memo)
-    for state in reversed(states):  # inner ones first: a copy of what is around them then holds their copies
-        memo[id(state.wrapper)] = copy.deepcopy(state.wrapped, memo)
-    copied = copy.deepcopy(module, memo)
+
+    def make() -> nn.Module:
+        for state in reversed(states):  # inner ones first: a copy of what is around them then holds their copies
+            memo[id(state.wrapper)] = copy.deepcopy(state.wrapped, memo)
+        return copy.deepcopy(module, memo)
+
+    plain = copied(module, memo, make)
     for (_, flat), params in zip(flats, plains, strict=True):
         flat.register_plain(params, lambda m: cast("nn.Module", memo[id(m)]))
-    return copied, [_copied(optimizer, mapping, _gathered(flats, plains, optimizer), memo) for optimizer in optimizers]
+    return plain, [_copied(optimizer, mapping, _gathered(flats, plains, optimizer), memo) for optimizer in optimizers]
 
 
 @torch.no_grad()
