@@ -8,9 +8,10 @@ import pytest
 from tests.browser import figures, open_offline, titles_follow_the_width
 from tests.trace.simulation import example_trace
 from workbench.cluster.pending import Output
-from workbench.page import PLOTLY, to_page
+from workbench.page import to_page
 from workbench.session.outputs import written_at_once
 from workbench.views import draw, theme
+from workbench.views.theme import PLOTLY_MIME
 
 FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
@@ -23,11 +24,11 @@ def notebook():
     return nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_markdown_cell("# A title"),
-            nbformat.v4.new_code_cell("%fsdp memory", outputs=[shown({PLOTLY: FIGURE, "text/plain": "figure"})]),
+            nbformat.v4.new_code_cell("%fsdp memory", outputs=[shown({PLOTLY_MIME: FIGURE, "text/plain": "figure"})]),
             nbformat.v4.new_code_cell("%fsdp step", outputs=[shown(WIDGET)]),
             nbformat.v4.new_code_cell("print(1)", outputs=[nbformat.v4.new_output("stream", text="1 < 2\n")]),
             nbformat.v4.new_code_cell(
-                "%fsdp timeline", outputs=[shown({PLOTLY: FIGURE | {"config": {"displaylogo": False}}})]
+                "%fsdp timeline", outputs=[shown({PLOTLY_MIME: FIGURE | {"config": {"displaylogo": False}}})]
             ),
         ]
     )
@@ -76,7 +77,7 @@ def test_a_browser_without_network_draws_it(tmp_path, chromium):
 
 @pytest.mark.browser
 def test_text_of_figures_has_the_colour_of_the_pages_text(tmp_path, chromium):
-    drawn = nbformat.v4.new_output("display_data", data={PLOTLY: json.loads(theme.figure("A title").to_json())})
+    drawn = nbformat.v4.new_output("display_data", data={PLOTLY_MIME: json.loads(theme.figure("A title").to_json())})
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp memory", outputs=[drawn])])
     (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
     with open_offline(chromium, tmp_path / "page.html") as opened:
@@ -126,7 +127,7 @@ default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:\">"
 @pytest.mark.browser
 def test_figures_follow_the_width_of_the_window(tmp_path, chromium):
     given = json.loads(draw("timeline", example_trace()).to_json())
-    drawn = nbformat.v4.new_output("display_data", data={PLOTLY: given})
+    drawn = nbformat.v4.new_output("display_data", data={PLOTLY_MIME: given})
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp timeline", outputs=[drawn])])
     (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
     with open_offline(chromium, tmp_path / "page.html") as opened:

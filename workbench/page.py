@@ -10,9 +10,8 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
+from workbench.views.theme import PLOTLY_MIME
 from workbench.widgets.modules import STATIC, joined
-
-PLOTLY = "application/vnd.plotly.v1+json"
 
 # widgets need a kernel, and the page that would show their last state fetches its script from outside
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -59,8 +58,8 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
 def _without_kernel(output: NotebookNode) -> NotebookNode | None:
     """Return ``output`` in a form that a plain page shows; None for one that only a kernel can show."""
     data: dict[str, Any] = output.get("data", {})
-    if PLOTLY in data:
-        output["data"] = {"text/html": _figure_div(data[PLOTLY])}
+    if PLOTLY_MIME in data:
+        output["data"] = {"text/html": _figure_div(data[PLOTLY_MIME])}
     return None if _WIDGET in output.get("data", {}) else output
 
 

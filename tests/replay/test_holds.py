@@ -234,8 +234,8 @@ def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, tim
     assert len(whole - cut) < IDLE * (len(times) + 1)
 
 
-def test_that_one_rank_was_idle_is_told_late_and_makes_no_time_idle_in_which_another_worked():
-    """Shown until 11, when rank 0 ends its step; at 20 rank 1, last heard of at 10, has aborted: idle from 11 to 20."""
+def test_an_abort_that_is_told_late_makes_no_time_idle_in_which_another_rank_worked():
+    """Rank 0 works until 11. Rank 1 is silent from 10 and aborts at 20. So both are idle for 9, which is too short."""
     works = [(STEP, BEGIN, 0), (WAIT, BEGIN, 1), (WAIT, END, 10), (STEP, END, 11)]
     aborts = [(STEP, BEGIN, 0), (WAIT, BEGIN, 10), (WAIT, END, 10), (Kind.RESET, Edge.INSTANT, 20)]
     growing = GrowingCuts(IDLE)

@@ -131,9 +131,8 @@ class Agreement:
         except Exception as raised:  # noqa: BLE001 - the other ranks have to know, whatever it is
             error = raised
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
-        of_kinds = (own.params, own.grads, own.held, own.states)
-        rows = {} if error else dict(zip(_CURES, of_kinds, strict=True))
-        text = json.dumps([refusal, self._has_all, rows])
+        rows = {"parameter": own.params, "gradient": own.grads, "optimizer": own.held, "optimizer state": own.states}
+        text = json.dumps([refusal, self._has_all, {} if error else rows])
         texts = [text] if self._group is None else self._group.compare(self._collective, text)
         if len(set(texts)) > 1 and self._group is not None:
             difference = self._difference([json.loads(each) for each in texts], self._group.ranks)

@@ -73,7 +73,7 @@ def _of_view(traceback: TracebackType | None) -> str:
         if unit is not None:
             return (
                 f"the loss is computed from a view of the full parameter {full.fqn!r}, such as its transpose, that was "
-                f"made before unit {unit_words(unit.name)!r} was resharded: its values may be others by now. Make the "
+                f"made before unit {unit_words(unit.name)!r} was resharded: its values may be out of date. Make the "
                 "view again in each forward and use it there (not one kept on self), or keep the parameters until the "
                 "last backward: reshard_after_forward=False"
             )

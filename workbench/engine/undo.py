@@ -182,7 +182,7 @@ def copied(module: nn.Module, memo: dict[int, Any], make: Callable[[], T]) -> T:
     before = dict(memo)
     try:
         return make()
-    except Exception:  # noqa: BLE001 - whatever an attribute's class raises
+    except Exception:  # noqa: BLE001 - whatever an attribute's class raises; what sharing does not mend is raised below
         memo.clear()  # of half-made copies
         memo |= before
     _share_uncopyable(module, memo)

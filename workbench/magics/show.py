@@ -19,7 +19,7 @@ _DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the
 
 def show(value: Any) -> None:  # noqa: ANN401 - whatever a word answers
     """Display ``value``, a figure or a report, as a cell's result is displayed."""
-    display(value)  # type: ignore[no-untyped-call]
+    display(value)  # type: ignore[no-untyped-call] # IPython has no types
 
 
 def publish(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, **more: Any) -> None:  # noqa: ANN401

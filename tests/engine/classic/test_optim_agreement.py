@@ -1,4 +1,4 @@
-"""Ranks whose optimizers differ are told so, all of them, before anything of their state is exchanged."""
+"""If the optimizers of the ranks differ, every rank raises the same error before any state is exchanged."""
 
 import pytest
 import torch.distributed as dist

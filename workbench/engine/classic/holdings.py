@@ -80,7 +80,7 @@ def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
 def _form(value: object) -> str:
     """Describe a value in words that are the same for pieces of different sizes; a number by what it is.
 
-    An optimizer that has made a step on some ranks alone has one of which ``step`` differs, and nothing else.
+    If an optimizer has made more steps on some ranks than on others, only the value of ``step`` tells.
     """
     if isinstance(value, (bool, int, float)):
         return f"{type(value).__name__} {value!r}"
