@@ -35,7 +35,7 @@ def test_events_in_words(kind, edge, unit, words):
 def test_where_a_hold_is():
     assert describe(held(), UNITS) == "before all-gather of blocks.0, step 2"
     assert describe(held(kind=Kind.OPTIMIZER, unit=-1, step=-1), UNITS) == "before optimizer"
-    assert describe(held(kind=Kind.WAIT, unit=1), UNITS) == "in a wait of (root), step 2"
+    assert describe(held(kind=Kind.WAIT, unit=1), UNITS) == "while waiting for (root), step 2"
 
 
 def test_states():

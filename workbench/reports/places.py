@@ -116,11 +116,11 @@ def event_words(kind: Kind, edge: Edge, unit: str | None) -> str:
 def describe(hold: Hold, units: Mapping[int, str]) -> str:
     """Return where a hold is: ``"before all-gather of blocks.2, step 3"``."""
     step = f", {step_name(hold.place.step)}" if hold.place.step >= 0 else ""
-    if (hold.kind, hold.edge) == (Kind.WAIT, Edge.END):
-        unit = units.get(hold.unit)
-        return f"while waiting{'' if unit is None else f' for {unit_words(unit)}'}, just before the wait ends{step}"
-    where = "in a" if is_in_wait(hold) else "before"
-    return f"{where} {event_words(hold.kind, hold.edge, units.get(hold.unit))}{step}"
+    unit = units.get(hold.unit)
+    if hold.kind is not Kind.WAIT:
+        return f"before {event_words(hold.kind, hold.edge, unit)}{step}"
+    moment = "" if is_in_wait(hold) else ", just before the wait ends"
+    return f"while waiting{'' if unit is None else f' for {unit_words(unit)}'}{moment}{step}"
 
 
 def is_in_wait(hold: Hold) -> bool:
