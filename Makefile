@@ -21,7 +21,7 @@ OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
 INSIDE := torch_private imports groups waits
 BESIDE := parity against_torch same_script names first_iteration gradients roots unused_params inner_losses mixed_precision
 OTHER_PARTS := call checkpoint checkpointing state_dict optimizers meta_init mesh_dims tensor_parallel pipelining software
-CLASSIC := api wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state
+CLASSIC := api wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state checkpoints
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE) $(OTHER_PARTS)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) $(patsubst %,tests/runtime/test_%.py,recovery meshes gate)
 

@@ -6,7 +6,9 @@ import functools
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -20,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils, fully_shard
 from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -58,7 +60,6 @@ from workbench.engine._torch import (
     local_of,
     make_spec,
     new_group,
-    optimizers_in_checkpoint,
     parameter_of,
     premultiplied_sum,
     queue_backward_final_callback,
@@ -73,6 +74,7 @@ from workbench.engine._torch import (
     spec_of,
     splits,
     strided_shard,
+    tell_checkpoints,
     tell_pipelining,
     untried,
     waited,
@@ -682,7 +684,6 @@ class Asked(nn.Module):
         self.inner = nn.Linear(1, 1)
         self.for_names: list[bool] = []
         self.for_frozen: list[bool] = []
-        self.with_optimizers: list[bool] = []
 
     def named_parameters(self, *args, **kwargs):
         self.for_names.append(is_asked_by_checkpoints())
@@ -692,14 +693,10 @@ class Asked(nn.Module):
         self.for_frozen.append(lists_parameters_for_checkpoints())
         yield from super().named_modules(*args, **kwargs)
 
-    def _fqn_modifiers(self):
-        self.with_optimizers.append(optimizers_in_checkpoint())
-        return {}
 
-
-def test_it_is_known_when_checkpoints_ask_and_whether_for_optimizers():
+def test_it_is_known_when_checkpoints_ask():
     module = Asked()
-    optimizer = torch.optim.SGD(module.parameters())
+    list(module.parameters())
     assert module.for_names == [False]
     get_model_state_dict(module)
     assert set(module.for_names[1:]) == {True}
@@ -710,11 +707,68 @@ def test_it_is_known_when_checkpoints_ask_and_whether_for_optimizers():
         assert not any(module.for_frozen)
         get_model_state_dict(outer, options=StateDictOptions(ignore_frozen_params=True))
         assert module.for_frozen.pop()
-    assert set(module.with_optimizers) == {False}
-    for ask in (get_optimizer_state_dict, get_state_dict):
-        module.with_optimizers.clear()
-        ask(module, optimizer)
-        assert module.with_optimizers[0] is True
+
+
+class Wrapper(nn.Module):
+    """What checkpoints are to treat as a wrapper."""
+
+    sharding_strategy = process_group = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = nn.Linear(1, 1, bias=False)
+
+    def _fqn_modifiers(self):
+        tell_checkpoints(Wrapper, Answers)
+        return {"": "_fsdp_wrapped_module"}
+
+
+class Answers:
+    """For :class:`Wrapper`; notes what it is asked."""
+
+    asked: ClassVar[list[object]] = []
+
+    @staticmethod
+    def fsdp_modules(module):
+        return [m for m in module.modules() if isinstance(m, Wrapper)]
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
+        Answers.asked.append((state_dict_type.name, vars(state_dict_config), vars(optim_state_dict_config)))
+        yield
+
+    @staticmethod
+    def optim_state_dict(model, optim, optim_state_dict, group):
+        Answers.asked.append(("made", list(optim_state_dict["state"]), group))
+        return {"state": {"weight": optim_state_dict["state"][0]}, "param_groups": [{"params": ["weight"], "lr": 3.0}]}
+
+    @staticmethod
+    def optim_state_dict_to_load(model, optim, optim_state_dict, group):
+        Answers.asked.append(("to load", list(optim_state_dict["state"]), group))
+        return {"state": {}, "param_groups": [{**optim_state_dict["param_groups"][0], "params": [0]}]}
+
+
+def test_checkpoints_ask_about_wrappers_as_they_were_told(monkeypatch):
+    checkpoints = sys.modules["torch.distributed.checkpoint.state_dict"]
+    is_sharded = "_get_module_fsdp_state_if_fully_sharded_module"
+    monkeypatch.setattr(checkpoints, "FSDP", FullyShardedDataParallel)
+    monkeypatch.setattr(checkpoints, is_sharded, getattr(_common_utils, is_sharded))
+    monkeypatch.setattr(Answers, "asked", [])
+    model = nn.Sequential(Wrapper())[0]
+    optimizer = torch.optim.Adam(model.parameters())
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    assert list(state["state"]) == ["weight"]
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(cpu_offload=True))
+    assert optimizer.param_groups[0]["lr"] == 3.0
+    how = ("SHARDED_STATE_DICT", *2 * ({"offload_to_cpu": True, "_use_dtensor": False},))
+    assert Answers.asked == [how, ("made", [0], None), how, ("to load", ["weight"], None)]
+    plain = nn.Linear(1, 1)
+    assert get_optimizer_state_dict(plain, torch.optim.Adam(plain.parameters()))["state"].keys() == {"weight", "bias"}
+    assert len(Answers.asked) == 4
+    monkeypatch.delattr(checkpoints, "FSDP")
+    with pytest.raises(NotImplementedError, match=r"of torch .* is not as in 2\.11 to 2\.14"):
+        get_optimizer_state_dict(model, optimizer)
 
 
 def test_a_parameter_that_is_none_of_the_modules_is_in_no_checkpoint():

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -165,13 +166,85 @@ def gather_old_shards(tensor: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
-_ASKED_WITH_OPTIMIZERS = "_verify_options"
+
+
+class Checkpointed(Protocol):
+    """What that module asks of its class of wrappers."""
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module) -> Sequence[nn.Module]:
+        """Return the wrappers in the tree of ``module``; empty: there are none."""
+
+    @staticmethod
+    def state_dict_type(**settings: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - torch's own classes
+        """Let them be set as ``settings`` say for the time of a ``with``."""
+
+    @staticmethod
+    def optim_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - passed on
+        """Return the state of an optimizer by names."""
+
+    @staticmethod
+    def optim_state_dict_to_load(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - passed on
+        """Return what an optimizer loads."""
+
+
+class _Wrappers:
+    """Stands in ``torch.distributed.checkpoint.state_dict`` for its class of wrappers: it, and another one."""
+
+    def __init__(self, theirs: Any, kind: type[nn.Module], ours: Checkpointed) -> None:  # noqa: ANN401 - torch's class
+        self._theirs, self._kind, self._ours = theirs, kind, ours
+
+    def __instancecheck__(self, module: object) -> bool:
+        return isinstance(module, (self._theirs, self._kind))
+
+    def _of(self, model: nn.Module) -> Any:  # noqa: ANN401 - a class or an object that has its methods
+        return self._ours if self._ours.fsdp_modules(model) else self._theirs
+
+    def fsdp_modules(self, module: nn.Module) -> Sequence[nn.Module]:
+        return cast("Sequence[nn.Module]", self._of(module).fsdp_modules(module))
+
+    def state_dict_type(self, *, module: nn.Module, **settings: Any) -> Any:  # noqa: ANN401 - a context manager
+        return self._of(module).state_dict_type(module=module, **settings)
+
+    def optim_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
+        return self._of(model).optim_state_dict(model, *args, **kwargs)
+
+    def optim_state_dict_to_load(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
+        return self._of(model).optim_state_dict_to_load(model, *args, **kwargs)
+
+
+def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
+    """Let ``torch.distributed.checkpoint.state_dict``, which calls, treat modules of ``kind`` as its own wrappers.
+
+    It has one class of wrappers, and asks that for all that it does with them, but for whether a module is sharded.
+
+    Args:
+        kind: the class of wrappers; a wrapped module lies where it does in torch's.
+        ours: answers for them.
+
+    Raises:
+        NotImplementedError: it is of a version of torch that has other names there.
+    """
+    checkpoints = cast("Any", sys.modules.get(_CHECKPOINTS))
+    if checkpoints is None or isinstance(getattr(checkpoints, "FSDP", None), _Wrappers):
+        return
+    is_sharded = getattr(checkpoints, "_get_module_fsdp_state_if_fully_sharded_module", None)
+    if is_sharded is None or not hasattr(checkpoints, "FSDP"):
+        oldest, newest = (".".join(map(str, tried)) for tried in (OLDEST, NEWEST))
+        raise NotImplementedError(
+            f"{_CHECKPOINTS} of torch {torch.__version__} is not as in {oldest} to {newest}, and cannot take "
+            f"{kind.__name__}: use its own state_dict, optim_state_dict and optim_state_dict_to_load"
+        )
+    checkpoints.FSDP = _Wrappers(checkpoints.FSDP, kind, ours)
+    checkpoints._get_module_fsdp_state_if_fully_sharded_module = lambda module: (
+        module if isinstance(module, kind) else is_sharded(module)
+    )
 
 
 def is_asked_by_checkpoints() -> bool:
     """Return whether the function that called the present one is of ``torch.distributed.checkpoint.state_dict``.
 
-    It lists a model's parameters by walking its modules, and knows of its own wrapper alone which are in a flat one.
+    It lists a model's parameters by walking its modules, to find those of an optimizer.
     """
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == _CHECKPOINTS
@@ -204,16 +277,6 @@ def drop_own_parameter(module: nn.Module, name: str) -> None:
     """Undo :func:`set_own_parameter`; nothing is wrong if it was never called."""
     module._parameters.pop(name, None)
     module._non_persistent_buffers_set.discard(name)
-
-
-def optimizers_in_checkpoint() -> bool:
-    """Return whether ``torch.distributed.checkpoint.state_dict`` has called, and was given optimizers."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == _CHECKPOINTS:
-        if frame.f_code.co_name == _ASKED_WITH_OPTIMIZERS:
-            return bool(frame.f_locals["optims"])
-        frame = frame.f_back
-    return False
 
 
 def premultiplied_sum(factor: float) -> object:

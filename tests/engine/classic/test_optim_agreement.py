@@ -2,6 +2,7 @@
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.engine.classic.wrapped import OURS, adam, wrap_net
 from tests.engine.models import batch, loss_of, make_net
@@ -22,7 +23,8 @@ def differ(kind: str, use_orig_params: bool, said: str) -> None:
             optimizer.step()
     if kind == "one holds fewer" and rank == 1:
         optimizer = adam(list(model.parameters())[1:])
-    for ask in (FSDP.optim_state_dict, FSDP.full_optim_state_dict, FSDP.sharded_optim_state_dict):
+    asks = FSDP.optim_state_dict, FSDP.full_optim_state_dict, FSDP.sharded_optim_state_dict, get_optimizer_state_dict
+    for ask in asks:
         with pytest.raises(RanksDisagreeError, match=said):
             ask(model, optimizer)
 

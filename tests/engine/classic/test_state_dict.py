@@ -18,11 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -425,30 +421,6 @@ def in_a_plain_root(use_orig_params):
         set_type(model, FULL, api)
         found.append(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
     assert list(found[0]) == list(found[1]) == ["1.0.weight", "1.0.bias"]
-
-
-def test_the_functions_of_torchs_checkpoints_refuse_optimizers():
-    run_ranks(2, refuses_optimizers)
-
-
-def refuses_optimizers():
-    for use_orig_params in (False, True):
-        wrap = OURS.FullyShardedDataParallel
-        for model in (
-            wrap(nn.Linear(3, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu")),
-            wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params),
-        ):
-            optimizer = torch.optim.Adam(model.parameters())
-            state = {"state": {}, "param_groups": []}
-            for ask in (
-                lambda o=optimizer, m=model: get_optimizer_state_dict(m, o),
-                lambda o=optimizer, m=model: get_state_dict(m, o),
-                lambda o=optimizer, m=model, s=state: set_optimizer_state_dict(m, o, s),
-                lambda o=optimizer, m=model, s=state: set_state_dict(m, o, model_state_dict={}, optim_state_dict=s),
-            ):
-                with pytest.raises(NotImplementedError, match=r"Use FullyShardedDataParallel\.optim_state_dict and"):
-                    ask()
-            assert list(get_state_dict(model, ())[0]) == list(model.state_dict())
 
 
 class Versioned(nn.Linear):

@@ -37,6 +37,7 @@ class WrapperState(FSDPState):
         mesh: the ranks of the wrapper.
         is_summoned: the modules have whole parameters for a while.
         is_loading: they have others, into which a state dict is loaded.
+        was_kept: this rank got the state dict that was made last.
         settings: what its state dicts are; see :func:`workbench.engine.classic.settings.settings_of`.
         original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
     """
@@ -63,6 +64,7 @@ class WrapperState(FSDPState):
         self.mesh = mesh.mesh
         self.is_summoned = False
         self.is_loading = False
+        self.was_kept = True
         self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._when_to_prefetch = backward_prefetch

@@ -58,21 +58,23 @@ def settings_for(state: WrapperState) -> StateDictSettings:
     return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
 
 
-def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
-    """Yield key, whole shape and this rank's piece of every parameter of a flat one, for each place where it is."""
-    for part, piece in zip(flat.parts, flat.pieces, strict=True):
+def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
+    """Yield key, whole shape and what an optimizer holds of every parameter of a flat one, for each of its places."""
+    for part in flat.parts:
         for module, name in part.info.places:
-            yield key_of(full_name(names, module, name)), part.shape, piece
+            owned = part.original if flat.use_orig_params else flat.sharded_param
+            yield key_of(full_name(names, module, name)), part.shape, owned
 
 
-def named_pieces(state: WrapperState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's piece of every parameter of one wrapper, by its name in it without wrappers.
+def named_flat(state: WrapperState) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the flat parameter of one wrapper by the name of each of its parameters; with the originals nothing.
 
-    ``torch.distributed.checkpoint.state_dict`` asks which parameters there are, and puts into what is to be loaded what
-    it was told and not given: a piece found there means that a parameter is missing.
+    ``torch.distributed.checkpoint.state_dict`` asks which names there are of what an optimizer holds, and puts into
+    what is to be loaded what it was told and not given: one found there means that a parameter is missing.
     """
-    if state.flat is not None and settings_for(state).state_dict_type is not LOCAL:
-        yield from ((key, piece) for key, _, piece in keys_of(names_below([state.wrapper]), state.flat))
+    flat = state.flat
+    if flat is not None and not flat.use_orig_params and not state.is_summoned:
+        yield from ((key, owned) for key, _, owned in keys_of(names_below([state.wrapper]), flat))
 
 
 def as_saved(root: WrapperState) -> nn.Module:
@@ -81,7 +83,7 @@ def as_saved(root: WrapperState) -> nn.Module:
     ``torch.distributed.checkpoint.state_dict`` takes frozen ones out by these names, where there is anything.
     """
     saved = nn.Module()
-    if not is_kept(root):
+    if not root.was_kept:
         return saved
     names, owned = names_below([root.wrapper]), set[nn.Parameter]()
     for state in wrapper_states_below(root.wrapper):
@@ -257,9 +259,9 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
         flat.slot[: flat.own_numel].copy_(_local(value))
         flat.stand_in([None] * len(flat.parts))
     else:
-        for key, _, piece in keys_of(names_below([state.wrapper]), flat):
+        for key, _, owned in keys_of(names_below([state.wrapper]), flat):
             value = state_dict.get(prefix + key)
-            if value is piece:
+            if value is owned:
                 del state_dict[prefix + key]
             elif isinstance(value, DTensor):
                 state_dict[prefix + key] = full_tensor(value)
@@ -307,9 +309,9 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) ->
         if settings_for(state).state_dict_type is LOCAL:
             _check_flat(flat, prefix + key_of(full_name(names, state.wrapper, FLAT_PARAM)), state_dict)
             continue
-        for key, shape, piece in keys_of(names, flat):
+        for key, shape, owned in keys_of(names, flat):
             value = state_dict.get(prefix + key)
-            if isinstance(value, torch.Tensor) and value is not piece and value.shape != shape:
+            if isinstance(value, torch.Tensor) and value is not owned and value.shape != shape:
                 wrong.append(f"{prefix + key!r} has shape {list(value.shape)} and its parameter {list(shape)}")
     if wrong:
         raise RuntimeError(f"size mismatch: in the state dict {'; '.join(wrong)}; nothing was loaded")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, optimizers_in_checkpoint
+from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, tell_checkpoints
 from workbench.engine.classic import comm_hooks, materialize
 from workbench.engine.classic.api import (
     BackwardPrefetch,
@@ -25,6 +25,7 @@ from workbench.engine.classic.api import (
     StateDictType,
     check_kind,
 )
+from workbench.engine.classic.checkpoints import Checkpoints
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import summon_full_params
@@ -42,7 +43,7 @@ from workbench.engine.classic.state_dict import (
     is_kept,
     key_of,
     loading,
-    named_pieces,
+    named_flat,
     own_values,
     shown,
     with_versions,
@@ -263,7 +264,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
         """Yield parameters; within ``summon_full_params`` by the names they have without wrappers."""
         if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
-            yield from cast("Iterator[tuple[str, nn.Parameter]]", named_pieces(self._state))
+            yield from named_flat(self._state)
             return
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name) if self._is_summoned else name, param
@@ -389,7 +390,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             RanksDisagreeError: it is on some ranks only.
         """
         state = self._state
-        kept = is_kept(state)
+        kept = state.was_kept = is_kept(state)
         is_outermost = destination is None and not state.is_summoned
         if is_outermost and state.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             check_alike(wrapper_states_below(self), "state_dict")
@@ -407,17 +408,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         destination.update(own_values(self._state, prefix))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it, which child has no name of its own.
+        """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it first, what wrappers are.
 
-        Raises:
-            NotImplementedError: it asks for optimizers.
+        Returns:
+            which child has no name of its own.
         """
-        if optimizers_in_checkpoint():
-            raise NotImplementedError(
-                "torch.distributed.checkpoint.state_dict cannot take the state of an optimizer of flat parameters: it "
-                "would save one rank's part as if it were the whole. Use FullyShardedDataParallel.optim_state_dict and "
-                "optim_state_dict_to_load for it; get_model_state_dict and set_model_state_dict take the model"
-            )
+        tell_checkpoints(FullyShardedDataParallel, Checkpoints)
         return {"": WRAPPED}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
