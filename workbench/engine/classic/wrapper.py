@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, tell_checkpoints
 from workbench.engine.classic import comm_hooks, materialize
@@ -153,6 +154,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             "ignored_states": ignored.params,
             "device_mesh": mesh.mesh,
         }
+        _check_plain(_managed(module, ignored), ignored)
         materialize.check(_managed(module, ignored), param_init_fn, ignored.ids)
         if auto_wrap_policy is not None:
             auto_wrap(
@@ -534,6 +536,18 @@ def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn
 def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]:
     """Return the modules below ``module`` that are in no wrapper yet, with their paths."""
     return [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]  # with all in them
+
+
+def _check_plain(managed: Iterable[tuple[str, nn.Module]], ignored: Ignored) -> None:
+    """Check that none of the parameters of modules, given with their paths, is a DTensor; ValueError if one is."""
+    for path, module in managed:
+        for name, param in module.named_parameters(recurse=False):
+            if isinstance(param, DTensor) and id(param) not in ignored.ids:
+                full = f"{path}.{name}" if path else name
+                raise ValueError(
+                    f"parameter {full!r} is a DTensor, of tensor parallelism perhaps, which a flat parameter cannot "
+                    "hold: use workbench.engine.fully_shard, which takes DTensors, or leave it out with ignored_states"
+                )
 
 
 def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPrecision) -> UnitPolicy:
