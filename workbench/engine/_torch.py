@@ -176,7 +176,7 @@ class Checkpointed(Protocol):
         """Return the wrappers in the tree of ``module``; empty: there are none."""
 
     @staticmethod
-    def state_dict_type(**settings: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - torch's own classes
+    def state_dict_type(*args: Any, **settings: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - torch's classes
         """Let them be set as ``settings`` say for the time of a ``with``."""
 
     @staticmethod

@@ -36,7 +36,8 @@ class Checkpoints:
         kind = StateDictType[state_dict_type.name]
         ours = StateDictSettings.of(kind).configs()
         given = zip(ours, (state_dict_config, optim_state_dict_config), strict=True)
-        settings = StateDictSettings(kind, *(config(**vars(came)) for config, came in given))
+        configs: list[Any] = [config(**vars(came)) for config, came in given]
+        settings = StateDictSettings(kind, *configs)
         states = wrapper_states_below(module)
         before = [state.settings for state in states]
         for state in states:
