@@ -57,6 +57,8 @@ from workbench.engine._torch import (
     lists_parameters_for_checkpoints,
     local_of,
     make_spec,
+    name_groups_after,
+    named_groups,
     new_group,
     optimizers_in_checkpoint,
     parameter_of,
@@ -562,6 +564,26 @@ def stores_and_groups() -> list[object]:
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
     assert default_store() is not store
     return sums
+
+
+def names() -> None:
+    """Groups by name, the default one first; numbers that were passed over are no names of later ones."""
+    mine, theirs = new_group([0], "mine"), dist.new_group([0])
+    (default, world), *rest = named_groups().items()
+    assert world is dist.group.WORLD
+    number = name_groups_after(0)
+    assert rest == [("mine", mine), (str(number - 1), theirs)]
+    assert name_groups_after(number + 5) == name_groups_after(0) == number + 5
+    later = dist.new_group([0])
+    assert list(named_groups().items())[-1] == (str(number + 5), later)
+    assert distributed_c10d._resolve_process_group("mine") is mine  # as a mesh finds it
+    dist.destroy_process_group(theirs)
+    assert str(number - 1) not in named_groups()
+    assert default in named_groups()
+
+
+def test_groups_are_known_by_name():
+    run_ranks(1, names, fresh=True)
 
 
 def backends() -> list[str]:

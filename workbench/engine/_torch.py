@@ -364,10 +364,23 @@ def abort_process_groups() -> None:
     distributed_c10d._abort_process_group()  # type: ignore[no-untyped-call,unused-ignore]
 
 
+def named_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the groups that this process has, by name, in the order of their making; the default one is the first."""
+    world = distributed_c10d._world
+    return {str(world.pg_names[group]): group for group in world.pg_map}
+
+
+def name_groups_after(number: int) -> int:
+    """Give groups that are made from now on numbers above ``number`` as names; return the last one that was given."""
+    world = distributed_c10d._world
+    world.group_count = max(world.group_count, number)
+    return world.group_count
+
+
 def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist.ProcessGroup:
     """Make a process group under a name of one's own; only its ranks, and all of them, must call this.
 
-    Its backend is what the default group has for ``device_type``, alone.
+    Its backends are those that the default group has, or what it has for ``device_type`` alone.
 
     ``new_group(use_local_synchronization=True)`` names a group after the number of groups this process has made: ranks
     of which one has made another group before wait for each other for ever.
@@ -375,7 +388,7 @@ def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist
     Args:
         ranks: global ranks, in group order.
         name: new, and the same on all of them.
-        device_type: of the tensors that will be communicated.
+        device_type: of the tensors that will be communicated; empty: any.
     """
     of_default = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
     backend = dist.BackendConfig(dist.Backend(of_default)).get_device_backend_map().get(device_type, of_default)
