@@ -137,6 +137,8 @@ def _plain(param: DTensorParam) -> nn.Parameter:
 def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim.Optimizer] = ()) -> M:
     """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
 
+    Parameters are what they were before ``fully_shard``: plain tensors, or DTensors of tensor parallelism.
+
     Args:
         module: the root of a sharded tree; it is left as it was.
         memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
@@ -154,14 +156,17 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
         return agreement.holdings(named, optimizers)
 
     agreement.Agreement("the copy", units_of(states)).check(holds)
-    for param in module.parameters():
-        if isinstance(param, DTensor):
-            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
-            if param.grad is not None:
-                plain.grad = full_tensor(param.grad)
+    managed = [cast("DTensorParam", param) for unit in units_of(states) for param in unit.fsdp_params]
+    likes: dict[torch.Tensor, nn.Parameter] = {param.sharded_param: param.full.param for param in managed}
+    for old, like in likes.items():
+        memo[id(old)] = plain = nn.Parameter(state_like(like, old), requires_grad=old.requires_grad)
+        if old.grad is not None:
+            plain.grad = state_like(like, old.grad)
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            memo |= {id(value): full_tensor(value) for value in state.values() if isinstance(value, DTensor)}
+        for each, state in optimizer.state.items():
+            if each in likes:
+                values = [value for value in state.values() if isinstance(value, DTensor)]
+                memo |= {id(value): state_like(likes[each], value) for value in values}
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())

@@ -82,13 +82,18 @@ class Size:
         names: of every place where it is, as they are where there are no wrappers.
         shape: of the whole.
         itemsize: bytes of an element.
-        is_managed: whether it is of a unit.
+        unit: that it is of; None: the engine does not manage it.
     """
 
     names: tuple[str, ...]
     shape: Sequence[int]
     itemsize: int
-    is_managed: bool = False
+    unit: FSDPParamGroup | None = None
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether it is of a unit."""
+        return self.unit is not None
 
     @property
     def numel(self) -> int:
@@ -103,16 +108,16 @@ class Size:
 
 def sizes_of(model: nn.Module) -> list[Size]:
     """Return the sizes of the parameters, each once; what a flat parameter stands for, not the flat one."""
-    managed = [param for unit in units_of(states_below(model)) for param in unit.fsdp_params]
+    managed = [(unit, param) for unit in units_of(states_below(model)) for param in unit.fsdp_params]
     names = names_below((model,))
     found: list[Size] = []
-    for param in managed:
+    for unit, param in managed:
         known = param.describe()
         shapes = [part.shape for part in known.parts] or [known.global_shape]
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
-            found.append(Size(names=places, shape=shape, itemsize=known.itemsize, is_managed=True))
-    owned = {param for each in managed for param in each.owned}
+            found.append(Size(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
+    owned = {param for _, each in managed for param in each.owned}
     others: dict[nn.Parameter, list[str]] = {}
     for name, left in model.named_parameters(remove_duplicate=False):
         if left not in owned:
