@@ -97,7 +97,7 @@ def headings(fig):
 
 def test_a_unit_says_what_is_special_about_its_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
-    policy = "computes in bfloat16, reduces in float32, rests in host memory, on 2 ranks after forward"
+    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, on 2 ranks after forward"
     units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
     fig = layout(trace_of(*units, world_size=4))
     assert f"on a rank, {policy}" in headings(fig)
