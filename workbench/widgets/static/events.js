@@ -3,8 +3,8 @@
 export const KINDS = /** @type {const} */ ([
   {"words": "step", "colour": "#8a8c83", "isCollective": false},
   {"words": "forward", "colour": "#69b0ee", "isCollective": false},
-  {"words": "backward", "colour": "#274b8e", "isCollective": false},
-  {"words": "optimizer", "colour": "#8760b0", "isCollective": false},
+  {"words": "backward", "colour": "#4860a8", "isCollective": false},
+  {"words": "optimizer", "colour": "#9870d0", "isCollective": false},
   {"words": "unshard", "colour": "#5fb6f1", "isCollective": false},
   {"words": "reshard", "colour": "#5c70c6", "isCollective": false},
   {"words": "all-gather", "colour": "#1a969d", "isCollective": true},
