@@ -447,7 +447,7 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (Pulse(trace=Trace.empty()), "There are no ranks"),
+        (Pulse(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
         (Pulse(trace=Trace.empty(), running=True), "Nothing is recorded yet"),
         (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
         (Pulse(trace=example_trace(num_ranks=2), record="run.trace"), "No ranks are running: this is run.trace."),
