@@ -836,7 +836,7 @@ class Workbench:
         return self.view("states", **options)
 
     def comms(self, **options: object) -> go.Figure:
-        """Return collectives per unit, beside the closed form."""
+        """Return collectives per unit, beside what is expected."""
         return self.view("comms", **options)
 
     def training(self, **options: object) -> go.Figure:

@@ -68,7 +68,7 @@ def test_the_summary(demo_run):
     summary = demo_run.stdout.partition("The tour ran from top to bottom")[2]
     assert re.search(rf"ranks +{RANKS} \(cpu\)", summary)
     assert re.search(r"parameters +[\d,]{6,} in \d+ tensors", summary)
-    assert re.search(r"at rest +[\d.]+ [KM]iB of parameters on each rank; unsharded it would be [\d.]+ MiB", summary)
+    assert re.search(r"full model +[\d.]+ MiB of parameters; each rank keeps [\d.]+ [KM]iB between uses", summary)
     assert re.search(r"collectives +[\d,]+ calls, [\d,]+ B on each rank in 43 steps; .*: equal", summary)
     assert re.search(r"step time +[\d.]+ m?s", summary)
     for name in ("tour.html", "tour.trace"):

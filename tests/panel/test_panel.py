@@ -106,7 +106,7 @@ def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(star
 def test_before_there_are_ranks(browser):
     state = browser.look()
     assert (state["cluster"]["is_running"], state["ranks"], state["units"], state["request"]) == (False, [], [], None)
-    assert state["said"] == "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
+    assert state["said"] == "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
     assert state["training"] == {"step": -1, "loss": None, "steps_per_s": None, "tokens_per_s": None}
     said = browser.do("shard", model="model")
     assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")

@@ -52,7 +52,7 @@ def test_hover_says_rows_shape_and_bytes():
 def test_title_and_subtitle_total_what_is_at_rest():
     fig = layout(trace_of(make_unit(make_param((5, 256), 4)), world_size=4))
     assert title(fig) == "Each of 4 ranks keeps 2.00 KiB of 5.00 KiB of parameters"
-    assert "40.0% of the unsharded bytes" in subtitle(fig)
+    assert "each rank keeps 40.0% of the full parameters between uses" in subtitle(fig)
     assert "padding wastes 3.00 KiB (60.00%)" in subtitle(fig)
     assert "1 empty shard" in subtitle(fig)
 
@@ -97,7 +97,7 @@ def headings(fig):
 
 def test_a_unit_says_what_is_special_about_its_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
-    policy = "computes in bfloat16, reduces in float32, rests in host memory, on 2 ranks after forward"
+    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, on 2 ranks after forward"
     units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
     fig = layout(trace_of(*units, world_size=4))
     assert f"on a rank, {policy}" in headings(fig)

@@ -107,7 +107,7 @@ def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
     """Return the fact that another notebook has the ranks, or had them."""
     if is_free:
         return [("held by", "nobody any more, they are free: %fsdp attach takes them")]
-    return [("held by", f"{holder}: here they can be looked at")] if holder else []
+    return [("held by", f"{holder}; here you can only view them")] if holder else []
 
 
 @dataclass(frozen=True, kw_only=True)

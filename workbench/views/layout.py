@@ -141,7 +141,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     sentences = [
         f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
         _policy_of_all(header).removeprefix(", "),
-        f"at rest a rank holds {total.bytes_at_rest / whole:.1%} of the unsharded bytes",
+        f"each rank keeps {total.bytes_at_rest / whole:.1%} of the full parameters between uses",
         waste if total.bytes_wasted else "no padding",
         f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
         _in_training(header),
@@ -204,7 +204,7 @@ def _policy(unit: Unit) -> str:
     said = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
         f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
-        "rests in host memory" if unit.offload else "",
+        "shards kept in host memory" if unit.offload else "",
         f"on {unit.reshard_after_forward} ranks after forward" if type(unit.reshard_after_forward) is int else "",
     ]
     return "".join(f", {theme.shorten(part)}" for part in said if part)
@@ -322,7 +322,7 @@ def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, s
     return span, (
         f"{_who(first, last)}: {span} of {sum(param.rows_per_rank)} along dim {param.shard_dim}<br>"
         f"a shard of {local}, {theme.format_bytes(rows * part.row_bytes)}; "
-        f"{theme.format_bytes(part.bytes_at_rest)} at rest"
+        f"{theme.format_bytes(part.bytes_at_rest)} kept between uses"
     )
 
 
