@@ -22,11 +22,12 @@ def unit_name(header: Header, unit: int) -> str:
 
 def unmanaged_words(model: str, params: Sequence[str]) -> str:
     """Say that ``params`` of ``model`` (the variable that has it; empty: not known) are in no unit, and what to do."""
+    first = f"{model or 'model'}.get_parameter({params[0]!r})"
     more = f" and {len(params) - _MAX_NAMES} more" if len(params) > _MAX_NAMES else ""
     return (
         f"in no unit, so that nothing averages their gradients: {', '.join(params[:_MAX_NAMES])}{more}. After "
-        f"backward, for each: p = {model or 'model'}.get_parameter({params[0]!r}); torch.distributed.all_reduce(p.grad); "
-        "p.grad /= world_size. Or freeze them, or unshard and shard again without --ignore"
+        f"backward, for each: p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, "
+        "or unshard and shard again without --ignore"
     )
 
 
