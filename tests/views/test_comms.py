@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import re
 from dataclasses import replace
 
@@ -240,3 +241,16 @@ def test_on_one_host_nothing_is_said_of_hosts():
 def test_where_copies_alone_are_on_other_hosts_only_their_all_reduces_cross():
     fig = comms(on_hosts(simulate(Setup(num_ranks=8, copies=2, num_units=2, steps=1)), "aaaabbbb", PER_HOST))
     assert column(fig, "crosses")[3:] == ["0 B", "0 B", "193 KiB"]  # four ranks of a host, 48.1 KiB each
+
+
+def test_parameters_of_no_unit_are_said_with_what_to_do():
+    trace = example_trace()
+    assert "in no unit" not in subtitle(comms(trace))
+    header = replace(trace.header, unmanaged=("m.scale", "m.adapter.weight", "other.bias"))
+    said = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
+    assert (
+        "in no unit, so that nothing averages their gradients: scale, adapter.weight. After backward, for each: "
+        in said
+    )
+    assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in said
+    assert "their gradients: bias. After backward, for each: p = other.get_parameter('bias')" in said

@@ -32,6 +32,7 @@ from workbench.protocol.commands import (
     Verify,
 )
 from workbench.replay.alike import label, ranges
+from workbench.replay.units import unmanaged_words
 from workbench.reports.clocks import clock_words
 from workbench.trace.schema import HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
@@ -131,6 +132,7 @@ class StatusReport(Report):
         obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
         under_way: what ranks do and have not ended, in words; empty: nothing.
         cluster: the cluster that the ranks were attached of, in words; empty: they were started here.
+        notes: what is likely not meant, and what to do, a sentence each.
     """
 
     running: bool
@@ -149,6 +151,7 @@ class StatusReport(Report):
     obstacle: str = ""
     under_way: str = ""
     cluster: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -174,6 +177,7 @@ class StatusReport(Report):
         if self.classic:
             names = _names(sorted(self.classic, key=_natural))
             found.append(("classic", "all" if self.classic == self.units else names))
+        found += [("note", note) for note in self.notes]
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
         found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
@@ -603,12 +607,7 @@ def _notes(model: str, by_rank: Sequence[Unmanaged]) -> tuple[str, ...]:
     differing = [name for name in sums[0] if len({rank.get(name) for rank in sums}) > 1]
     notes = []
     if params:
-        first = f"{model or 'model'}.get_parameter({next(iter(params))!r})"
-        notes.append(
-            f"in no unit, so that nothing averages their gradients: {_names(tuple(params))}. After backward, for each: "
-            f"p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, or unshard and "
-            "shard again without --ignore"
-        )
+        notes.append(unmanaged_words(model, tuple(params)))
     if hooks:
         notes.append(
             f"register_hook is never called on a sharded parameter: {_names(tuple(hooks))}. Use "

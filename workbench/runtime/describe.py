@@ -16,6 +16,7 @@ from workbench.engine.state import state_of, states_below, units_of
 from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import Sharded, Unmanaged
+from workbench.runtime.namespace import find_module, module_names
 
 
 def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> Sharded:
@@ -44,13 +45,33 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
 
 def unmanaged_in(model: nn.Module) -> Unmanaged:
     """Return what of a sharded model the engine does not manage."""
-    owned = {param for unit in units_of(states_below(model)) for each in unit.fsdp_params for param in each.owned}
-    params = [(clean(name), param) for name, param in model.named_parameters()]
+    owned = _owned(model)
     return Unmanaged(
-        params=tuple(name for name, param in params if param.requires_grad and param not in owned),
-        hooks=tuple(name for name, param in params if param in owned and has_grad_hooks(param)),
+        params=unmanaged_params(model),
+        hooks=tuple(clean(n) for n, param in model.named_parameters() if param in owned and has_grad_hooks(param)),
         buffers={clean(name): _checksum(buffer) for name, buffer in model.named_buffers() if not buffer.is_meta},
     )
+
+
+def unmanaged_params(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the trainable parameters of a sharded model that belong to no unit."""
+    owned = _owned(model)
+    return tuple(clean(n) for n, param in model.named_parameters() if param.requires_grad and param not in owned)
+
+
+def unmanaged() -> tuple[str, ...]:
+    """Return the trainable parameters of the sharded models among the variables that belong to no unit.
+
+    Example: ``("model.scale",)``: what ``model.get_parameter("scale")`` returns.
+    """
+    models = [(name, find_module(name)) for name in module_names()]
+    return tuple(
+        f"{name}.{param}" for name, model in models if states_below(model) for param in unmanaged_params(model)
+    )
+
+
+def _owned(model: nn.Module) -> set[nn.Parameter]:
+    return {param for unit in units_of(states_below(model)) for each in unit.fsdp_params for param in each.owned}
 
 
 def _checksum(buffer: torch.Tensor) -> int:

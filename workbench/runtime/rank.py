@@ -48,6 +48,7 @@ from workbench.protocol.messages import (
 )
 from workbench.protocol.starting import Boot, Connect, Connected
 from workbench.runtime import planning, sharding, text_bars, tracebacks
+from workbench.runtime.describe import unmanaged
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.doing import DOES, does
 from workbench.runtime.gate import Gate, GateRequest
@@ -97,6 +98,7 @@ class RankRuntime:
             with self.gate.passing(), self.gate.interrupts.guarded():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
+                self.recorder.note_unmanaged(unmanaged())
                 return result
         finally:
             self.doing = ""

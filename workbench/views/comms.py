@@ -17,7 +17,7 @@ from workbench.events import REDUCTIONS, Kind
 from workbench.replay.alike import join_names, label, pattern
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import Clock
-from workbench.replay.units import model_order, unit_name
+from workbench.replay.units import model_order, unit_name, unmanaged_notes
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -241,6 +241,7 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
         if any(row.differs for row in rows)
         else "",
+        *unmanaged_notes(header),
         f"{theme.plural(num_left_out, 'more row')} not drawn: --unit draws those of a name" if num_left_out else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
