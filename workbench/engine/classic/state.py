@@ -11,15 +11,18 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine.classic.api import (
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
+    TrainingState,
 )
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.managed import _get_managed_modules
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param_group import FSDPParamGroup, TrainingState
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.param_group import TrainingState as UnitState
 from workbench.engine.policies import MixedPrecisionPolicy
 from workbench.engine.state import FSDPState, state_of
 from workbench.engine.tree import WRAPPED
@@ -35,6 +38,9 @@ class WrapperState(FSDPState):
         strategy: what of it is split.
         precision: of parameters, reductions, buffers and inputs.
         mesh: the ranks of the wrapper.
+        cpu_offload: whether its shards are on the CPU.
+        when_to_prefetch: when backward gathers for the wrapper that comes next; None: not ahead.
+        limit_all_gathers: what was given; it changes nothing.
         is_summoned: the modules have whole parameters for a while.
         is_loading: they have others, into which a state dict is loaded.
         settings: what its state dicts are; see :func:`workbench.engine.classic.settings.settings_of`.
@@ -46,7 +52,7 @@ class WrapperState(FSDPState):
     joined_by = "wrap a module that holds both, and none in it that holds only one of them"
     reduced_by = "run a backward outside of no_sync()"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, each an argument of the wrapper
         self,
         wrapper: nn.Module,
         unit: FSDPParamGroup | None,
@@ -54,8 +60,10 @@ class WrapperState(FSDPState):
         mesh: FSDPMeshInfo,
         strategy: ShardingStrategy,
         precision: MixedPrecision,
+        cpu_offload: CPUOffload,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
+        limit_all_gathers: bool,
     ) -> None:
         self.wrapper = wrapper
         self.strategy = strategy
@@ -65,7 +73,7 @@ class WrapperState(FSDPState):
         self.is_loading = False
         self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._when_to_prefetch = backward_prefetch
+        self.cpu_offload, self.limit_all_gathers = cpu_offload, limit_all_gathers
         self._ahead: tuple[FSDPState, ...] = ()
         super().__init__(
             (wrapper,),
@@ -75,12 +83,30 @@ class WrapperState(FSDPState):
             mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
         )
         self.forward_prefetch = None if forward_prefetch else ()
-        self.backward_prefetch = () if backward_prefetch is None else None
+        self.when_to_prefetch = backward_prefetch
 
     @property
     def wrapped(self) -> nn.Module:
         """The module in the wrapper."""
         return self.wrapper.get_submodule(WRAPPED)
+
+    @property
+    def when_to_prefetch(self) -> BackwardPrefetch | None:
+        """When backward starts to gather for the wrapper that comes next."""
+        return self._when_to_prefetch
+
+    @when_to_prefetch.setter
+    def when_to_prefetch(self, when: BackwardPrefetch | None) -> None:
+        self._when_to_prefetch = when
+        self.backward_prefetch = () if when is None else None
+
+    @property
+    def doing(self) -> TrainingState:
+        """What the wrapper does now."""
+        if self.is_summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        idle = self._training_state is UnitState.IDLE
+        return TrainingState.IDLE if idle else TrainingState.FORWARD_BACKWARD
 
     @property
     def unit(self) -> FSDPParamGroup | None:
@@ -139,7 +165,7 @@ class WrapperState(FSDPState):
     # ---- order
 
     def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
-        if self._when_to_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.when_to_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._ahead = tuple(ahead)
         else:
             super()._backward_begins(ahead)
@@ -175,7 +201,7 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
     Raises:
         RuntimeError: one is; ``what`` was called there.
     """
-    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
+    busy = next((state for state in states if state._training_state is not UnitState.IDLE), None)
     if busy is not None:
         raise RuntimeError(
             f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way, or has raised; call it "

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from workbench.engine.classic.api import module_classes_of
+from workbench.engine.classic.cautions import check_own_precision
 from workbench.engine.tensors import cast_floats, tensors_in
 
 WrapPolicy = Callable[..., bool]
@@ -381,6 +382,7 @@ def auto_wrap(
     check_shared(root, units)
     if not kwargs.get("use_orig_params", False):
         check_frozen(root, units)
+    check_own_precision(type(unit.module) for unit in units if unit.own_precision)
     wrap_units(root, units, wrapper_cls)
 
 

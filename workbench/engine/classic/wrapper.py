@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,6 +24,8 @@ from workbench.engine.classic.api import (
     StateDictType,
     check_kind,
 )
+from workbench.engine.classic.attributes import WrapperAttributes, check_flags
+from workbench.engine.classic.cautions import check_gradient_memory, check_is_called, check_splits
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import summon_full_params
@@ -58,7 +59,7 @@ from workbench.engine.tree import WRAPPED, clean
 Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
 
-class FullyShardedDataParallel(OptimStateDicts, nn.Module):
+class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     """Shard the parameters of ``module``, but for those in wrappers below it, as one flat parameter.
 
     Forward and backward, gradients and recording are those of ``fully_shard``: one all-gather before the module's
@@ -122,7 +123,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         check_kind("mixed_precision", precision, MixedPrecision)
         if backward_prefetch is not None:
             check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
-        _check_flags(
+        check_flags(
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
@@ -136,13 +137,15 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 f"{strategy.name} by hand needs process_group=(group to shard over, group to repeat over), or "
                 "device_mesh=: every wrapper must have the same groups"
             )
+        check_is_called(module)
         mesh = mesh_for(strategy, process_group, device_mesh, _device(device_id))
+        check_splits(mesh.mesh.size(), strategy)
         options: dict[str, Any] = {
             "process_group": None,
             "sharding_strategy": strategy,
             "cpu_offload": offload,
             "backward_prefetch": backward_prefetch,
-            "mixed_precision": precision,
+            "mixed_precision": mixed_precision,  # None keeps batch norms in the units of the policy
             "param_init_fn": param_init_fn,
             "device_id": device_id,
             "sync_module_states": sync_module_states,
@@ -183,8 +186,10 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             mesh=mesh,
             strategy=strategy,
             precision=precision,
+            cpu_offload=offload,
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
         )
         attach(self, state)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
@@ -200,47 +205,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         """What was wrapped."""
         return cast("nn.Module", self._modules[WRAPPED])
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy."""
-        return self._state.mesh.get_group(-1 % self._state.mesh.ndim)  # of the hybrid strategies' two axes the second
-
-    @property
-    def rank(self) -> int:
-        """This one's place among them."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many they are."""
-        return self.process_group.size()
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
-        return self._state._comm_ctx.device
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """What is split, and when the whole is freed."""
-        return self._state.strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """Which dtype is used where."""
-        return self._state.precision
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise NotImplementedError: process groups and other ranks' parts go into no copy and no file."""
         raise NotImplementedError(
             f"FullyShardedDataParallel around {type(self.module).__name__} can be neither copied nor pickled: save its "
             "state_dict(), and copy the plain module before it is wrapped, or after workbench.engine.classic.unwrap"
         )
-
-    @property
-    def _state(self) -> WrapperState:
-        """What is behind it."""
-        return cast("WrapperState", state_of(self))
 
     @property
     def _is_summoned(self) -> bool:
@@ -549,25 +519,23 @@ def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPre
 
 
 def check_params(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: bool) -> None:
-    """Check that parameters, given with their names, can be one flat parameter.
+    """Check that parameters, given with their names, can be one flat parameter; warn if only some are trained.
 
     Raises:
         ValueError: they differ in dtype or device; without ``use_orig_params``, in whether they are trained.
     """
     check_uniform(named)
-    trained = [path for path, param in named if param.requires_grad]
-    frozen = [path for path, param in named if not param.requires_grad]
-    if trained and frozen and not use_orig_params:
+    trained = {path: param for path, param in named if param.requires_grad}
+    frozen = {path: param for path, param in named if not param.requires_grad}
+    if not (trained and frozen):
+        return
+    if use_orig_params:
+        check_gradient_memory(trained, frozen)
+    else:
         raise ValueError(
-            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, which one flat parameter cannot be: give "
-            "use_orig_params=True, or wrap the frozen modules by themselves"
+            f"{next(iter(trained))!r} is trained and {next(iter(frozen))!r} is frozen, which one flat parameter cannot "
+            "be: give use_orig_params=True, or wrap the frozen modules by themselves"
         )
-
-
-def _check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"FullyShardedDataParallel: {name} must be a bool, got {value!r}")
 
 
 def _device(device_id: object) -> torch.device | None:
