@@ -30,7 +30,7 @@ def caution(message: str, category: type[Warning] = UserWarning) -> None:
 
 def check_is_called(module: nn.Module) -> None:
     """Warn about a container: a wrapper gathers when its module is called, and a container never is."""
-    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         caution(
             f"FullyShardedDataParallel around {type(module).__name__}, which has no forward: nobody calls it, so its "
             "parameters are never gathered, and what computes with them raises. Wrap the modules in it one by one, or "

@@ -229,9 +229,7 @@ def _warn_of_input(optim_input: OptimInput | None) -> None:
         caution("optim_input is deprecated: leave it out, and give the optimizer itself as optim=", FutureWarning)
 
 
-def _optimizer_of(
-    optim_input: OptimInput | None, optim: torch.optim.Optimizer | None
-) -> torch.optim.Optimizer | None:
+def _optimizer_of(optim_input: OptimInput | None, optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
     """Return ``optim``, or without one an optimizer that has the groups of ``optim_input``.
 
     Raises:

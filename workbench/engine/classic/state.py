@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from workbench.engine._torch import is_in_backward
 from workbench.engine.classic.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -73,6 +76,8 @@ class WrapperState(FSDPState):
         self.is_loading = False
         self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._of_training = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
+        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self.cpu_offload, self.limit_all_gathers = cpu_offload, limit_all_gathers
         self._ahead: tuple[FSDPState, ...] = ()
         super().__init__(
@@ -80,7 +85,7 @@ class WrapperState(FSDPState):
             [] if unit is None else [unit],
             device=mesh.device,
             auto_reshard=strategy not in KEEPS_AFTER_FORWARD,
-            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+            mp_policy=self._of_training,
         )
         self.forward_prefetch = None if forward_prefetch else ()
         self.when_to_prefetch = backward_prefetch
@@ -125,16 +130,42 @@ class WrapperState(FSDPState):
     # ---- precision
 
     @property
+    def is_full_precision(self) -> bool:
+        """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set as it was wrapped."""
+        return self._full_precision_in_eval and not self.wrapped.training
+
+    def _begin_forward(self) -> None:
+        if self._full_precision_in_eval and self._is_outermost and not is_in_backward():
+            for state in self._root.states:
+                if isinstance(state, WrapperState):
+                    state.match_mode()
+        super()._begin_forward()
+
+    def match_mode(self) -> None:
+        """Let the unit and buffers be of the dtypes that go with train or eval mode, whichever the module is in."""
+        wanted = MixedPrecisionPolicy() if self.is_full_precision else self._of_training
+        if self.mp_policy == wanted:
+            return
+        self.mp_policy = wanted
+        for unit in self._fsdp_param_groups:
+            unit.reshard()  # a forward without a backward may have left it full
+            unit.change_policy(replace(unit.policy, mp_policy=wanted, reshard_after_forward=unit.reshard_after_forward))
+        if self.is_full_precision:
+            self.restore_buffers()
+        else:
+            self.has_root()
+
+    @property
     def input_dtype(self) -> torch.dtype | None:
         """What floating-point inputs of forward are cast to; None: they stay as they are."""
         precision = self.precision
         casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
-        return precision.param_dtype if casts and self.unit is not None else None
+        return precision.param_dtype if casts and self.unit is not None and not self.is_full_precision else None
 
     def has_root(self) -> None:
         """Let buffers be of the dtype that forward computes with, from the first one on."""
         dtype = self.precision.buffer_dtype
-        if dtype is None:
+        if dtype is None or self.is_full_precision:
             return
         for module, name, buffer in own_buffers(self.wrapper):
             if buffer.is_floating_point() and buffer.dtype != dtype:
