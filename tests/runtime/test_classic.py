@@ -1,6 +1,8 @@
 """The classic wrapper on real ranks: ``shard --api classic``, what is recorded, planned and said of it."""
 
-from contextlib import nullcontext
+import io
+import warnings
+from contextlib import nullcontext, redirect_stderr
 from fnmatch import fnmatch
 
 import pytest
@@ -101,7 +103,13 @@ def partly_frozen():
         param.requires_grad_(name.endswith("bias"))
     command = shard(orig_params=True)
     plan = planning.plan(command, ns["world_size"])
-    execute(command)
+    said = io.StringIO()
+    with warnings.catch_warnings(), redirect_stderr(said):
+        warnings.simplefilter("default")
+        execute(command)
+    lines = said.getvalue().splitlines()
+    assert len(lines) == len(set(lines)) > 0
+    assert all("is frozen in one unit: its reduction takes memory" in line for line in lines)
     execute(Step(count=2))
     trace = trace_here()
     (rank,) = trace.ranks

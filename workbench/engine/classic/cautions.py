@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from types import FrameType
 
 from torch import nn
@@ -47,14 +47,16 @@ def check_splits(num_ranks: int, strategy: ShardingStrategy) -> None:
         )
 
 
-def check_gradient_memory(trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]) -> None:
-    """Warn if one unit has trained and frozen parameters, given by their names in it: it reduces gradients of all."""
+def check_gradient_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Warn if only some parameters of a unit, given with their names, are trained: it reduces gradients of all."""
+    trained = [path for path, param in named if param.requires_grad]
+    frozen = [path for path, param in named if not param.requires_grad]
     if trained and frozen:
-        needed, more = (sum(param.numel() for param in params.values()) for params in (trained, frozen))
+        numel = sum(param.numel() for _, param in named)
+        needed = sum(param.numel() for _, param in named if param.requires_grad)
         caution(
-            f"{next(iter(trained))!r} is trained and {next(iter(frozen))!r} is frozen in one unit: its reduction takes "
-            f"memory for gradients of {needed + more} elements, of which {needed} are trained. Wrap the frozen modules "
-            "by themselves"
+            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen in one unit: its reduction takes memory for "
+            f"gradients of {numel} elements, of which {needed} are trained. Wrap the frozen modules by themselves"
         )
 
 

@@ -112,7 +112,7 @@ class _FunctionPolicy(Policy):
         return {} if self.function(module=module, recurse=False, nonwrapped_numel=numel) else None
 
 
-def always_wrap_policy(*_: object, **__: object) -> bool:
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
     """Make a unit of every module."""
     return True
 

@@ -25,7 +25,7 @@ from workbench.engine.classic.api import (
     check_kind,
 )
 from workbench.engine.classic.attributes import WrapperAttributes, check_flags
-from workbench.engine.classic.cautions import check_gradient_memory, check_is_called, check_splits
+from workbench.engine.classic.cautions import caution, check_gradient_memory, check_is_called, check_splits
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import summon_full_params
@@ -169,7 +169,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         materialize.materialize(managed, mesh.device, param_init_fn, ignored.ids)
         materialize.move(managed, mesh.device, ignored.ids)
         given = _get_param_module_infos(managed, ignored.ids)
-        check_params([(info.path, param) for param, info in given], use_orig_params=use_orig_params)
+        named = [(info.path, param) for param, info in given]
+        check_params(named, use_orig_params=use_orig_params)
+        check_gradient_memory(named)
         if sync_module_states:
             materialize.sync(managed, mesh, ignored.ids)
         setattr(self, WRAPPED, module)
@@ -238,12 +240,14 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name) if self._is_summoned else name, param
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as nn.Module
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules; one that has the names of the state dict in their place where checkpoints ask for these."""
         if lists_parameters_for_checkpoints():
             yield prefix, as_saved(self._state)
         else:
-            yield from super().named_modules(memo, prefix, *args, **kwargs)
+            yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
         """Yield buffers; within ``summon_full_params`` by the names they have without wrappers."""
@@ -339,7 +343,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             for state in wrapper_states_below(module):
                 state.settings = before
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
         """Return the state dict, of the type that was set; collective, but for LOCAL_STATE_DICT.
 
         Names and dtypes are those of the model that is not wrapped. With FULL_STATE_DICT values are whole, and in
@@ -350,6 +354,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         Within ``summon_full_params`` the parameters that the modules have there are taken.
 
         Args:
+            args: the others by place, in their order; deprecated.
             destination: filled and returned; None: a new dict.
             prefix: of all names.
             keep_vars: leave values as they are, rather than detach them.
@@ -358,6 +363,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             RuntimeError: an iteration is under way.
             RanksDisagreeError: it is on some ranks only.
         """
+        if args:
+            caution("state_dict: arguments by place are deprecated, give them by name", FutureWarning)
+            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
         state = self._state
         kept = is_kept(state)
         is_outermost = destination is None and not state.is_summoned
@@ -519,22 +527,18 @@ def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPre
 
 
 def check_params(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: bool) -> None:
-    """Check that parameters, given with their names, can be one flat parameter; warn if only some are trained.
+    """Check that parameters, given with their names, can be one flat parameter.
 
     Raises:
         ValueError: they differ in dtype or device; without ``use_orig_params``, in whether they are trained.
     """
     check_uniform(named)
-    trained = {path: param for path, param in named if param.requires_grad}
-    frozen = {path: param for path, param in named if not param.requires_grad}
-    if not (trained and frozen):
-        return
-    if use_orig_params:
-        check_gradient_memory(trained, frozen)
-    else:
+    trained = [path for path, param in named if param.requires_grad]
+    frozen = [path for path, param in named if not param.requires_grad]
+    if trained and frozen and not use_orig_params:
         raise ValueError(
-            f"{next(iter(trained))!r} is trained and {next(iter(frozen))!r} is frozen, which one flat parameter cannot "
-            "be: give use_orig_params=True, or wrap the frozen modules by themselves"
+            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, which one flat parameter cannot be: give "
+            "use_orig_params=True, or wrap the frozen modules by themselves"
         )
 
 
