@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, whole, wrap_net
+from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, assert_same_tree, kept, whole, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 
@@ -212,9 +212,10 @@ def calls_of(api, use_orig_params, form):
     def call(fn, *args, **kwargs):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found.append(fn(*args, **kwargs))
+            made = fn(*args, **kwargs)
+            found.append(kept(made))  # on a CPU torch's next gather overwrites its values
         found.append(any("optim_input" in str(e.message) and e.category is FutureWarning for e in caught))
-        return found[-2]
+        return made
 
     full = call(api.full_optim_state_dict, model, optimizer, form(model), rank0_only=False)
     call(api.shard_full_optim_state_dict, full, model, form(model))
@@ -227,13 +228,13 @@ def calls_of(api, use_orig_params, form):
     return found
 
 
-def assert_same_keys(ours, theirs):
-    """Names are the same; which pieces are a rank's own, torch's padding between parameters shifts by a few."""
-    if any(isinstance(key, str) for key in (*ours, *theirs)):
-        assert ours.keys() == theirs.keys()
-    else:
+def assert_same_states(ours, theirs, use_orig_params):
+    """States are the same; which pieces are a rank's own, torch's padding between parameters shifts by a few."""
+    if use_orig_params and not any(isinstance(key, str) for key in (*ours, *theirs)):
         assert ours
         assert theirs
+    else:
+        assert_same_tree(ours, theirs)
 
 
 def as_list(model):
@@ -252,7 +253,7 @@ def takes_optim_input():
             assert ours[1::2] == theirs[1::2] == [True] * (len(ours) // 2 - 1) + [False]
             for mine, other in zip(ours[::2], theirs[::2], strict=True):
                 assert mine.keys() == other.keys()
-                assert_same_keys(mine["state"], other["state"])  # on a CPU torch's next gather overwrites values
+                assert_same_states(mine["state"], other["state"], use_orig_params)
                 assert [group["params"] for group in mine["param_groups"]] == [
                     group["params"] for group in other["param_groups"]
                 ]
@@ -276,8 +277,76 @@ def takes_state_alone():
         ours, theirs = (without_groups(api, use_orig_params) for api in (OURS, THEIRS))
         assert [set(each) for each in ours] == [set(each) for each in theirs] == [{"state"}] * 2
         for mine, other in zip(ours, theirs, strict=True):
-            assert_same_keys(mine["state"], other["state"])
+            assert_same_states(kept(mine["state"]), kept(other["state"]), use_orig_params)
 
 
 def test_a_state_dict_without_groups_is_taken():
     run_ranks(2, takes_state_alone)
+
+
+def three_layers(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def of_an_ignored_layer(api, use_orig_params):
+    """Take and load the state of an optimizer that has the parameters of a layer in no wrapper as well, every way."""
+    fsdp = api.FullyShardedDataParallel
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made(seed):
+        plain = three_layers(seed)
+        policy = api.ModuleWrapPolicy({nn.Linear})
+        options = {"use_orig_params": use_orig_params, "device_mesh": mesh, "device_id": CPU}
+        model = fsdp(plain, ignored_modules=[plain[1]], auto_wrap_policy=policy, **options)
+        return model, adam(model.parameters())
+
+    def train(model, optimizer):
+        for _ in range(2):  # the same on all ranks: nothing reduces the gradients of the ignored layer
+            model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def back(make):
+        model, optimizer = made(1)
+        model.load_state_dict(values)
+        loaded = make(model, optimizer)
+        flat = kept(loaded)
+        optimizer.load_state_dict(loaded)
+        train(model, optimizer)
+        return flat, whole(model)
+
+    model, optimizer = made(0)
+    train(model, optimizer)
+    values = kept(model.state_dict())
+    full = kept(fsdp.full_optim_state_dict(model, optimizer, rank0_only=False))
+    sharded = fsdp.sharded_optim_state_dict(model, optimizer)
+    kinds = {
+        name: {key: type(value).__name__ for key, value in state.items()} for name, state in sharded["state"].items()
+    }
+    places = fsdp.rekey_optim_state_dict(full, api.OptimStateKeyType.PARAM_ID, three_layers())
+    names = fsdp.rekey_optim_state_dict(places, api.OptimStateKeyType.PARAM_NAME, three_layers())
+    given = full if dist.get_rank() == 0 else None
+    saved = [full, kept(sharded), kept(places), kept(names), kinds, kept(fsdp.optim_state_dict(model, optimizer))]
+    return saved, [
+        back(lambda m, o: fsdp.shard_full_optim_state_dict(full, m, optim=o)),
+        back(lambda m, o: fsdp.scatter_full_optim_state_dict(given, m, optim=o)),
+        back(lambda m, o: fsdp.flatten_sharded_optim_state_dict(sharded, m, o)),
+        back(lambda m, o: fsdp.optim_state_dict_to_load(m, o, full)),
+    ]
+
+
+def keeps_what_is_ignored():
+    for use_orig_params in (False, True):
+        with warnings.catch_warnings():  # torch's own, of what is deprecated
+            warnings.simplefilter("ignore")
+            ours, theirs = (of_an_ignored_layer(api, use_orig_params) for api in (OURS, THEIRS))
+        assert_same_tree(ours[0], theirs[0])
+        for (mine, values), (other, their_values) in zip(ours[1], theirs[1], strict=True):
+            assert_same_tree(values, their_values)
+            if not use_orig_params:
+                assert_same_tree(mine, other)
+
+
+def test_the_optimizers_state_of_an_ignored_parameter_is_kept_as_torchs():
+    run_ranks(2, keeps_what_is_ignored)

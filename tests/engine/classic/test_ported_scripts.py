@@ -9,24 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from tests.engine.classic.wrapped import CPU, assert_same_tree, kept
 from tests.engine.ranks import run_ranks
 
 PACKAGES = ("workbench.engine.classic", "torch.distributed.fsdp")
-CPU = torch.device("cpu")
-
-
-def kept(value):
-    """A copy that no later step changes, with DTensors whole."""
-    if isinstance(value, dict):
-        return {key: kept(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [kept(each) for each in value]
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 # ---- digits
@@ -200,7 +188,7 @@ def is_the_same(script, *args):
     with warnings.catch_warnings():  # of what torch's wrapper is deprecated for, and of frozen parameters
         warnings.simplefilter("ignore")
         ours, theirs = (script(package, *args) for package in PACKAGES)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_same_tree(kept(ours), kept(theirs))
 
 
 def digits_are():

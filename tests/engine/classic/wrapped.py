@@ -14,6 +14,7 @@ import torch.distributed.fsdp as theirs
 import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.engine import parity
 from tests.engine.models import Block, adamw, batch, loss_of
@@ -29,6 +30,42 @@ Way = tuple[int, bool]
 CPU = torch.device("cpu")
 SAME = {"rtol": 0.0, "atol": 0.0}
 """As a tolerance: the same bits."""
+
+
+def kept(value: Any) -> Any:
+    """A copy that no later step changes, with DTensors whole; collective where these are."""
+    if isinstance(value, Mapping):
+        return {key: kept(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [kept(each) for each in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def assert_same_tree(ours: Any, theirs: Any) -> None:
+    """Dicts and lists hold the same keys and lengths, and at their ends the same values, tensors bit by bit."""
+    differ = list(differences(ours, theirs, ""))
+    assert not differ, "\n".join(differ[:20])
+
+
+def differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
+    """Say where two trees differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.keys() != theirs.keys():
+            yield f"{path}: keys {list(ours)}, torch's {list(theirs)}"
+        for key in ours.keys() & theirs.keys():
+            yield from differences(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(mine, other, f"{path}[{i}]")
+    elif isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        try:
+            torch.testing.assert_close(ours, theirs, **SAME)
+        except AssertionError as error:
+            yield f"{path}: {error}"
+    elif type(ours) is not type(theirs) or ours != theirs:
+        yield f"{path}: {ours!r:.200}, torch's {theirs!r:.200}"
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
