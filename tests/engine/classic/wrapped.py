@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine import parity
 from tests.engine.models import Block, adamw, batch, loss_of
 from workbench.engine import classic
+from workbench.engine._torch import gather_old_shards, is_of_old_shards
 
 OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
 THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
@@ -33,13 +34,15 @@ SAME = {"rtol": 0.0, "atol": 0.0}
 
 
 def kept(value: Any) -> Any:
-    """A copy that no later step changes, with DTensors whole; collective where these are."""
+    """A copy that no later step changes, with what is split whole; collective where something is."""
     if isinstance(value, Mapping):
         return {key: kept(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [kept(each) for each in value]
     if isinstance(value, DTensor):
         value = value.full_tensor()
+    elif is_of_old_shards(value):
+        value = gather_old_shards(value, CPU)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -54,7 +57,7 @@ def differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         if ours.keys() != theirs.keys():
             yield f"{path}: keys {list(ours)}, torch's {list(theirs)}"
-        for key in ours.keys() & theirs.keys():
+        for key in (key for key in ours if key in theirs):
             yield from differences(ours[key], theirs[key], f"{path}.{key}")
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):

@@ -365,7 +365,8 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         """
         if args:
             caution("state_dict: arguments by place are deprecated, give them by name", FutureWarning)
-            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+            named: tuple[Any, ...] = (destination, prefix, keep_vars)
+            destination, prefix, keep_vars = args + named[len(args) :]
         state = self._state
         kept = is_kept(state)
         is_outermost = destination is None and not state.is_summoned
