@@ -113,7 +113,9 @@ def trains_language(package, kind, use_orig_params):
             device_id=CPU,
             device_mesh=mesh,
         )
-        options = getattr(fsdp, f"{kind}OptimStateDictConfig")(offload_to_cpu=False)  # torch's next gather overwrites it
+        options = getattr(fsdp, f"{kind}OptimStateDictConfig")(
+            offload_to_cpu=False
+        )  # torch's next gather overwrites it
         api.set_state_dict_type(model, fsdp.StateDictType[f"{kind.upper()}_STATE_DICT"], None, options)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
