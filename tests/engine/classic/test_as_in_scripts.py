@@ -329,17 +329,20 @@ def of_an_ignored_layer(api, use_orig_params):
     model, optimizer = made(0)
     train(model, optimizer)
     values = kept(model.state_dict())
-    full = kept(fsdp.full_optim_state_dict(model, optimizer, rank0_only=False))
+    state = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    keys = {name: list(each) for name, each in state.items()}
+    config = api.FullOptimStateDictConfig(offload_to_cpu=False)  # else torch's next gather overwrites it on a CPU
+    fsdp.set_state_dict_type(model, api.StateDictType.FULL_STATE_DICT, None, config)
+    full = kept(fsdp.optim_state_dict(model, optimizer))
     sharded = fsdp.sharded_optim_state_dict(model, optimizer)
     kinds = [type(value).__name__ for name in ("1.weight", "1.bias") for value in sharded["state"][name].values()]
     places = fsdp.rekey_optim_state_dict(full, api.OptimStateKeyType.PARAM_ID, three_layers())
     names = fsdp.rekey_optim_state_dict(places, api.OptimStateKeyType.PARAM_NAME, three_layers())
     given = full if dist.get_rank() == 0 else None
-    saved = [full, kept(sharded), kept(places), kept(names), kinds, kept(fsdp.optim_state_dict(model, optimizer))]
-    return saved, [
+    assert_same_tree(names, full)
+    return [keys, full, places, kinds, list(whole(model))], [
         back(lambda m, o: fsdp.shard_full_optim_state_dict(full, m, optim=o)),
         back(lambda m, o: fsdp.scatter_full_optim_state_dict(given, m, optim=o)),
-        back(lambda m, o: fsdp.flatten_sharded_optim_state_dict(sharded, m, o)),
         back(lambda m, o: fsdp.optim_state_dict_to_load(m, o, full)),
     ]
 

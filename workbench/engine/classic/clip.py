@@ -59,10 +59,8 @@ def clip_grad_norm(
             f"clip_grad_norm_: only some ranks hold the gradient of {differing[0]!r}{more}; a step that failed or was "
             "aborted left it: drop the gradients on every rank with model.zero_grad(), and run the backward again"
         )
-    norms = [norm for norm, _ in found]
-    if by_mesh.get(None) or not norms:
-        norms.append(_local_norm(by_mesh.get(None, ()), norm_type, device))
-    total: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = torch.stack([*(norm for norm, _ in found), _local_norm(by_mesh.get(None, ()), norm_type, device)])
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scaled = [grad for grads in by_mesh.values() for grad in grads]
     for grad in scaled:
@@ -74,10 +72,9 @@ def clip_grad_norm(
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    if not grads:
-        return torch.zeros((), device=device)
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).to(device) for grad in grads]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)  # a zero among them: other last bits
+    zero = torch.zeros((), device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)
     return norm
 
 
