@@ -334,23 +334,24 @@ def of_an_ignored_layer(api, use_orig_params):
     sharded = fsdp.sharded_optim_state_dict(model, optimizer)
     places = fsdp.rekey_optim_state_dict(full, api.OptimStateKeyType.PARAM_ID, three_layers())
     names = fsdp.rekey_optim_state_dict(places, api.OptimStateKeyType.PARAM_NAME, three_layers())
-    given = full if dist.get_rank() == 0 else None
-    backs = [
-        back(lambda m, o: fsdp.shard_full_optim_state_dict(full, m, optim=o)),
+    given = kept(full) if dist.get_rank() == 0 else None
+    flat = list(fsdp.flatten_sharded_optim_state_dict(sharded, model, optimizer)["state"])
+    split = kept(sharded)
+    backs = [  # of copies: an optimizer steps the tensors that it loads
+        back(lambda m, o: fsdp.shard_full_optim_state_dict(kept(full), m, optim=o)),
         back(lambda m, o: fsdp.scatter_full_optim_state_dict(given, m, optim=o)),
-        back(lambda m, o: fsdp.flatten_sharded_optim_state_dict(sharded, m, o)),
-        back(lambda m, o: fsdp.optim_state_dict_to_load(m, o, full)),
+        back(lambda m, o: fsdp.optim_state_dict_to_load(m, o, kept(full))),
     ]
     if api is OURS:  # on a CPU what torch's wrapper offloads is overwritten by its next gather
         train(model, optimizer)
-        for saved in (full, names, sharded):
+        for saved in (full, names, split):
             assert_same_tree([saved["state"][f"1.{name}"] for name in ("weight", "bias")], own)
         for _, trained_on in backs:
             assert_same_tree(trained_on, kept(dict(model.state_dict())))
     states = [{key: list(each) for key, each in saved["state"].items()} for saved in (full, sharded, places, names)]
     kinds = [type(value).__name__ for name in ("1.weight", "1.bias") for value in sharded["state"][name].values()]
     groups = [saved["param_groups"] for saved in (full, sharded, places, names)]
-    return [states, kinds, groups, list(whole(model))], [keys for keys, _ in backs]
+    return [states, kinds, groups, list(whole(model))], [flat, *(keys for keys, _ in backs)]
 
 
 def keeps_what_is_ignored():
