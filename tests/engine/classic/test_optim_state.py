@@ -314,8 +314,6 @@ def test_what_does_not_fit_says_so():
         load({**saved, "state": odd})
     with pytest.raises(ValueError, match="parameters that are not in FullyShardedDataParallel, one of shape"):
         FSDP.optim_state_dict(model, adam(plain.parameters()))
-    with pytest.raises(TypeError, match="optim_input is not taken: give the optimizer"):
-        FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()))
     with pytest.raises(ValueError, match="rekey_optim_state_dict is for plain models"):
         FSDP.rekey_optim_state_dict(saved, Keys.PARAM_ID, model)
     with pytest.raises(ValueError, match="keys must all be names, or all places"):
