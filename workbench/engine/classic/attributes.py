@@ -117,6 +117,7 @@ class WrapperAttributes:
 
     @backward_prefetch.setter
     def backward_prefetch(self, value: BackwardPrefetch | None) -> None:
+        """Choose that, from the next backward on."""
         if value is not None:
             check_kind("backward_prefetch", value, BackwardPrefetch)
         self._state.when_to_prefetch = value
@@ -128,6 +129,7 @@ class WrapperAttributes:
 
     @forward_prefetch.setter
     def forward_prefetch(self, value: bool) -> None:
+        """Choose that, from the next forward on."""
         check_flags(forward_prefetch=value)
         self._state.forward_prefetch = None if value else ()
 
@@ -138,6 +140,7 @@ class WrapperAttributes:
 
     @limit_all_gathers.setter
     def limit_all_gathers(self, value: bool) -> None:
+        """Take it, as torch's does."""
         check_flags(limit_all_gathers=value)
         self._state.limit_all_gathers = value
 

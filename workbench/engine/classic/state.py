@@ -102,6 +102,7 @@ class WrapperState(FSDPState):
 
     @when_to_prefetch.setter
     def when_to_prefetch(self, when: BackwardPrefetch | None) -> None:
+        """Choose that; None: backward gathers nothing ahead."""
         self._when_to_prefetch = when
         self.backward_prefetch = () if when is None else None
 
