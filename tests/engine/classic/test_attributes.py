@@ -107,8 +107,8 @@ def states_of(api):
 def says_what_it_does():
     ours, theirs = map(states_of, (OURS, THEIRS))
     assert ours == theirs
-    assert {name for _, *names in ours for name in names} == {state.name for state in OURS.TrainingState}
-    assert [state.name for state in OURS.TrainingState] == [state.name for state in their_module.TrainingState]
+    assert {name for _, *names in ours for name in names} == {state.name for state in OURS.WrapperTrainingState}
+    assert [state.name for state in OURS.WrapperTrainingState] == [state.name for state in their_module.TrainingState]
 
 
 def test_the_training_state_is_torchs_at_every_point():

@@ -19,7 +19,7 @@ from workbench.engine.classic.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    TrainingState,
+    WrapperTrainingState,
 )
 from workbench.engine.classic.comm_hooks import (
     DefaultState,
@@ -65,7 +65,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "TrainingState",
+    "WrapperTrainingState",
     "allreduce_hook",
     "always_wrap_policy",
     "bf16_compress_hook",

@@ -45,7 +45,7 @@ class BackwardPrefetch(Enum):
     BACKWARD_POST = auto()
 
 
-class TrainingState(Enum):
+class WrapperTrainingState(Enum):
     """What a wrapper does.
 
     Attributes:

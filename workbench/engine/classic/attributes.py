@@ -14,7 +14,7 @@ from workbench.engine.classic.api import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    TrainingState,
+    WrapperTrainingState,
     check_kind,
 )
 from workbench.engine.classic.flat_param import FlatParameter
@@ -100,7 +100,7 @@ class WrapperAttributes:
         return self._state.cpu_offload
 
     @fixed("it follows from what the wrapper does")
-    def training_state(self) -> TrainingState:
+    def training_state(self) -> WrapperTrainingState:
         """What the wrapper does now."""
         return self._state.doing
 

@@ -19,13 +19,12 @@ from workbench.engine.classic.api import (
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
-    TrainingState,
+    WrapperTrainingState,
 )
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.managed import _get_managed_modules
 from workbench.engine.mesh import FSDPMeshInfo
-from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.param_group import TrainingState as UnitState
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
 from workbench.engine.state import FSDPState, state_of
 from workbench.engine.tree import WRAPPED
@@ -107,12 +106,12 @@ class WrapperState(FSDPState):
         self.backward_prefetch = () if when is None else None
 
     @property
-    def doing(self) -> TrainingState:
+    def doing(self) -> WrapperTrainingState:
         """What the wrapper does now."""
         if self.is_summoned:
-            return TrainingState.SUMMON_FULL_PARAMS
-        idle = self._training_state is UnitState.IDLE
-        return TrainingState.IDLE if idle else TrainingState.FORWARD_BACKWARD
+            return WrapperTrainingState.SUMMON_FULL_PARAMS
+        idle = self._training_state is TrainingState.IDLE
+        return WrapperTrainingState.IDLE if idle else WrapperTrainingState.FORWARD_BACKWARD
 
     @property
     def unit(self) -> FSDPParamGroup | None:
@@ -233,7 +232,7 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
     Raises:
         RuntimeError: one is; ``what`` was called there.
     """
-    busy = next((state for state in states if state._training_state is not UnitState.IDLE), None)
+    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
     if busy is not None:
         raise RuntimeError(
             f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way, or has raised; call it "
