@@ -73,17 +73,19 @@ class Runs:
     Attributes:
         failed: traceback by what was measured and under which implementation, such as ``steps of ours``.
         seats: where each rank is, if not here.
+        device: what they compute on.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
     seats: Sequence[Seat] = ()
+    device: str = "cpu"
 
     def on_ranks(self, what: str, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As :func:`tests.bench.processes.on_ranks`; no ranks at all if one of them, now or before, failed."""
         if what in self.failed:
             return []
         try:
-            return on_ranks(num_ranks, function, *args, seats=self.seats)
+            return on_ranks(num_ranks, function, *args, seats=self.seats, device=self.device)
         except RankFailure as error:
             self.failed[what] = str(error)
             return []

@@ -1,7 +1,7 @@
 """What only a GPU can show: NCCL, streams, no host synchronisation in a step, pinned memory, peak memory.
 
 One rank is enough for most of it: a mesh of one rank has no collective, so that the copies and the streams are seen
-alone; where there are two devices, two ranks show the collectives.
+alone. Two ranks show the collectives; where there is one device they share it.
 """
 
 import copy
@@ -20,6 +20,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from tests import cuda
 from tests.device import ByRows
 from tests.engine.models import Block, Net
 from workbench import engine
@@ -42,16 +43,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # whatever NCCL and torch's own warn of
 ]
-NUM_GPUS = torch.cuda.device_count()
-RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices"))]
+RANKS = [1, 2]
 DIM, VOCAB, LENGTH = 256, 64, 32
 
 
 def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., None], args: tuple) -> None:
     """CUDA cannot be used in a forked child: these ranks are spawned."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world_size)
+    cuda.take(rank, world_size)
+    dist.init_process_group(cuda.BACKENDS["cuda"], rank=rank, world_size=world_size)
     try:
         fn(*args)
         torch.cuda.synchronize()
@@ -373,7 +373,6 @@ def stream_of_each_gather() -> None:
     assert ctx.streams.copy_in != compute != ctx.streams.reduce
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices")
 def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
     run_on_gpus(2, stream_of_each_gather)
 
@@ -404,9 +403,9 @@ def test_many_parameters_are_copied_by_few_kernels():
     chunks = torch.empty(4, sum(layout.slot_numel for layout in layouts), device="cuda")
     fulls = [torch.empty(4 * layout.slot_numel, device="cuda") for layout in layouts]
     targets = [layout.by_rank(full) for layout, full in zip(layouts, fulls, strict=True)]
-    cuda = backend_of(chunks.device)
-    assert kernels_of(lambda: cuda.copy_in([ByRows(la) for la in layouts], [[grad] for grad in grads], chunks)) < 8
-    assert kernels_of(lambda: cuda.copy_out(chunks, targets)) < 8
+    backend = backend_of(chunks.device)
+    assert kernels_of(lambda: backend.copy_in([ByRows(la) for la in layouts], [[grad] for grad in grads], chunks)) < 8
+    assert kernels_of(lambda: backend.copy_out(chunks, targets)) < 8
     for layout, full, grad in zip(layouts, fulls, grads, strict=True):
         assert torch.equal(layout.full_view(full), grad)
 
@@ -431,7 +430,6 @@ def spinning_kernel() -> None:
     assert rows.tolist() == [1.0] * 8
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices")
 def test_a_kernel_that_waits_for_a_peer_ends_with_its_group():
     run_on_gpus(2, spinning_kernel)
 
