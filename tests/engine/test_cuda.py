@@ -5,24 +5,23 @@ alone. Two ranks show the collectives; where there is one device they share it.
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from tests import cuda
 from tests.device import ByRows
 from tests.engine.models import Block, Net
+from tests.engine.ranks import ON_GPUS, run_on_gpus
 from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
 from workbench.engine.backends import backend_of
@@ -31,7 +30,6 @@ from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Collective
 from workbench.engine.state import states_below, units_of
 from workbench.events import BESIDE, COLLECTIVES, Kind
-from workbench.ports import reserved_port
 from workbench.replay.device import on_device
 from workbench.replay.spans import spans
 from workbench.runtime.recorder import Recorder
@@ -47,22 +45,11 @@ RANKS = [1, 2]
 DIM, VOCAB, LENGTH = 256, 64, 32
 
 
-def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., None], args: tuple) -> None:
-    """CUDA cannot be used in a forked child: these ranks are spawned."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    cuda.take(rank, world_size)
-    dist.init_process_group(cuda.BACKENDS["cuda"], rank=rank, world_size=world_size)
-    try:
-        fn(*args)
-        torch.cuda.synchronize()
-    finally:
-        engine.groups.forget_all()
-        dist.destroy_process_group()
-
-
-def run_on_gpus(world_size: int, fn: Callable[..., None], *args: object) -> None:
-    """Call ``fn(*args)`` on ``world_size`` ranks with a device each; raises what one of them raises."""
-    mp.spawn(_rank_main, (world_size, reserved_port(), fn, args), nprocs=world_size)
+@pytest.fixture(scope="module", autouse=True)
+def ranks_stay():
+    """The module has ranks of its own, and what starts them: the first test starts them, the last one ends them."""
+    yield
+    ON_GPUS.end()
 
 
 def make(**options: object) -> Net:
@@ -173,15 +160,16 @@ def test_inputs_on_the_host_are_moved(world_size):
 # ---- offloading
 
 
-def offloaded() -> None:
+def offloaded(*, is_fused: bool) -> None:
     model = shard(make(), offload_policy=CPUOffloadPolicy())
     for _ in range(2):
         loss_of(model, tokens(0)).backward()
     for param in model.parameters():
         assert param.to_local().is_pinned()
         assert param.grad.to_local().device.type == "cpu"
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+    optimizer.step()
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters())
     engine.reshard_module(model, offload_policy=engine.OffloadPolicy(), optimizers=[optimizer])
     for name, param in model.named_parameters():
         assert param.to_local().is_cuda
@@ -198,9 +186,10 @@ def offloaded() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("world_size", RANKS)
-def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size):
-    run_on_gpus(world_size, offloaded)
+def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size, is_fused):
+    run_on_gpus(world_size, partial(offloaded, is_fused=is_fused))
 
 
 def copied_beside_backward() -> None:

@@ -163,10 +163,11 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
         if old.grad is not None:
             plain.grad = state_like(like, old.grad)
     for optimizer in optimizers:
+        counts = _keys_of_counts(optimizer)
         for each, state in optimizer.state.items():
             if each in likes:
-                values = [value for value in state.values() if isinstance(value, DTensor)]
-                memo |= {id(value): state_like(likes[each], value) for value in values}
+                moved = {k: v for k, v in state.items() if isinstance(v, DTensor) or (each, k) in counts}
+                memo |= {id(v): _moved(likes[each], v, is_count=(each, k) in counts) for k, v in moved.items()}
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())
@@ -255,8 +256,9 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Non
 
 def staged(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Callable[[], None]:
     """Do all of :func:`remap_optimizer` that can fail (collective); what is returned does the rest."""
+    counts = _keys_of_counts(optimizer)
     states = {
-        old: {key: state_like(new, value) for key, value in optimizer.state[old].items()}
+        old: {key: _moved(new, v, is_count=(old, key) in counts) for key, v in optimizer.state[old].items()}
         for old, new in mapping.items()
         if old in optimizer.state
     }
@@ -271,6 +273,28 @@ def _commit(
     for old, state in states.items():
         del optimizer.state[old]
         optimizer.state[mapping[old]] = state
+
+
+def _keys_of_counts(optimizer: torch.optim.Optimizer) -> set[tuple[torch.Tensor, str]]:
+    """Return the parameters whose step count has to be where they are, with its key: their kernel reads it there.
+
+    It is so with ``fused`` and ``capturable`` of torch's optimizers; else a count stays on the host.
+    """
+    return {
+        (param, "step")
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for param in group["params"]
+        if isinstance(optimizer.state.get(param, {}).get("step"), torch.Tensor)
+    }
+
+
+def _moved(param: torch.Tensor, value: Any, *, is_count: bool) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    """Return :func:`state_like`; a count that a kernel reads is where the parameter is."""
+    moved = state_like(param, value)
+    if not is_count or isinstance(moved, DTensor):
+        return moved
+    return moved.to(local_of(param).device if isinstance(param, DTensor) else param.device, copy=True)
 
 
 def state_like(param: torch.Tensor, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
