@@ -22,6 +22,7 @@ from tests.bench.between_hosts import compare_hosts
 from tests.bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, RECORDED, Case
 from tests.bench.compare import Effort, compare, compare_classic, compare_recording, compare_sharding
 from tests.bench.gpu import compare_gpu
+from workbench.devices import DEVICES
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
@@ -118,7 +119,7 @@ def _sharding(effort: Effort) -> Tree:
 
 
 def _cases(part: str, chosen: Sequence[str]) -> list[tuple[str, Case]]:
-    if part in (given := {"hosts": HOSTS_CASES, "gpu": GPU_CASES if torch.cuda.is_available() else {}}):
+    if part in (given := {"hosts": HOSTS_CASES, "gpu": GPU_CASES if DEVICES["cuda"].may_be_here() else {}}):
         return list(given[part].items())
     return [(name, case) for name, case in CLASSIC_CASES.items() if name.removesuffix("-4ranks") in chosen]
 

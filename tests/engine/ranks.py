@@ -57,8 +57,6 @@ def _rank_main(
     if job is not None:
         _run(job, rank, ports, address)
         return
-    if device == "cuda":
-        cuda.take(rank, world_size)
     begin = RankState()
     with suppress(EOFError):
         while (message := ports[rank].recv_bytes()) and _run(unpacked(message), rank, ports, address, device):
@@ -71,6 +69,8 @@ def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     fn, args = job
     try:
+        if device == "cuda":
+            cuda.take(rank, len(ports))
         store = _store(rank, ports[rank], address)
         dist.init_process_group(cuda.BACKENDS[device], store=store, rank=rank, world_size=len(ports))
         dist.barrier()  # a rank that fails at once would leave those that are still connecting to it

@@ -415,7 +415,9 @@ def spinning_kernel() -> None:
             engine.groups.end_iteration([group])
     engine.groups.rebuild_all()
     torch.cuda.synchronize()  # else for ever
-    group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call).finish()
+    pending = group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
+    pending.block()  # the stream waits, not the host
+    pending.finish()
     assert rows.tolist() == [1.0] * 8
 
 
