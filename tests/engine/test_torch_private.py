@@ -57,7 +57,7 @@ from workbench.engine._torch import (
     lists_parameters_for_checkpoints,
     local_of,
     make_spec,
-    name_groups_after,
+    name_groups_from,
     named_groups,
     new_group,
     optimizers_in_checkpoint,
@@ -571,9 +571,9 @@ def names() -> None:
     mine, theirs = new_group([0], "mine"), dist.new_group([0])
     (default, world), *rest = named_groups().items()
     assert world is dist.group.WORLD
-    number = name_groups_after(0)
+    number = name_groups_from(0)
     assert rest == [("mine", mine), (str(number - 1), theirs)]
-    assert name_groups_after(number + 5) == name_groups_after(0) == number + 5
+    assert name_groups_from(number + 5) == name_groups_from(0) == number + 5
     later = dist.new_group([0])
     assert list(named_groups().items())[-1] == (str(number + 5), later)
     assert distributed_c10d._resolve_process_group("mine") is mine  # as a mesh finds it

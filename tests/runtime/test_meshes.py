@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.runtime.job import namespace, run
-from workbench.engine._torch import name_groups_after, named_groups
+from workbench.engine._torch import name_groups_from, named_groups
 from workbench.engine.groups import OWN
 from workbench.runtime import rank as rank_module
 from workbench.runtime.distributed import AXES
@@ -83,7 +83,7 @@ def life_of_a_users_groups():
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     inputs = torch.ones(2, 4)
     before = model(inputs).tolist()
-    name_groups_after(9 + ns["rank"])  # as if some had made groups that others had not, as an error came in between
+    name_groups_from(9 + ns["rank"])  # as if some had made groups that others had not, as an error came in between
     for generation in ("1", "2"):
         rank_module.recover(generation)
         assert model(inputs).tolist() == before
@@ -108,7 +108,7 @@ def half_made():
     ranks = dist.get_process_group_ranks
     known = {name: ranks(group) for name, group in named_groups().items() if not name.startswith(OWN)}
     lost = {"lost": [0, 1, 2]} if ns["rank"] < 2 else {}
-    return sorted(groups._revive(known | lost, 7)), name_groups_after(0)
+    return sorted(groups._revive(known | lost, 7)), name_groups_from(0)
 
 
 def test_a_group_that_not_all_of_its_ranks_made_is_dropped():

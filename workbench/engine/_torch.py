@@ -370,8 +370,8 @@ def named_groups() -> dict[str, dist.ProcessGroup]:
     return {str(world.pg_names[group]): group for group in world.pg_map}
 
 
-def name_groups_after(number: int) -> int:
-    """Give groups that are made from now on numbers above ``number`` as names; return the last one that was given."""
+def name_groups_from(number: int) -> int:
+    """Let the groups that are made from now on be numbered from ``number`` on at least; return the next number."""
     world = distributed_c10d._world
     world.group_count = max(world.group_count, number)
     return world.group_count

@@ -103,7 +103,7 @@ class Size:
         names: of every place where it is, as they are where there are no wrappers.
         shape: of the whole.
         itemsize: bytes of an element.
-        unit: that it is of; None: the engine does not manage it.
+        unit: the one that it belongs to; None: the engine does not manage it.
     """
 
     names: tuple[str, ...]

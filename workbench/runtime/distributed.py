@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
-from workbench.engine._torch import name_groups_after, named_groups, new_group
+from workbench.engine._torch import name_groups_from, named_groups, new_group
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.state import roots
@@ -177,7 +177,7 @@ class ProcessGroups:
         Returns:
             each old group that there is again, and the new one.
         """
-        old, number = named_groups(), name_groups_after(0)
+        old, number = named_groups(), name_groups_from(0)
         ranks = {name: dist.get_process_group_ranks(group) for name, group in old.items()}
         self._destroy()
         cancellation.reset()
@@ -192,11 +192,11 @@ class ProcessGroups:
 
         Args:
             known: global ranks of this rank's groups by name, the default one first.
-            number: the last that this rank has given a group as a name.
+            number: the next that this rank would give a group as a name.
         """
         everywhere: list[Any] = [None] * self.world_size
         dist.all_gather_object(everywhere, (known, number))
-        name_groups_after(max(last for _, last in everywhere))
+        name_groups_from(max(following for _, following in everywhere))
         default = named_groups()
         with self._sockets.tracked():
             made = {  # in the same order on all ranks: a group is made when all of its ranks are there

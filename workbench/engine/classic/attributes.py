@@ -112,12 +112,12 @@ class WrapperAttributes:
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the unit that comes next; None: not ahead. A new value counts at once."""
+        """When backward gathers the next unit; None: when it needs it. A new value counts at once."""
         return self._state.when_to_prefetch
 
     @backward_prefetch.setter
     def backward_prefetch(self, value: BackwardPrefetch | None) -> None:
-        """Choose that, from the next backward on."""
+        """Change it, from the next backward on."""
         if value is not None:
             check_kind("backward_prefetch", value, BackwardPrefetch)
         self._state.when_to_prefetch = value
@@ -129,7 +129,7 @@ class WrapperAttributes:
 
     @forward_prefetch.setter
     def forward_prefetch(self, value: bool) -> None:
-        """Choose that, from the next forward on."""
+        """Change it, from the next forward on."""
         check_flags(forward_prefetch=value)
         self._state.forward_prefetch = None if value else ()
 
@@ -140,7 +140,7 @@ class WrapperAttributes:
 
     @limit_all_gathers.setter
     def limit_all_gathers(self, value: bool) -> None:
-        """Take it, as torch's does."""
+        """Keep the value, so that it can be read; nothing else follows from it, as with torch's wrapper."""
         check_flags(limit_all_gathers=value)
         self._state.limit_all_gathers = value
 

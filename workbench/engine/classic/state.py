@@ -96,12 +96,12 @@ class WrapperState(FSDPState):
 
     @property
     def when_to_prefetch(self) -> BackwardPrefetch | None:
-        """When backward starts to gather for the wrapper that comes next."""
+        """When backward gathers the next wrapper's parameters; None: when it needs them."""
         return self._when_to_prefetch
 
     @when_to_prefetch.setter
     def when_to_prefetch(self, when: BackwardPrefetch | None) -> None:
-        """Choose that; None: backward gathers nothing ahead."""
+        """Change it, from the next backward on."""
         self._when_to_prefetch = when
         self.backward_prefetch = () if when is None else None
 
