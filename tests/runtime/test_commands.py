@@ -354,6 +354,7 @@ def unmanaged():
     sharded = execute(Shard(model="model", ignore=("scale",)))
     model.layer.weight.register_hook(lambda grad: grad)
     model.adapter = torch.nn.Linear(4, 4)
+    ns["same"], ns["part"] = model, model.layer
 
     def train_step():
         ns["model"](torch.ones(2, 4)).sum().backward()

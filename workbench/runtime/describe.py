@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +64,19 @@ def unmanaged() -> tuple[str, ...]:
 
     Example: ``("model.scale",)``: what ``model.get_parameter("scale")`` returns.
     """
-    models = [(name, find_module(name)) for name in module_names()]
-    return tuple(
-        f"{name}.{param}" for name, model in models if states_below(model) for param in unmanaged_params(model)
-    )
+    models = {name: find_module(name) for name in module_names()}
+    sharded = outermost({name: model for name, model in models.items() if states_below(model)})
+    return tuple(f"{name}.{param}" for name, model in sharded.items() for param in unmanaged_params(model))
+
+
+def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return each of some models under its first name, without those that are a part of another one.
+
+    Cells have several variables for one model, and a loop over its blocks leaves one of these in a variable.
+    """
+    parts = {id(part) for model in models.values() for part in model.modules() if part is not model}
+    names = {id(model): name for name, model in reversed([*models.items()]) if id(model) not in parts}
+    return {name: model for name, model in models.items() if names.get(id(model)) == name}
 
 
 def _owned(model: nn.Module) -> set[nn.Parameter]:

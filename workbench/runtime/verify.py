@@ -30,7 +30,7 @@ from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.protocol.commands import Verified, Verify
 from workbench.runtime import sharding
-from workbench.runtime.describe import sizes_of, unit_infos, unmanaged_in
+from workbench.runtime.describe import outermost, sizes_of, unit_infos, unmanaged_in
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.training import find_step_function, loss_of
@@ -76,12 +76,8 @@ def verify(command: Verify) -> Verified:
 def _find_sharded(name: str) -> nn.Module:
     if name:
         return sharding.find_sharded(name)
-    sharded = {n: find_module(n) for n in module_names() if sharding.is_sharded(find_module(n))}
-    inner = {
-        id(m) for model in {id(m): m for m in sharded.values()}.values() for m in model.modules() if m is not model
-    }
-    names = [n for n, model in sharded.items() if id(model) not in inner]  # a loop over blocks leaves one in a variable
-    if len({id(sharded[n]) for n in names}) != 1:
+    names = list(outermost({n: find_module(n) for n in module_names() if sharding.is_sharded(find_module(n))}))
+    if len(names) != 1:
         raise UsageError(
             f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
             if names
