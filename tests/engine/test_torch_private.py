@@ -63,6 +63,7 @@ from workbench.engine._torch import (
     optimizers_in_checkpoint,
     parameter_of,
     premultiplied_sum,
+    put_parameter,
     queue_backward_final_callback,
     reduce_scatter_single,
     set_composed,
@@ -328,11 +329,12 @@ def test_a_conversion_keeps_the_parameter_and_exchanges_what_it_wraps(world_size
     run_ranks(world_size, conversions)
 
 
-def test_a_parameter_is_exchanged_where_modules_look_for_it():
+@pytest.mark.parametrize("exchange", [set_parameter, put_parameter])
+def test_a_parameter_is_exchanged_where_modules_look_for_it(exchange):
     module = nn.Linear(2, 2)
     plain = nn.Parameter(torch.ones(2, 2))
     assert parameter_of(module, "weight") is module.weight
-    set_parameter(module, "weight", plain)
+    exchange(module, "weight", plain)
     assert module.weight is parameter_of(module, "weight") is plain
     assert parameter_of(module, "no such") is None
     assert dict(module.named_parameters())["weight"] is plain

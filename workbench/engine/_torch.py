@@ -278,9 +278,14 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     A module that has a ``__setattr__`` of its own wants to know.
     """
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = param
+        put_parameter(module, name, param)
     else:
         setattr(module, name, param)
+
+
+def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Exchange a registered parameter; nothing of the module is called."""
+    module._parameters[name] = param
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ def _of_view(traceback: TracebackType | None) -> str:
 
 def _of_kept(traceback: TracebackType | None) -> str:
     """Say which full parameter a failed operation may have had while it holds nothing; empty: none."""
-    fulls = {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
+    fulls = _fulls()
     for frame in reversed([frame for frame, _ in walk_tb(traceback)]):
         for value in list(frame.f_locals.values()):
             full = fulls.get(id(value))
@@ -98,9 +98,14 @@ def _of_kept(traceback: TracebackType | None) -> str:
     return ""
 
 
+def _fulls() -> dict[int, FullParam]:
+    """Return what there is of full parameters, by the id of what modules have."""
+    return {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
+
+
 def _viewed_in(traceback: TracebackType | None) -> Iterator[FullParam]:
     """Yield parameters of which views are in the graphs of the tensors that a backward was called with."""
-    fulls = {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
+    fulls = _fulls()
     locals_of = (frame.f_locals.values() for frame, _ in walk_tb(traceback))
     found = [each for values in locals_of for value in values for each in _tensors_in(value)]
     nodes: list[Any] = [tensor.grad_fn for tensor in found]

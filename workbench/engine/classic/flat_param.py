@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from workbench.engine._torch import drop_own_parameter, parameter_of, set_own_parameter
+from workbench.engine._torch import drop_own_parameter, parameter_of, put_parameter, set_own_parameter
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
@@ -479,7 +479,7 @@ class FlatParam(FSDPParam):
             part.info.register(param)
             return
         for module, name in part.info.places:
-            module._parameters[name] = param
+            put_parameter(module, name, param)
 
     def to_rest(self) -> None:
         """Let the modules have the originals, where these are what is owned; and show gradients that are added up."""
