@@ -30,7 +30,7 @@ class _Starters:
     def processes(self) -> frozenset[psutil.Process]:
         """The one that is forked, and the one that looks after what these share."""
         pids = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
-        return frozenset(psutil.Process(pid) for pid in pids if pid is not None)
+        return frozenset(psutil.Process(pid) for pid in pids if pid is not None and psutil.pid_exists(pid))
 
     def end(self) -> None:
         """End them."""
