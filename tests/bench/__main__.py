@@ -119,8 +119,10 @@ def _sharding(effort: Effort) -> Tree:
 
 
 def _cases(part: str, chosen: Sequence[str]) -> list[tuple[str, Case]]:
-    if part in (given := {"hosts": HOSTS_CASES, "gpu": GPU_CASES if DEVICES["cuda"].may_be_here() else {}}):
-        return list(given[part].items())
+    if part == "hosts":
+        return list(HOSTS_CASES.items())
+    if part == "gpu":
+        return list(GPU_CASES.items()) if DEVICES["cuda"].may_be_here() else []
     return [(name, case) for name, case in CLASSIC_CASES.items() if name.removesuffix("-4ranks") in chosen]
 
 

@@ -185,13 +185,21 @@ def _bytes(case: Case, runs: Runs) -> Tree:
     return found
 
 
+def in_rounds(
+    runs: Runs, case: Case, names: Sequence[str], effort: Effort, function: Callable[[Case, str, int], Step]
+) -> dict[str, list[list[Step]]]:
+    """Return what ``function`` measured of each implementation: per start, per rank."""
+    found: dict[str, list[list[Step]]] = {name: [] for name in names}
+    for number in range(effort.rounds):
+        for name in rotated(names, number):
+            found[name].append(runs.on_ranks(f"steps of {name}", case.num_ranks, function, case, name, effort.steps))
+    return found
+
+
 def compare_classic(case: Case, effort: Effort) -> Tree:
     """Measure one case under the wrappers, ours and torch's, and under our ``fully_shard``: steps, and bytes."""
     runs = Runs()
-    samples: dict[str, list[list[list[Sample]]]] = {name: [] for name in CLASSICS}
-    for number in range(effort.rounds):
-        for name in rotated(tuple(CLASSICS), number):
-            samples[name].append(runs.on_ranks(f"steps of {name}", case.num_ranks, measure, case, name, effort.steps))
+    samples = in_rounds(runs, case, tuple(CLASSICS), effort, measure)
     steps_ms = {name: row(starts)["wall_ms"]["median"] for name, starts in samples.items() if all(starts)}
     found: Tree = {"steps_ms": steps_ms, "peak_mb": {}, "rest_mb": {}}
     for name in (CLASSIC_TORCH, CLASSIC):

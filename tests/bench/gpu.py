@@ -5,22 +5,16 @@ from typing import Any
 import torch
 
 from tests.bench.cases import ALONE, OURS, TORCH, Case
-from tests.bench.compare import Effort, Runs, row
-from tests.bench.stats import rotated
+from tests.bench.compare import Effort, Runs, in_rounds, row
 from tests.bench.training import Sample, measure
 
 NAMES = (ALONE, TORCH, OURS)
 
 
 def compare_gpu(case: Case, effort: Effort) -> dict[str, Any]:
-    """Measure one case under the three; a step has ended when the device is done with it."""
+    """Measure one case under compute alone, torch's engine and ours; a step ends when the device is done with it."""
     runs = Runs(device=case.device)
-    found: dict[str, list[list[tuple[list[Sample], int]]]] = {name: [] for name in NAMES}
-    for number in range(effort.rounds):
-        for name in rotated(NAMES, number):
-            found[name].append(
-                runs.on_ranks(f"steps of {name}", case.num_ranks, _measure_both, case, name, effort.steps)
-            )
+    found = in_rounds(runs, case, NAMES, effort, _measure_both)
     whole = {name: starts for name, starts in found.items() if starts and all(starts)}
     steps_ms = {
         name: row([[samples for samples, _ in ranks] for ranks in starts])["wall_ms"]["median"]

@@ -99,7 +99,7 @@ def _of_kept(traceback: TracebackType | None) -> str:
 
 
 def _fulls() -> dict[int, FullParam]:
-    """Return what there is of full parameters, by the id of what modules have."""
+    """Return all full parameters, by the id of the tensor that their modules hold."""
     return {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
 
 

@@ -163,11 +163,11 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
         if old.grad is not None:
             plain.grad = state_like(like, old.grad)
     for optimizer in optimizers:
-        counts = _keys_of_counts(optimizer)
+        counted = _counted_by_kernels(optimizer)
         for each, state in optimizer.state.items():
             if each in likes:
-                moved = {k: v for k, v in state.items() if isinstance(v, DTensor) or (each, k) in counts}
-                memo |= {id(v): _moved(likes[each], v, is_count=(each, k) in counts) for k, v in moved.items()}
+                moved = _moved(state, likes[each], counts_there=each in counted)
+                memo |= {id(value): moved[key] for key, value in state.items() if moved[key] is not value}
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())
@@ -256,9 +256,9 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Non
 
 def staged(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Callable[[], None]:
     """Do all of :func:`remap_optimizer` that can fail (collective); what is returned does the rest."""
-    counts = _keys_of_counts(optimizer)
+    counted = _counted_by_kernels(optimizer)
     states = {
-        old: {key: _moved(new, v, is_count=(old, key) in counts) for key, v in optimizer.state[old].items()}
+        old: _moved(optimizer.state[old], new, counts_there=old in counted)
         for old, new in mapping.items()
         if old in optimizer.state
     }
@@ -275,26 +275,22 @@ def _commit(
         optimizer.state[mapping[old]] = state
 
 
-def _keys_of_counts(optimizer: torch.optim.Optimizer) -> set[tuple[torch.Tensor, str]]:
-    """Return the parameters whose step count has to be where they are, with its key: their kernel reads it there.
+def _moved(state: dict[str, Any], param: torch.Tensor, *, counts_there: bool) -> dict[str, Any]:
+    """Return an optimizer's state as ``param`` needs it; values that stay as they are are the same objects.
 
-    It is so with ``fused`` and ``capturable`` of torch's optimizers; else a count stays on the host.
+    ``counts_there``: a kernel reads the step count, which has to be where ``param`` is.
     """
-    return {
-        (param, "step")
-        for group in optimizer.param_groups
-        if group.get("fused") or group.get("capturable")
-        for param in group["params"]
-        if isinstance(optimizer.state.get(param, {}).get("step"), torch.Tensor)
-    }
+    moved = {key: state_like(param, value) for key, value in state.items()}
+    count = moved.get("step")
+    if counts_there and isinstance(count, torch.Tensor) and not isinstance(count, DTensor):
+        moved["step"] = count.to(local_of(param).device if isinstance(param, DTensor) else param.device)
+    return moved
 
 
-def _moved(param: torch.Tensor, value: Any, *, is_count: bool) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    """Return :func:`state_like`; a count that a kernel reads is where the parameter is."""
-    moved = state_like(param, value)
-    if not is_count or isinstance(moved, DTensor):
-        return moved
-    return moved.to(local_of(param).device if isinstance(param, DTensor) else param.device, copy=True)
+def _counted_by_kernels(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Return the parameters whose step count a kernel reads: with ``fused`` or ``capturable``."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {param for group in groups for param in group["params"]}
 
 
 def state_like(param: torch.Tensor, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything

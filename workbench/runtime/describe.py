@@ -70,13 +70,19 @@ def unmanaged() -> tuple[str, ...]:
 
 
 def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return each of some models under its first name, without those that are a part of another one.
+    """Return the models that are not part of another one, each under the first of its names.
 
-    Cells have several variables for one model, and a loop over its blocks leaves one of these in a variable.
+    Several variables may hold one model, and a loop over its blocks leaves a block in a variable.
     """
-    parts = {id(part) for model in models.values() for part in model.modules() if part is not model}
-    names = {id(model): name for name, model in reversed([*models.items()]) if id(model) not in parts}
-    return {name: model for name, model in models.items() if names.get(id(model)) == name}
+    once: dict[int, tuple[str, nn.Module]] = {}
+    for name, model in models.items():
+        once.setdefault(id(model), (name, model))
+    if len(once) > 1:  # each training forward of a cell asks: do not walk through the only model
+        for _, model in tuple(once.values()):
+            for part in model.modules():
+                if part is not model:
+                    once.pop(id(part), None)
+    return dict(once.values())
 
 
 def _owned(model: nn.Module) -> set[nn.Parameter]:
@@ -112,7 +118,7 @@ class Size:
         names: of every place where it is, as they are where there are no wrappers.
         shape: of the whole.
         itemsize: bytes of an element.
-        unit: the one that it belongs to; None: the engine does not manage it.
+        unit: the one that manages it, or None.
     """
 
     names: tuple[str, ...]

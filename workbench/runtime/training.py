@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from workbench.engine import StepAborted
 from workbench.engine._torch import local_of
 from workbench.engine.explain import explain
-from workbench.engine.state import missed_grads, roots
+from workbench.engine.state import missed_grads
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category, Edge
@@ -73,7 +73,6 @@ class Trainer:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._running = False
-        self._models: frozenset[int] = frozenset()  # their roots, when parameters in no unit were looked for
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = 0
         self.not_finite_since: int | None = None
@@ -151,9 +150,7 @@ class Trainer:
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
-            if (models := frozenset(map(id, roots))) != self._models:  # looking at all modules takes its time
-                self._models = models
-                self._recorder.note_unmanaged(unmanaged())
+            self._recorder.note_unmanaged(unmanaged())
             self._recorder.begin_step()
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature

@@ -112,7 +112,7 @@ class WrapperAttributes:
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the next unit; None: when it needs it. A new value counts at once."""
+        """When backward gathers the next unit's parameters; None: only when they are needed."""
         return self._state.when_to_prefetch
 
     @backward_prefetch.setter

@@ -96,7 +96,7 @@ class WrapperState(FSDPState):
 
     @property
     def when_to_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the next wrapper's parameters; None: when it needs them."""
+        """When backward gathers the parameters of the next wrapper; None: only when they are needed."""
         return self._when_to_prefetch
 
     @when_to_prefetch.setter
