@@ -28,7 +28,7 @@ OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE) $(OTHER_P
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
-WHOLE := $(if $(CI),-m "")# in CI all rows of cross products, elsewhere those of all pairs of values
+WHOLE := $(if $(CI),-m "")# in CI all tests, elsewhere those that are not marked `exhaustive`
 SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
 export PYTHONDONTWRITEBYTECODE :=# tests start hundreds of Pythons: each would compile all sources again
 PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
@@ -47,7 +47,8 @@ help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
-	@echo "make test         lint, types and all tests; the last lines say which were left out for want of a tool, and what brings it"
+	@echo "make test         lint, types and tests; the last lines say which were left out for want of a tool, and what brings it;"
+	@echo "                  with CI set all tests: whole cross products, and long scenes in a browser or on several hosts"
 	@echo "make test-torch   what depends on torch's version with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab, with the panel"

@@ -426,7 +426,12 @@ export interface Preview {
   readonly units: readonly string[];
   /** of the whole model. */
   readonly bytes_unsharded: number;
-  /** what each rank would hold. */
+  /** of those of its parameters that would be in no unit, which each rank keeps in full. */
+  readonly bytes_ignored: number;
+  /**
+   * what each rank would hold, those parameters included; of gradients and Adam's state what
+   * units have.
+   */
   readonly at_rest: readonly RestPreview[];
   /** the collectives of one step of one forward and one backward. */
   readonly sent: readonly SentPreview[];

@@ -129,6 +129,18 @@ def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_a
     assert "padding wastes 4 B" in subtitle(fig)
 
 
+def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
+    def cut(numels, num_ranks, **unit):
+        said = words(layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))).splitlines()
+        first = next((place for place, line in enumerate(said) if line.startswith("cut between")), None)
+        return "" if first is None else " ".join(said[first : first + 2])
+
+    assert cut((4, 6, 3), 4).startswith("cut between ranks: p1 (1-2), p2 (2-3) ")
+    assert cut((4, 4), 2) == ""
+    assert cut((3, 6), 2, replicate_size=2).startswith("cut between shard-ranks: p1 (0-1) ")
+    assert "p0 (0-4), p1 (4-6), p2 (6-7) and 1 more" in cut((40, 15, 15, 10, 1), 9)
+
+
 def test_a_rank_behind_the_end_of_a_flat_parameter_is_empty():
     fig = layout(trace_of(flat_unit((2,), 4), world_size=4))
     assert [(int(base), text) for _, base, _, text, _ in bars(fig, "empty shard")] == [(2, "empty"), (3, "empty")]
