@@ -20,7 +20,6 @@ from workbench.events import Kind
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import VIEWS, compare, draw
-from workbench.views.layout import layout
 from workbench.views.talk import for_talk
 from workbench.widgets.modules import joined
 
@@ -103,8 +102,8 @@ def figures():
     found = {f"{name} of {what}": draw(name, trace) for name in VIEWS for what, trace in traces.items()}
     found["memory with the process"] = draw("memory", deep, process=True)
     found["memory of three steps"] = draw("memory", deep, steps=3)
-    found["a unit alone"] = layout(deep, unit=deep.header.units[-1].name)
-    found["flat parameters"] = layout(Trace(Header(world_size=4, units=FLAT)))
+    found["a unit alone"] = draw("layout", deep, unit="base_model.model.layers.2")
+    found["flat parameters"] = draw("layout", Trace(Header(world_size=4, units=FLAT)))
     found["nothing to draw"] = draw("training", Trace.empty())
     found["compare"] = compare.draw(deep, kept, names=("before.trace", "last, steps 3..5"))
     return found
