@@ -3,14 +3,14 @@
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
 #                empty: where pip looks. Another choice takes effect after `make clean`.
-#   JOBS         files of tests that run at the same time, by default one more than cores, as tests wait for much, and at
+#   JOBS         files of tests that run at the same time, by default two more than cores, as tests wait for much, and at
 #                most 6; 0: one after the other, in this process
 #   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M", for the first also "--only live trace"; "--help"
 #                lists them
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 6))')
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 6))')
 BENCH_FLAGS ?=
 TORCH := 2.13.0
 OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed

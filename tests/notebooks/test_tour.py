@@ -115,12 +115,14 @@ def test_every_collective_is_as_the_closed_form_says(trace):
     assert sent.calls == 40 * (9 + 5) - 1 + 3 * (5 + 5)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_fit_into_a_binder(binder_run):
     assert binder_run.code == 0, binder_run.stdout[-2000:] + binder_run.stderr[-4000:]
     assert re.search(r"ranks +2 \(cpu\)", binder_run.stdout)
     assert 0.3 * 2**30 < binder_run.peak_bytes < 1.4 * 2**30  # leaves 0.1 GiB of 1.5 for the server
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_learn_as_well(binder_run):
     losses = re.search(r"([\d.]+) -> ([\d.]+) nats per character; a unigram model has ([\d.]+)", binder_run.stdout)
     assert float(losses[2]) < float(losses[3]) - 0.4
