@@ -3,14 +3,14 @@
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
 #                empty: where pip looks. Another choice takes effect after `make clean`.
-#   JOBS         files of tests that run at the same time, by default one more than cores, as tests wait for much, and at
+#   JOBS         files of tests that run at the same time, by default two more than cores, as tests wait for much, and at
 #                most 6; 0: one after the other, in this process
 #   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M", for the first also "--only live trace"; "--help"
 #                lists them
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 6))')
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 6))')
 BENCH_FLAGS ?=
 TORCH := 2.13.0
 OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
@@ -28,7 +28,7 @@ OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE) $(OTHER_P
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
-WHOLE := $(if $(CI),-m "")# in CI all rows of cross products, elsewhere those of all pairs of values
+WHOLE := $(if $(CI),-m "")# in CI all tests, elsewhere those that are not marked `exhaustive`
 SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
 export PYTHONDONTWRITEBYTECODE :=# tests start hundreds of Pythons: each would compile all sources again
 PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
@@ -47,7 +47,8 @@ help:
 	@echo "make demo         run the tour on CPU ranks; write build/demo/tour.html and build/demo/tour.trace"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
-	@echo "make test         lint, types and all tests; the last lines say which were left out for want of a tool, and what brings it"
+	@echo "make test         lint, types and tests; the last lines say which were left out for want of a tool, and what brings it;"
+	@echo "                  with CI set all tests: whole cross products, and long scenes in a browser or on several hosts"
 	@echo "make test-torch   what depends on torch's version with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make lab          open the tour in JupyterLab, with the panel"

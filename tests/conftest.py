@@ -12,9 +12,14 @@ from tests import browser, hosts, leaks, tools
 from tests.cpu_time import CpuTime
 from workbench.cluster.keeper import KEEPER
 
-# time is no law here: machines are shared; what CI says of a commit does not depend on chance
+# time is no law here: machines are shared; CI looks at many examples, and what it says does not depend on chance
+IN_CI = "CI" in os.environ
 settings.register_profile(
-    "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+    "laws",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=IN_CI,
+    max_examples=100 if IN_CI else 30,
 )
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.load_profile("laws")
@@ -52,7 +57,7 @@ def pytest_terminal_summary(terminalreporter):
     """Last of all: which tests were left out for want of what, and in CI how long each file took."""
     yield
     reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
-    if "CI" in os.environ:
+    if IN_CI:
         terminalreporter.section("seconds per file")
         terminalreporter.write_line("\n".join(seconds_per_file(reports)))
     properties = (each for report in reports if report.when == "setup" for each in report.user_properties)

@@ -43,6 +43,7 @@ from workbench.protocol.messages import (
     WrapClass,
 )
 from workbench.protocol.starting import Connected
+from workbench.replay.shards import shards, totals
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
@@ -444,8 +445,9 @@ class FakeCluster:
     def _planned(self, rank: int, request: ListModels | Plan) -> Any:
         if isinstance(request, ListModels):
             units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first
+            num_bytes = totals(shards(self.job.header)).bytes_unsharded
             return tuple(
-                replace(example_model(name), units=() if place else units)
+                replace(example_model(name), num_bytes=num_bytes, units=() if place else units)
                 for place, name in enumerate(self.modules[rank])
             )
         if request.command.wrap == ("Blcok",):

@@ -30,7 +30,7 @@ from workbench.protocol.messages import CellLine, GiveUp
 from workbench.session import session, standing, watch
 from workbench.trace import steps
 from workbench.trace.columns import Trace
-from workbench.trace.file import load
+from workbench.trace.file import load, save
 from workbench.workbench import Workbench
 
 
@@ -166,6 +166,16 @@ def test_what_was_recorded_outlives_the_ranks(trained):
     assert "no ranks are running" in str(trained.status())
     trained.start()
     assert trained.trace.num_rows == 0
+
+
+def test_status_says_which_parameters_are_of_no_unit(trained, tmp_path):
+    assert trained.status().notes == ()
+    trace = trained.trace
+    save(Trace(replace(trace.header, unmanaged=("m.scale",)), trace.ranks), tmp_path / "a.trace")
+    status = Workbench.open(tmp_path / "a.trace").status()
+    (note,) = status.notes
+    assert note.startswith("in no unit, so that nothing averages their gradients: scale. ")
+    assert note in str(status)
 
 
 def test_status_names_what_is_there(wb):

@@ -105,7 +105,7 @@ def _demo(folder: Path) -> int:
 
     if demo.run(find_tour(), folder):
         return 0
-    sys.stderr.write("The collectives are not those of the closed form; `%fsdp comms` in the page shows which.\n")
+    sys.stderr.write("The collectives are not as expected; `%fsdp comms` in the page shows which differ.\n")
     return 1
 
 

@@ -40,14 +40,14 @@ class DemoError(WorkbenchError):
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What one rank communicated in some steps, measured and by the closed form.
+    """What one rank communicated in some steps, measured and expected.
 
     Attributes:
         num_steps: steps that were compared.
         calls: collectives issued.
         num_bytes: their payloads together.
-        expected_calls: by the closed form.
-        expected_bytes: by the closed form.
+        expected_calls: by the number of units and passes.
+        expected_bytes: likewise.
     """
 
     num_steps: int
@@ -58,7 +58,7 @@ class Communication:
 
     @property
     def as_expected(self) -> bool:
-        """Whether both numbers are equal to the closed form's."""
+        """Whether both numbers are the expected ones."""
         return (self.calls, self.num_bytes) == (self.expected_calls, self.expected_bytes)
 
 
@@ -66,7 +66,7 @@ def run(notebook: Path, folder: Path) -> bool:
     """Run ``notebook``, write page and trace into ``folder`` and say what came out.
 
     Returns:
-        whether every step communicated what the closed form says.
+        whether every step communicated what is expected.
 
     Raises:
         DemoError: a cell failed, or the notebook left no trace.
@@ -138,9 +138,9 @@ def heldout_losses(executed: NotebookNode) -> tuple[tuple[float, float], ...]:
 
 
 def communication(trace: Trace) -> Communication:
-    """Return what one rank communicated in all steps of ``trace``, beside the closed form.
+    """Return what one rank communicated in all steps of ``trace``, beside what is expected.
 
-    It is the first rank that differs from the closed form, rank 0 if none does. Every unit counts in the steps in
+    It is the first rank that differs from what is expected, rank 0 if none does. Every unit counts in the steps in
     which it was in use, also one that was undone later.
     """
     in_use = replace(trace.header, units=tuple(replace(unit, retired=False, gone=False) for unit in trace.header.units))
@@ -172,12 +172,12 @@ def summary(trace: Trace, heldout: tuple[tuple[float, float], ...]) -> Iterator[
         (before, unigram), (after, _) = heldout[0], heldout[-1]
         yield "held-out loss", f"{before:.3f} -> {after:.3f} nats per character; a unigram model has {unigram:.3f}"
     at_rest, whole = format_bytes(total.bytes_at_rest), format_bytes(total.bytes_unsharded)
-    yield "at rest", f"{at_rest} of parameters on each rank; unsharded it would be {whole}"
+    yield "full model", f"{whole} of parameters; each rank keeps {at_rest} between uses"
     sent = communication(trace)
     yield (
         "collectives",
         f"{sent.calls:,} calls, {sent.num_bytes:,} B on each rank in {plural(sent.num_steps, 'step')}; "
-        f"the closed form says {sent.expected_calls:,} and {sent.expected_bytes:,}: "
+        f"expected {sent.expected_calls:,} and {sent.expected_bytes:,}: "
         + ("equal" if sent.as_expected else "NOT equal"),
     )
     yield "step time", f"{format_duration(training.summary(trace).step_ns)} (median)"

@@ -198,7 +198,7 @@ def _train() -> int:
     """Train two steps; returns the collectives that each rank issued.
 
     Raises:
-        RuntimeError: they are not those of the closed form.
+        RuntimeError: they are not as many as expected.
     """
     from workbench.demo import communication  # noqa: PLC0415 - needs all packages
     from workbench.workbench import Workbench  # noqa: PLC0415 - needs all packages
@@ -210,5 +210,5 @@ def _train() -> int:
         wb.step(2, fn="tiny_step")
         sent = communication(wb.trace)
     if not sent.as_expected or not sent.calls:
-        raise RuntimeError(f"{sent.calls} collectives were recorded, the closed form says {sent.expected_calls}")
+        raise RuntimeError(f"{sent.calls} collectives were recorded, {sent.expected_calls} were expected")
     return sent.calls

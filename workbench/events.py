@@ -134,6 +134,7 @@ class KindInfo(ColouredInfo):
         memory_sign: its ``num_bytes`` of ``category`` come to life (1) or die (-1).
         has_text: ``module`` names it.
         states: where the unit's parameters are after one of its edges.
+        of: what joins its words and a unit's name: ``"all-gather of blocks.2"``.
     """
 
     is_span: bool
@@ -147,6 +148,7 @@ class KindInfo(ColouredInfo):
     memory_sign: int = 0
     has_text: bool = False
     states: tuple[tuple[Edge, UnitState], ...] = ()
+    of: str = "of"
 
 
 def _span(words: str, colour: Colour, track: Track | None, **more: Any) -> KindInfo:  # noqa: ANN401 - fields
@@ -211,9 +213,9 @@ class Kind(Word):
     # compute blocked on communication: exposed communication
     WAIT = 12, _span("wait", Colour.WAIT, Track.WAIT)
     # num_bytes > 0 of category came to life
-    ALLOC = 13, _instant("alloc", Colour.PLAIN, memory_sign=1)
+    ALLOC = 13, _instant("allocated", Colour.PLAIN, memory_sign=1)
     # num_bytes < 0 of category died
-    FREE = 14, _instant("free", Colour.PLAIN, memory_sign=-1)
+    FREE = 14, _instant("freed", Colour.PLAIN, memory_sign=-1)
     # copy between device and host for offloading
     OFFLOAD = 15, _span("offload", Colour.OFFLOAD, Track.COMPUTE, is_copy=True)
     # held by a breakpoint or a pause
@@ -223,7 +225,16 @@ class Kind(Word):
     # module holds the text
     LOG = 18, _instant("log", Colour.PLAIN, has_text=True)
     # the unit's iteration was given up: it is SHARDED and nothing of it is in flight
-    RESET = 19, _instant("reset", Colour.GIVEN_UP, is_event=True, states=((Edge.INSTANT, UnitState.SHARDED),))
+    RESET = (
+        19,
+        _instant(
+            "step aborted",
+            Colour.GIVEN_UP,
+            is_event=True,
+            states=((Edge.INSTANT, UnitState.SHARDED),),
+            of="in",
+        ),
+    )
     # num_bytes (> 0) of the process are in memory, whoever owns them
     RESIDENT = 20, _instant("resident", Colour.PLAIN)
     # when a device came to what an earlier row told of: value holds the seq of that row, module names the stream

@@ -41,6 +41,7 @@ from workbench.protocol.commands import (
     to_text,
 )
 from workbench.protocol.messages import ModelInfo, Names, RunCell
+from workbench.replay.units import unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports.done import (
     CellReport,
@@ -442,6 +443,7 @@ class Workbench:
             obstacle="" if self._session is None else self._session.obstacle,
             under_way=_words_of(self.pulse().under_way),
             cluster=self._target.words if self.outlives else "",
+            notes=unmanaged_notes(trace.header),
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
@@ -836,7 +838,7 @@ class Workbench:
         return self.view("states", **options)
 
     def comms(self, **options: object) -> go.Figure:
-        """Return collectives per unit, beside the closed form."""
+        """Return collectives per unit, beside what is expected."""
         return self.view("comms", **options)
 
     def training(self, **options: object) -> go.Figure:

@@ -68,7 +68,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
 
     app.commands.addCommand("fsdp:load", {
       label: `FSDP: Insert ${LOAD}`,
-      caption: `Put a cell with ${LOAD} into this notebook`,
+      caption: `Insert a cell with ${LOAD} into this notebook`,
       isEnabled: () => notebooks.panel !== null,
       execute: () => {
         if (notebooks.panel !== null) insertLoad(notebooks.panel.content);
@@ -76,7 +76,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     });
     app.commands.addCommand("fsdp:example", {
       label: "FSDP: Insert an Example",
-      caption: "Put a cell with a model, an optimizer and train_step() into this notebook",
+      caption: "Insert a cell with a model, an optimizer and train_step() into this notebook",
       isEnabled: () => notebooks.panel !== null,
       execute: () => {
         if (notebooks.panel === null) return;

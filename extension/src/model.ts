@@ -237,6 +237,7 @@ export class PanelModel implements IDisposable {
       if (!(error instanceof Refusal)) throw error;
       this.#models = [];
       this.#modelsText = error.message;
+      this.#seen = ""; // asked again with the next state
     }
     this.#tell();
   }
@@ -356,6 +357,7 @@ function refused(problem: string): Preview {
     problem,
     units: [],
     bytes_unsharded: 0,
+    bytes_ignored: 0,
     at_rest: [],
     sent: [],
     sent_bytes: 0,

@@ -426,7 +426,12 @@ export interface Preview {
   readonly units: readonly string[];
   /** of the whole model. */
   readonly bytes_unsharded: number;
-  /** what each rank would hold. */
+  /** of those of its parameters that would be in no unit, which each rank keeps in full. */
+  readonly bytes_ignored: number;
+  /**
+   * what each rank would hold, those parameters included; of gradients and Adam's state what
+   * units have.
+   */
   readonly at_rest: readonly RestPreview[];
   /** the collectives of one step of one forward and one backward. */
   readonly sent: readonly SentPreview[];
@@ -794,11 +799,11 @@ export interface Verify {
 /** Draw which rows of which parameter lie on which rank. */
 export interface DrawLayout {
   readonly word: "layout";
-  /** draw this unit alone: a name, a pattern such as blocks.*, or (root); None: all. */
+  /** draw this unit alone: a name, a pattern such as blocks.*, or (root) (default: all) */
   readonly unit?: string | null;
   /**
-   * draw parameters that are alike in all but a number (blocks.0-3) as one bar; None: only if
-   * many.
+   * draw parameters that are alike in all but a number (blocks.0-3) as one bar (default: only
+   * if many)
    */
   readonly fold?: boolean | null;
   /** in sizes and colours for a projector */
@@ -808,13 +813,13 @@ export interface DrawLayout {
 /** Draw bytes by class over time, and name the peak. */
 export interface DrawMemory {
   readonly word: "memory";
-  /** the last step to show; None: the last one there is. */
+  /** the last step to show (default: the newest) */
   readonly step?: number | null;
-  /** how many steps, up to that one. */
+  /** how many steps, up to that one */
   readonly steps?: number | null;
-  /** show this rank alone; None: one rank of each group of alike ones. */
+  /** show this rank alone (default: one rank of each group of alike ones) */
   readonly rank?: number | null;
-  /** show the memory of the whole process as well, where it was sampled. */
+  /** show the memory of the whole process as well, where it was sampled */
   readonly process?: boolean | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean | null;
@@ -823,11 +828,11 @@ export interface DrawMemory {
 /** Draw compute, collectives and waits of a step, per rank. */
 export interface DrawTimeline {
   readonly word: "timeline";
-  /** the last step to show; None: the last one there is. */
+  /** the last step to show (default: the newest) */
   readonly step?: number | null;
-  /** how many steps, up to that one. */
+  /** how many steps, up to that one */
   readonly steps?: number | null;
-  /** show this rank alone; None: all of them, alike ones together if they are many. */
+  /** show this rank alone (default: all of them, alike ones together if they are many) */
   readonly rank?: number | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean | null;
@@ -838,13 +843,13 @@ export interface DrawTimeline {
 /** Draw which unit is sharded, gathering, unsharded or reducing, over time. */
 export interface DrawStates {
   readonly word: "states";
-  /** the last step to show; None: the last one there is. */
+  /** the last step to show (default: the newest) */
   readonly step?: number | null;
-  /** how many steps, up to that one. */
+  /** how many steps, up to that one */
   readonly steps?: number | null;
-  /** the rank to show; None: one of the largest group of alike ones. */
+  /** the rank to show (default: one of the largest group of alike ones) */
   readonly rank?: number | null;
-  /** draw this unit alone: a name, a pattern such as blocks.*, or (root); None: all. */
+  /** draw this unit alone: a name, a pattern such as blocks.*, or (root) (default: all) */
   readonly unit?: string | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean | null;
@@ -856,9 +861,12 @@ export interface DrawStates {
  */
 export interface DrawComms {
   readonly word: "comms";
-  /** which step; None: the last one that ended. */
+  /** which step (default: the last one that ended) */
   readonly step?: number | null;
-  /** count those of this unit alone: a name, a pattern such as blocks.*, or (root); None: all. */
+  /**
+   * count those of this unit alone: a name, a pattern such as blocks.*, or (root) (default:
+   * all)
+   */
   readonly unit?: string | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean | null;

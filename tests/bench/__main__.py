@@ -19,12 +19,14 @@ import torch
 from tests.bench import live, report
 from tests.bench.aims import verdicts
 from tests.bench.between_hosts import compare_hosts
-from tests.bench.cases import CASES, CLASSIC_CASES, HOSTS_CASES, IMPLEMENTATIONS, RECORDED, Case
+from tests.bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, RECORDED, Case
 from tests.bench.compare import Effort, compare, compare_classic, compare_recording, compare_sharding
+from tests.bench.gpu import compare_gpu
+from workbench.devices import DEVICES
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
-PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "trace", "browser")
+PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "trace", "browser", "gpu")
 FULL = Effort(
     rounds=6,
     steps=7,
@@ -81,7 +83,7 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
         case "steps":
             for name in args.cases:
                 yield ("cases", name), _compare(CASES[name], effort, with_parts=not args.check)
-        case "classic" | "hosts":
+        case "classic" | "hosts" | "gpu":
             for name, case in _cases(part, args.cases):
                 yield (part, name), _of_case(part, case, effort)
         case "sharding":
@@ -119,12 +121,14 @@ def _sharding(effort: Effort) -> Tree:
 def _cases(part: str, chosen: Sequence[str]) -> list[tuple[str, Case]]:
     if part == "hosts":
         return list(HOSTS_CASES.items())
+    if part == "gpu":
+        return list(GPU_CASES.items()) if DEVICES["cuda"].may_be_here() else []
     return [(name, case) for name, case in CLASSIC_CASES.items() if name.removesuffix("-4ranks") in chosen]
 
 
 def _of_case(part: str, case: Case, effort: Effort) -> Tree:
     _say("", f"{part}, {case.describe()}")
-    found = {"classic": compare_classic, "hosts": compare_hosts}[part](case, effort)
+    found = {"classic": compare_classic, "hosts": compare_hosts, "gpu": compare_gpu}[part](case, effort)
     _say(*report.numbers(found), *report.failures(found))
     return found
 

@@ -42,6 +42,7 @@ class Case:
         is_bf16: compute and communicate in bfloat16; parameters at rest and optimizer stay fp32.
         num_hosts: on which the ranks are, as many on each; see :mod:`tests.namespaces`.
         is_copied: every host has a copy of the parameters, which its ranks share.
+        device: torch's type of the devices, one per rank.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     is_bf16: bool = False
     num_hosts: int = 1
     is_copied: bool = False
+    device: str = "cpu"
 
     def describe(self) -> str:
         """Say what it is in half a line."""
@@ -60,7 +62,9 @@ class Case:
         hosts = (
             f" on {self.num_hosts} hosts{', each with a copy' if self.is_copied else ''}" if self.num_hosts > 1 else ""
         )
-        return f"{self.name}: {millions:.{digits}f} M parameters ({sizes}), {self.num_ranks} ranks{hosts}, {precision}"
+        kind = "" if self.device == "cpu" else f"{self.device} "
+        ranks = f"{self.num_ranks} {kind}ranks{hosts}"
+        return f"{self.name}: {millions:.{digits}f} M parameters ({sizes}), {ranks}, {precision}"
 
 
 _LARGE = GPTConfig(vocab_size=256, num_blocks=6, width=512, num_heads=8, max_tokens=NUM_TOKENS)
@@ -90,6 +94,17 @@ HOSTS_CASES = {
     )
 }
 """Measured over links of 1 Gbit/s and 2 ms."""
+
+_ON_GPUS = GPTConfig(vocab_size=8192, num_blocks=12, width=1024, num_heads=16, max_tokens=NUM_TOKENS)
+GPU_CASES = {
+    case.name: case
+    for case in (
+        Case(name="gpu", config=_ON_GPUS, num_ranks=1, device="cuda"),
+        Case(name="gpu-2ranks", config=_ON_GPUS, num_ranks=2, device="cuda"),
+        Case(name="gpu-2ranks-bf16", config=_ON_GPUS, num_ranks=2, is_bf16=True, device="cuda"),
+    )
+}
+"""Measured where there is a GPU; ranks share it if it is the only one."""
 
 RECORDED = {
     case.name: case

@@ -73,17 +73,19 @@ class Runs:
     Attributes:
         failed: traceback by what was measured and under which implementation, such as ``steps of ours``.
         seats: where each rank is, if not here.
+        device: what they compute on.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
     seats: Sequence[Seat] = ()
+    device: str = "cpu"
 
     def on_ranks(self, what: str, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As :func:`tests.bench.processes.on_ranks`; no ranks at all if one of them, now or before, failed."""
         if what in self.failed:
             return []
         try:
-            return on_ranks(num_ranks, function, *args, seats=self.seats)
+            return on_ranks(num_ranks, function, *args, seats=self.seats, device=self.device)
         except RankFailure as error:
             self.failed[what] = str(error)
             return []
@@ -183,13 +185,21 @@ def _bytes(case: Case, runs: Runs) -> Tree:
     return found
 
 
+def in_rounds(
+    runs: Runs, case: Case, names: Sequence[str], effort: Effort, function: Callable[[Case, str, int], Step]
+) -> dict[str, list[list[Step]]]:
+    """Return what ``function`` measured of each implementation: per start, per rank."""
+    found: dict[str, list[list[Step]]] = {name: [] for name in names}
+    for number in range(effort.rounds):
+        for name in rotated(names, number):
+            found[name].append(runs.on_ranks(f"steps of {name}", case.num_ranks, function, case, name, effort.steps))
+    return found
+
+
 def compare_classic(case: Case, effort: Effort) -> Tree:
     """Measure one case under the wrappers, ours and torch's, and under our ``fully_shard``: steps, and bytes."""
     runs = Runs()
-    samples: dict[str, list[list[list[Sample]]]] = {name: [] for name in CLASSICS}
-    for number in range(effort.rounds):
-        for name in rotated(tuple(CLASSICS), number):
-            samples[name].append(runs.on_ranks(f"steps of {name}", case.num_ranks, measure, case, name, effort.steps))
+    samples = in_rounds(runs, case, tuple(CLASSICS), effort, measure)
     steps_ms = {name: row(starts)["wall_ms"]["median"] for name, starts in samples.items() if all(starts)}
     found: Tree = {"steps_ms": steps_ms, "peak_mb": {}, "rest_mb": {}}
     for name in (CLASSIC_TORCH, CLASSIC):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor  # as above: loaded before the ranks are forked
 
+from tests import cuda
 from tests.namespaces import Seat
 
 TIMEOUT_S = 600
@@ -34,16 +35,18 @@ class RankFailure(Exception):
     """A rank raised, died or took too long; the message is its traceback, or what happened."""
 
 
-def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, seats: Sequence[Seat] = ()) -> list[Any]:
-    """Call ``function(*args)`` on forked gloo ranks of one thread each; return the results in rank order.
+def on_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, seats: Sequence[Seat] = (), device: str = "cpu"
+) -> list[Any]:
+    """Call ``function(*args)`` on forked ranks of one thread each; return the results in rank order.
 
-    ``seats``: where each rank is, if not here.
+    ``seats``: where each rank is, if not here. ``device``: what they compute on.
 
     Raises:
         RankFailure: one of them did not return; its peers were ended.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        job = _Job(f"{folder}/store", num_ranks, function, args, seats)
+        job = _Job(f"{folder}/store", num_ranks, function, args, seats, device)
         pipes = [_FORK.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks = [_FORK.Process(target=_main, args=(r, end, job)) for r, (_, end) in enumerate(pipes)]
         for process, (_, end) in zip(ranks, pipes, strict=True):
@@ -66,6 +69,7 @@ class _Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     seats: Sequence[Seat]
+    device: str
 
 
 def _main(rank: int, end: Connection, job: _Job) -> None:
@@ -75,7 +79,11 @@ def _main(rank: int, end: Connection, job: _Job) -> None:
             job.seats[rank].take()
         store = dist.FileStore(job.path, job.num_ranks)
         timeout = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
+        if job.device == "cuda":
+            cuda.take(rank, job.num_ranks)
+        dist.init_process_group(
+            cuda.BACKENDS[job.device], store=store, rank=rank, world_size=job.num_ranks, timeout=timeout
+        )
         end.send_bytes(pickle.dumps((NO_FAILURE, job.function(*job.args))))
     except BaseException:  # noqa: BLE001 - everything goes to the parent
         end.send_bytes(pickle.dumps((time.monotonic_ns(), f"rank {rank}: {traceback.format_exc()}")))

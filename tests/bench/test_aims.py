@@ -130,7 +130,7 @@ def test_sharding_is_judged():
 def test_a_process_that_needs_more_bytes_than_torchs_misses_the_aim(monkeypatch):
     needs = {TORCH: 100, OURS: 130, OURS_GLOO: 90}
     monkeypatch.setattr(
-        compare, "on_ranks", lambda num_ranks, _, case, name, seats: [Bytes(needs[name], 0, 0, {}, 50, [], {})]
+        compare, "on_ranks", lambda num_ranks, _, case, name, **where: [Bytes(needs[name], 0, 0, {}, 50, [], {})]
     )
     found = result({"3.3M": {"bytes": compare._bytes(CASES["3.3M"], compare.Runs())}})
     words = {v.aim.what: v.word for v in verdicts(found) if PEAK in v.aim.what}

@@ -9,6 +9,8 @@ from tests.bench.between_hosts import compare_hosts
 from tests.bench.cases import HOSTS_CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
 from tests.bench.compare import Effort
 
+pytestmark = pytest.mark.exhaustive
+
 LITTLE = Effort(rounds=1, steps=1, pairs=1)
 
 

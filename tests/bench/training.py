@@ -53,7 +53,8 @@ class Training:
         self._params = list(module.parameters())
         self._masters = masters  # fp32 parameters of a module that computes in another type; empty: it is fp32 itself
         self._optimizer = torch.optim.AdamW(masters or self._params, lr=1e-4, fused=True)
-        self._ids = torch.randint(case.config.vocab_size, (NUM_SEQUENCES, NUM_TOKENS + 1))
+        self._ids = torch.randint(case.config.vocab_size, (NUM_SEQUENCES, NUM_TOKENS + 1)).to(case.device)
+        self.is_on_gpu = case.device == "cuda"
 
     def step(self) -> None:
         """One whole step."""
@@ -82,7 +83,7 @@ def make_training(case: Case, implementation: str) -> Training:
     optimizer in fp32, a bf16 copy of the parameters to compute with, gradients of bf16 that become fp32.
     """
     torch.manual_seed(0)
-    model = GPT(case.config)
+    model = GPT(case.config).to(case.device)
     masters: list[nn.Parameter] = []
     if case.is_bf16 and implementation in {ALONE, DDP}:
         masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -183,9 +184,13 @@ def measure(case: Case, implementation: str, num_steps: int) -> list[Sample]:
 
 def _timed(training: Training) -> Sample:
     dist.barrier()
+    if training.is_on_gpu:
+        torch.cuda.synchronize()
     cpu, begin = time.process_time_ns(), time.perf_counter_ns()
     training.backward()
     middle = time.perf_counter_ns()
     training.update()
+    if training.is_on_gpu:
+        torch.cuda.synchronize()
     end = time.perf_counter_ns()
     return Sample(end - begin, time.process_time_ns() - cpu, end - middle)

@@ -214,7 +214,7 @@ def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profil
                 lambda: looking.ask(Release()),
                 looking.interrupt,
             ):
-                with pytest.raises(UsageError, match=r"has the ranks, and here they can be looked at.*attach --take"):
+                with pytest.raises(UsageError, match=r"controls these ranks; here you can only view.*attach --take"):
                     command()
             assert not looking.is_free
             other.kill()
@@ -249,7 +249,7 @@ def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
         assert other.stdout.readline() == "taken\n"
         wait_until(lambda: first.ask(Locate(), timeout_s=PATIENCE_S) and first.held_by)  # as a view asks
         assert f"(process {other.pid})" in first.held_by
-        with pytest.raises(UsageError, match=rf"process {other.pid}\) has the ranks, .* attach --take"):
+        with pytest.raises(UsageError, match=rf"process {other.pid}\) controls these ranks; .* attach --take"):
             first.run_cell("x = 1")
         other.communicate("\n")
     wait_until(lambda: first.ask(Locate(), timeout_s=PATIENCE_S) and first.is_free)  # it has detached

@@ -1,4 +1,4 @@
-"""What processes that ranks fork write, and a rank that its own thread keeps after its end."""
+"""What processes that ranks start write, and a rank that its own thread keeps after its end."""
 
 import os
 import signal
@@ -35,6 +35,16 @@ for batch in torch.utils.data.DataLoader(Items(), num_workers=2):
     pass
 """
 
+STARTED = """
+import multiprocessing, os, subprocess, sys
+process = multiprocessing.get_context("spawn").Process(target=print, args=("spawn",))
+process.start()
+process.join()
+subprocess.run([sys.executable, "-c", "import sys; print('program'); print('error', file=sys.stderr)"])
+print(subprocess.run(["echo", "captured"], capture_output=True, text=True).stdout, end="")
+os.write(1, b"for the log")
+"""
+
 REDIRECTED = """
 import contextlib, io, os
 with contextlib.redirect_stdout(io.StringIO()) as mine:
@@ -64,6 +74,15 @@ def test_what_children_write_is_in_the_cell_that_started_them(cluster):
 
 def test_so_is_what_workers_of_a_dataloader_write(cluster):
     assert sorted(written(cluster, WORKERS).splitlines()) == [f"item {place}" for place in range(4)]
+
+
+def test_so_is_what_processes_with_a_program_of_their_own_write(make_cluster):
+    cluster = make_cluster(1)  # for multiprocessing's own helpers, which end with the rank
+    cluster.start()
+    pending = cluster.run_cell(STARTED, ranks=[0])
+    assert pending.result(0, PATIENCE_S) is None
+    assert sorted(texts(pending, 0).splitlines()) == ["captured", "program", "spawn"]
+    assert texts(pending, 0, "stderr").splitlines() == ["error"]
 
 
 def test_what_a_child_writes_in_a_command_is_shown_too(cluster):

@@ -8,14 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.engine.ranks import POOL
+from tests.engine.ranks import ON_GPUS, POOL
 from workbench.engine import groups, probe, waits
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
     yield
-    assert {child.pid for child in multiprocessing.active_children()} == {rank.pid for rank in POOL.processes}
+    assert {child.pid for child in multiprocessing.active_children()} == {
+        rank.pid for rank in POOL.processes | ON_GPUS.processes
+    }
     assert not dist.is_initialized()
     assert groups.num_unfinished() == 0
     assert probe.active is None

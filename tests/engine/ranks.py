@@ -1,4 +1,7 @@
-"""Run a function on N forked ranks with a gloo process group: torch is imported once, and ranks stay for the next."""
+"""Run a function on N forked ranks with a process group: torch is imported once, and ranks stay for the next.
+
+Ranks on GPUs are forked from a process that never uses CUDA, which cannot be used in a child of one that does.
+"""
 
 import atexit
 import functools
@@ -19,7 +22,7 @@ import torch._dynamo  # the first DTensor loads it: once here, not 0.6 s in ever
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests import leaks
+from tests import cuda, leaks
 from tests.engine.rank_state import RankState, packed, unpacked
 from tests.namespaces import Seat
 from workbench.engine import groups
@@ -28,6 +31,7 @@ from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 
 TIMEOUT_S = 120.0
 _FORK = multiprocessing.get_context("fork")
+_CONTEXTS = {"cpu": _FORK, "cuda": cuda.CONTEXT}
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -41,6 +45,7 @@ def _rank_main(
     pipes: Sequence[tuple[Connection, Connection]],
     job: Job | None,
     seats: Sequence[Seat],
+    device: str,
 ) -> None:
     for parent, _ in pipes:
         parent.close()  # or the end of the test run would not be seen
@@ -54,18 +59,20 @@ def _rank_main(
         return
     begin = RankState()
     with suppress(EOFError):
-        while (message := ports[rank].recv_bytes()) and _run(unpacked(message), rank, ports, address):
+        while (message := ports[rank].recv_bytes()) and _run(unpacked(message), rank, ports, address, device):
             ports[rank].send(begin.put_back())
 
 
-def _run(job: Job, rank: int, ports: Sequence[Connection], address: str) -> bool:
+def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device: str = "cpu") -> bool:
     """Call the function in a process group that is made for it; return whether it came to its end."""
     # gloo would otherwise ask the network for the address of this host, and listen there
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     fn, args = job
     try:
+        if device == "cuda":
+            cuda.take(rank, len(ports))
         store = _store(rank, ports[rank], address)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ports))
+        dist.init_process_group(cuda.BACKENDS[device], store=store, rank=rank, world_size=len(ports))
         dist.barrier()  # a rank that fails at once would leave those that are still connecting to it
         result = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 - everything goes to the parent
@@ -98,17 +105,20 @@ def _store(rank: int, port: Connection, address: str) -> dist.Store:
 
 
 class World:
-    """Forked ranks, for one job that they inherit, or for one after another that they are sent.
+    """Forked ranks on devices of one type, for one job that they inherit, or for one after another that they are sent.
 
     Attributes:
         processes: of the ranks.
     """
 
-    def __init__(self, world_size: int, job: Job | None = None, seats: Sequence[Seat] = ()) -> None:
-        pipes = [_FORK.Pipe() for _ in range(world_size)]
+    def __init__(
+        self, world_size: int, job: Job | None = None, seats: Sequence[Seat] = (), device: str = "cpu"
+    ) -> None:
+        context = _CONTEXTS[device]
+        pipes = [context.Pipe() for _ in range(world_size)]
         self._ports = [parent for parent, _ in pipes]
-        arguments = [(rank, world_size, pipes, job, seats) for rank in range(world_size)]
-        self._ranks = [_FORK.Process(target=_rank_main, args=each) for each in arguments]
+        arguments = [(rank, world_size, pipes, job, seats, device) for rank in range(world_size)]
+        self._ranks = [context.Process(target=_rank_main, args=each) for each in arguments]
         for process in self._ranks:
             process.start()
         self.processes = frozenset(psutil.Process(process.pid) for process in self._ranks)
@@ -170,8 +180,9 @@ class Pool:
 
     SIZES = (1, 2, 4)
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.is_open = False
+        self._device = device
         self._worlds: dict[int, World] = {}
 
     @property
@@ -182,7 +193,7 @@ class Pool:
     def outcomes(self, world_size: int, message: bytes) -> list[tuple[str, Any]]:
         """Run a job on the world of a size; one that is not as it was before is not kept."""
         if world_size not in self._worlds:
-            self._worlds[world_size] = World(world_size)
+            self._worlds[world_size] = World(world_size, device=self._device)
         world, is_kept = self._worlds[world_size], False
         try:
             world.send(message)
@@ -206,8 +217,17 @@ class Pool:
 
 
 POOL = Pool()
-leaks.KEPT.append(POOL)
-atexit.register(POOL.end)  # before multiprocessing waits for its processes
+ON_GPUS = Pool("cuda")
+leaks.KEPT += [POOL, ON_GPUS, cuda.STARTERS]
+for each in (POOL, ON_GPUS):
+    atexit.register(each.end)  # before multiprocessing waits for their processes
+
+
+def run_on_gpus(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """As :func:`run_ranks`, on GPUs, which ranks share where there are fewer; the ranks are kept for the module."""
+    message = packed((fn, args))
+    assert message is not None
+    return _all_ok(ON_GPUS.outcomes(world_size, message))
 
 
 def outcomes(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.device import ByRows, FakeDevice, computing_on
 from tests.engine.models import make_net
 from tests.engine.parity import check_parity, shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
+from tests.engine.ranks import run_on_gpus, run_ranks
 from workbench.engine import CollectiveFailed, StepAborted, backends
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, ResizedMemory, Streams
@@ -219,7 +219,6 @@ class Ends:
             raise RuntimeError(self.error)
 
 
-@on_one_rank
 def check_waits(make) -> None:
     transport = make().transport(dist.group.WORLD)
     pending = transport.pending(Ends(), "all-gather")
@@ -237,4 +236,4 @@ def check_waits(make) -> None:
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=k, marks=GPU * (k == "cuda")) for k, make in KINDS.items()])
 def test_waits_end_with_the_collective_with_its_failure_or_with_an_abort(make):
-    check_waits(make)
+    (run_on_gpus if make is on_cuda else run_ranks)(1, check_waits, make)

@@ -1,19 +1,18 @@
 """What only a GPU can show: NCCL, streams, no host synchronisation in a step, pinned memory, peak memory.
 
 One rank is enough for most of it: a mesh of one rank has no collective, so that the copies and the streams are seen
-alone; where there are two devices, two ranks show the collectives.
+alone. Two ranks show the collectives; where there is one device they share it.
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed import fsdp
@@ -22,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.device import ByRows
 from tests.engine.models import Block, Net
+from tests.engine.ranks import ON_GPUS, run_on_gpus
 from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
 from workbench.engine.backends import backend_of
@@ -30,7 +30,6 @@ from workbench.engine.layout import ShardLayout
 from workbench.engine.order import Collective
 from workbench.engine.state import states_below, units_of
 from workbench.events import BESIDE, COLLECTIVES, Kind
-from workbench.ports import reserved_port
 from workbench.replay.device import on_device
 from workbench.replay.spans import spans
 from workbench.runtime.recorder import Recorder
@@ -42,27 +41,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # whatever NCCL and torch's own warn of
 ]
-NUM_GPUS = torch.cuda.device_count()
-RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices"))]
+RANKS = [1, 2]
 DIM, VOCAB, LENGTH = 256, 64, 32
 
 
-def _rank_main(rank: int, world_size: int, port: int, fn: Callable[..., None], args: tuple) -> None:
-    """CUDA cannot be used in a forked child: these ranks are spawned."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world_size)
-    try:
-        fn(*args)
-        torch.cuda.synchronize()
-    finally:
-        engine.groups.forget_all()
-        dist.destroy_process_group()
-
-
-def run_on_gpus(world_size: int, fn: Callable[..., None], *args: object) -> None:
-    """Call ``fn(*args)`` on ``world_size`` ranks with a device each; raises what one of them raises."""
-    mp.spawn(_rank_main, (world_size, reserved_port(), fn, args), nprocs=world_size)
+@pytest.fixture(scope="module", autouse=True)
+def ranks_stay():
+    """The module has ranks of its own, and what starts them: the first test starts them, the last one ends them."""
+    yield
+    ON_GPUS.end()
 
 
 def make(**options: object) -> Net:
@@ -173,15 +160,16 @@ def test_inputs_on_the_host_are_moved(world_size):
 # ---- offloading
 
 
-def offloaded() -> None:
+def offloaded(*, is_fused: bool) -> None:
     model = shard(make(), offload_policy=CPUOffloadPolicy())
     for _ in range(2):
         loss_of(model, tokens(0)).backward()
     for param in model.parameters():
         assert param.to_local().is_pinned()
         assert param.grad.to_local().device.type == "cpu"
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+    optimizer.step()
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters())
     engine.reshard_module(model, offload_policy=engine.OffloadPolicy(), optimizers=[optimizer])
     for name, param in model.named_parameters():
         assert param.to_local().is_cuda
@@ -198,9 +186,10 @@ def offloaded() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("world_size", RANKS)
-def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size):
-    run_on_gpus(world_size, offloaded)
+def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size, is_fused):
+    run_on_gpus(world_size, partial(offloaded, is_fused=is_fused))
 
 
 def copied_beside_backward() -> None:
@@ -373,7 +362,6 @@ def stream_of_each_gather() -> None:
     assert ctx.streams.copy_in != compute != ctx.streams.reduce
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices")
 def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
     run_on_gpus(2, stream_of_each_gather)
 
@@ -404,9 +392,9 @@ def test_many_parameters_are_copied_by_few_kernels():
     chunks = torch.empty(4, sum(layout.slot_numel for layout in layouts), device="cuda")
     fulls = [torch.empty(4 * layout.slot_numel, device="cuda") for layout in layouts]
     targets = [layout.by_rank(full) for layout, full in zip(layouts, fulls, strict=True)]
-    cuda = backend_of(chunks.device)
-    assert kernels_of(lambda: cuda.copy_in([ByRows(la) for la in layouts], [[grad] for grad in grads], chunks)) < 8
-    assert kernels_of(lambda: cuda.copy_out(chunks, targets)) < 8
+    backend = backend_of(chunks.device)
+    assert kernels_of(lambda: backend.copy_in([ByRows(la) for la in layouts], [[grad] for grad in grads], chunks)) < 8
+    assert kernels_of(lambda: backend.copy_out(chunks, targets)) < 8
     for layout, full, grad in zip(layouts, fulls, grads, strict=True):
         assert torch.equal(layout.full_view(full), grad)
 
@@ -427,11 +415,12 @@ def spinning_kernel() -> None:
             engine.groups.end_iteration([group])
     engine.groups.rebuild_all()
     torch.cuda.synchronize()  # else for ever
-    group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call).finish()
+    pending = group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
+    pending.block()  # the stream waits, not the host
+    pending.finish()
     assert rows.tolist() == [1.0] * 8
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two CUDA devices")
 def test_a_kernel_that_waits_for_a_peer_ends_with_its_group():
     run_on_gpus(2, spinning_kernel)
 

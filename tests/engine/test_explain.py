@@ -137,6 +137,28 @@ def kept_view_of_a_closed_unit():
     return message(lambda: (torch.ones(2, 4) @ view).sum().backward())
 
 
+def kept_param(use, *, ran=False):
+    model = sharded(nn.Linear(4, 8))
+    if ran:
+        model(torch.ones(2, 4)).sum().backward()
+    model.unshard()
+    weight = model.weight
+    model.reshard()
+    return message(lambda: use(weight).sum().backward())
+
+
+def kept_param_before_any_forward():
+    return kept_param(lambda weight: weight)
+
+
+def kept_param_after_a_step():
+    return kept_param(lambda weight: weight * torch.ones(8, 4), ran=True)
+
+
+def kept_param_in_an_operation():
+    return kept_param(lambda weight: torch.ones(2, 4) @ weight.t())
+
+
 def invalid_for_another_reason():
     base = torch.ones(4, requires_grad=True)
     view = base.view(2, 2)
@@ -161,7 +183,11 @@ VIEW = (
     "the loss is computed from a view of the full parameter {!r}, such as its transpose, that was made before unit "
     "{!r} was resharded: "
 )
+KEPT = "the full parameter 'weight' was kept from before unit '(root)' was resharded, and holds no values since: "
 BEGINS = {
+    kept_param_before_any_forward: KEPT,
+    kept_param_after_a_step: KEPT,
+    kept_param_in_an_operation: KEPT,
     own_forward: "parameter 'embed.weight' is sharded; call the module of unit 'embed', on which fully_shard was called"
     ", or compute between its unshard() and reshard()\n(torch: ",
     inner_module: "parameter 'up.weight' is sharded; call the module of unit '(root)', on which fully_shard was called"

@@ -19,6 +19,8 @@ from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_cases, run_ranks
 from workbench.engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+pytestmark = pytest.mark.exhaustive
+
 # 1e-4: some gradients are zero but for rounding (a key's bias); Adam must not make a step of them
 ADAMW = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}
 VIEWS = "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"  # torch's own says it of a T5 block

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
+from workbench.engine.undo import remap_optimizer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -169,3 +170,14 @@ def twice_from_the_start(reshard: bool | None) -> list[list[float]]:
 def test_two_runs_and_all_policies_are_bit_identical():
     runs = [run for reshard in (None, True, False) for run in run_ranks(4, twice_from_the_start, reshard)[0]]
     assert all(run == runs[0] for run in runs[1:])
+
+
+@pytest.mark.parametrize(("options", "place"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu")])
+def test_a_step_count_that_a_kernel_reads_goes_where_its_parameter_goes(options, place):
+    old = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([old], **options)
+    old.grad = torch.ones(3)
+    optimizer.step()
+    new = torch.nn.Parameter(torch.empty(3, device="meta"))
+    remap_optimizer(optimizer, {old: new})
+    assert optimizer.state[new]["step"].device.type == place

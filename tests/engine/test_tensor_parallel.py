@@ -138,6 +138,7 @@ def test_hsdp_with_tensor_parallelism_equals_the_plain_model():
     run_cases(4, {shape: partial(three_steps, HSDP_TP, shape) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1))})
 
 
+@pytest.mark.exhaustive
 def test_hsdp_with_tensor_parallelism_on_eight_ranks_where_nothing_is_clipped():
     run_ranks(8, partial(three_steps, HSDP_TP, (2, 2, 2), clip=100.0))
 

@@ -59,9 +59,12 @@ from workbench.engine._torch import (
     lists_parameters_for_checkpoints,
     local_of,
     make_spec,
+    name_groups_from,
+    named_groups,
     new_group,
     parameter_of,
     premultiplied_sum,
+    put_parameter,
     queue_backward_final_callback,
     reduce_scatter_single,
     set_composed,
@@ -328,11 +331,12 @@ def test_a_conversion_keeps_the_parameter_and_exchanges_what_it_wraps(world_size
     run_ranks(world_size, conversions)
 
 
-def test_a_parameter_is_exchanged_where_modules_look_for_it():
+@pytest.mark.parametrize("exchange", [set_parameter, put_parameter])
+def test_a_parameter_is_exchanged_where_modules_look_for_it(exchange):
     module = nn.Linear(2, 2)
     plain = nn.Parameter(torch.ones(2, 2))
     assert parameter_of(module, "weight") is module.weight
-    set_parameter(module, "weight", plain)
+    exchange(module, "weight", plain)
     assert module.weight is parameter_of(module, "weight") is plain
     assert parameter_of(module, "no such") is None
     assert dict(module.named_parameters())["weight"] is plain
@@ -564,6 +568,26 @@ def stores_and_groups() -> list[object]:
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
     assert default_store() is not store
     return sums
+
+
+def names() -> None:
+    """Groups by name, the default one first; numbers that were passed over are no names of later ones."""
+    mine, theirs = new_group([0], "mine"), dist.new_group([0])
+    (default, world), *rest = named_groups().items()
+    assert world is dist.group.WORLD
+    number = name_groups_from(0)
+    assert rest == [("mine", mine), (str(number - 1), theirs)]
+    assert name_groups_from(number + 5) == name_groups_from(0) == number + 5
+    later = dist.new_group([0])
+    assert list(named_groups().items())[-1] == (str(number + 5), later)
+    assert distributed_c10d._resolve_process_group("mine") is mine  # as a mesh finds it
+    dist.destroy_process_group(theirs)
+    assert str(number - 1) not in named_groups()
+    assert default in named_groups()
+
+
+def test_groups_are_known_by_name():
+    run_ranks(1, names, fresh=True)
 
 
 def backends() -> list[str]:

@@ -13,7 +13,7 @@ from workbench.trace import save
 from workbench.views import draw
 from workbench.views.theme import NARROWEST, PLOTLY_MIME
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.timeout(600)]
 
 CELLS = ["%load_ext workbench\n%fsdp open run.trace", "%fsdp timeline"]
 OPEN, DRAW = 0, 1

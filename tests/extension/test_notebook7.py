@@ -11,7 +11,13 @@ from tests.extension.page import dashboard, headline, panel, section, shot, tool
 from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import notebook7, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 CELLS = [f"%%fsdp{CELL}{UNHURRIED}", "%fsdp dashboard"]
 MODEL, WIDGET = 0, 1

@@ -2,13 +2,14 @@
 
 import re
 
+import psutil
 import pytest
 from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.cluster.test_attached import profile as running_profile
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, process_of, section, shot, to, tool
+from tests.extension.page import SHOW, headline, panel, process_of, reply, section, shot, to, tool
 from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
@@ -67,6 +68,24 @@ def test_what_few_need_is_under_more(lab):
 def test_a_cluster_that_is_not_there_is_said_to_be_missing(lab):
     attach(lab, Profile="nowhere")
     expect(section(lab, "Commands")).to_contain_text("IPython profile 'nowhere' does not exist")
+    expect(tool(lab, "Attach")).to_be_enabled()
+
+
+def test_an_attach_that_waits_for_engines_can_be_given_up(lab, profile):
+    engines = [one for one in psutil.Process().children(recursive=True) if "ipyparallel.engine" in one.cmdline()]
+    assert len(engines) == 3
+    for engine in engines:
+        engine.suspend()
+    try:
+        attach(lab, Profile="running")
+        expect(tool(lab, "Attaching\u2026")).to_be_disabled()
+        expect(panel(lab)).to_contain_text(re.compile("have not answered yet|find each other"))
+        shot(lab, "attach_waits")
+        tool(lab, "Cancel").click()
+        expect(reply(lab)).to_contain_text("The attach was given up: the cluster goes on running")
+    finally:
+        for engine in engines:
+            engine.resume()
     expect(tool(lab, "Attach")).to_be_enabled()
 
 

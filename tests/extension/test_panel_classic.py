@@ -11,7 +11,13 @@ from tests.extension.page import SHOW, headline, panel, section, shot, tool
 from tests.integration.model import CELL
 from tests.notebooks.lab import jupyterlab, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 CELLS = ["%load_ext workbench", "%fsdp start -n 2 --device cpu", f"%%fsdp{CELL}", "%fsdp history"]
 SHARD = "%fsdp shard model --wrap Block --api classic --strategy grad --orig-params"

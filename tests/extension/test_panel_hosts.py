@@ -13,6 +13,7 @@ from tests.integration.model import CELL
 from tests.notebooks.lab import jupyterlab, opened
 
 pytestmark = [
+    pytest.mark.exhaustive,
     *test_hosts_attached.pytestmark,
     pytest.mark.browser,
     pytest.mark.lasting_browser,

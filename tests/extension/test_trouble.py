@@ -12,7 +12,13 @@ from tests.extension.page import SHOW, dashboard, headline, panel, process_of, r
 from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 CELLS = [
     "import psutil\n%load_ext workbench",

@@ -15,7 +15,7 @@ from workbench.reports.stopped import StopReport
 from workbench.trace import check, load
 from workbench.trace.keyframe import advance
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.exhaustive, pytest.mark.cluster]
 
 STEPS = 4
 FRESH = fresh_cell(

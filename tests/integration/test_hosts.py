@@ -165,7 +165,7 @@ def test_copies_are_across_hosts_and_shards_within(bench):
 def test_comms_says_what_crosses_between_hosts(bench, network):
     losses_of(bench)
     told = subtitle(bench.comms())
-    assert "carried by shared memory, gloo between hosts" in told
+    assert "Here it went through shared memory, gloo between hosts" in told
     assert "cross from each of 3 hosts to others" in told
     last = steps(bench.trace)[-1]
     row = next(row for row in compare(bench.trace, last) if row.kind == Kind.REDUCE_SCATTER)

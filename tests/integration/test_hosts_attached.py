@@ -12,6 +12,7 @@ from workbench.cluster.lookout import SILENCE_S
 from workbench.workbench import Workbench
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.cluster,
     pytest.mark.needs("hosts"),
     pytest.mark.timeout(600),

@@ -143,13 +143,15 @@ bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _:
 def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(slurm, of_profile, ipython, partition):
     of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = {partition!r}")
     with subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True) as kernel:
-        if partition == "closed":
-            assert "waits\n" in kernel.stdout
-            assert len(queues.jobs(slurm)) == 1
-        else:
-            wait_until(lambda: len(engines_of_jobs()) == 2)
-        started = {*psutil.Process(kernel.pid).children(recursive=True), *engines_of_jobs()}
-        kernel.kill()
+        try:
+            if partition == "closed":
+                assert "waits\n" in kernel.stdout
+                assert len(queues.jobs(slurm)) == 1
+            else:
+                wait_until(lambda: len(engines_of_jobs()) == 2)
+            started = {*psutil.Process(kernel.pid).children(recursive=True), *engines_of_jobs()}
+        finally:
+            kernel.kill()
     wait_until(lambda: queues.jobs(slurm) == [])
     wait_until(lambda: not any(map(is_running, started)))
     left = [path for name in ("log", "pid", "security") for path in (ipython / "profile_queue" / name).glob("*")]
@@ -157,12 +159,13 @@ def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(slurm, of_prof
 
 
 def engines_of_jobs():
-    """The engines of this machine that Slurm has started."""
+    """The engines of this machine that Slurm has started: not ``srun``, whose arguments are an engine's command."""
     found = psutil.process_iter(["cmdline", "environ"])
     return [
         each
         for each in found
-        if "ipyparallel.engine" in (each.info["cmdline"] or ()) and "SLURM_PROCID" in (each.info["environ"] or ())
+        if (each.info["cmdline"] or ())[1:3] == ["-m", "ipyparallel.engine"]
+        and "SLURM_PROCID" in (each.info["environ"] or ())
     ]
 
 

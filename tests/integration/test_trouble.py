@@ -21,7 +21,7 @@ from workbench.cluster.processes import MARKER, is_running
 from workbench.errors import ClusterError
 from workbench.workbench import Workbench
 
-pytestmark = test_hosts.pytestmark
+pytestmark = [pytest.mark.exhaustive, *test_hosts.pytestmark]
 
 network, profile = test_hosts.network, test_hosts.profile
 

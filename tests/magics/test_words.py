@@ -226,6 +226,13 @@ def test_view_options_are_those_of_the_view():
     )
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_help_of_a_view_says_its_defaults_and_no_none(view):
+    said = parser_for(view).format_help()
+    assert "None" not in said
+    assert ("(default: the newest)" in said) == ("the last step to show" in said)
+
+
 def test_the_widget_of_the_timeline_takes_no_other_flag():
     assert parse_line("timeline --canvas").call() == ("canvas", {})
     assert parse_line("timeline --no-canvas --step 3").call() == ("timeline", {"step": 3})

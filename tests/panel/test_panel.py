@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from tests.fake_cluster import SHARD_RESULT, FakeCluster, gives, inside, raises
+from tests.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises
 from tests.panel.conftest import FakeComm
 from tests.replay.test_shards import make_flat, make_unit
 from tests.trace.simulation import with_loss
@@ -20,7 +20,7 @@ from workbench.panel.panel import Panel
 from workbench.panel.preview import preview
 from workbench.panel.state import Observer, Settings, params_of, units_of
 from workbench.replay.collectives import closed_form, ring_bytes
-from workbench.replay.shards import at_rest
+from workbench.replay.shards import at_rest, shards, totals
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, HostClock, Reading
@@ -106,7 +106,7 @@ def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(star
 def test_before_there_are_ranks(browser):
     state = browser.look()
     assert (state["cluster"]["is_running"], state["ranks"], state["units"], state["request"]) == (False, [], [], None)
-    assert state["said"] == "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
+    assert state["said"] == "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
     assert state["training"] == {"step": -1, "loss": None, "steps_per_s": None, "tokens_per_s": None}
     said = browser.do("shard", model="model")
     assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
@@ -272,6 +272,7 @@ def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started)
     header = started.fake.job.header
     forms = closed_form(header)
     assert (found["line"], found["problem"]) == ("%fsdp shard model --wrap Block", "")
+    assert (found["bytes_unsharded"], found["bytes_ignored"]) == (totals(shards(header)).bytes_unsharded, 0)
     assert sum(sent["calls"] for sent in found["sent"]) == sum(form.calls for form in forms)
     assert found["sent_bytes"] == round(sum(ring_bytes(f.kind, f.num_bytes, f.num_ranks) for f in forms))
     for rank in range(4):
@@ -281,10 +282,12 @@ def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started)
     assert started.fake.log == log
 
 
-def test_where_all_is_left_out_nothing_is_held_or_sent():
-    found = preview(1, "%fsdp shard model --ignore '*'", (), 2)
-    assert (found.units, found.sent, found.bytes_unsharded) == ((), (), 0)
-    assert found.at_rest == (RestPreview(ranks=(0, 1), params=0, grads=0, adam=0),)
+def test_where_all_is_left_out_all_is_kept_whole_and_nothing_is_sent():
+    found = preview(1, "%fsdp shard model --ignore '*'", (), 2, (example_model("model"),), "model")
+    whole = example_model("model").num_bytes
+    assert whole > 0
+    assert (found.units, found.sent, found.bytes_unsharded, found.bytes_ignored) == ((), (), whole, whole)
+    assert found.at_rest == (RestPreview(ranks=(0, 1), params=whole, grads=0, adam=0),)
 
 
 def test_a_reshard_is_tried_as_well(started):

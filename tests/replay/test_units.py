@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from tests.trace.strategies import example_trace
-from workbench.replay.units import model_order, unit_name
+from workbench.replay.units import listed, model_order, unit_name, unmanaged_words
 
 
 def test_a_unit_is_called_by_its_path_and_the_root_is_called_root():
@@ -20,3 +20,11 @@ def test_units_are_ordered_by_name_below_their_root_also_where_that_is_none_itse
     names = ["blocks.10", "blocks.2", "an.encoder"]
     rootless = tuple(replace(unit, name=name, root=-1) for unit, name in zip(header.units, names, strict=True))
     assert model_order(replace(header, units=rootless)) == [2, 1, 0]
+
+
+def test_a_long_list_and_a_long_name_are_cut_in_the_middle():
+    assert listed(["a", ""]) == "a, (root)"
+    assert listed([f"p{i}" for i in range(12)]).count(", ") == 11
+    assert listed([f"p{i}" for i in range(20)]).endswith("p9, ... 9 more ..., p19")
+    assert [len(listed(["x" * number])) for number in (80, 81, 500)] == [80, 80, 80]
+    assert "p9, ... 9 more ..., p19. After backward" in unmanaged_words("model", [f"p{i}" for i in range(20)])

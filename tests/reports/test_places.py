@@ -26,6 +26,7 @@ def position(hold=None, **more):
         (Kind.ALL_GATHER, Edge.END, "", "the end of all-gather of (root)"),
         (Kind.OPTIMIZER, Edge.BEGIN, None, "optimizer"),
         (Kind.STEP, Edge.END, "x", "the end of step"),
+        (Kind.RESET, Edge.INSTANT, "blocks.0", "step aborted in blocks.0"),
     ],
 )
 def test_events_in_words(kind, edge, unit, words):

@@ -1,6 +1,8 @@
 """The classic wrapper on real ranks: ``shard --api classic``, what is recorded, planned and said of it."""
 
-from contextlib import nullcontext
+import io
+import warnings
+from contextlib import nullcontext, redirect_stderr
 from fnmatch import fnmatch
 
 import pytest
@@ -95,13 +97,38 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
             assert out["losses"] == pytest.approx(losses, rel=1e-4)
 
 
+def warned(command):
+    """The lines that a rank prints of what it is warned of."""
+    said = io.StringIO()
+    with warnings.catch_warnings(), redirect_stderr(said):
+        warnings.simplefilter("always")
+        execute(command)
+    return said.getvalue().splitlines()
+
+
+def alone():
+    prepare()
+    return warned(shard(strategy="grad")), warned(Unshard(model="model")), warned(shard(strategy="none"))
+
+
+def test_one_rank_is_told_once_that_nothing_is_split():
+    ((split, plain, whole),) = run(1, alone)
+    assert split == [
+        "FullyShardedDataParallel: one rank holds whole parameters, so SHARD_GRAD_OP is NO_SHARD here; start several "
+        "ranks, or give the process_group= or device_mesh= of several"
+    ]
+    assert plain == whole == []
+
+
 def partly_frozen():
     ns = prepare()
     for name, param in ns["model"].named_parameters():
         param.requires_grad_(name.endswith("bias"))
     command = shard(orig_params=True)
     plan = planning.plan(command, ns["world_size"])
-    execute(command)
+    lines = warned(command)
+    assert len(lines) == len(set(lines)) > 0
+    assert all("is frozen in one unit: its reduction takes memory" in line for line in lines)
     execute(Step(count=2))
     trace = trace_here()
     (rank,) = trace.ranks

@@ -354,6 +354,7 @@ def unmanaged():
     sharded = execute(Shard(model="model", ignore=("scale",)))
     model.layer.weight.register_hook(lambda grad: grad)
     model.adapter = torch.nn.Linear(4, 4)
+    ns["same"], ns["part"] = model, model.layer
 
     def train_step():
         ns["model"](torch.ones(2, 4)).sum().backward()
@@ -361,13 +362,16 @@ def unmanaged():
         ns["opt"].zero_grad()
 
     ns["train_step"] = train_step
-    return sharded, execute(Verify())
+    headers = [rank_module._this_rank().recorder.header]
+    execute(Step(count=1))
+    headers.append(rank_module._this_rank().recorder.header)
+    return sharded, execute(Verify()), [header.unmanaged for header in headers]
 
 
 def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     replies = run(2, unmanaged)
-    shard = SAYS[Shard]([decode(Sharded, sharded, "reply") for sharded, _ in replies])
-    verify = SAYS[Verify]([decode(Verified, verified, "reply") for _, verified in replies])
+    shard = SAYS[Shard]([decode(Sharded, sharded, "reply") for sharded, *_ in replies])
+    verify = SAYS[Verify]([decode(Verified, verified, "reply") for _, verified, _ in replies])
     assert shard.bytes_at_rest == (4 * (8 + 3), 4 * (8 + 3))
     assert shard.bytes_unsharded == 4 * (16 + 3)
     carried, params, buffers = shard.notes
@@ -375,6 +379,8 @@ def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     assert "in no unit, so that nothing averages their gradients: scale. " in params
     assert "p = model.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in params
     assert "buffers differ between ranks: drawn. " in buffers
+    found = ("model.scale",), ("model.scale", "model.adapter.weight", "model.adapter.bias")
+    assert [tuple(recorded) for *_, recorded in replies] == [found] * 2
     params, hooks, buffers = verify.notes
     assert "their gradients: scale, adapter.weight, adapter.bias. " in params
     assert "register_hook is never called on a sharded parameter: layer.weight. " in hooks

@@ -1,13 +1,18 @@
-"""Meshes of copies x shards: their groups, and that they outlive a rebuild of all process groups."""
+"""Meshes and groups: those of copies x shards, and that these and the user's own outlive a rebuild of all groups."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.runtime.job import namespace, run
+from workbench.engine._torch import name_groups_from, named_groups
+from workbench.engine.groups import OWN
 from workbench.runtime import rank as rank_module
-from workbench.runtime.meshes import AXES
+from workbench.runtime.distributed import AXES
 
 
 def groups_of(mesh):
@@ -65,3 +70,48 @@ def plain_shapes():
 
 def test_a_shape_of_one_axis_is_the_mesh_of_all_ranks():
     assert run(2, plain_shapes) == [True, True]
+
+
+def life_of_a_users_groups():
+    """Tensor parallelism on a mesh of a cell's, and groups among the variables."""
+    ns = namespace()
+    ns["pair"] = dist.new_group([1, 2])
+    ns["old_world"] = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    inputs = torch.ones(2, 4)
+    before = model(inputs).tolist()
+    name_groups_from(9 + ns["rank"])  # as if some had made groups that others had not, as an error came in between
+    for generation in ("1", "2"):
+        rank_module.recover(generation)
+        assert model(inputs).tolist() == before
+    total = torch.ones(1)
+    if ns["rank"] in (1, 2):
+        dist.all_reduce(total, group=ns["pair"])
+    dist.all_reduce(total, group=ns["old_world"])
+    later = dist.new_group([0, 1, 2, 3])
+    dist.all_reduce(total, group=later)
+    return total.item(), dist.get_process_group_ranks(mesh.get_group("tp"))
+
+
+def test_groups_of_the_user_outlive_a_rebuild_of_all_groups():
+    found = run(4, life_of_a_users_groups)
+    assert found == [(24.0, [0, 1])] * 2 + [(24.0, [2, 3])] * 2
+
+
+def half_made():
+    """A group that two of its three ranks know is none: nobody waits for the third."""
+    ns = namespace()
+    groups = rank_module._this_rank().groups
+    ranks = dist.get_process_group_ranks
+    known = {name: ranks(group) for name, group in named_groups().items() if not name.startswith(OWN)}
+    lost = {"lost": [0, 1, 2]} if ns["rank"] < 2 else {}
+    return sorted(groups._revive(known | lost, 7)), name_groups_from(0)
+
+
+def test_a_group_that_not_all_of_its_ranks_made_is_dropped():
+    found = run(3, half_made)
+    assert found == [(found[0][0], 7)] * 3
+    assert "lost" not in found[0][0]

@@ -84,7 +84,7 @@ def test_every_view_draws_it(recorded, view):
 
 def test_views_say_what_it_did(recorded):
     loop, trace = recorded
-    assert "as the closed form says" in title(draw("comms", trace))
+    assert "as expected" in title(draw("comms", trace))
     curves = [list(line.y) for line in draw("training", trace).data]
     assert loop.losses in curves
     assert loop.losses == sorted(loop.losses, reverse=True), "it learns"

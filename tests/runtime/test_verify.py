@@ -1,5 +1,6 @@
 """What ``verify`` does is not the run: no view, no count and no curve shows it."""
 
+import copy
 import functools
 import os
 import threading
@@ -7,9 +8,13 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.engine.models import loss_of
+from tests.engine.models import adamw, loss_of
 from tests.runtime.job import drain, execute, namespace, prepare, run
+from workbench.engine import MixedPrecisionPolicy, fully_shard
 from workbench.events import Category, Kind, UnitState
 from workbench.protocol.commands import Shard, Step, Verify
 from workbench.replay import memory, training
@@ -206,6 +211,44 @@ def test_a_model_that_keeps_what_deepcopy_refuses_is_verified(api):
         assert verified["ok"]
         assert verified["not_finite"] == []
         assert verified["since"] is None
+
+
+def train_in_parallel(dim, mp_policy):
+    """Tensor parallelism in each block, ``fully_shard`` over the other axis, and a loop's variable that is left."""
+    ns = namespace()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    layers = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim)
+    ns["model"] = model = nn.Sequential(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(3)))
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"], mp_policy=mp_policy)
+        ns["block"] = block
+    fully_shard(model, mesh=mesh["dp"], mp_policy=mp_policy)
+    ns["opt"] = adamw(model.parameters())
+    seed = mesh.get_local_rank("dp")
+
+    def train_step():
+        loss = ns["model"](torch.full((3, dim), 1.0 + seed)).pow(2).mean()
+        loss.backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    execute(Step(count=2))
+    right = execute(Verify())
+    assert right == execute(Verify(model="model"))  # everything is as before
+    losses = execute(Step(count=2))["losses"]
+    return right, losses
+
+
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+def test_a_model_that_is_split_by_tensor_parallelism_as_well_is_verified(mp_policy):
+    for right, losses in run(4, train_in_parallel, 8, mp_policy):
+        assert right["ok"], right
+        assert right["params"] == 3 * 6
+        assert losses[1] < losses[0]
 
 
 def test_nan_in_both_is_named_and_is_no_difference():

@@ -65,6 +65,21 @@ def test_a_file_from_before_clocks_were_compared_loads():
         header_from_dict(data)
 
 
+def test_a_file_from_before_parameters_of_no_unit_were_recorded_loads():
+    header = Header(world_size=1, unmanaged=("model.scale",))
+    data = json.loads(json.dumps(header_to_dict(header)))
+    assert header_from_dict(data) == header
+    data["schema_version"] = 6
+    del data["unmanaged"]
+    assert header_from_dict(data) == replace(header, unmanaged=())
+
+
+def test_the_newest_header_says_which_parameters_are_of_no_unit():
+    before, after = (Header(world_size=2, unmanaged=params) for params in (("model.scale",), ()))
+    assert join(after, before).unmanaged == ("model.scale",)
+    assert join(before, after).unmanaged == ()
+
+
 def test_a_newer_schema_is_refused_whatever_else_it_holds():
     data = {"schema_version": SCHEMA_VERSION + 1, "surprise": []}
     with pytest.raises(TraceError, match=f"version {SCHEMA_VERSION + 1}, this workbench reads up to {SCHEMA_VERSION}:"):

@@ -42,7 +42,7 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     assert title(draw(b, a)) == "peak -193 KiB: blocks.0 no longer unsharded through backward"
     assert "rank 2 of ranks 0-3 is drawn" in subtitle(draw(a, b))
     assert "MiB, the higher in step 1" in subtitle(draw(a, b))
-    assert "first difference: memory at begin of unshard of blocks.2, step 1" in subtitle(draw(a, b))
+    assert "first difference: memory at the start of unshard of blocks.2, step 1" in subtitle(draw(a, b))
 
 
 def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
@@ -53,7 +53,7 @@ def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
     b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
     found = title(draw(a, b, rank=0))
     assert found.endswith("sharded grads left from before (195 KiB), units unsharded through forward (193 KiB)")
-    assert "first difference: memory at begin of step 2 (1)" in subtitle(draw(a, b, rank=0))
+    assert "first difference: memory at the start of step 2 (1)" in subtitle(draw(a, b, rank=0))
     assert "sharded grads no longer left from before" in title(draw(b, a, rank=0))
 
 
@@ -94,7 +94,7 @@ def test_events_alone_are_said_where_nothing_else_differs():
     fewer = rows[rows["kind"] != Kind.COPY_OUT].copy()
     fewer["seq"] = range(len(fewer))
     fig = draw(trace, Trace(trace.header, (RankTrace(0, fewer),)))
-    assert "events fewer, first at begin of copy-out of " in title(fig)
+    assert "events fewer, first at the start of copy-out of " in title(fig)
 
 
 def test_both_curves_reach_their_peaks_and_share_the_axis():
@@ -116,7 +116,7 @@ def test_words_at_the_axis_do_not_overprint():
 
 def test_a_different_number_of_steps_is_said():
     fig = draw(example_trace(steps=3), example_trace(steps=1))
-    assert "1 step of each compared (3 and 1 there are)" in subtitle(fig)
+    assert "only the first step of each compared, of 3 and 1" in subtitle(fig)
 
 
 @pytest.mark.parametrize("pair", [(Trace.empty(), Trace(Header(world_size=4))), (Trace.empty(), None)])

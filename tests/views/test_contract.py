@@ -239,11 +239,11 @@ def test_a_time_of_a_gpu_is_not_claimed_where_only_the_hosts_is_known():
         assert "compute waits" not in told
     told = words(draw("comms", trace))
     assert "<b>time<br>exposed</b>" in told
-    assert "compute stood still" in told
+    assert "compute waited" in told
     told = words(draw("comms", on_devices(trace, tells=False)))
-    assert "<b>closed<br>form</b>" in told
+    assert "<b>expected</b>" in told
     assert "times say little of a collective: none are shown" in told.replace("<br>", " ")
-    for word in ("<b>time", "exposed", "compute stood still"):
+    for word in ("<b>time", "exposed", "compute waited"):
         assert word not in told
 
 

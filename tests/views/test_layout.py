@@ -52,7 +52,7 @@ def test_hover_says_rows_shape_and_bytes():
 def test_title_and_subtitle_total_what_is_at_rest():
     fig = layout(trace_of(make_unit(make_param((5, 256), 4)), world_size=4))
     assert title(fig) == "Each of 4 ranks keeps 2.00 KiB of 5.00 KiB of parameters"
-    assert "40.0% of the unsharded bytes" in subtitle(fig)
+    assert "each rank keeps 40.0% of the full parameters between uses" in subtitle(fig)
     assert "padding wastes 3.00 KiB (60.00%)" in subtitle(fig)
     assert "1 empty shard" in subtitle(fig)
 
@@ -97,7 +97,7 @@ def headings(fig):
 
 def test_a_unit_says_what_is_special_about_its_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
-    policy = "computes in bfloat16, reduces in float32, rests in host memory, on 2 ranks after forward"
+    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, on 2 ranks after forward"
     units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
     fig = layout(trace_of(*units, world_size=4))
     assert f"on a rank, {policy}" in headings(fig)
@@ -127,6 +127,18 @@ def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_a
     assert fig.layout.yaxis.ticktext == ("2 parameters [9]",)
     assert "2 parameters in 1 unit, end to end in 1 flat parameter" in subtitle(fig)
     assert "padding wastes 4 B" in subtitle(fig)
+
+
+def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
+    def cut(numels, num_ranks, **unit):
+        said = words(layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))).splitlines()
+        first = next((place for place, line in enumerate(said) if line.startswith("cut between")), None)
+        return "" if first is None else " ".join(said[first : first + 2])
+
+    assert cut((4, 6, 3), 4).startswith("cut between ranks: p1 (1-2), p2 (2-3) ")
+    assert cut((4, 4), 2) == ""
+    assert cut((3, 6), 2, replicate_size=2).startswith("cut between shard-ranks: p1 (0-1) ")
+    assert "p0 (0-4), p1 (4-6), p2 (6-7) and 1 more" in cut((40, 15, 15, 10, 1), 9)
 
 
 def test_a_rank_behind_the_end_of_a_flat_parameter_is_empty():

@@ -108,6 +108,11 @@ def test_every_word_has_a_colour_seen_on_light_and_dark_pages(table, words):
         assert min(contrast(colour, "#ffffff"), contrast(colour, DARK_PAGE)) >= 1.8
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_the_colour_of_an_event_is_clearly_seen_on_a_dark_page(kind):
+    assert contrast(theme.KIND_COLOURS[kind], DARK_PAGE) >= 3
+
+
 @pytest.mark.parametrize("page", ["#ffffff", DARK_PAGE])
 def test_text_is_legible_on_light_and_dark_pages(page):
     assert contrast(theme.INK, page) >= 4

@@ -41,5 +41,5 @@ def test_states_of_one_unit_are_drawn_alone():
 
 def test_collectives_of_one_unit_are_counted_alone():
     fig = draw("comms", example_trace(num_units=5), unit="blocks.2")
-    assert title(fig).startswith("Step 2, blocks.2: all-gathers 2 of 2, reduce-scatters 1 of 1: as the closed form")
+    assert title(fig).startswith("Step 2, blocks.2: all-gathers 2 of 2, reduce-scatters 1 of 1: as expected")
     assert "blocks.1" not in words(fig)

@@ -12,11 +12,13 @@ from plotly.offline import get_plotlyjs
 
 from tests.browser import open_offline
 from tests.pairwise import pairs_and_rest, rows_of
+from tests.replay.test_shards import make_flat, make_unit
 from tests.trace.holding import stopped_before
 from tests.trace.scale import Scale, trace_of
 from tests.trace.simulation import Setup, simulate
 from workbench.events import Kind
 from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
 from workbench.views import VIEWS, compare, draw
 from workbench.views.talk import for_talk
 from workbench.widgets.modules import joined
@@ -66,6 +68,10 @@ _DRAW = """async ([figure, widths]) => {
         titles, width: around.clientWidth, scrolls: around.scrollWidth, plot: [l, t, l + w, t + h]};
 }"""
 
+FLAT = tuple(
+    make_unit(make_flat((64, 12288, 6, 4096, 64, 16384, 16384), 4), name=f"model.layers.{i}", index=i) for i in range(3)
+)
+
 _ENDINGS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "mlp.up": "mlp.gate_up_proj"}
 
 
@@ -96,6 +102,8 @@ def figures():
     found = {f"{name} of {what}": draw(name, trace) for name in VIEWS for what, trace in traces.items()}
     found["memory with the process"] = draw("memory", deep, process=True)
     found["memory of three steps"] = draw("memory", deep, steps=3)
+    found["a unit alone"] = draw("layout", deep, unit="base_model.model.layers.2")
+    found["flat parameters"] = draw("layout", Trace(Header(world_size=4, units=FLAT)))
     found["nothing to draw"] = draw("training", Trace.empty())
     found["compare"] = compare.draw(deep, kept, names=("before.trace", "last, steps 3..5"))
     return found

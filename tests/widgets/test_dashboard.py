@@ -127,7 +127,7 @@ def test_before_the_first_step_it_says_how_to_train_one(made):
     assert first > 0
     workbench = Pretender(prefix(trace, first))
     widget = made(workbench)
-    assert ask(widget)[0]["said"] == "No step was trained yet: press step, or %fsdp step 20."
+    assert ask(widget)[0]["said"] == "No step has run yet: press step, or type %fsdp step 20."
     workbench.trace = trace
     assert ask(widget)[0]["said"] == ""
 
@@ -447,14 +447,14 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (Pulse(trace=Trace.empty()), "There are no ranks"),
+        (Pulse(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
         (Pulse(trace=Trace.empty(), running=True), "Nothing is recorded yet"),
         (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
         (Pulse(trace=example_trace(num_ranks=2), record="run.trace"), "No ranks are running: this is run.trace."),
         (
             Pulse(trace=example_trace(num_ranks=2), running=True, holder="the notebook of ann on node1 (process 7)"),
-            "the notebook of ann on node1 (process 7) has the ranks, and here they can be looked at. To have them: "
-            "%fsdp attach --take.",
+            "the notebook of ann on node1 (process 7) controls these ranks; here you can only view them. To take "
+            "control: %fsdp attach --take.",
         ),
     ],
 )

@@ -95,4 +95,6 @@ def test_rows_read_as_sentences():
     said = {moments.describe(trace.header, row) for row in trace.rank(0).rows}
     assert any(text.startswith("all-gather of blocks.0 begins (") for text in said)
     assert "wait of (root) ends" in said
+    assert "freed unsharded params of blocks.0" in said
+    assert any(text.startswith("allocated sharded grads of blocks.0 (") for text in said)
     assert "optimizer begins" in said

@@ -538,8 +538,9 @@ class Cluster:
     def _check_held(self) -> None:
         if self._holder is not None:
             raise UsageError(
-                f"{self._holder} has the ranks, and here they can be looked at: views, the dashboard, %fsdp status. To "
-                "have them: %fsdp detach there, then %fsdp attach here; if it is gone: %fsdp attach --take"
+                f"{self._holder} controls these ranks; here you can only view them: views, the dashboard, "
+                "%fsdp status. To take control: %fsdp detach there, then %fsdp attach here; if it is gone: "
+                "%fsdp attach --take"
             )
 
     @property

@@ -341,9 +341,14 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     A module that has a ``__setattr__`` of its own wants to know.
     """
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = param
+        put_parameter(module, name, param)
     else:
         setattr(module, name, param)
+
+
+def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Exchange a registered parameter; nothing of the module is called."""
+    module._parameters[name] = param
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -427,10 +432,23 @@ def abort_process_groups() -> None:
     distributed_c10d._abort_process_group()  # type: ignore[no-untyped-call,unused-ignore]
 
 
+def named_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the groups that this process has, by name, in the order of their making; the default one is the first."""
+    world = distributed_c10d._world
+    return {str(world.pg_names[group]): group for group in world.pg_map}
+
+
+def name_groups_from(number: int) -> int:
+    """Let the groups that are made from now on be numbered from ``number`` on at least; return the next number."""
+    world = distributed_c10d._world
+    world.group_count = max(world.group_count, number)
+    return world.group_count
+
+
 def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist.ProcessGroup:
     """Make a process group under a name of one's own; only its ranks, and all of them, must call this.
 
-    Its backend is what the default group has for ``device_type``, alone.
+    Its backends are those that the default group has, or what it has for ``device_type`` alone.
 
     ``new_group(use_local_synchronization=True)`` names a group after the number of groups this process has made: ranks
     of which one has made another group before wait for each other for ever.
@@ -438,7 +456,7 @@ def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist
     Args:
         ranks: global ranks, in group order.
         name: new, and the same on all of them.
-        device_type: of the tensors that will be communicated.
+        device_type: of the tensors that will be communicated; empty: any.
     """
     of_default = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
     backend = dist.BackendConfig(dist.Backend(of_default)).get_device_backend_map().get(device_type, of_default)

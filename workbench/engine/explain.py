@@ -14,7 +14,7 @@ from torch import nn
 from workbench.engine.full_param import FullParam, full_of_version
 from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup, units
-from workbench.engine.refusal import is_sharded
+from workbench.engine.refusal import is_sharded, used_after_reshard
 from workbench.events import unit_words
 
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -22,11 +22,15 @@ _STALE = re.compile(r"modified by an inplace operation.*expected version (\d+) i
 _OF_A_VIEW = re.compile(r"Function \w+ returned an invalid gradient at index \d+ - got \[(0?)\] but expected shape")
 
 
+_OF_NOTHING = re.compile(r"both arguments to \w+ need to be at least 1D|\w+ must be a (matrix|vector)")
+
+
 def explain(error: BaseException) -> None:
     """Put what torch's message leaves out before it; no effect on other errors, and on one that is explained.
 
     The messages are those of an operation that was given a sharded parameter and an ordinary tensor, of a backward that
-    needs a full parameter that is not there any more, and of one through a view that was made while it was there.
+    needs a full parameter that is not there any more, of one through a view that was made while it was there, and of
+    an operation on a full parameter that was kept from then.
     """
     text = str(error)
     if not isinstance(error, RuntimeError):
@@ -39,6 +43,8 @@ def explain(error: BaseException) -> None:
         meaning = _of_mixed(error.__traceback__)
     elif _OF_A_VIEW.match(text):
         meaning = _of_view(error.__traceback__)
+    elif _OF_NOTHING.match(text):
+        meaning = _of_kept(error.__traceback__)
     if meaning:
         error.args = (f"{meaning}\n(torch: {text})",)
 
@@ -80,9 +86,26 @@ def _of_view(traceback: TracebackType | None) -> str:
     return ""
 
 
+def _of_kept(traceback: TracebackType | None) -> str:
+    """Say which full parameter a failed operation may have had while it holds nothing; empty: none."""
+    fulls = _fulls()
+    for frame in reversed([frame for frame, _ in walk_tb(traceback)]):
+        for value in list(frame.f_locals.values()):
+            full = fulls.get(id(value))
+            unit = None if full is None or full.is_open else _unit_of(full)
+            if full is not None and unit is not None:
+                return used_after_reshard(full.fqn, unit_words(unit.name))
+    return ""
+
+
+def _fulls() -> dict[int, FullParam]:
+    """Return all full parameters, by the id of the tensor that their modules hold."""
+    return {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
+
+
 def _viewed_in(traceback: TracebackType | None) -> Iterator[FullParam]:
     """Yield parameters of which views are in the graphs of the tensors that a backward was called with."""
-    fulls = {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
+    fulls = _fulls()
     locals_of = (frame.f_locals.values() for frame, _ in walk_tb(traceback))
     found = [each for values in locals_of for value in values for each in _tensors_in(value)]
     nodes: list[Any] = [tensor.grad_fn for tensor in found]

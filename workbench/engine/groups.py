@@ -26,6 +26,9 @@ from workbench.engine.order import Board, Collective, OrderCheck
 from workbench.engine.waits import SLICE_S, Work, cancellation
 from workbench.events import Comm
 
+OWN = "workbench/"
+"""What the names of the engine's process groups begin with."""
+
 _indices = itertools.count()
 
 around_creation: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -71,7 +74,7 @@ class CommGroup:
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
         what = "/".join(filter(None, [self.device_type, self.purpose]))
-        name = f"workbench/{what}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
+        name = f"{OWN}{what}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
         self._renew_order_check(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
         with around_creation():
             self.process_group = new_group(self.ranks, name, self.device_type)

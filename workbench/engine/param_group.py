@@ -20,6 +20,7 @@ from workbench.engine.collectives import AllGatherState, DeviceCopyState, Scatte
 from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, CommPair, ReduceScatter, group_pair
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
+from workbench.engine.full_param import FullParam
 from workbench.engine.groups import CommGroup
 from workbench.engine.layout import rows_of
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
@@ -27,6 +28,7 @@ from workbench.engine.param import FSDPParam, ShardedState
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.reduction import GradientSync, Reducer, foreach_reduce
+from workbench.engine.refusal import used_after_reshard
 from workbench.engine.tensors import unrecorded
 from workbench.engine.unshard_memory import Home, MemoryOfShards, UnshardMemory
 from workbench.events import Category, Edge, Kind, Phase, unit_words
@@ -107,9 +109,8 @@ class FSDPParamGroup:
         self.fsdp_params = [self.params_as_defined[i] for i in order]
         for position, fsdp_param in enumerate(self.fsdp_params):
             fsdp_param.position = position
-        before_grad = partial(_before_grad, weakref.ref(self))
         for full in itertools.chain.from_iterable(param.fulls for param in self.fsdp_params):
-            full.watch_grads(before_grad)
+            full.watch_grads(partial(_before_grad, weakref.ref(self), weakref.ref(full)))
         self.shards = FlatShard(self.index, self.fsdp_params)
         self.set_policy(policy)
         self.shards.fill(policy)
@@ -696,8 +697,14 @@ class FSDPParamGroup:
         )
 
 
-def _before_grad(unit_ref: weakref.ref[FSDPParamGroup], _grad: torch.Tensor) -> None:
-    """Call the unit's ``on_inner_grad`` unless its backward has begun, or the unit runs forward."""
-    unit = unit_ref()  # weak: the parameter that has this hook belongs to the unit
+def _before_grad(unit_ref: weakref.ref[FSDPParamGroup], full_ref: weakref.ref[FullParam], grad: torch.Tensor) -> None:
+    """Call the unit's ``on_inner_grad`` unless its backward has begun, or the unit runs forward.
+
+    Raises:
+        RuntimeError: the gradient is of what a full parameter holds while its unit is sharded.
+    """
+    unit, full = unit_ref(), full_ref()  # weak: the parameter that has this hook belongs to the unit
+    if unit is not None and full is not None and not full.is_open and not grad.dim() and full.data.dim():
+        raise RuntimeError(used_after_reshard(full.fqn, unit_words(unit.name)))
     if unit is not None and unit.training_state is TrainingState.IDLE and unit.on_inner_grad is not None:
         unit.on_inner_grad(unit)

@@ -137,6 +137,8 @@ def _plain(param: DTensorParam) -> nn.Parameter:
 def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim.Optimizer] = ()) -> M:
     """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
 
+    Parameters are what they were before ``fully_shard``: plain tensors, or DTensors of tensor parallelism.
+
     Args:
         module: the root of a sharded tree; it is left as it was.
         memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
@@ -154,14 +156,18 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
         return agreement.holdings(named, optimizers)
 
     agreement.Agreement("the copy", units_of(states)).check(holds)
-    for param in module.parameters():
-        if isinstance(param, DTensor):
-            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
-            if param.grad is not None:
-                plain.grad = full_tensor(param.grad)
+    managed = [cast("DTensorParam", param) for unit in units_of(states) for param in unit.fsdp_params]
+    likes: dict[torch.Tensor, nn.Parameter] = {param.sharded_param: param.full.param for param in managed}
+    for old, like in likes.items():
+        memo[id(old)] = plain = nn.Parameter(state_like(like, old), requires_grad=old.requires_grad)
+        if old.grad is not None:
+            plain.grad = state_like(like, old.grad)
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            memo |= {id(value): full_tensor(value) for value in state.values() if isinstance(value, DTensor)}
+        counted = _counted_by_kernels(optimizer)
+        for each, state in optimizer.state.items():
+            if each in likes:
+                moved = _moved(state, likes[each], counts_there=each in counted)
+                memo |= {id(value): moved[key] for key, value in state.items() if moved[key] is not value}
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.plain_modules())
@@ -250,8 +256,9 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Non
 
 def staged(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Callable[[], None]:
     """Do all of :func:`remap_optimizer` that can fail (collective); what is returned does the rest."""
+    counted = _counted_by_kernels(optimizer)
     states = {
-        old: {key: state_like(new, value) for key, value in optimizer.state[old].items()}
+        old: _moved(optimizer.state[old], new, counts_there=old in counted)
         for old, new in mapping.items()
         if old in optimizer.state
     }
@@ -266,6 +273,24 @@ def _commit(
     for old, state in states.items():
         del optimizer.state[old]
         optimizer.state[mapping[old]] = state
+
+
+def _moved(state: dict[str, Any], param: torch.Tensor, *, counts_there: bool) -> dict[str, Any]:
+    """Return an optimizer's state as ``param`` needs it; values that stay as they are are the same objects.
+
+    ``counts_there``: a kernel reads the step count, which has to be where ``param`` is.
+    """
+    moved = {key: state_like(param, value) for key, value in state.items()}
+    count = moved.get("step")
+    if counts_there and isinstance(count, torch.Tensor) and not isinstance(count, DTensor):
+        moved["step"] = count.to(local_of(param).device if isinstance(param, DTensor) else param.device)
+    return moved
+
+
+def _counted_by_kernels(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Return the parameters whose step count a kernel reads: with ``fused`` or ``capturable``."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {param for group in groups for param in group["params"]}
 
 
 def state_like(param: torch.Tensor, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything

@@ -33,4 +33,13 @@ def options_of(view: Callable[..., Any]) -> Iterator[Option]:
         plain = [t for t in (get_args(hint) or (hint,)) if t in {int, float, bool, str}]
         if plain:
             found = re.search(rf"^\s+{parameter.name}: (.+)$", about, re.MULTILINE)
-            yield Option(parameter.name, plain[0], found[1] if found else "", parameter.default is False)
+            yield Option(parameter.name, plain[0], _for_a_flag(found[1]) if found else "", parameter.default is False)
+
+
+def _for_a_flag(about: str) -> str:
+    """Return what a docstring says of an argument as a flag's help says it.
+
+    Example: ``"which step; None: the newest."`` -> ``"which step (default: the newest)"``.
+    """
+    said, _, default = about.removesuffix(".").partition("; None: ")
+    return f"{said} (default: {default})" if default else said

@@ -484,7 +484,8 @@ class Preview:
         problem: why it cannot be done, a sentence; all that follows is empty then. Empty: it can.
         units: names of the units that there would be, ``(root)`` for the root's own.
         bytes_unsharded: of the whole model.
-        at_rest: what each rank would hold.
+        bytes_ignored: of those of its parameters that would be in no unit, which each rank keeps in full.
+        at_rest: what each rank would hold, those parameters included; of gradients and Adam's state what units have.
         sent: the collectives of one step of one forward and one backward.
         sent_bytes: what one rank sends for all of them.
     """
@@ -495,6 +496,7 @@ class Preview:
     problem: str = ""
     units: tuple[str, ...] = ()
     bytes_unsharded: int = 0
+    bytes_ignored: int = 0
     at_rest: tuple[RestPreview, ...] = ()
     sent: tuple[SentPreview, ...] = ()
     sent_bytes: int = 0

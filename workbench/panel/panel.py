@@ -120,11 +120,13 @@ class Panel:
         if not isinstance(command, (Shard, Reshard)):
             problem = f"only shard and reshard can be tried, not {command.word}"
             return Preview(number=question.number, line=line, problem=problem)
+        workbench = self._notebook.shown()
         try:
-            units = self._notebook.shown().plan(command)
+            units = workbench.plan(command)
         except WorkbenchError as error:
             return Preview(number=question.number, line=line, problem=str(error))
-        return preview(question.number, line, units, self._notebook.shown().num_ranks)
+        models = next(iter(workbench.models().values()), ())
+        return preview(question.number, line, units, workbench.num_ranks, models, command.model)
 
     def _find_params(self, question: FindParams) -> Answer:
         found = params_of(self._pulse().trace.header, question.unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from workbench.events import Kind, Unit, unit_words
 from workbench.panel.messages import Model, Preview, RestPreview, SentPreview
@@ -12,7 +12,9 @@ from workbench.replay.shards import AtRest, at_rest, shards, totals
 from workbench.trace.schema import Header
 
 
-def preview(number: int, line: str, units: Sequence[Unit], num_ranks: int) -> Preview:
+def preview(
+    number: int, line: str, units: Sequence[Unit], num_ranks: int, models: Iterable[ModelInfo] = (), name: str = ""
+) -> Preview:
     """Return what ranks would hold at rest, and what a step would send.
 
     Args:
@@ -20,6 +22,8 @@ def preview(number: int, line: str, units: Sequence[Unit], num_ranks: int) -> Pr
         line: of the command.
         units: that there would be.
         num_ranks: how many ranks there are.
+        models: of a rank, among which the one that is to be sharded may be: what of it is in no unit counts as well.
+        name: of that one.
     """
     header = Header(units=tuple(units), world_size=num_ranks)
     size = max((unit.shard_size for unit in units), default=1)
@@ -27,13 +31,17 @@ def preview(number: int, line: str, units: Sequence[Unit], num_ranks: int) -> Pr
     for rank in range(num_ranks):
         groups.setdefault(at_rest(header, rank % size), []).append(rank)
     sent = _sent(header)
+    in_units = totals(shards(header)).bytes_unsharded
+    whole = next((model.num_bytes for model in models if model.name == name), in_units)
+    ignored = whole - in_units
     return Preview(
         number=number,
         line=line,
         units=tuple(unit_words(unit.name) for unit in units),
-        bytes_unsharded=totals(shards(header)).bytes_unsharded,
+        bytes_unsharded=whole,
+        bytes_ignored=ignored,
         at_rest=tuple(
-            RestPreview(ranks=tuple(ranks), params=held.params, grads=held.grads, adam=held.adam)
+            RestPreview(ranks=tuple(ranks), params=held.params + ignored, grads=held.grads, adam=held.adam)
             for held, ranks in groups.items()
         ),
         sent=sent,

@@ -160,8 +160,8 @@ class Attach(Command):
     word: ClassVar[str] = "attach"
     example: ClassVar[str] = "attach --profile mine"
     more: ClassVar[str] = (
-        "of the cluster with `--cluster-id ID` or `--file ipcontroller-client.json`; what another notebook has can be "
-        "looked at"
+        "of the cluster with `--cluster-id ID` or `--file ipcontroller-client.json`; ranks that another notebook "
+        "controls can only be viewed"
     )
     method: ClassVar[str] = "join"
     needs_ranks: ClassVar[bool] = False

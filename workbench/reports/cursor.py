@@ -70,7 +70,7 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     others = "".join(f"; {label([rank])} has no such event" for rank in ends if rank not in there)
     left = len(events) - 1 - number
     where = f"{label(there)} after {_said(trace, lead.rows[place])}{_of_model(trace, lead, place)}{others}"
-    return found, f"{where}: {left:,} events before the newest; %fsdp back 0 goes there"
+    return found, f"{where}: {left:,} events before the newest; %fsdp back 0 returns to it"
 
 
 def _end(lead: RankTrace, times: Ints, place: int, other: RankTrace) -> tuple[int, bool]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from workbench.events import unit_words
 from workbench.protocol.commands import (
     Command,
     Reshard,
@@ -32,12 +31,10 @@ from workbench.protocol.commands import (
     Verify,
 )
 from workbench.replay.alike import label, ranges
+from workbench.replay.units import by_number, listed, unmanaged_words
 from workbench.reports.clocks import clock_words
 from workbench.trace.schema import HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
-
-MAX_NAME = 80
-"""Characters of a unit's name in a list of them."""
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
@@ -107,7 +104,7 @@ def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
     """Return the fact that another notebook has the ranks, or had them."""
     if is_free:
         return [("held by", "nobody any more, they are free: %fsdp attach takes them")]
-    return [("held by", f"{holder}: here they can be looked at")] if holder else []
+    return [("held by", f"{holder}; here you can only view them")] if holder else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +128,7 @@ class StatusReport(Report):
         obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
         under_way: what ranks do and have not ended, in words; empty: nothing.
         cluster: the cluster that the ranks were attached of, in words; empty: they were started here.
+        notes: what is likely not meant, and what to do, a sentence each.
     """
 
     running: bool
@@ -149,6 +147,7 @@ class StatusReport(Report):
     obstacle: str = ""
     under_way: str = ""
     cluster: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -169,11 +168,12 @@ class StatusReport(Report):
         if self.under_way:
             found.append(("under way", self.under_way))
         if self.running or self.record:
-            units = f"{plural(len(self.units), 'unit')}: {_names(sorted(self.units, key=_natural))}"
+            units = f"{plural(len(self.units), 'unit')}: {listed(sorted(self.units, key=by_number))}"
             found.append(("sharded", units if self.units else "nothing yet: %fsdp shard MODEL"))
         if self.classic:
-            names = _names(sorted(self.classic, key=_natural))
+            names = listed(sorted(self.classic, key=by_number))
             found.append(("classic", "all" if self.classic == self.units else names))
+        found += [("note", note) for note in self.notes]
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
         found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
@@ -232,7 +232,7 @@ class ShardReport(Report):
         kept = [f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest]
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
-            ("units", _names(self.units)),
+            ("units", listed(self.units)),
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("full model", format_bytes(self.bytes_unsharded)),
             ("each rank keeps", f"{at_rest} between uses"),
@@ -372,7 +372,7 @@ class VerifyReport(Report):
         if self.loss_sharded is not None and self.loss_reference is not None:
             found.append(("loss", f"{self.loss_sharded:.6g} sharded, {self.loss_reference:.6g} unsharded"))
         if self.not_finite:
-            found.append(("NaN or infinity in", _names(self.not_finite)))
+            found.append(("NaN or infinity in", listed(self.not_finite)))
         if self.buffers:
             found.append(("NaN or infinity in buffers", self.buffers))
         return [*found, *(("note", note) for note in self.notes)]
@@ -425,7 +425,7 @@ class OpenReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the steps and the units."""
         found = [("steps", ranges(self.steps))] if self.steps else []
-        return [*found, ("sharded", _names(self.units) if self.units else "nothing")]
+        return [*found, ("sharded", listed(self.units) if self.units else "nothing")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,19 +529,6 @@ def _carried(optimizers: int) -> str:
     return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return what sorts names of units: the root first, then numbers by value, as ``blocks.2`` before ``blocks.10``."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".") if part]
-
-
-def _names(units: Sequence[str], limit: int = 12) -> str:
-    """List units by name; the middle of a long list, and of a long name, is left out."""
-    names = [unit_words(name) for name in units]
-    if len(names) > limit:
-        names = [*names[: limit - 2], f"... {len(names) - limit + 1} more ...", names[-1]]
-    return ", ".join(n if len(n) <= MAX_NAME else f"{n[: MAX_NAME // 2]}...{n[3 - MAX_NAME // 2 :]}" for n in names)
-
-
 def _by_rank(values: Sequence[str]) -> str:
     """Say a text per rank, equal ones once, empty ones not: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
     return "; ".join(f"{value} {_on(own, len(values))}" for value, own in _ranks_by(values).items() if value)
@@ -603,21 +590,16 @@ def _notes(model: str, by_rank: Sequence[Unmanaged]) -> tuple[str, ...]:
     differing = [name for name in sums[0] if len({rank.get(name) for rank in sums}) > 1]
     notes = []
     if params:
-        first = f"{model or 'model'}.get_parameter({next(iter(params))!r})"
-        notes.append(
-            f"in no unit, so that nothing averages their gradients: {_names(tuple(params))}. After backward, for each: "
-            f"p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, or unshard and "
-            "shard again without --ignore"
-        )
+        notes.append(unmanaged_words(model, tuple(params)))
     if hooks:
         notes.append(
-            f"register_hook is never called on a sharded parameter: {_names(tuple(hooks))}. Use "
+            f"register_hook is never called on a sharded parameter: {listed(tuple(hooks))}. Use "
             "register_post_accumulate_grad_hook"
         )
     if differing:
         buffer = f"{model or 'model'}.get_buffer({differing[0]!r})"
         notes.append(
-            f"buffers differ between ranks: {_names(tuple(differing))}. If they should not, for each: "
+            f"buffers differ between ranks: {listed(tuple(differing))}. If they should not, for each: "
             f"torch.distributed.broadcast({buffer}, 0); after to_empty they hold nothing until they are set"
         )
     return tuple(notes)
@@ -642,7 +624,7 @@ def _step(by_rank: Sequence[Stepped]) -> StepReport:
 
 def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
     """Say which units hold gradients that no reduction took, and what to do about it; empty: none does."""
-    ranks = {names: own for names, own in _ranks_by([_names(names) for names in by_rank]).items() if names}
+    ranks = {names: own for names, own in _ranks_by([listed(names) for names in by_rank]).items() if names}
     if not ranks:
         return ""
     where = [f"gradients of {names} were not reduced {_on(own, len(by_rank))}" for names, own in ranks.items()]

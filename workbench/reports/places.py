@@ -109,7 +109,7 @@ def state_of(position: Position, asked: State = "idle") -> State:
 
 def event_words(kind: Kind, edge: Edge, unit: str | None) -> str:
     """Return an event in words: ``(ALL_GATHER, END, "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
-    of = "" if unit is None or kind in _OF_ALL_UNITS else f" of {unit_words(unit)}"
+    of = "" if unit is None or kind in _OF_ALL_UNITS else f" {kind.info.of} {unit_words(unit)}"
     return f"{'the end of ' if edge is Edge.END else ''}{kind.words}{of}"
 
 

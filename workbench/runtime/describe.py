@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from workbench.engine.state import state_of, states_below, units_of
 from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import Sharded, Unmanaged
+from workbench.runtime.namespace import find_module, module_names
 
 
 def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> Sharded:
@@ -44,13 +45,48 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
 
 def unmanaged_in(model: nn.Module) -> Unmanaged:
     """Return what of a sharded model the engine does not manage."""
-    owned = {param for unit in units_of(states_below(model)) for each in unit.fsdp_params for param in each.owned}
-    params = [(clean(name), param) for name, param in model.named_parameters()]
+    owned = _owned(model)
     return Unmanaged(
-        params=tuple(name for name, param in params if param.requires_grad and param not in owned),
-        hooks=tuple(name for name, param in params if param in owned and has_grad_hooks(param)),
+        params=unmanaged_params(model),
+        hooks=tuple(clean(n) for n, param in model.named_parameters() if param in owned and has_grad_hooks(param)),
         buffers={clean(name): _checksum(buffer) for name, buffer in model.named_buffers() if not buffer.is_meta},
     )
+
+
+def unmanaged_params(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the trainable parameters of a sharded model that belong to no unit."""
+    owned = _owned(model)
+    return tuple(clean(n) for n, param in model.named_parameters() if param.requires_grad and param not in owned)
+
+
+def unmanaged() -> tuple[str, ...]:
+    """Return the trainable parameters of the sharded models among the variables that belong to no unit.
+
+    Example: ``("model.scale",)``: what ``model.get_parameter("scale")`` returns.
+    """
+    models = {name: find_module(name) for name in module_names()}
+    sharded = outermost({name: model for name, model in models.items() if states_below(model)})
+    return tuple(f"{name}.{param}" for name, model in sharded.items() for param in unmanaged_params(model))
+
+
+def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the models that are not part of another one, each under the first of its names.
+
+    Several variables may hold one model, and a loop over its blocks leaves a block in a variable.
+    """
+    once: dict[int, tuple[str, nn.Module]] = {}
+    for name, model in models.items():
+        once.setdefault(id(model), (name, model))
+    if len(once) > 1:  # each training forward of a cell asks: do not walk through the only model
+        for _, model in tuple(once.values()):
+            for part in model.modules():
+                if part is not model:
+                    once.pop(id(part), None)
+    return dict(once.values())
+
+
+def _owned(model: nn.Module) -> set[nn.Parameter]:
+    return {param for unit in units_of(states_below(model)) for each in unit.fsdp_params for param in each.owned}
 
 
 def _checksum(buffer: torch.Tensor) -> int:
@@ -82,13 +118,18 @@ class Size:
         names: of every place where it is, as they are where there are no wrappers.
         shape: of the whole.
         itemsize: bytes of an element.
-        is_managed: whether it is of a unit.
+        unit: the one that manages it, or None.
     """
 
     names: tuple[str, ...]
     shape: Sequence[int]
     itemsize: int
-    is_managed: bool = False
+    unit: FSDPParamGroup | None = None
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether it is of a unit."""
+        return self.unit is not None
 
     @property
     def numel(self) -> int:
@@ -103,16 +144,16 @@ class Size:
 
 def sizes_of(model: nn.Module) -> list[Size]:
     """Return the sizes of the parameters, each once; what a flat parameter stands for, not the flat one."""
-    managed = [param for unit in units_of(states_below(model)) for param in unit.fsdp_params]
+    managed = [(unit, param) for unit in units_of(states_below(model)) for param in unit.fsdp_params]
     names = names_below((model,))
     found: list[Size] = []
-    for param in managed:
+    for unit, param in managed:
         known = param.describe()
         shapes = [part.shape for part in known.parts] or [known.global_shape]
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
-            found.append(Size(names=places, shape=shape, itemsize=known.itemsize, is_managed=True))
-    owned = {param for each in managed for param in each.owned}
+            found.append(Size(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
+    owned = {param for _, each in managed for param in each.owned}
     others: dict[nn.Parameter, list[str]] = {}
     for name, left in model.named_parameters(remove_duplicate=False):
         if left not in owned:

@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import groups
+from workbench.engine._torch import name_groups_from, named_groups, new_group
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.state import roots
@@ -20,11 +22,13 @@ from workbench.engine.waits import cancellation
 from workbench.errors import ClusterError
 from workbench.ports import LOOPBACK
 from workbench.protocol.starting import Address, Host
-from workbench.runtime.meshes import make_mesh, rebuild_groups
 from workbench.runtime.sockets import PeerSockets
 
 # stalls are found by the workbench, which knows when a rank is merely held; c10d must not end a group by itself
 _NEVER = timedelta(days=7)
+
+AXES = ("replicate", "shard")
+"""Of a mesh of copies x shards."""
 
 _INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -80,7 +84,7 @@ class ProcessGroups:
         copies, size = shape
         if (copies, size) not in self._meshes:
             with self._sockets.tracked():
-                self._meshes[copies, size] = make_mesh(self._backend.kind, (copies, size))
+                self._meshes[copies, size] = init_device_mesh(self._backend.kind, shape, mesh_dim_names=AXES)
         return self._meshes[copies, size]
 
     def listen(self) -> Address:
@@ -164,20 +168,43 @@ class ProcessGroups:
         if store:
             self._sockets.shut_store()
 
-    def rebuild(self, generation: str) -> None:
-        """Drop every process group and make new ones; collective over all ranks.
+    def rebuild(self, generation: str) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+        """Make every process group anew; collective over all ranks.
 
-        The meshes of before keep working: c10d gives the new default group the name of the old one, and those of
-        copies x shards have names of their own.
+        A DeviceMesh, and so a DTensor, knows its groups by name. So those that were made here or by the user get the
+        names of before: parameters, optimizers and collectives that refer to a mesh go on working.
+
+        Returns:
+            each old group that there is again, and the new one.
         """
+        old, number = named_groups(), name_groups_from(0)
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in old.items()}
         self._destroy()
         cancellation.reset()
         self._init(generation)
-        with self._sockets.tracked():
-            for shape in self._meshes:
-                rebuild_groups(shape)
+        new = self._revive({name: of for name, of in ranks.items() if not name.startswith(groups.OWN)}, number)
         for root in list(roots):
             root.reset_iter_state()
+        return [(group, new[name]) for name, group in old.items() if name in new]
+
+    def _revive(self, known: dict[str, list[int]], number: int) -> dict[str, dist.ProcessGroup]:
+        """Make groups under the names they had, as far as all of their ranks had them; return those there are by name.
+
+        Args:
+            known: global ranks of this rank's groups by name, the default one first.
+            number: the next that this rank would give a group as a name.
+        """
+        everywhere: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everywhere, (known, number))
+        name_groups_from(max(following for _, following in everywhere))
+        default = named_groups()
+        with self._sockets.tracked():
+            made = {  # in the same order on all ranks: a group is made when all of its ranks are there
+                name: new_group(ranks, name, device_type="")
+                for name, ranks in sorted(known.items())
+                if name not in default and all(everywhere[rank][0].get(name) == ranks for rank in ranks)
+            }
+        return default | made
 
     def largest(self, number: int) -> int:
         """Return the largest ``number`` that any rank has; collective over all ranks."""

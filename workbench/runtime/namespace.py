@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def rebind(name: str, new: nn.Module) -> None:
     if parent:
         setattr(lookup(parent), attribute, new)
     user_namespace().update({key: new for key, value in variables().items() if value is old})
+
+
+def exchange(pairs: Iterable[tuple[object, object]]) -> None:
+    """Let variables that stand for the first of a pair stand for the second."""
+    new = {id(old): (old, by) for old, by in pairs}  # the old one as well: else its id may become another's
+    user_namespace().update({name: new[id(value)][1] for name, value in variables().items() if id(value) in new})
 
 
 def module_names() -> list[str]:

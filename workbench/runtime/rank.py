@@ -48,10 +48,11 @@ from workbench.protocol.messages import (
 )
 from workbench.protocol.starting import Boot, Connect, Connected
 from workbench.runtime import planning, sharding, text_bars, tracebacks
+from workbench.runtime.describe import unmanaged
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.doing import DOES, does
 from workbench.runtime.gate import Gate, GateRequest
-from workbench.runtime.namespace import module_names, user_namespace, variables
+from workbench.runtime.namespace import exchange, module_names, user_namespace, variables
 from workbench.runtime.quiet import Quiet
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.resident import Resident
@@ -97,6 +98,7 @@ class RankRuntime:
             with self.gate.passing(), self.gate.interrupts.guarded():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
+                self.recorder.note_unmanaged(unmanaged())
                 return result
         finally:
             self.doing = ""
@@ -304,13 +306,15 @@ def execute(command: dict[str, Any]) -> dict[str, Any]:
 def recover(generation: str) -> None:
     """Build new process groups after a failure and make the next step clean; collective over all ranks.
 
+    Variables that held a group hold the new one.
+
     Args:
         generation: a name that no earlier call had, equal on all ranks.
     """
     runtime = _this_rank()
     runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
-    runtime.groups.rebuild(generation)
+    exchange(runtime.groups.rebuild(generation))
     # some may have begun a step that others have not: a step's number is one and the same on all ranks
     runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
 

@@ -214,6 +214,11 @@ class Recorder:
             units = tuple(dataclasses.replace(u, gone=u.index in gone or u.gone) for u in self.header.units)
             self._change(dataclasses.replace(self.header, units=units))
 
+    def note_unmanaged(self, params: tuple[str, ...]) -> None:
+        """Put into the header which trainable parameters belong to no unit now."""
+        if params != self.header.unmanaged:
+            self._change(dataclasses.replace(self.header, unmanaged=params))
+
     def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
         """Put a new communication group into the header."""
         known = self.header.comm_groups

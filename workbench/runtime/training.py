@@ -25,6 +25,7 @@ from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category, Edge
 from workbench.protocol.commands import Step, Stepped
+from workbench.runtime.describe import unmanaged
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
 
@@ -95,6 +96,7 @@ class Trainer:
         losses, seconds = [], []
         unreduced: dict[str, None] = {}
         first_step = self._recorder.next_step
+        self._recorder.note_unmanaged(unmanaged())
         self._running = True
         try:
             for _ in range(command.count):
@@ -148,6 +150,7 @@ class Trainer:
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
+            self._recorder.note_unmanaged(unmanaged())
             self._recorder.begin_step()
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature

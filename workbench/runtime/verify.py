@@ -1,8 +1,8 @@
 """The command ``verify``: one sharded step against the same step of an unsharded copy, then everything as before.
 
 Both steps start from the same parameters, optimizer state and random numbers. The copy computes in the same precision
-(``reference.py``) and averages its gradients over ranks by an all-reduce as soon as they are accumulated, which is what
-sharded training promises to equal.
+(``reference.py``) and averages its gradients over the ranks that see other data by an all-reduce as soon as they are
+accumulated, which is what sharded training promises to equal. What tensor parallelism has split stays split in it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from workbench.engine import FSDPModule, UnshardHandle
 from workbench.engine._torch import local_of
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import undo as classic_undo
+from workbench.engine.full_param import local_tensor
 from workbench.engine.state import states_below, units_of
 from workbench.engine.tree import clean
 from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.protocol.commands import Verified, Verify
 from workbench.runtime import sharding
-from workbench.runtime.describe import sizes_of, unit_infos, unmanaged_in
+from workbench.runtime.describe import outermost, sizes_of, unit_infos, unmanaged_in
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.training import find_step_function, loss_of
@@ -55,7 +57,7 @@ def verify(command: Verify) -> Verified:
     with _restored(model, optimizers):
         reference, replaced = _unsharded_copies(model, optimizers)
         after = dict(reference.named_parameters())
-        before = {name: param.detach().clone() for name, param in after.items()}
+        before = {name: full_tensor(param) for name, param in after.items()}
         compute_alike(model, reference)
         with _restored_random_numbers():
             loss_reference = _run_on(replaced, reference, step)
@@ -74,8 +76,8 @@ def verify(command: Verify) -> Verified:
 def _find_sharded(name: str) -> nn.Module:
     if name:
         return sharding.find_sharded(name)
-    names = [n for n in module_names() if sharding.is_sharded(user_namespace()[n])]
-    if len({id(user_namespace()[n]) for n in names}) != 1:
+    names = list(outermost({n: find_module(n) for n in module_names() if sharding.is_sharded(find_module(n))}))
+    if len(names) != 1:
         raise UsageError(
             f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
             if names
@@ -94,11 +96,13 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
         reference = plain_copy(model, memo, optimizers)
         _take_setters(model, memo)
         copied = [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+        for optimizer in copied:
+            _take_one_by_one(optimizer)
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
-    managed = {name for size in sizes_of(model) if size.is_managed for name in size.names}
+    meshes = {name: size.unit.mesh_info.mesh for size in sizes_of(model) if size.unit for name in size.names}
     for name, plain in reference.named_parameters():
-        if name in managed and plain.requires_grad:
-            plain.register_post_accumulate_grad_hook(_average)
+        if name in meshes and plain.requires_grad:
+            plain.register_post_accumulate_grad_hook(functools.partial(_average, meshes[name]))
     return reference, {id(model): reference, **copies}
 
 
@@ -107,6 +111,13 @@ def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
     clip = functools.partial(nn.utils.clip_grad_norm_, list(reference.parameters()))
     calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
     vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
+
+
+def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step parameters singly where plain ones are beside DTensors: torch refuses to mix them."""
+    for group in optimizer.param_groups:
+        if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
+            group.update({way: False for way in ("foreach", "fused") if way in group})
 
 
 def _take_setters(model: nn.Module, memo: dict[int, Any]) -> None:
@@ -141,11 +152,15 @@ def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((clean(name), param.detach().clone()) for name, param in model.named_parameters())
 
 
-def _average(param: torch.Tensor) -> None:
-    """Average a gradient over ranks; averaging an average again, as accumulation does, changes nothing."""
+def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
+    """Average a gradient over the ranks of a mesh; to do it again, as accumulation does, changes nothing."""
+    if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+        param.grad = param.grad.redistribute(placements=param.placements)  # a sum that is pending is taken
     if param.grad is not None:
-        dist.all_reduce(param.grad)
-        param.grad.div_(dist.get_world_size())
+        grad = local_tensor(param.grad)
+        for axis in range(mesh.ndim):
+            dist.all_reduce(grad, group=mesh.get_group(axis))
+        grad.div_(mesh.size())
 
 
 def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], Any]) -> float | None:
@@ -157,13 +172,13 @@ def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], A
     namespace = user_namespace()
     names = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
     originals = {name: namespace[name] for name in names}
-    before = [p.detach().clone() for p in reference.parameters()]
+    before = [local_tensor(p).detach().clone() for p in reference.parameters()]
     namespace.update(names)
     try:
         loss = loss_of(step())
     finally:
         namespace.update(originals)
-    if all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True)):
+    if all(torch.equal(a, local_tensor(b)) for a, b in zip(before, reference.parameters(), strict=True)):
         raise UsageError(
             f"the step did not train {', '.join(names)}. Either it takes no optimizer step, or it does not use these "
             "variables by name: verify swaps them for copies, which a closure, a default argument or another object "
@@ -178,7 +193,7 @@ def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[
     worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
     not_finite: list[str] = []
     for name, actual in _whole_values(model):
-        expected = reference[name].detach()
+        expected = full_tensor(reference[name])
         if not _is_finite(expected) and torch.allclose(actual, expected, rtol=RTOL, atol=ATOL, equal_nan=True):
             not_finite.append(name)
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -40,13 +43,23 @@ def wrap(
     policy = classic.CustomPolicy(lambda module: module in chosen)
     top: nn.Module = model
     try:
-        top = wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
+        with _warnings_in_plain_words():
+            top = wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
         rewrap_optimizers(wrapper, optimizers)
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         if wrapper_states_below(top):
             unwrap(top)
         raise
     return wrapper
+
+
+@contextmanager
+def _warnings_in_plain_words() -> Iterator[None]:
+    """Print what is warned of, each message once, without the line of ours that it would be blamed on."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for message in dict.fromkeys(str(each.message) for each in caught):
+        sys.stderr.write(f"{message}\n")
 
 
 def options_of(command: Shard | Reshard) -> dict[str, Any]:

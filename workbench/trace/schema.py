@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Category, Unit, UnitState
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 ROW = struct.Struct("<qqqdiiihhBBBB")
 """One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""
@@ -124,6 +124,8 @@ class Header:
         ranks: where those that are known live.
         clocks: those that are not rank 0's; of a rank that has none of them the clock is rank 0's.
         units: all there ever were, by index.
+        unmanaged: trainable parameters of sharded models that belong to no unit, each after the variable that has its
+            model, ``"model.scale"``: nothing averages their gradients.
         comm_groups: what the column ``comm_group`` counts.
         strings: what the column ``module`` counts.
         schema_version: of the file; what is read has today's.
@@ -136,6 +138,7 @@ class Header:
     ranks: tuple[RankInfo, ...] = ()
     clocks: tuple[HostClock, ...] = ()
     units: tuple[Unit, ...] = ()
+    unmanaged: tuple[str, ...] = ()
     comm_groups: tuple[CommGroup, ...] = ()
     strings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION

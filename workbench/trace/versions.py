@@ -1,5 +1,7 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
+Version 7 added to a header ``unmanaged``. Before, no rank looked for such parameters.
+
 Version 6 added to a header ``clocks``, by which times were converted. Before, a rank said by how much its own was ahead
 of rank 0's: by 0, for nobody compared them.
 
@@ -35,7 +37,7 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
         TraceError: it says to be of an older version and is not like it.
     """
     version = data.get("schema_version")
-    if version not in (1, 2, 3, 4, 5):
+    if version not in (1, 2, 3, 4, 5, 6):
         return data
     try:
         data = _second(data) if version == 1 else data
@@ -46,7 +48,7 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
         raise TraceError(f"header says schema version {version}, and its {what} are not") from error
-    return {"clocks": []} | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
+    return {"clocks": [], "unmanaged": []} | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
 
 
 def _rank(data: dict[str, Any]) -> dict[str, Any]:

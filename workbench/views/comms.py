@@ -1,4 +1,4 @@
-"""What was communicated in a step, for which unit and how, beside what the closed form says; a difference is marked.
+"""What was communicated in a step, for which unit and how, beside what is expected; a difference is marked.
 
 Payload is the logical size of a collective. Bytes sent are those of a ring over the ranks that took part, computed from
 the payload: what really went over the wire depends on the backend and is not in a trace. Where ranks are on several
@@ -17,7 +17,7 @@ from workbench.events import REDUCTIONS, Kind
 from workbench.replay.alike import join_names, label, pattern
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import Clock
-from workbench.replay.units import model_order, unit_name
+from workbench.replay.units import model_order, unit_name, unmanaged_notes
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -114,7 +114,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
 
 
 def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], Clock]:
-    """Return the last of these steps that the closed form speaks of, as one still running it does not; or the last.
+    """Return the last of these steps of which something is expected, as nothing is of one still running; or the last.
 
     With whose times: a device's, once it has come to all of the step.
     """
@@ -165,7 +165,7 @@ def _verdict(rows: Sequence[Comparison]) -> str:
     """Return what was issued against what was expected, in one sentence."""
     told = [row for row in rows if row.expected]
     if not told:
-        return "not seen from begin to end, so there is no closed form beside it"
+        return "recorded in part, so there are no expected numbers to compare it with"
     sets = list(dict.fromkeys(row.ranks for row in told))
     members = [frozenset(ranks) for ranks in sets]
     issued: dict[tuple[bool, ...], list[int]] = {}  # ranks that are in the same rows
@@ -179,8 +179,8 @@ def _verdict(rows: Sequence[Comparison]) -> str:
         return "ranks differ: " + "; ".join(f"{label(same)}: {text}" for text, same in list(alike.items())[:3])
     (text,) = alike
     if any(row.differs for row in told):
-        return f"{_passes(told)}{text}: not what the closed form says"
-    return _accumulated(told) or f"{_passes(told)}{text}: as the closed form says"
+        return f"{_passes(told)}{text}: not as expected"
+    return _accumulated(told) or f"{_passes(told)}{text}: as expected"
 
 
 def _passes(rows: Sequence[Comparison]) -> str:
@@ -230,27 +230,28 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
     time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
     crosses = _crossing(rows) if _are_on_several_hosts(rows) else ""
     sentences = [
-        f"{label([rank]).capitalize()}: payload {theme.format_bytes(payload)}"
-        f"{'' if crosses else f', of which a ring sends {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
+        f"{label([rank]).capitalize()}: {theme.format_bytes(payload)} of data"
+        f"{'' if crosses else f'; a ring would send {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
         crosses,
         "when the GPU did this is not recorded, and the host's times say little of a collective: none are shown"
         if clock is Clock.ENQUEUED
-        else f"{theme.format_duration(exposed_ns)} of {theme.format_duration(time_ns)} in collectives exposed: "
-        "compute stood still",
+        else f"compute waited {theme.format_duration(exposed_ns)} of the {theme.format_duration(time_ns)} that "
+        "collectives took",
         theme.clock_words(header, clock) if clock is Clock.DEVICE else "",
         "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
         if any(row.differs for row in rows)
         else "",
+        *unmanaged_notes(header),
         f"{theme.plural(num_left_out, 'more row')} not drawn: --unit draws those of a name" if num_left_out else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
-    """Return what carries the units' bytes, such as ``", carried by shared memory"``; nothing if it is not known."""
+    """Return what carries the units' bytes: ``". Here it went through shared memory"``; nothing if not known."""
     units = {row.unit for row in rows if 0 <= row.unit < len(header.units)}
     names = dict.fromkeys(header.units[unit].comm for unit in sorted(units) if header.units[unit].comm)
-    return f", carried by {' and '.join(names)}" if names else ""
+    return f". Here it went through {' and '.join(names)}" if names else ""
 
 
 def _sent_bytes(row: Comparison) -> float:
@@ -281,7 +282,7 @@ def _crossing_of_one(row: Comparison) -> str:
     return "-" if row.crossing is None else theme.format_bytes(max(row.crossing.values(), default=0))
 
 
-def _closed_form(row: Comparison) -> str:
+def _expected(row: Comparison) -> str:
     """``"= 2 x 193 KiB"``; ``"≠ none"`` where nothing was expected and something happened."""
     if row.expected is None:
         return "-"
@@ -304,7 +305,7 @@ _COLUMNS = (
         text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{_crossing_of_one(row)}",
         is_of_hosts=True,
     ),
-    Column(heading="closed<br>form", width=106, text=_closed_form),
+    Column(heading="expected", width=106, text=_expected),
     Column(
         heading="time<br>exposed",
         width=68,

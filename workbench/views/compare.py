@@ -171,16 +171,16 @@ def _event_words(found: Differences) -> str:
     ]
     if aligned.num_moved:
         parts.append(f"{theme.plural(aligned.num_moved, 'event')} in another order")
-    return f"{' and '.join(parts) or 'the same events, other bytes'}, first at {_event(aligned, place)}"
+    return f"{' and '.join(parts) or 'the same events with other numbers of bytes'}, first at {_event(aligned, place)}"
 
 
 def _event(aligned: Alignment, place: int) -> str:
-    """Name the event at a place: ``"begin of all-gather of blocks.1, step 0"``; ``"begin of step 3 (8)"``."""
+    """Name the event at a place: ``"the start of all-gather of blocks.1, step 0"``; ``"the start of step 3 (8)"``."""
     side, number = (aligned.b, aligned.in_b) if aligned.in_a[place] < 0 else (aligned.a, aligned.in_a)
     event = int(number[place])
     row, unit = side.rows[side.place[event]], int(side.unit[event])
-    edge = "" if row["edge"] == Edge.INSTANT else f"{Edge(row['edge']).words} of "
-    of = f" of {theme.shorten(aligned.names[unit])}" if unit >= 0 else ""
+    edge = {Edge.INSTANT: "", Edge.BEGIN: "the start of ", Edge.END: "the end of "}[Edge(row["edge"])]
+    of = f" {Kind(row['kind']).info.of} {theme.shorten(aligned.names[unit])}" if unit >= 0 else ""
     step = step_name(int(row["step"]))
     if row["step"] >= 0:
         step = " ".join(["step", *_step_numbers(aligned, place)])
@@ -209,13 +209,10 @@ def _signed(amount: str, delta: float) -> str:
 
 
 def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: tuple[Totals, Totals]) -> str:
-    fewer = min(found.num_steps)
-    steps = f"{theme.plural(fewer, 'step')} of each compared" if fewer else "before the first step"
-    more = f" ({' and '.join(str(n) for n in found.num_steps)} there are)" if len(set(found.num_steps)) > 1 else ""
     times = [f"{theme.format_duration(ns)}" for ns in found.step_ns if not math.isnan(ns)]
     sentences = [
         f"{names[0]} -> {names[1]}",
-        steps + more,
+        _steps_words(found.num_steps),
         _first_words(found.aligned),
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
@@ -226,6 +223,17 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
         else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
+
+
+def _steps_words(num_steps: tuple[int, int]) -> str:
+    """Say how many steps are compared: ``"only the first step of each compared, of 3 and 1"``."""
+    fewer, more = sorted(num_steps)
+    if not fewer:
+        return "before the first step"
+    if fewer == more:
+        return f"{theme.plural(fewer, 'step')} of each compared"
+    first = "step" if fewer == 1 else f"{fewer} steps"
+    return f"only the first {first} of each compared, of {num_steps[0]} and {num_steps[1]}"
 
 
 def _peak_step(found: Differences) -> str:

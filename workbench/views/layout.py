@@ -34,11 +34,13 @@ MAX_COLUMNS = 64
 """Shard-ranks drawn one by one; with more, neighbours that hold equally many rows are drawn as one."""
 
 _ROW_HEIGHT = 27  # pixels
-_HEADING_LETTERS = 40  # of a line over the bars
+_HEADING_LETTERS = 40  # of a line over the bars, which is bold
+_LINE_LETTERS = 50  # of another one
 _LABEL_LETTERS = 34
 
 _MAX_TICKS = 8
 _MAX_COPIES = 3  # whose ranks are named at a column; of more those of the first one
+_MAX_CUTS = 3  # parameters of a flat one that are said to be cut
 _MAX_LINES = 8  # of what hangs at one segment
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
@@ -49,7 +51,17 @@ _BEFORE, _AFTER = "… ", " …"  # of a name that a border cuts
 Role = Literal["held", "padding", "empty shard"]
 _HATCHES: dict[Role, str] = {"held": "", "padding": "/", "empty shard": "x"}
 Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one stands for all
-Place = Group | str  # what stands in a row of the picture: a bar, a line of the heading of a unit, or nothing
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of text over the bars of a unit, or an empty row; plain text."""
+
+    text: str = ""
+    is_heading: bool = False
+
+
+Place = Group | Line  # what stands in a row of the picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +153,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     sentences = [
         f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
         _policy_of_all(header).removeprefix(", "),
-        f"at rest a rank holds {total.bytes_at_rest / whole:.1%} of the unsharded bytes",
+        f"each rank keeps {total.bytes_at_rest / whole:.1%} of the full parameters between uses",
         waste if total.bytes_wasted else "no padding",
         f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
         _in_training(header),
@@ -178,11 +190,32 @@ def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
         policy = "" if is_told else _policy(members[0][0].unit)
-        yield from textwrap.wrap(_heading(members) + policy, _HEADING_LETTERS, break_on_hyphens=False)
+        yield from (Line(text, is_heading=True) for text in _wrapped(_heading(members) + policy, _HEADING_LETTERS))
         for member in members:
+            if _is_flat(member):
+                yield from map(Line, _wrapped(_cuts(member[0]), _LINE_LETTERS))
             yield member
             if _is_flat(member):
-                yield ""  # its bar is higher
+                yield Line()  # its bar is higher
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _cuts(flat: ParamShards) -> str:
+    """Say which parameters in a flat one lie on several ranks: their pieces may be too small for a name; plain text."""
+    found: dict[str, list[int]] = {}
+    for piece in pieces(flat.param):
+        found.setdefault(piece.part.fqn, []).append(piece.shard_rank)
+    cut = [f"{_short(flat, fqn)} ({ranges(ranks)})" for fqn, ranks in found.items() if len(ranks) > 1]
+    more = f" and {len(cut) - _MAX_CUTS} more" if len(cut) > _MAX_CUTS else ""
+    whose = "ranks" if flat.unit.replicate_size == 1 else "shard-ranks"
+    return f"cut between {whose}: {', '.join(cut[:_MAX_CUTS])}{more}" if cut else ""
+
+
+def _short(flat: ParamShards, fqn: str) -> str:
+    return theme.shorten(fqn.removeprefix(f"{flat.unit.name}."), _LABEL_LETTERS)
 
 
 def _heading(members: list[Group]) -> str:
@@ -204,7 +237,7 @@ def _policy(unit: Unit) -> str:
     said = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
         f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
-        "rests in host memory" if unit.offload else "",
+        "shards kept in host memory" if unit.offload else "",
         f"on {unit.reshard_after_forward} ranks after forward" if type(unit.reshard_after_forward) is int else "",
     ]
     return "".join(f", {theme.shorten(part)}" for part in said if part)
@@ -212,7 +245,7 @@ def _policy(unit: Unit) -> str:
 
 def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Segment]:
     """Yield the pieces of one row, left to right; none for a heading."""
-    if isinstance(place, str):
+    if isinstance(place, Line):
         return
     if _is_flat(place):
         yield from _flat_segments(y, place, columns, finest)
@@ -277,7 +310,7 @@ def _numel(piece: Piece) -> int:
 
 
 def _cut_name(flat: ParamShards, piece: Piece) -> str:
-    name = theme.escape(theme.shorten(piece.part.fqn.removeprefix(f"{flat.unit.name}."), _LABEL_LETTERS))
+    name = theme.escape(_short(flat, piece.part.fqn))
     return f"{_BEFORE if piece.is_begun_before else ''}{name}{_AFTER if piece.goes_on else ''}"
 
 
@@ -322,7 +355,7 @@ def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, s
     return span, (
         f"{_who(first, last)}: {span} of {sum(param.rows_per_rank)} along dim {param.shard_dim}<br>"
         f"a shard of {local}, {theme.format_bytes(rows * part.row_bytes)}; "
-        f"{theme.format_bytes(part.bytes_at_rest)} at rest"
+        f"{theme.format_bytes(part.bytes_at_rest)} kept between uses"
     )
 
 
@@ -360,11 +393,9 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     """Write the headings above their bars, and at the right edge the bytes that a rank keeps of each parameter."""
-    headings = {
-        y: f"<b>{theme.escape(place)}</b>" for y, place in enumerate(places) if place and isinstance(place, str)
-    }
+    headings = {y: _line(place) for y, place in enumerate(places) if isinstance(place, Line) and place.text}
     sizes = {
-        _middle(y, p): theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, str)
+        _middle(y, p): theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, Line)
     }
     fig.add_scatter(
         x=[0] * len(headings),
@@ -392,8 +423,13 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     )
 
 
+def _line(line: Line) -> str:
+    text = theme.escape(line.text)
+    return f"<b>{text}</b>" if line.is_heading else text
+
+
 def _is_flat(place: Place) -> bool:
-    return not isinstance(place, str) and bool(place[0].param.parts)
+    return not isinstance(place, Line) and bool(place[0].param.parts)
 
 
 def _middle(y: int, group: Group) -> float:
@@ -402,7 +438,7 @@ def _middle(y: int, group: Group) -> float:
 
 def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: set[int]) -> None:
     columns = max(num_shards)
-    bars = {_middle(y, place): _tick(place) for y, place in enumerate(places) if not isinstance(place, str)}
+    bars = {_middle(y, place): _tick(place) for y, place in enumerate(places) if not isinstance(place, Line)}
     fig.update_layout(
         yaxis_ticklabelstandoff=4,
         yaxis_range=[len(places) - 0.4, -0.6],

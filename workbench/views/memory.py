@@ -80,7 +80,7 @@ def memory(
 
     Args:
         trace: what happened.
-        step: the last step to show; None: the last one there is.
+        step: the last step to show; None: the newest.
         steps: how many steps, up to that one.
         rank: show this rank alone; None: one rank of each group of alike ones.
         process: show the memory of the whole process as well, where it was sampled.

@@ -43,7 +43,7 @@ def states(
 
     Args:
         trace: what happened.
-        step: the last step to show; None: the last one there is.
+        step: the last step to show; None: the newest.
         steps: how many steps, up to that one.
         rank: the rank to show; None: one of the largest group of alike ones.
         unit: draw this unit alone: a name, a pattern such as ``blocks.*``, or ``(root)``; None: all.

@@ -3,8 +3,8 @@
 The background is transparent and all text is one mid grey with a contrast of more than 4 : 1 on white and on
 JupyterLab's dark page, so one figure serves both. Where a page is known, JupyterLab's with the panel, or one that is
 exported, its style gives that text the page's own colour (``widgets/static/figures.css``). Data colours keep at least
-1.8 : 1 on both. Colours that can meet in one figure stay apart for normal sight, protanopia, deuteranopia and
-tritanopia (a test measures CIEDE2000).
+1.8 : 1 on both, those of events 3 : 1 on the dark page, where strips are thin. Colours that can meet in one figure stay
+apart for normal sight, protanopia, deuteranopia and tritanopia (a test measures CIEDE2000).
 
 Text that a person or a rank named (unit, parameter, metric, host) goes through :func:`escape` before it becomes part
 of a figure, and never into a ``hovertemplate`` or ``texttemplate``: there ``%{...}`` would be read. :func:`figure`
@@ -56,8 +56,8 @@ COLOURS: dict[Colour, str] = {
     Colour.ACTIVATIONS: "#968b35",
     Colour.RESERVED: "#b8b8a4",
     Colour.FORWARD: "#69b0ee",
-    Colour.BACKWARD: "#274b8e",
-    Colour.OPTIMIZER: "#8760b0",
+    Colour.BACKWARD: "#4860a8",
+    Colour.OPTIMIZER: "#9870d0",
     Colour.COPY_IN: "#8d8929",
     Colour.COPY_OUT: "#a9a96b",
     Colour.OFFLOAD: "#6b6b1f",

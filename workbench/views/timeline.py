@@ -1,7 +1,7 @@
-"""What each rank did when: compute, all-gathers, reduce-scatters, and the waits in which compute stood still.
+"""What each rank did when: compute, all-gathers, reduce-scatters, and the waits of compute for them.
 
-One block per rank. A collective reaches from its issue to its true end; a thin arrow leads from its issue to the wait
-for it. Of many ranks that did the same, the one that waited least and the one that waited most are drawn.
+One block per rank. The bar of a collective runs from its launch to its true end; a thin arrow points from there to
+the wait for it. Of many ranks that did the same, the one that waited least and the one that waited most are drawn.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
 
     Args:
         trace: what happened.
-        step: the last step to show; None: the last one there is.
+        step: the last step to show; None: the newest.
         steps: how many steps, up to that one.
         rank: show this rank alone; None: all of them, alike ones together if they are many.
 
@@ -196,13 +196,13 @@ def _title(
 
 def _subtitle(header: Header, drawn: Drawn, folded: str, between_ns: int, *, has_collectives: bool) -> str:
     is_enqueued = drawn.clock is Clock.ENQUEUED
-    reaches = "the host's wait for it" if is_enqueued else "its last byte, its arrow to the wait for it"
+    end = "the host's wait for it" if is_enqueued else "its last byte; the arrow points to where compute waits for it"
     sentences = [
         theme.clock_words(header, drawn.clock),
         "the host's track: when it handed work over" if drawn.clock is Clock.DEVICE else "",
         folded,
-        f"a collective reaches from its issue to {reaches}" if has_collectives else "",
-        "compute is each unit's own, without the units inside it",
+        f"a bar runs from the launch of a collective to {end}" if has_collectives else "",
+        "the compute of a unit does not include that of the units inside it",
         hold_words(drawn.cuts),
         theme.error_words(between_ns),
     ]

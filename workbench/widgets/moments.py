@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from workbench.events import BESIDE, MOVES, Edge, Kind, Phase
+from workbench.events import BESIDE, MOVES, Category, Edge, Kind, Phase
 from workbench.replay import memory, states
 from workbench.replay.alike import label
 from workbench.replay.spans import Ints, of_kind
@@ -256,7 +256,8 @@ def _shown(group: list[_Entry]) -> dict[str, Any]:
 def describe(header: Header, row: np.void) -> str:
     """Say what an event was, in plain text: ``"all-gather of blocks.2 begins (1.20 MiB)"``."""
     kind = Kind(row["kind"])
-    about = f" of {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else ""
+    whose = f" {Category(row['category']).words}" if kind in MOVES else ""
+    about = f"{whose} {kind.info.of} {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else whose
     size = f" ({theme.format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
     return f"{kind.words}{about} {Edge(row['edge']).info.verb}".strip() + size
 

@@ -131,7 +131,8 @@ def slowest(step: np.void) -> str:
     """Return which rank the others wait for in a step of LEARNED_DTYPE, and how long; empty: none to speak of."""
     if step["straggler"] < 0:
         return ""
-    return f"rank {step['straggler']} is late, the others wait {theme.format_duration(float(step['spread_ns']))} longer"
+    longer = theme.format_duration(float(step["spread_ns"]))
+    return f"rank {step['straggler']} is the straggler: others wait up to {longer} longer"
 
 
 def knobs(units: Iterable[Unit]) -> Knobs:

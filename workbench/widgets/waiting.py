@@ -158,7 +158,9 @@ _EXCHANGED = {"start": "Ranks are being started.", "stop": "The ranks are being 
 def said(pulse: Pulse) -> str:
     """Return a sentence about what there is to see; empty while ranks train."""
     if pulse.exchange or pulse.holder:
-        held = f"{pulse.holder} has the ranks, and here they can be looked at. To have them: %fsdp attach --take."
+        held = (
+            f"{pulse.holder} controls these ranks; here you can only view them. To take control: %fsdp attach --take."
+        )
         return _EXCHANGED.get(pulse.exchange, FREE if pulse.is_free else held)
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
@@ -166,10 +168,10 @@ def said(pulse: Pulse) -> str:
         if not pulse.running:
             return f"No ranks are running: this is {pulse.record or 'what the last ones recorded'}."
         has_steps = any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks)
-        return "" if has_steps else "No step was trained yet: press step, or %fsdp step 20."
+        return "" if has_steps else "No step has run yet: press step, or type %fsdp step 20."
     if not pulse.running:
-        return "There are no ranks, and nothing is recorded: %fsdp start -n 4 starts some."
+        return "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
     return (
-        "Nothing is recorded yet: make a model and define train_step() in a %%fsdp cell; %fsdp shard MODEL splits it "
-        "over the ranks, %fsdp step 40 trains it."
+        "Nothing is recorded yet. Define a model and train_step() in a %%fsdp cell, shard the model with %fsdp shard "
+        "MODEL, and train it with %fsdp step 40."
     )

@@ -91,7 +91,9 @@ export function Told({ model, tabulate, openPage }: Pick<ControlsProps, "model" 
         <closeIcon.react tag="span" width="14px" />
       </button>
       {line === "" ? null : <code title={line}>{line}</code>}
-      <pre tabIndex={0} role="region" aria-label="text of the reply">{text || "done"}</pre>
+      <pre className={isTable(text) ? "fsdp-mod-table" : ""} tabIndex={0} role="region" aria-label="text of the reply">
+        {text || "done"}
+      </pre>
       {isLong(reply) ? (
         <button type="button" className="fsdp-Link" onClick={() => { tabulate(nameOf(line), text); }}>
           Show in a tab

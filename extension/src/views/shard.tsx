@@ -308,6 +308,7 @@ function Preliminary({ preview }: { readonly preview: Preview | null }): React.J
         <tbody>
           <Known name="units" value={String(preview.units.length)} />
           <Known name="in full" value={formatBytes(preview.bytes_unsharded)} />
+          {preview.bytes_ignored > 0 && <Known name="of it in no unit, kept whole" value={formatBytes(preview.bytes_ignored)} />}
           {heldAtRest(preview).map(({ ranks, params, total }, _place, all) => {
             const some = `${ranksInWords(ranks)} ${ranks.length > 1 ? "keep" : "keeps"}`;
             return (

@@ -82,7 +82,7 @@ def trains_as_fully_shard():
         torch.testing.assert_close(whole(wrapped), values, **SAME)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_it_trains_as_fully_shard_does_bit_by_bit(world_size):
     run_ranks(world_size, trains_as_fully_shard)
 

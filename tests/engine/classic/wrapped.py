@@ -14,10 +14,12 @@ import torch.distributed.fsdp as theirs
 import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.engine import parity
 from tests.engine.models import Block, adamw, batch, loss_of
 from workbench.engine import classic
+from workbench.engine._torch import gather_old_shards, is_of_old_shards
 
 OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
 THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
@@ -29,6 +31,44 @@ Way = tuple[int, bool]
 CPU = torch.device("cpu")
 SAME = {"rtol": 0.0, "atol": 0.0}
 """As a tolerance: the same bits."""
+
+
+def kept(value: Any) -> Any:
+    """A copy that no later step changes, with what is split whole; collective where something is."""
+    if isinstance(value, Mapping):
+        return {key: kept(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [kept(each) for each in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    elif is_of_old_shards(value):
+        value = gather_old_shards(value, CPU)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def assert_same_tree(ours: Any, theirs: Any) -> None:
+    """Dicts and lists hold the same keys and lengths, and at their ends the same values, tensors bit by bit."""
+    differ = list(differences(ours, theirs, ""))
+    assert not differ, "\n".join(differ[:20])
+
+
+def differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
+    """Say where two trees differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.keys() != theirs.keys():
+            yield f"{path}: keys {list(ours)}, torch's {list(theirs)}"
+        for key in (key for key in ours if key in theirs):
+            yield from differences(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(mine, other, f"{path}[{i}]")
+    elif isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        try:
+            torch.testing.assert_close(ours, theirs, **SAME)
+        except AssertionError as error:
+            yield f"{path}: {error}"
+    elif type(ours) is not type(theirs) or ours != theirs:
+        yield f"{path}: {ours!r:.200}, torch's {theirs!r:.200}"
 
 
 def adam(params: Any) -> torch.optim.Optimizer:

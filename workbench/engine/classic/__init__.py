@@ -19,6 +19,7 @@ from workbench.engine.classic.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    WrapperTrainingState,
 )
 from workbench.engine.classic.comm_hooks import (
     DefaultState,
@@ -64,6 +65,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "WrapperTrainingState",
     "allreduce_hook",
     "always_wrap_policy",
     "bf16_compress_hook",

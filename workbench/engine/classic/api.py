@@ -45,6 +45,20 @@ class BackwardPrefetch(Enum):
     BACKWARD_POST = auto()
 
 
+class WrapperTrainingState(Enum):
+    """What a wrapper does.
+
+    Attributes:
+        IDLE: none of the others.
+        FORWARD_BACKWARD: its forward or its backward runs.
+        SUMMON_FULL_PARAMS: its modules have whole parameters within ``summon_full_params``.
+    """
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
 @dataclass
 class MixedPrecision:
     """Which dtype is used where; ``None`` leaves it as it is. Shards and the optimizer keep their dtype.

@@ -13,6 +13,7 @@ own in the unsharded memory, not with views that autograd knows: their gradients
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from workbench.engine._torch import drop_own_parameter, parameter_of, set_own_parameter
+from workbench.engine._torch import drop_own_parameter, parameter_of, put_parameter, set_own_parameter
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
@@ -252,6 +253,7 @@ class FlatParam(FSDPParam):
             numel += param.numel()
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
+        self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
         self._shown: list[Shown] = []  # until something computes with the modules again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
@@ -450,7 +452,7 @@ class FlatParam(FSDPParam):
         """Put the originals onto their modules; or ``form`` onto the wrapped one and onto these what cannot be read."""
         if self.use_orig_params:
             for part in self.parts:
-                part.info.register(part.original)
+                self._put(part, part.original)
             return
         set_own_parameter(self.info.module, FLAT_PARAM, form)
         for part, away in zip(self.parts, self._away, strict=True):
@@ -466,10 +468,18 @@ class FlatParam(FSDPParam):
         """Let the modules have the full forms: as parameters with ``use_orig_params``, else as attributes."""
         for part, full in zip(self.parts, self.fulls, strict=True):
             if self.use_orig_params:
-                part.info.register(full.param)
+                self._put(part, full.param)
             else:
                 for module, name in part.info.places:
                     vars(module)[name] = full.param
+
+    def _put(self, part: Part, param: nn.Parameter) -> None:
+        """Register ``param``; a module's own ``__setattr__`` is called, unless FSDP_USE_UNSAFE_SETATTR=1 was set."""
+        if self._calls_setattr:
+            part.info.register(param)
+            return
+        for module, name in part.info.places:
+            put_parameter(module, name, param)
 
     def to_rest(self) -> None:
         """Let the modules have the originals, where these are what is owned; and show gradients that are added up."""
@@ -524,6 +534,7 @@ class FlatParam(FSDPParam):
         for part, whole in zip(self.parts, wholes, strict=True):
             part.original.grad = None
             part.original.data = whole
+            self._put(part, part.original)
         for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
             part.original.grad = None if had is None and not part.original.requires_grad else grad
 

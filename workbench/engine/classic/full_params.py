@@ -112,7 +112,11 @@ def _whole(
         raise NotImplementedError("summon_full_params: with_grads=True needs use_orig_params=True")
     found = sharded_flat(state)
     if found is None:
-        yield
+        state.is_summoned = state.unit is None  # one without parameters of its own leaves wrappers out of names as well
+        try:
+            yield
+        finally:
+            state.is_summoned = False
         return
     unit, flat = found
     wholes = _on(device, whole_parts(unit, flat, flat.slot))

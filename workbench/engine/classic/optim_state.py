@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
 from workbench.engine.agreement import Agreement, Holdings, describe
 from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
+from workbench.engine.classic.cautions import caution
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import CPU
 from workbench.engine.classic.holdings import flats_holdings, is_gathered, sharded_flats
@@ -30,6 +31,9 @@ from workbench.engine.undo import full_tensor, laid_out
 
 StateDict = dict[str, Any]
 """``{"state": {parameter: {key: value}}, "param_groups": [{"params": parameters, option: value}]}``."""
+
+OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+"""What an optimizer is made of: parameters, or groups."""
 
 Key = int | str
 """What an optimizer's own state dict calls a parameter: its place in the groups, or with keyed optimizers a name."""
@@ -122,12 +126,12 @@ class OptimStateDicts:
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_input: None = None,
+        optim_input: OptimInput | None = None,
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Return whole tensors by names, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` is not taken."""
-        _check_no_input(optim_input)
+        """Return whole tensors by names, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` only warns."""
+        _warn_of_input(optim_input)
         is_kept = not rank0_only or dist.get_rank(group) == 0
         return _by_names(model, optim, optim.state_dict(), is_split=False, device=CPU, is_kept=is_kept)
 
@@ -143,11 +147,14 @@ class OptimStateDicts:
     def shard_full_optim_state_dict(
         full_optim_state_dict: StateDict,
         model: nn.Module,
-        optim_input: None = None,
+        optim_input: OptimInput | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """Return what an optimizer loads, of whole tensors that all ranks have; ``optim`` None: of ``parameters()``."""
-        _check_no_input(optim_input)
+        """Return what an optimizer loads, of whole tensors that all ranks have.
+
+        Without ``optim`` it is made of ``optim_input``, which is deprecated, or else of ``model.parameters()``.
+        """
+        optim = _optimizer_of(optim_input, optim)
         return _to_load(model, optim, full_optim_state_dict)
 
     @staticmethod
@@ -161,12 +168,15 @@ class OptimStateDicts:
     def scatter_full_optim_state_dict(
         full_optim_state_dict: StateDict | None,
         model: nn.Module,
-        optim_input: None = None,
+        optim_input: OptimInput | None = None,
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Return what an optimizer loads, of whole tensors that rank 0 has; the others give None. Collective."""
-        _check_no_input(optim_input)
+        """Return what an optimizer loads, of whole tensors that rank 0 has; the others give None. Collective.
+
+        See :meth:`shard_full_optim_state_dict` for ``optim_input`` and ``optim``.
+        """
+        optim = _optimizer_of(optim_input, optim)
         return _to_load(model, optim, full_optim_state_dict or {}, of_first_rank=True, group=group)
 
     @staticmethod
@@ -174,7 +184,7 @@ class OptimStateDicts:
         optim_state_dict: StateDict,
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
-        optim_input: None = None,
+        optim_input: OptimInput | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
         """Exchange names for places in an optimizer's groups, or these for names.
@@ -183,18 +193,18 @@ class OptimStateDicts:
             optim_state_dict: of whole tensors; left as it is.
             optim_state_key_type: what keys are to be.
             model: without wrappers.
-            optim_input: not taken.
-            optim: whose groups count; None: one of ``model.parameters()``.
+            optim_input: what an optimizer is made of, whose groups count without ``optim``; deprecated.
+            optim: whose groups count; None without ``optim_input``: one of ``model.parameters()``.
 
         Raises:
-            TypeError: another key type than ours, or ``optim_input``.
+            TypeError: another key type than ours.
             ValueError: keys of both kinds, or of what the model or the optimizer does not have; a model with wrappers.
         """
-        _check_no_input(optim_input)
+        optim = _optimizer_of(optim_input, optim)
         check_kind("optim_state_key_type", optim_state_key_type, OptimStateKeyType)
         if wrapper_states_below(model):
             raise ValueError(f"rekey_optim_state_dict is for plain models; {type(model).__name__} holds wrappers")
-        keys = [*optim_state_dict["state"], *(k for group in optim_state_dict["param_groups"] for k in group["params"])]
+        keys = [*optim_state_dict["state"], *(k for group in _groups_of(optim_state_dict) for k in group["params"])]
         kinds = {type(key) for key in keys}
         if len(kinds) > 1 or not kinds <= {int, str}:
             raise ValueError(f"keys must all be names, or all places; got {', '.join(map(repr, keys))}")
@@ -210,12 +220,25 @@ class OptimStateDicts:
         groups = [
             {**group, "params": sorted(new[k] for k in group["params"])} for group in _groups_of(optim_state_dict)
         ]
-        return {"state": {new[key]: state for key, state in optim_state_dict["state"].items()}, "param_groups": groups}
+        states = {new[key]: state for key, state in optim_state_dict["state"].items()}
+        return {"state": states, **({"param_groups": groups} if "param_groups" in optim_state_dict else {})}
 
 
-def _check_no_input(optim_input: object) -> None:
+def _warn_of_input(optim_input: OptimInput | None) -> None:
     if optim_input is not None:
-        raise TypeError("optim_input is not taken: give the optimizer itself, as optim=")
+        caution("optim_input is deprecated: leave it out, and give the optimizer itself as optim=", FutureWarning)
+
+
+def _optimizer_of(optim_input: OptimInput | None, optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """Return ``optim``, or without one an optimizer that has the groups of ``optim_input``.
+
+    Raises:
+        TypeError, ValueError: ``optim_input`` is nothing that an optimizer is made of.
+    """
+    _warn_of_input(optim_input)
+    if optim is not None or optim_input is None:
+        return optim
+    return torch.optim.SGD(optim_input, lr=0.0)  # never steps: it has the groups and their order
 
 
 def _held(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[nn.Parameter]:
@@ -224,7 +247,7 @@ def _held(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[nn.Para
 
 
 def _groups_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [copy.deepcopy(group) for group in state_dict["param_groups"]]
+    return [copy.deepcopy(group) for group in state_dict.get("param_groups", ())]
 
 
 @dataclass(frozen=True)
@@ -309,7 +332,8 @@ def _by_names(
     states: dict[nn.Parameter, dict[str, Any]] = {}
 
     def holds() -> Holdings:
-        is_named = any(isinstance(key, str) for group in given["param_groups"] for key in group["params"])
+        used = [key for group in given.get("param_groups", ()) for key in group["params"]] or given["state"]
+        is_named = not set(named.registered.values()).isdisjoint(used)
         keys.update(named.keys(model, optim, is_named=is_named))
         states.update({param: given["state"][key] for param, key in keys.items() if key in given["state"]})
         return flats_holdings(named.units, [(type(optim).__name__, states)], held=keys)
@@ -331,7 +355,7 @@ def _by_names(
     groups = _groups_of(given)
     for group in groups:
         group["params"] = [name for key in group["params"] for name in named.names[params[key]]]
-    return {"state": found, "param_groups": groups}
+    return {"state": found, **({"param_groups": groups} if "param_groups" in given else {})}
 
 
 def _split_over(unit: FSDPParamGroup, device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:

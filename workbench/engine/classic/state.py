@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from workbench.engine._torch import is_in_backward
 from workbench.engine.classic.api import (
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
+    WrapperTrainingState,
 )
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.managed import _get_managed_modules
@@ -35,6 +40,9 @@ class WrapperState(FSDPState):
         strategy: what of it is split.
         precision: of parameters, reductions, buffers and inputs.
         mesh: the ranks of the wrapper.
+        cpu_offload: whether its shards are on the CPU.
+        when_to_prefetch: when backward gathers for the wrapper that comes next; None: not ahead.
+        limit_all_gathers: what was given; it changes nothing.
         is_summoned: the modules have whole parameters for a while.
         is_loading: they have others, into which a state dict is loaded.
         was_kept: this rank got the state dict that was made last.
@@ -47,7 +55,7 @@ class WrapperState(FSDPState):
     joined_by = "wrap a module that holds both, and none in it that holds only one of them"
     reduced_by = "run a backward outside of no_sync()"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, each an argument of the wrapper
         self,
         wrapper: nn.Module,
         unit: FSDPParamGroup | None,
@@ -55,8 +63,10 @@ class WrapperState(FSDPState):
         mesh: FSDPMeshInfo,
         strategy: ShardingStrategy,
         precision: MixedPrecision,
+        cpu_offload: CPUOffload,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
+        limit_all_gathers: bool,
     ) -> None:
         self.wrapper = wrapper
         self.strategy = strategy
@@ -67,22 +77,43 @@ class WrapperState(FSDPState):
         self.was_kept = True
         self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
         self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._when_to_prefetch = backward_prefetch
+        self._of_training = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
+        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self.cpu_offload, self.limit_all_gathers = cpu_offload, limit_all_gathers
         self._ahead: tuple[FSDPState, ...] = ()
         super().__init__(
             (wrapper,),
             [] if unit is None else [unit],
             device=mesh.device,
             auto_reshard=strategy not in KEEPS_AFTER_FORWARD,
-            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+            mp_policy=self._of_training,
         )
         self.forward_prefetch = None if forward_prefetch else ()
-        self.backward_prefetch = () if backward_prefetch is None else None
+        self.when_to_prefetch = backward_prefetch
 
     @property
     def wrapped(self) -> nn.Module:
         """The module in the wrapper."""
         return self.wrapper.get_submodule(WRAPPED)
+
+    @property
+    def when_to_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers the parameters of the next wrapper; None: only when they are needed."""
+        return self._when_to_prefetch
+
+    @when_to_prefetch.setter
+    def when_to_prefetch(self, when: BackwardPrefetch | None) -> None:
+        """Change it, from the next backward on."""
+        self._when_to_prefetch = when
+        self.backward_prefetch = () if when is None else None
+
+    @property
+    def doing(self) -> WrapperTrainingState:
+        """What the wrapper does now."""
+        if self.is_summoned:
+            return WrapperTrainingState.SUMMON_FULL_PARAMS
+        idle = self._training_state is TrainingState.IDLE
+        return WrapperTrainingState.IDLE if idle else WrapperTrainingState.FORWARD_BACKWARD
 
     @property
     def unit(self) -> FSDPParamGroup | None:
@@ -101,16 +132,42 @@ class WrapperState(FSDPState):
     # ---- precision
 
     @property
+    def is_full_precision(self) -> bool:
+        """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set as it was wrapped."""
+        return self._full_precision_in_eval and not self.wrapped.training
+
+    def _begin_forward(self) -> None:
+        if self._full_precision_in_eval and self._is_outermost and not is_in_backward():
+            for state in self._root.states:
+                if isinstance(state, WrapperState):
+                    state.match_mode()
+        super()._begin_forward()
+
+    def match_mode(self) -> None:
+        """Let the unit and buffers be of the dtypes that go with train or eval mode, whichever the module is in."""
+        wanted = MixedPrecisionPolicy() if self.is_full_precision else self._of_training
+        if self.mp_policy == wanted:
+            return
+        self.mp_policy = wanted
+        for unit in self._fsdp_param_groups:
+            unit.reshard()  # a forward without a backward may have left it full
+            unit.change_policy(replace(unit.policy, mp_policy=wanted, reshard_after_forward=unit.reshard_after_forward))
+        if self.is_full_precision:
+            self.restore_buffers()
+        else:
+            self.has_root()
+
+    @property
     def input_dtype(self) -> torch.dtype | None:
         """What floating-point inputs of forward are cast to; None: they stay as they are."""
         precision = self.precision
         casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
-        return precision.param_dtype if casts and self.unit is not None else None
+        return precision.param_dtype if casts and self.unit is not None and not self.is_full_precision else None
 
     def has_root(self) -> None:
         """Let buffers be of the dtype that forward computes with, from the first one on."""
         dtype = self.precision.buffer_dtype
-        if dtype is None:
+        if dtype is None or self.is_full_precision:
             return
         for module, name, buffer in own_buffers(self.wrapper):
             if buffer.is_floating_point() and buffer.dtype != dtype:
@@ -141,7 +198,7 @@ class WrapperState(FSDPState):
     # ---- order
 
     def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
-        if self._when_to_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.when_to_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._ahead = tuple(ahead)
         else:
             super()._backward_begins(ahead)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from workbench.engine.classic.api import module_classes_of
+from workbench.engine.classic.cautions import check_own_precision
 from workbench.engine.tensors import cast_floats, tensors_in
 
 WrapPolicy = Callable[..., bool]
@@ -111,7 +112,7 @@ class _FunctionPolicy(Policy):
         return {} if self.function(module=module, recurse=False, nonwrapped_numel=numel) else None
 
 
-def always_wrap_policy(*_: object, **__: object) -> bool:
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
     """Make a unit of every module."""
     return True
 
@@ -381,6 +382,7 @@ def auto_wrap(
     check_shared(root, units)
     if not kwargs.get("use_orig_params", False):
         check_frozen(root, units)
+    check_own_precision(type(unit.module) for unit in units if unit.own_precision)
     wrap_units(root, units, wrapper_cls)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,8 @@ from workbench.engine.classic.api import (
     StateDictType,
     check_kind,
 )
+from workbench.engine.classic.attributes import WrapperAttributes, check_flags
+from workbench.engine.classic.cautions import caution, check_gradient_memory, check_is_called, check_splits
 from workbench.engine.classic.checkpoints import Checkpoints
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
@@ -60,7 +61,7 @@ from workbench.engine.tree import WRAPPED, clean
 Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
 
-class FullyShardedDataParallel(OptimStateDicts, nn.Module):
+class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     """Shard the parameters of ``module``, but for those in wrappers below it, as one flat parameter.
 
     Forward and backward, gradients and recording are those of ``fully_shard``: one all-gather before the module's
@@ -124,7 +125,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         check_kind("mixed_precision", precision, MixedPrecision)
         if backward_prefetch is not None:
             check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
-        _check_flags(
+        check_flags(
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
@@ -138,13 +139,15 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 f"{strategy.name} by hand needs process_group=(group to shard over, group to repeat over), or "
                 "device_mesh=: every wrapper must have the same groups"
             )
+        check_is_called(module)
         mesh = mesh_for(strategy, process_group, device_mesh, _device(device_id))
+        check_splits(mesh.mesh.size(), strategy)
         options: dict[str, Any] = {
             "process_group": None,
             "sharding_strategy": strategy,
             "cpu_offload": offload,
             "backward_prefetch": backward_prefetch,
-            "mixed_precision": precision,
+            "mixed_precision": mixed_precision,  # None keeps batch norms in the units of the policy
             "param_init_fn": param_init_fn,
             "device_id": device_id,
             "sync_module_states": sync_module_states,
@@ -169,7 +172,9 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         materialize.materialize(managed, mesh.device, param_init_fn, ignored.ids)
         materialize.move(managed, mesh.device, ignored.ids)
         given = _get_param_module_infos(managed, ignored.ids)
-        check_params([(info.path, param) for param, info in given], use_orig_params=use_orig_params)
+        named = [(info.path, param) for param, info in given]
+        check_params(named, use_orig_params=use_orig_params)
+        check_gradient_memory(named)
         if sync_module_states:
             materialize.sync(managed, mesh, ignored.ids)
         setattr(self, WRAPPED, module)
@@ -186,8 +191,10 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             mesh=mesh,
             strategy=strategy,
             precision=precision,
+            cpu_offload=offload,
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
         )
         attach(self, state)
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
@@ -203,47 +210,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         """What was wrapped."""
         return cast("nn.Module", self._modules[WRAPPED])
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy."""
-        return self._state.mesh.get_group(-1 % self._state.mesh.ndim)  # of the hybrid strategies' two axes the second
-
-    @property
-    def rank(self) -> int:
-        """This one's place among them."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many they are."""
-        return self.process_group.size()
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
-        return self._state._comm_ctx.device
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """What is split, and when the whole is freed."""
-        return self._state.strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """Which dtype is used where."""
-        return self._state.precision
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise NotImplementedError: process groups and other ranks' parts go into no copy and no file."""
         raise NotImplementedError(
             f"FullyShardedDataParallel around {type(self.module).__name__} can be neither copied nor pickled: save its "
             "state_dict(), and copy the plain module before it is wrapped, or after workbench.engine.classic.unwrap"
         )
-
-    @property
-    def _state(self) -> WrapperState:
-        """What is behind it."""
-        return cast("WrapperState", state_of(self))
 
     @property
     def _is_summoned(self) -> bool:
@@ -271,12 +243,14 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name) if self._is_summoned else name, param
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as nn.Module
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules; one that has the names of the state dict in their place where checkpoints ask for these."""
         if lists_parameters_for_checkpoints():
             yield prefix, as_saved(self._state)
         else:
-            yield from super().named_modules(memo, prefix, *args, **kwargs)
+            yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
         """Yield buffers; within ``summon_full_params`` by the names they have without wrappers."""
@@ -372,7 +346,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             for state in wrapper_states_below(module):
                 state.settings = before
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
         """Return the state dict, of the type that was set; collective, but for LOCAL_STATE_DICT.
 
         Names and dtypes are those of the model that is not wrapped. With FULL_STATE_DICT values are whole, and in
@@ -383,6 +357,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         Within ``summon_full_params`` the parameters that the modules have there are taken.
 
         Args:
+            args: the others by place, in their order; deprecated.
             destination: filled and returned; None: a new dict.
             prefix: of all names.
             keep_vars: leave values as they are, rather than detach them.
@@ -391,6 +366,10 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             RuntimeError: an iteration is under way.
             RanksDisagreeError: it is on some ranks only.
         """
+        if args:
+            caution("state_dict: arguments by place are deprecated, give them by name", FutureWarning)
+            named: tuple[Any, ...] = (destination, prefix, keep_vars)
+            destination, prefix, keep_vars = args + named[len(args) :]
         state = self._state
         kept = state.was_kept = is_kept(state)
         is_outermost = destination is None and not state.is_summoned
@@ -572,12 +551,6 @@ def check_params(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: 
             f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, which one flat parameter cannot be: give "
             "use_orig_params=True, or wrap the frozen modules by themselves"
         )
-
-
-def _check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"FullyShardedDataParallel: {name} must be a bool, got {value!r}")
 
 
 def _device(device_id: object) -> torch.device | None:

@@ -25,8 +25,8 @@ const MAX_UNITS = 200;
 const RANKS_SEEN = 4; // lines of the card of ranks; more are scrolled to
 const NONE = "\u2013";
 const BADGES = {
-  training: "\u25b6 training", stuck: "\u26a0 stuck", stopped: "\u275a\u275a stopped", idle: "\u25cf idle",
-  over: "\u25cb end of recording", dead: "\u2715 ranks died", empty: "\u25cb nothing yet",
+  training: ["\u25b6", "training"], stuck: ["\u26a0", "stuck"], stopped: ["\u275a\u275a", "stopped"], idle: ["\u25cf", "idle"],
+  over: ["\u25cb", "end of recording"], dead: ["\u2715", "ranks died"], empty: ["\u25cb", "nothing yet"],
 };
 
 /**
@@ -196,7 +196,7 @@ class DashboardView {
     if (about.panels.includes("ranks")) root.append(this.buildCards(), this.costs);
     root.append(this.body, this.foot);
     this.memory.box.append(this.memoryLegend);
-    this.peak.title = "go there";
+    this.peak.title = "move the cursor to the peak";
     this.peak.hidden = true;
     this.memory.note.append(this.peak, this.peakNote);
     this.states.box.append(this.statesLegend);
@@ -820,7 +820,7 @@ class DashboardView {
     for (const [word, button] of this.buttons) enable(button, can.get(word) ?? false);
     enable(this.oneStep, this.steps.length > 0);
     this.badge.className = `fw-badge fw-is-${status?.word ?? "untold"}`;
-    write(this.badge, status === null ? "" : BADGES[status.word]);
+    write(this.badge, status === null ? "" : BADGES[status.word].join(" "));
     write(this.why, status?.why ?? "");
     this.why.title = status?.why ?? "";
     this.speak();
@@ -834,7 +834,7 @@ class DashboardView {
     const of = isPlace ? `${status.word} ${status.why}` : status.word;
     if (of === this.spokenOf) return;
     this.spokenOf = of;
-    write(this.spoken, [status.word === "dead" ? "ranks died" : status.word, status.why].filter(Boolean).join(": "));
+    write(this.spoken, [BADGES[status.word][1], status.why].filter(Boolean).join(": "));
   }
 
   say() {

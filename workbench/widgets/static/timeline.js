@@ -489,7 +489,7 @@ class Timeline {
     const said = this.describe(found);
     const size = said.bytes ? `${formatBytes(said.bytes)} \u00b7 ` : "";
     const lines = [said.title, `${size}${formatDuration(said.duration)}${said.hasEnded ? "" : ", not ended"}`];
-    if (said.kind === KIND.WAIT) lines.push("exposed: compute stood still");
+    if (said.kind === KIND.WAIT) lines.push("exposed: compute waited");
     else if (said.isCommunication) lines.push(exposure(said));
     lines.push(`${said.label}, from ${formatDuration(said.start)}`);
     this.putTip(lines, x, y);

@@ -1,0 +1,71 @@
+"""What a script calls of torch's wrapper it can call of ours, with the same arguments by the same names."""
+
+import inspect
+
+import pytest
+import torch.distributed.fsdp as theirs
+import torch.distributed.fsdp.wrap as their_policies
+from torch import nn
+from torch.distributed.fsdp import fully_sharded_data_parallel as their_module
+
+from tests.engine.classic.wrapped import CPU, OURS
+from tests.engine.ranks import run_ranks
+from workbench import engine
+from workbench.engine import classic
+from workbench.engine.classic import wrap as policies
+
+THEIRS, MINE = theirs.FullyShardedDataParallel, classic.FullyShardedDataParallel
+METHODS = sorted(name for name in dir(THEIRS) if not name.startswith("_") and callable(getattr(THEIRS, name)))
+
+
+def arguments(fn):
+    """Name, kind and default of each; members of an enum by their name, as each API has enums of its own."""
+    found = inspect.signature(fn).parameters.values()
+    return [(each.name, each.kind, getattr(each.default, "name", each.default)) for each in found]
+
+
+@pytest.mark.parametrize("name", ["__init__", *METHODS])
+def test_methods_take_torchs_arguments(name):
+    assert arguments(getattr(MINE, name)) == arguments(getattr(THEIRS, name))
+
+
+def exported():
+    both = ((theirs, classic), (their_policies, policies), (their_module, classic))
+    return {name: (getattr(mod, name), getattr(ours, name, None)) for mod, ours in both for name in mod.__all__}
+
+
+def test_every_exported_name_is_offered_where_its_api_is():
+    """Those of the second API are in ``workbench.engine``, as ``fully_shard`` is."""
+    missing = {name for name, (_, mine) in exported().items() if mine is None}
+    assert "fully_shard" in missing
+    assert missing <= set(engine.__all__)
+
+
+def test_functions_and_classes_take_torchs_arguments():
+    compared = 0
+    for name, (their, mine) in exported().items():
+        if mine is not None and (inspect.isfunction(their) or (their is not THEIRS and inspect.isclass(their))):
+            assert [each[:2] for each in arguments(mine)] == [each[:2] for each in arguments(their)], name
+            compared += 1
+    assert compared > 20
+
+
+def takes_them_by_place():
+    model = OURS.FullyShardedDataParallel(nn.Linear(2, 2), device_id=CPU)
+    names = ("destination", "prefix", "keep_vars")
+    values = ({}, "a.", True)
+    for count in range(1, 4):
+        with pytest.warns(FutureWarning, match="arguments by place are deprecated"):
+            made = model.state_dict(*values[:count])
+        assert made is values[0]
+        expected = model.state_dict(**dict(zip(names, ({}, *values[1:count]), strict=False)))
+        assert list(made) == list(expected)
+        assert [each.requires_grad for each in made.values()] == [each.requires_grad for each in expected.values()]
+        made.clear()
+    seen = [len(list(nn.Sequential(model, model).named_modules(remove_duplicate=each))) for each in (True, False)]
+    assert seen == [3, 5]
+    assert len(list(model.named_modules(remove_duplicate=False))) == 2
+
+
+def test_state_dict_takes_arguments_by_place_as_well():
+    run_ranks(2, takes_them_by_place)

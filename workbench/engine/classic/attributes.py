@@ -1,0 +1,152 @@
+"""What scripts read from a wrapper, and set on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine.classic.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    WrapperTrainingState,
+    check_kind,
+)
+from workbench.engine.classic.flat_param import FlatParameter
+from workbench.engine.state import state_of
+
+if TYPE_CHECKING:
+    from workbench.engine.classic.state import WrapperState
+
+T = TypeVar("T")
+
+
+class Fixed(Generic[T]):
+    """An attribute that can be read; setting it raises AttributeError, which says what to do instead.
+
+    Args:
+        read: the method that reads it; the attribute has its name and docstring.
+        instead: what to do.
+    """
+
+    def __init__(self, read: Callable[[Any], T], instead: str) -> None:
+        self._read, self._instead, self.__doc__ = read, instead, read.__doc__
+
+    @overload
+    def __get__(self, wrapper: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, wrapper: object, owner: type) -> T: ...
+    def __get__(self, wrapper: object | None, owner: type) -> T | Self:
+        return self if wrapper is None else self._read(wrapper)
+
+    def __set__(self, wrapper: object, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{self._read.__name__} of a {type(wrapper).__name__} cannot be set to {value!r:.80}: {self._instead}"
+        )
+
+
+def fixed(instead: str) -> Callable[[Callable[[Any], T]], Fixed[T]]:
+    """Make a method an attribute that cannot be set, and have that say what to do ``instead``."""
+    return lambda read: Fixed(read, instead)
+
+
+class WrapperAttributes:
+    """The public attributes that a wrapper has in torch as well."""
+
+    @property
+    def _state(self) -> WrapperState:
+        """What is behind it."""
+        return cast("WrapperState", state_of(cast("nn.Module", self)))
+
+    @fixed("wrap the plain module with another process_group=, after unwrap")
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share one copy."""
+        mesh = self._state.mesh
+        return mesh.get_group(-1 % mesh.ndim)  # of the hybrid strategies' two axes the second
+
+    @fixed("it is this rank's place in the process_group of the wrapper")
+    def rank(self) -> int:
+        """This one's place among them."""
+        return self.process_group.rank()
+
+    @fixed("it is the size of the process_group of the wrapper")
+    def world_size(self) -> int:
+        """How many they are."""
+        return self.process_group.size()
+
+    @fixed("wrap the plain module with another device_id=, after unwrap")
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._state._comm_ctx.device
+
+    @fixed("wrap the plain module with another sharding_strategy=, after unwrap")
+    def sharding_strategy(self) -> ShardingStrategy:
+        """What is split, and when the whole is freed: NO_SHARD on one rank, whatever was asked for."""
+        return ShardingStrategy.NO_SHARD if self._state.mesh.size() == 1 else self._state.strategy
+
+    @fixed("wrap the plain module with another mixed_precision=, after unwrap")
+    def mixed_precision(self) -> MixedPrecision:
+        """Which dtype is used where."""
+        return self._state.precision
+
+    @fixed("wrap the plain module with another cpu_offload=, after unwrap")
+    def cpu_offload(self) -> CPUOffload:
+        """Whether shards are on the CPU between uses."""
+        return self._state.cpu_offload
+
+    @fixed("it follows from what the wrapper does")
+    def training_state(self) -> WrapperTrainingState:
+        """What the wrapper does now."""
+        return self._state.doing
+
+    @fixed("load a state dict, or write within summon_full_params")
+    def params(self) -> list[FlatParameter]:
+        """The flat parameter of the wrapper's own unit, in a list; empty without parameters of its own."""
+        flat = self._state.flat
+        return [] if flat is None else [cast("FlatParameter", flat.sharded_param)]
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers the next unit's parameters; None: only when they are needed."""
+        return self._state.when_to_prefetch
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, value: BackwardPrefetch | None) -> None:
+        """Change it, from the next backward on."""
+        if value is not None:
+            check_kind("backward_prefetch", value, BackwardPrefetch)
+        self._state.when_to_prefetch = value
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether forward gathers the unit that came next in the last iteration. A new value counts at once."""
+        return self._state.forward_prefetch is None
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, value: bool) -> None:
+        """Change it, from the next forward on."""
+        check_flags(forward_prefetch=value)
+        self._state.forward_prefetch = None if value else ()
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """What was given: at most one unit is gathered ahead in any case."""
+        return self._state.limit_all_gathers
+
+    @limit_all_gathers.setter
+    def limit_all_gathers(self, value: bool) -> None:
+        """Keep the value, so that it can be read; nothing else follows from it, as with torch's wrapper."""
+        check_flags(limit_all_gathers=value)
+        self._state.limit_all_gathers = value
+
+
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for an argument that is no bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"FullyShardedDataParallel: {name} must be a bool, got {value!r}")
