@@ -445,9 +445,10 @@ class FakeCluster:
     def _planned(self, rank: int, request: ListModels | Plan) -> Any:
         if isinstance(request, ListModels):
             units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first
-            num_bytes = totals(shards(self.job.header)).bytes_unsharded
+            whole = totals(shards(self.job.header))
+            held = {"num_elements": whole.num_elements, "num_bytes": whole.bytes_unsharded}
             return tuple(
-                replace(example_model(name), num_bytes=num_bytes, units=() if place else units)
+                replace(example_model(name), **held, units=() if place else units)
                 for place, name in enumerate(self.modules[rank])
             )
         if request.command.wrap == ("Blcok",):

@@ -241,6 +241,7 @@ export const ANSWERS = {
       "blocks.0"
     ],
     "bytes_unsharded": 8192,
+    "bytes_ignored": 0,
     "at_rest": [
       {
         "ranks": [
