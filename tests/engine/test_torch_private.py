@@ -34,7 +34,9 @@ from tests.engine.ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
     BatchNorm,
+    Checkpointed,
     GradScalerWithFlags,
+    _Wrappers,
     abort_process_groups,
     all_gather_single,
     allow_reading,
@@ -747,7 +749,7 @@ class Wrapper(nn.Module):
         return {"": "_fsdp_wrapped_module"}
 
 
-class Answers:
+class Answers(Checkpointed):
     """For :class:`Wrapper`; notes what it is asked."""
 
     asked: ClassVar[list[object]] = []
@@ -783,6 +785,7 @@ def test_checkpoints_ask_about_wrappers_as_they_were_told(monkeypatch):
     optimizer = torch.optim.Adam(model.parameters())
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
     assert list(state["state"]) == ["weight"]
+    assert isinstance(checkpoints.FSDP, _Wrappers)
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(cpu_offload=True))
     assert optimizer.param_groups[0]["lr"] == 3.0
     how = ("SHARDED_STATE_DICT", *2 * ({"offload_to_cpu": True, "_use_dtensor": False},))
