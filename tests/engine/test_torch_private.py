@@ -765,12 +765,12 @@ class Answers(Checkpointed):
         yield
 
     @staticmethod
-    def optim_state_dict(model, optim, optim_state_dict, group):
+    def optim_state_dict(model, optim, optim_state_dict, group=None):
         Answers.asked.append(("made", list(optim_state_dict["state"]), group))
         return {"state": {"weight": optim_state_dict["state"][0]}, "param_groups": [{"params": ["weight"], "lr": 3.0}]}
 
     @staticmethod
-    def optim_state_dict_to_load(model, optim, optim_state_dict, group):
+    def optim_state_dict_to_load(model, optim, optim_state_dict, group=None):
         Answers.asked.append(("to load", list(optim_state_dict["state"]), group))
         return {"state": {}, "param_groups": [{**optim_state_dict["param_groups"][0], "params": [0]}]}
 

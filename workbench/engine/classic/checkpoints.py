@@ -50,7 +50,7 @@ class Checkpoints:
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict, group: object
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict, group: object = None
     ) -> StateDict:
         """Return the state of an optimizer by names; see ``FullyShardedDataParallel.optim_state_dict``."""
         del group
@@ -58,7 +58,7 @@ class Checkpoints:
 
     @staticmethod
     def optim_state_dict_to_load(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict, group: object
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict, group: object = None
     ) -> StateDict:
         """Return what an optimizer loads; see ``FullyShardedDataParallel.optim_state_dict_to_load``.
 
