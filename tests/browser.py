@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
-PATIENCE_MS = 90_000
+PATIENCE_MS = 240_000
 """How long a browser may take for one thing: a machine may be busy with others."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -517,16 +517,14 @@ def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]
     return [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]  # with all in them
 
 
-def _check_plain(managed: Iterable[tuple[str, nn.Module]], ignored: Ignored) -> None:
+def _check_plain(managed: Sequence[tuple[str, nn.Module]], ignored: Ignored) -> None:
     """Check that none of the parameters of modules, given with their paths, is a DTensor; ValueError if one is."""
-    for path, module in managed:
-        for name, param in module.named_parameters(recurse=False):
-            if isinstance(param, DTensor) and id(param) not in ignored.ids:
-                full = f"{path}.{name}" if path else name
-                raise ValueError(
-                    f"parameter {full!r} is a DTensor, of tensor parallelism perhaps, which a flat parameter cannot "
-                    "hold: use workbench.engine.fully_shard, which takes DTensors, or leave it out with ignored_states"
-                )
+    for param, info in _get_param_module_infos(managed, ignored.ids):
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter {info.path!r} is a DTensor, of tensor parallelism perhaps, which a flat parameter cannot "
+                "hold: use workbench.engine.fully_shard, which takes DTensors, or leave it out with ignored_states"
+            )
 
 
 def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPrecision) -> UnitPolicy:
