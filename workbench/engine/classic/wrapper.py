@@ -519,12 +519,13 @@ def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]
 
 def _check_plain(managed: Sequence[tuple[str, nn.Module]], ignored: Ignored) -> None:
     """Check that none of the parameters of modules, given with their paths, is a DTensor; ValueError if one is."""
-    for param, info in _get_param_module_infos(managed, ignored.ids):
-        if isinstance(param, DTensor):
-            raise ValueError(
-                f"parameter {info.path!r} is a DTensor, of tensor parallelism perhaps, which a flat parameter cannot "
-                "hold: use workbench.engine.fully_shard, which takes DTensors, or leave it out with ignored_states"
-            )
+    infos = _get_param_module_infos(managed, ignored.ids)
+    wrong = next((info.path for param, info in infos if isinstance(param, DTensor)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"parameter {wrong!r} is a DTensor, of tensor parallelism perhaps, which a flat parameter cannot hold: "
+            "use workbench.engine.fully_shard, which takes DTensors, or leave it out with ignored_states"
+        )
 
 
 def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPrecision) -> UnitPolicy:
