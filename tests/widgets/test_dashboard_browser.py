@@ -246,6 +246,23 @@ def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     assert 60 < longest < page.evaluate("view.timeline.stats().plot.left") - 10
 
 
+PEAK = """() => {
+    const {peak, memory} = view, [button, note] = [peak, memory.note].map((each) => each.getBoundingClientRect());
+    return {text: peak.textContent, isWhole: peak.scrollWidth <= peak.clientWidth && button.right <= note.right + 1};
+}"""
+
+
+@pytest.mark.parametrize("width", [300, 360, 900])
+def test_the_peak_is_said_whole(shown, width):
+    page, _ = shown
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    said = page.evaluate(PEAK)
+    assert said["text"].startswith("peak ")
+    assert ", step " in said["text"]
+    assert said["isWhole"]
+
+
 def test_numbers_of_a_step_name_it(shown):
     page, widget = shown
     notes = "view.lines.map(({ note }) => note.textContent)"
