@@ -461,6 +461,22 @@ def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
             call()
 
 
+def test_while_ranks_are_being_stopped_views_see_all_that_was_recorded(trained, monkeypatch):
+    """Never a record without rows: a live view would forget its cursor and its zoom."""
+    trained.step(3)
+    recorded, seen, session = trained.trace.num_rows, [], trained._session
+    close = session.close
+
+    def look():
+        seen.append((trained.pulse().exchange, trained.pulse().trace.num_rows, trained.trace.num_rows))
+        close()
+
+    monkeypatch.setattr(session, "close", look)
+    trained.stop()
+    assert seen == [("stop", recorded, recorded)]
+    assert recorded > 0
+
+
 def test_a_cluster_that_is_stopped_meanwhile_is_named(trained):
     trained.fake.script["step"] = gives(ClusterError("rank was stopped"))
     with pytest.raises(RankError, match="ClusterError: rank was stopped"):

@@ -1,0 +1,153 @@
+"""What every view and every export does is proportional to what was recorded: counted, for no clock is steady enough.
+
+Counted are the bytecodes that Python executes, and the numbers that numpy reads or writes of arrays that come from a
+rank's rows. A job twice as large, in steps, ranks or units, is not much more than twice the work.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.trace.simulation import Setup, simulate
+from workbench.export import export
+from workbench.trace.columns import RankTrace, Trace
+from workbench.views import VIEWS, compare, draw
+
+MOST = 2.3
+"""Times the work that a job twice as large may be."""
+
+# the smaller ones are so large that every view leaves out or puts together what it does of large jobs
+SIZES = {
+    "steps": (Setup(num_ranks=2, num_units=3, steps=24), Setup(num_ranks=2, num_units=3, steps=48)),
+    "ranks": (Setup(num_ranks=12, num_units=3, steps=2), Setup(num_ranks=24, num_units=3, steps=2)),
+    "units": (Setup(num_ranks=2, num_units=26, steps=2), Setup(num_ranks=2, num_units=52, steps=2)),
+}
+
+
+class Counted(np.ndarray):
+    """An array that adds what is read of it, and of all that comes from it, to ``Work.numbers``."""
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        if isinstance(found, np.ndarray) and not isinstance(key, str | slice):
+            Work.numbers += found.size
+        return found
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **more):
+        Work.numbers += sum(getattr(each, "size", 1) for each in inputs)
+        if out:
+            more["out"] = tuple(map(plain, out))
+        return counted(getattr(ufunc, method)(*map(plain, inputs), **more))
+
+    def __array_function__(self, function, types, given, named):
+        Work.numbers += self.size
+        return counted(function(*map(plain, given), **{name: plain(value) for name, value in named.items()}))
+
+    def tolist(self):
+        Work.numbers += self.size
+        return super().tolist()
+
+    def tobytes(self, *order):
+        Work.numbers += self.size
+        return super().tobytes(*order)
+
+
+def plain(value):
+    """The same without counting, also within lists."""
+    if isinstance(value, Counted):
+        return value.view(np.ndarray)
+    return type(value)(map(plain, value)) if type(value) in {list, tuple} else value
+
+
+def counted(value):
+    """The same with counting, also within tuples and lists."""
+    if isinstance(value, np.ndarray):
+        return value.view(Counted)
+    return type(value)(map(counted, value)) if type(value) in {list, tuple} else value
+
+
+class Work:
+    """What was done since ``counting`` began: bytecodes and numbers."""
+
+    codes = numbers = 0
+
+
+@contextmanager
+def counting():
+    """Count what is done within."""
+    Work.codes = Work.numbers = 0
+
+    def step(frame, event, _):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            Work.codes += 1
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@cache
+def recorded(setup):
+    """The trace of a job."""
+    return simulate(setup)
+
+
+def work(do, setup):
+    """Return the bytecodes and the numbers that something does with the trace of a job."""
+    whole = recorded(setup)
+    trace = Trace(whole.header, tuple(RankTrace(r.rank, r.rows.view(Counted), r.start) for r in whole.ranks))
+    with counting():
+        do(trace)
+    return Work.codes, Work.numbers
+
+
+def growth(do, more):
+    """Return how many times as much work the larger job is, in bytecodes and in numbers."""
+    small, large = SIZES[more]
+    do(recorded(small))  # what is imported and kept the first time is no work
+    return [after / max(before, 1) for before, after in zip(work(do, small), work(do, large), strict=True)]
+
+
+in_each_way = pytest.mark.parametrize("more", SIZES)
+
+
+@in_each_way
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_no_more_than_linear(name, more):
+    options = {"steps": 1000} if name in {"memory", "timeline", "states"} else {}
+    assert max(growth(lambda trace: draw(name, trace, **options), more)) < MOST
+
+
+@in_each_way
+def test_a_comparison_is_no_more_than_linear(more):
+    assert max(growth(lambda trace: compare.draw(trace, trace), more)) < MOST
+
+
+@in_each_way
+@pytest.mark.parametrize("suffix", ["trace", "json", "html"])
+def test_an_export_is_no_more_than_linear(suffix, more, tmp_path):
+    assert max(growth(lambda trace: export(trace, tmp_path / f"run.{suffix}"), more)) < MOST
+
+
+def test_more_than_linear_work_is_seen():
+    """Of Python and of numpy, each by itself."""
+
+    def pairs(trace):
+        return [a.rank < b.rank for a in trace.ranks for b in trace.ranks]
+
+    def every_row_for_each_rank(trace):
+        return [sum(int(r.rows["t_ns"].max()) for r in trace.ranks) for _ in trace.ranks]
+
+    assert growth(pairs, "ranks")[0] > MOST
+    assert growth(every_row_for_each_rank, "ranks")[1] > MOST
+    assert max(growth(lambda trace: [int(r.rows["t_ns"].max()) for r in trace.ranks], "ranks")) < MOST
