@@ -273,7 +273,7 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         words = " - ".join(filter(None, said(self)))
         page = json.loads(self.to_json()) | {"config": {"displaylogo": False}}
-        return {PLOTLY_MIME: page, "text/plain": f"{words or 'figure'} [plotly figure]"}
+        return {PLOTLY_MIME: page, "text/plain": words or "figure"}
 
     def show(self, renderer: str | None = None, **options: object) -> None:
         """Show the figure now; in a notebook, unless another ``renderer`` of plotly is named, as a cell's result is.
