@@ -16,6 +16,7 @@ from workbench.events import Category, Edge, Kind
 from workbench.protocol.commands import Shard, Sharded, Step, Unshard, Verified, Verify
 from workbench.protocol.messages import ListNames, Locate
 from workbench.reports.done import SAYS
+from workbench.runtime import describe
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
@@ -345,6 +346,23 @@ class Adapted(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x) * self.scale.sum()
+
+
+def evaluated(api, orig_params):
+    """What is said to be in no unit, and the sizes, after an evaluation, which leaves the root unsharded."""
+    ns = namespace()
+    ns["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))
+    with torch.no_grad():
+        ns["model"](torch.ones(2, 4))
+    names = [name for size in describe.sizes_of(ns["model"]) for name in size.names]
+    return describe.unmanaged(), sorted(names)
+
+
+@pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
+def test_an_unsharded_root_does_not_have_its_parameters_in_no_unit(api, orig_params):
+    names = ["0.bias", "0.weight", "1.0.bias", "1.0.weight"]
+    assert [tuple(map(tuple, found)) for found in run(2, evaluated, api, orig_params)] == [((), tuple(names))] * 2
 
 
 def unmanaged():

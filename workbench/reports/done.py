@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from workbench.events import Unit
 from workbench.protocol.commands import (
     Command,
     Reshard,
@@ -30,10 +31,13 @@ from workbench.protocol.commands import (
     Verified,
     Verify,
 )
+from workbench.protocol.messages import ModelInfo
+from workbench.protocol.policy import policy_words
 from workbench.replay.alike import label, ranges
 from workbench.replay.units import by_number, listed, unmanaged_words
 from workbench.reports.clocks import clock_words
-from workbench.trace.schema import HostClock
+from workbench.reports.places import live_units
+from workbench.trace.schema import Header, HostClock
 from workbench.views.theme import format_bytes, format_duration, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
@@ -108,14 +112,55 @@ def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """A model that is sharded.
+
+    Attributes:
+        name: its variable on the ranks; empty: not known.
+        units: names of its units, root ``""`` included, from the top of the model.
+        policy: how they are kept and computed, a phrase each; none where it is the plain way.
+    """
+
+    name: str = ""
+    units: tuple[str, ...]
+    policy: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        units = f"{plural(len(self.units), 'unit')}: {listed(self.units)}"
+        return "; ".join([f"{self.name}, {units}" if self.name else units, *self.policy])
+
+
+def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[ShardedModel, ...]:
+    """Return the models whose units are in use, in the order in which they were sharded.
+
+    Args:
+        header: of the trace.
+        models: the variables that hold a model. Of several that hold a unit, the one with the most units names it. A
+            unit that none of them holds belongs to the model of its root.
+    """
+    holders = sorted(models, key=lambda model: -len(model.units))
+    parts: dict[tuple[str, int], list[Unit]] = {}
+    for unit in live_units(header):
+        name = next((model.name for model in holders if unit.index in model.units), "")
+        parts.setdefault((name, -1 if name else unit.root), []).append(unit)
+    return tuple(
+        ShardedModel(
+            name=name,
+            units=tuple(sorted((unit.name for unit in units), key=by_number)),
+            policy=tuple(policy_words(units)),
+        )
+        for (name, _), units in parts.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatusReport(Report):
     """The ranks, the sharded units, and how much is recorded.
 
     Attributes:
         running: whether ranks are started.
         ranks: one entry per rank; none when stopped.
-        units: names of the units there are, root ``""`` included.
-        classic: those of them that have one flat parameter.
+        models: those that are sharded.
         num_rows: rows of the trace so far, all ranks together.
         num_lost: rows overwritten on ranks before they could be read.
         num_dropped: oldest rows that were let go here, for only so many are kept.
@@ -133,8 +178,7 @@ class StatusReport(Report):
 
     running: bool
     ranks: tuple[RankStatus, ...] = ()
-    units: tuple[str, ...] = ()
-    classic: tuple[str, ...] = ()
+    models: tuple[ShardedModel, ...] = ()
     num_rows: int = 0
     num_lost: int = 0
     num_dropped: int = 0
@@ -167,12 +211,9 @@ class StatusReport(Report):
             found.insert(0, ("attached", self.cluster))
         if self.under_way:
             found.append(("under way", self.under_way))
-        if self.running or self.record:
-            units = f"{plural(len(self.units), 'unit')}: {listed(sorted(self.units, key=by_number))}"
-            found.append(("sharded", units if self.units else "nothing yet: %fsdp shard MODEL"))
-        if self.classic:
-            names = listed(sorted(self.classic, key=by_number))
-            found.append(("classic", "all" if self.classic == self.units else names))
+        found += [("sharded", str(model)) for model in self.models]
+        if not self.models and (self.running or self.record):
+            found.append(("sharded", "nothing yet: %fsdp shard MODEL"))
         found += [("note", note) for note in self.notes]
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
@@ -406,14 +447,14 @@ class OpenReport(Report):
         name: of the file.
         num_ranks: ranks that recorded anything.
         steps: numbers of the training steps in it.
-        units: names of the sharded units, root ``""`` included.
+        models: those that are sharded.
         num_rows: rows, all ranks together.
     """
 
     name: str
     num_ranks: int
     steps: tuple[int, ...]
-    units: tuple[str, ...]
+    models: tuple[ShardedModel, ...]
     num_rows: int
 
     @property
@@ -423,9 +464,9 @@ class OpenReport(Report):
         return f"opened {self.name}: {ranks}, {plural(len(self.steps), 'step')}, {events}; no ranks needed"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the steps and the units."""
+        """Return the steps and what is sharded."""
         found = [("steps", ranges(self.steps))] if self.steps else []
-        return [*found, ("sharded", listed(self.units) if self.units else "nothing")]
+        return [*found, *([("sharded", str(model)) for model in self.models] or [("sharded", "nothing")])]
 
 
 @dataclass(frozen=True, kw_only=True)
