@@ -400,6 +400,10 @@ class Session:
             if request.state == "running":
                 request.watch.ask_pause()
                 self._wait_while_running(request, STOP_S, tell)
+            has_stopped = request.state == "stopped" and request.report is not None
+        if has_stopped:
+            self._drop_news_of(request)
+        with self._changed:
             if request.state == "stopped" and request.report is not None:
                 return EndReport(sentence=busy_sentence(request)) if request.dead else request.report
         ended = "is over" if request.state == "over" else self._awaited(request) or "stops at its next event"
