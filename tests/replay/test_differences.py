@@ -27,7 +27,7 @@ def _held(rank: RankTrace, unit: int) -> RankTrace:
 
 
 def slower(trace: Trace, kind: Kind, unit: int, by_ns: int, steps: Collection[int] | None = None) -> Trace:
-    """The trace with every span of ``kind`` of ``unit`` (of ``steps`` alone) ``by_ns`` longer, and what follows later."""
+    """The trace with every span of ``kind`` of ``unit`` (of ``steps`` alone) ``by_ns`` longer, the rest later."""
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
