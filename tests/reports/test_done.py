@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -269,6 +270,22 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
     assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, give or take 400 µs"
     assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, give or take 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
+
+
+def test_verify_of_nothing_but_nan_says_no_difference():
+    """A difference of 0 beside no equal parameter would be a riddle."""
+    nan = math.nan
+    alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
+    facts = dict(alike.facts())
+    assert set(facts) == {"loss", "NaN or infinity in"}
+    assert facts["loss"] == "NaN sharded, NaN unsharded"
+    for other in (replace(alike, not_finite=("a",)), replace(alike, ok=False)):
+        assert "largest difference" in dict(other.facts())
+
+
+@pytest.mark.parametrize(("losses", "said"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
+def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
+    assert said in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,10 @@ def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
     assert "loss is not a finite number at step 1." in subtitle(fig)
 
 
+def test_a_loss_that_ends_as_no_number_is_written_as_the_panel_does():
+    assert title(training(make_trace(losses(4.0, math.nan)))).startswith("Loss 4.000 → NaN in 2 steps")
+
+
 def test_the_band_has_a_gap_where_a_loss_is_no_number():
     """It is closed on either side: a line over the gap would be a band of steps that have none."""
     fig = training(make_trace(losses(4.0, 3.0, math.nan, 1.0), losses(4.0, 3.0, 2.0, 1.0, loss_rank=1.0)))

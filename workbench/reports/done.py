@@ -38,7 +38,7 @@ from workbench.replay.units import by_number, listed, unmanaged_words
 from workbench.reports.clocks import clock_words
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header, HostClock
-from workbench.views.theme import format_bytes, format_duration, plural
+from workbench.views.theme import format_bytes, format_duration, format_loss, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
@@ -64,7 +64,7 @@ class Report(ABC):
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<tr><td style="text-align:left;{_MUTED}">{html.escape(name)}</td>'
+            f'<tr><td style="text-align:left;white-space:nowrap;{_MUTED}">{html.escape(name)}</td>'
             f'<td style="text-align:left">{html.escape(value)}</td></tr>'
             for name, value in self.facts()
         )
@@ -343,8 +343,8 @@ class StepReport(Report):
         parts = [plural(self.steps_done, "step")]
         losses = [loss for loss in self.losses or () if loss is not None]
         if losses:
-            first, last = losses[0], losses[-1]
-            parts.append(f"loss {first:.4g}" if len(losses) == 1 else f"loss {first:.4g} -> {last:.4g}")
+            ends = losses[:1] if len(losses) == 1 else [losses[0], losses[-1]]
+            parts.append(f"loss {' -> '.join(map(format_loss, ends))}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
         missed = f"; {self.missed} did not come" if self.missed else ""
@@ -410,8 +410,11 @@ class VerifyReport(Report):
             ("tolerance", self.tolerance),
             ("equal bit by bit", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
+        if self.ok and len(self.not_finite) == self.num_params:
+            found = []  # nothing could be compared
         if self.loss_sharded is not None and self.loss_reference is not None:
-            found.append(("loss", f"{self.loss_sharded:.6g} sharded, {self.loss_reference:.6g} unsharded"))
+            both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
+            found.append(("loss", "{} sharded, {} unsharded".format(*both)))
         if self.not_finite:
             found.append(("NaN or infinity in", listed(self.not_finite)))
         if self.buffers:

@@ -67,8 +67,12 @@ def _scaled(series: Series, factor: float) -> Series:
 def _title(result: Summary) -> str:
     steps = theme.plural(result.num_steps, "step")
     losses = result.losses
-    loss = f"Loss {losses[0]:#.4g} → {losses[-1]:#.4g} in {steps}" if len(losses) else f"{steps}, no loss logged"
+    loss = f"Loss {_loss(losses[0])} → {_loss(losses[-1])} in {steps}" if len(losses) else f"{steps}, no loss logged"
     return f"{loss}, {theme.format_duration(result.step_ns)} a step (median)" if result.num_steps else loss
+
+
+def _loss(value: float) -> str:
+    return theme.format_loss(value, "#.4g")
 
 
 def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
