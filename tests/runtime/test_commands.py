@@ -102,6 +102,23 @@ def test_shard_step_verify_unshard(world_size):
         assert out["after"]["steps_done"] == 1
 
 
+def classes_chosen():
+    ns = prepare()
+    named = execute(Shard(model="model", wrap=("Block",)))
+    execute(Unshard(model="model"))
+    ns["one"] = torch.nn.Linear(4, 4)
+    return [decode(Sharded, reply, "reply") for reply in (named, execute(Shard(model="model")), execute(Shard("one")))]
+
+
+def test_a_class_that_was_chosen_is_said_and_one_that_was_named_is_not():
+    for replies in run(1, classes_chosen):
+        assert [reply.chosen for reply in replies] == [None, ("Block",), ()]
+        named, chosen, alone = (dict(SAYS[Shard]([reply]).facts()) for reply in replies)
+        assert "wrapped" not in named
+        assert chosen["wrapped"] == "Block, which the model repeats most; --wrap CLASS names another"
+        assert alone["wrapped"] == "nothing: no list of modules repeats a class; --wrap CLASS names another"
+
+
 def losses_with(reshard):
     prepare()
     execute(Shard(model="model", reshard_after_forward=reshard))

@@ -250,6 +250,7 @@ class ShardReport(Report):
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         policy: how they are kept and computed, a phrase each; none where it is the plain way.
         notes: what is likely not meant, and what to do, a sentence each.
+        chosen: classes whose modules became units without being named, maybe none; None: they were named.
     """
 
     model: str
@@ -260,6 +261,7 @@ class ShardReport(Report):
     bytes_at_rest: tuple[int, ...]
     policy: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    chosen: tuple[str, ...] | None = None
 
     @property
     def headline(self) -> str:
@@ -274,11 +276,20 @@ class ShardReport(Report):
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", listed(self.units)),
+            *self._wrapped(),
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("full model", format_bytes(self.bytes_unsharded)),
             ("each rank keeps", f"{at_rest} between uses"),
             *(("note", note) for note in self.notes),
         ]
+
+    def _wrapped(self) -> list[tuple[str, str]]:
+        """Return which class was chosen, where none was named."""
+        if self.chosen is None:
+            return []
+        names = ", ".join(self.chosen)
+        found = f"{names}, which the model repeats most" if names else "nothing: no list of modules repeats a class"
+        return [("wrapped", f"{found}; --wrap CLASS names another")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -611,7 +622,7 @@ def _shard(by_rank: Sequence[Sharded]) -> ShardReport:
         it, them = ("was", "it") if optimizers == 1 else ("were", "them")
         carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; a script must make {them}"
         sharded["notes"] = (f"{carried} after fully_shard", *sharded["notes"])
-    return ShardReport(**sharded)
+    return ShardReport(**sharded, chosen=by_rank[0].chosen)
 
 
 @says(Reshard)
