@@ -71,7 +71,7 @@ def test_start_and_stop_reach_the_cluster_once():
     assert (report.num_ranks, report.devices) == (2, ("cpu", "cpu"))
     assert bench.fake.num_ranks == 2
     assert bench.fake.settings == {"device": "cpu", "profile": "p", "engines": "ssh", "interface": "eth0"}
-    with pytest.raises(UsageError, match="run already"):
+    with pytest.raises(UsageError, match="2 ranks are already running: %fsdp stop first"):
         bench.start()
     bench.stop()
     bench.stop()

@@ -421,7 +421,9 @@ class Workbench:
         losses = losses_in_words(self.losses)
         if losses:
             raise UsageError(f"{losses}; the others run on: %fsdp stop first, then {word}{more and '.'}{more}")
-        raise UsageError(f"{self.num_ranks} ranks run already: %fsdp stop first, then {word}{more and '.'}{more}")
+        are = "is" if self.num_ranks == 1 else "are"
+        running = f"{plural(self.num_ranks, 'rank')} {are} already running"
+        raise UsageError(f"{running}: %fsdp stop first, then {word}{more and '.'}{more}")
 
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""

@@ -75,6 +75,11 @@ def test_fewer_collectives_are_counted_and_tabled():
     assert list(columns[3][:3]) == ["385 KiB<br>-> 193 KiB"] * 3
 
 
+def test_the_root_is_named_without_a_second_pair_of_brackets():
+    kept, again = simulate(Setup()), simulate(Setup(reshard_root=True))
+    assert "1 more all-gather a step of (root)" in title(draw(kept, again))
+
+
 def test_a_slower_step_is_explained_by_what_took_longer():
     a = example_trace()
     fig = draw(a, slower(a, Kind.FORWARD, 1, 3_000_000))

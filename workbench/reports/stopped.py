@@ -137,7 +137,7 @@ def row_of(
     if held is not None:
         what = _held_at(held)
     else:
-        what = f"{'begin of ' if event.edge is Edge.BEGIN else ''}{event_words(event.kind, event.edge, None)}"
+        what = f"{'start of ' if event.edge is Edge.BEGIN else ''}{event_words(event.kind, event.edge, None)}"
     unit = unit_names(header).get(event.unit)
     return replace(
         row,

@@ -137,10 +137,11 @@ def _collective_words(changes: Sequence[CollectiveChange]) -> str:
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
     calls = [sum(change.calls[side] for change in most) for side in (0, 1)]
     who = _names([change.unit for change in most])
+    who = f" of {who}" if "(" in who else f" ({who})" if who else ""
     more = calls[1] - calls[0]
     if more:
         noun = kind.words + ("" if abs(more) == 1 else "s")
-        return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step" + (f" ({who})" if who else "")
+        return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step{who}"
     payload = [sum(change.num_bytes[side] for change in most) for side in (0, 1)]
     return f"{kind.words} payload {theme.format_bytes(payload[0])} -> {theme.format_bytes(payload[1])} a step"
 
