@@ -224,6 +224,15 @@ def test_each_sharded_model_is_said_with_its_units_in_order_and_its_policy():
         assert said == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
 
 
+def test_what_was_opened_says_what_draws_it():
+    report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1)
+    assert report.facts() == [
+        ("steps", "0"),
+        ("sharded", "nothing"),
+        ("now", "%fsdp dashboard, or a view: layout, memory, timeline, states, comms, training"),
+    ]
+
+
 def test_before_the_first_forward_the_units_of_a_model_are_one_model():
     header = Header(units=(make_unit(0, -1, name="layers.0"), make_unit(1, -1, name="")))
     assert [str(model) for model in sharded_models(header)] == ["2 units: (root), layers.0"]

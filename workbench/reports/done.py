@@ -38,6 +38,7 @@ from workbench.replay.units import by_number, listed, unmanaged_words
 from workbench.reports.clocks import clock_words
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header, HostClock
+from workbench.views import VIEWS
 from workbench.views.theme import format_bytes, format_duration, format_loss, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
@@ -478,9 +479,10 @@ class OpenReport(Report):
         return f"opened {self.name}: {ranks}, {plural(len(self.steps), 'step')}, {events}; no ranks needed"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the steps and what is sharded."""
+        """Return the steps, what is sharded, and what draws it."""
         found = [("steps", ranges(self.steps))] if self.steps else []
-        return [*found, *([("sharded", str(model)) for model in self.models] or [("sharded", "nothing")])]
+        found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
+        return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
 
 
 @dataclass(frozen=True, kw_only=True)
