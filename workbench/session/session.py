@@ -400,12 +400,12 @@ class Session:
             if request.state == "running":
                 request.watch.ask_pause()
                 self._wait_while_running(request, STOP_S, tell)
-            has_stopped = request.state == "stopped" and request.report is not None
-        if has_stopped:
+            report = request.report if request.state == "stopped" else None
+            if report is not None and request.dead:
+                report = EndReport(sentence=busy_sentence(request))
+        if report is not None:
             self._drop_news_of(request)
-        with self._changed:
-            if request.state == "stopped" and request.report is not None:
-                return EndReport(sentence=busy_sentence(request)) if request.dead else request.report
+            return report
         ended = "is over" if request.state == "over" else self._awaited(request) or "stops at its next event"
         how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort gives it up"
         return EndReport(sentence=f"{request.work.words} {ended}{how}")
