@@ -400,7 +400,7 @@ class Session:
             if request.state == "running":
                 request.watch.ask_pause()
                 self._wait_while_running(request, STOP_S, tell)
-            report = request.report if request.state == "stopped" else None
+            report: Report | None = request.report if request.state == "stopped" else None
             if report is not None and request.dead:
                 report = EndReport(sentence=busy_sentence(request))
         if report is not None:
