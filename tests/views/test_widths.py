@@ -120,7 +120,7 @@ def figures():
     found["a long label"] = draw("layout", Trace(Header(world_size=4, units=(WIDE,))))
     found["few differences"] = compare.draw(held, held, names=("before.trace", "last, steps 3..5"))
     found["nothing to draw"] = draw("training", Trace.empty())
-    found["compare"] = compare.draw(deep, kept, names=("before.trace", "last, steps 3..5"))
+    found["compare"] = compare.draw(deep, kept, names=("before.trace", "this run, steps 3-5"))
     return found
 
 
