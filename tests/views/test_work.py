@@ -126,7 +126,10 @@ def growth(do, sizes):
     return [after / max(before, 1) for before, after in zip(work(do, small), work(do, large), strict=True)]
 
 
-in_each_way = pytest.mark.parametrize("more", SIZES)
+# ranks are what a run has more of; the other two ways are seldom other work
+in_each_way = pytest.mark.parametrize(
+    "more", ["ranks", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("steps", "units"))]
+)
 
 
 @in_each_way
