@@ -10,14 +10,14 @@ import type { About, Answer, Question } from "../../workbench/widgets/static/mes
 import type { Away } from "./client";
 import { Connection, type Listener } from "./connection";
 import { DASHBOARD_TARGET } from "./protocol";
+import { closedWords } from "./words";
 
 type Send = (data: object) => void;
 
 /** Loads the workbench in the kernel of the notebook that is followed; why it could not be, else an empty text. */
 export type Load = () => Promise<string>;
 
-const WHY: Readonly<Record<Away, string>> = {
-  "no notebook": "is not open: open it, and its ranks, which go on while its kernel runs, are shown here.",
+const WHY: Readonly<Record<Exclude<Away, "no notebook">, string>> = {
   "no kernel": "has no kernel.",
   "not loaded": "has not loaded the workbench yet.",
   restarting: "has a kernel that restarts\u2026",
@@ -62,6 +62,7 @@ export class DashboardWidget extends Widget implements Listener {
   readonly #load: Load;
   readonly #box = document.createElement("div");
   #path: string;
+  #numRanks = 0; // as they were told last
   #connection: Connection | null = null;
   #send: Send = () => undefined;
   #model: CommModel | null = null;
@@ -94,12 +95,13 @@ export class DashboardWidget extends Widget implements Listener {
   received(data: JSONValue, buffers: readonly (ArrayBuffer | ArrayBufferView)[]): void {
     const message = data as unknown as Answer | { kind: "about"; about: About };
     if (message.kind === "about") void this.#render(message.about);
-    else this.#model?.receive(message, buffers.map(viewOf));
+    else if (message.kind === "feed") this.#numRanks = message.health.reduce((sum, { ranks }) => sum + ranks.length, 0);
+    if (message.kind !== "about") this.#model?.receive(message, buffers.map(viewOf));
   }
 
   lost(why: Away): void {
     this.#end();
-    this.#sentence.textContent = `${this.#path} ${WHY[why]}`;
+    this.#sentence.textContent = why === "no notebook" ? closedWords(this.#path, this.#numRanks) : `${this.#path} ${WHY[why]}`;
     const isCut = why === "cut";
     this.#button.hidden = !isCut && why !== "not loaded";
     this.#button.disabled = false;

@@ -179,6 +179,16 @@ def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
     assert found == []
 
 
+@pytest.mark.parametrize("width", [320, 400, 500, 517])
+def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
+    """Whether its entries take as many lines as they may or fewer: there is no gap of the lines that they do not take."""
+    figure = json.loads(figures()["memory of deep"].to_json())
+    measured = page.evaluate(_DRAW, [figure, [width]])
+    ((_, top, _, _),) = measured["legends"]
+    (axis,) = [text["box"] for text in measured["texts"] if text["text"].startswith("time ")]
+    assert -2 <= top - axis[3] <= 12
+
+
 def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
     figure = json.loads(figures()["memory of deep"].to_json())
     wide, narrow, again = (

@@ -23,10 +23,12 @@ WIDTHS = (1200, 900, theme.NARROWEST, 500, 400, 320, 250)
 _WIDER = 100_000  # than any page
 
 _SIDE = 24  # pixels beside what is drawn
-_LETTER = 6.8  # pixels that a letter of a label is wide, in the mean
+_LETTER, _NARROW_LETTER, _WIDE_LETTER = 7.3, 4.6, 10.5  # pixels that a letter of a label is wide
+_NARROW_LETTERS, _WIDE_LETTERS = frozenset(" !'()*,-./:;I[]fijlrt|"), frozenset("%@MWmw")
 _NUMBER = "0.0000"  # as wide as what an axis says that names no places
 _AXIS_TITLE = 24  # pixels beside the labels
 _MARK = 45  # pixels before the words of an entry of a legend
+_LEGEND_PADDING = 10  # pixels above and below the entries together
 _LEAST_PLOT = 170  # pixels
 _TAG = re.compile("<[^>]*>")
 
@@ -52,13 +54,17 @@ def _layout(fig: go.Figure, width: int, drawn: int) -> dict[str, Any]:
     found = {"title": titles, "margin": margin, "legend": fig.layout.legend.to_plotly_json()}
     margin["t"] += top - theme.heading(title, subtitle)[1]
     entries = legend_entries(fig).values()
+    below = None
     if (
         width < theme.NARROWEST and entries and (fig.layout.legend.y is None or fig.layout.legend.yref == "container")
     ):  # beside the plot, or below
         below = theme.legend_below(len(entries), drawn - sum(_sides(fig)), _MARK + max(map(_width, entries)))
         margin["b"] = below["margin_b"]
         found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
-    return {**found, "height": fig.layout.height + margin["t"] + margin["b"] - before}
+    height = fig.layout.height + margin["t"] + margin["b"] - before
+    if below is not None:  # right below the axis, also where its entries take fewer lines than they may
+        found["legend"] |= {"y": (margin["b"] - theme.BELOW_AXIS + _LEGEND_PADDING) / height, "yanchor": "top"}
+    return {**found, "height": height}
 
 
 def _wrapped(annotation: go.layout.Annotation, width: int) -> dict[str, Any]:
@@ -106,4 +112,8 @@ def _beside(axis: go.layout.YAxis) -> int:
 
 def _width(text: str) -> int:
     """Return about how many pixels a label is wide."""
-    return round(_LETTER * max(len(html.unescape(_TAG.sub("", line))) for line in text.split("<br>")))
+    return round(max(sum(map(_letter, html.unescape(_TAG.sub("", line)))) for line in text.split("<br>")))
+
+
+def _letter(letter: str) -> float:
+    return _NARROW_LETTER if letter in _NARROW_LETTERS else _WIDE_LETTER if letter in _WIDE_LETTERS else _LETTER
