@@ -181,7 +181,7 @@ def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
 
 @pytest.mark.parametrize("width", [320, 400, 500, 517])
 def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
-    """Whether its entries take as many lines as they may or fewer: there is no gap of the lines that they do not take."""
+    """Also where its entries take fewer lines than they may: there is no gap instead of the others."""
     figure = json.loads(figures()["memory of deep"].to_json())
     measured = page.evaluate(_DRAW, [figure, [width]])
     ((_, top, _, _),) = measured["legends"]
