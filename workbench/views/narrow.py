@@ -79,13 +79,14 @@ def legend_entries(fig: go.Figure) -> dict[str, str]:
 
 
 def _least(fig: go.Figure) -> int:
-    """Return how many pixels a figure needs to be wide: all for which it was made, where there is text in the plot."""
+    """Return how many pixels a figure needs to be wide: all for which it was made, where there is a table."""
     if not fig.data:
         return min(WIDTHS)
-    if any(trace.type == "table" or (trace.type == "scatter" and trace.mode == "text") for trace in fig.data):
+    if any(trace.type == "table" for trace in fig.data):
         return theme.NARROWEST
-    plot = max((_room(each) for each in fig.layout.annotations), default=0)
-    return min(sum(_sides(fig)) + max(plot, _LEAST_PLOT), theme.NARROWEST)
+    written = [trace.text for trace in fig.data if trace.type == "scatter" and trace.mode == "text"]
+    plot = [_LEAST_PLOT, *map(_room, fig.layout.annotations), *(_width(line) for lines in written for line in lines)]
+    return min(sum(_sides(fig)) + max(plot), theme.NARROWEST)
 
 
 def _room(annotation: go.layout.Annotation) -> int:
