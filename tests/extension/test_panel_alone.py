@@ -219,7 +219,7 @@ def test_without_a_notebook_the_launcher_s_card_shows_the_panel(lab):
             for (const panel of [...window.jupyterapp.shell.widgets("main")]) {
                 if (panel.context?.model) panel.context.model.dirty = false;
                 panel.close();
-                await new Promise(requestAnimationFrame); // one that is shown instead has a toolbar, which asks for its size
+                await new Promise(requestAnimationFrame); // another one is shown, whose toolbar measures itself
             }
         }"""
     )

@@ -154,9 +154,10 @@ def sizes_of(model: nn.Module) -> list[Size]:
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
             found.append(Size(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
     owned = {param for _, each in managed for param in each.owned}
+    managed_places = {place for size in found for place in size.names}  # which hold full parameters within a step
     others: dict[nn.Parameter, list[str]] = {}
     for name, left in model.named_parameters(remove_duplicate=False):
-        if left not in owned:
+        if left not in owned and clean(name) not in managed_places:
             others.setdefault(left, []).append(clean(name))
     return [
         *found,
