@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import textwrap
 from functools import cache
 from typing import Any
@@ -177,6 +178,11 @@ def format_long(duration_ns: float) -> str:
     size, unit, part, part_unit = next(each for each in _LONG_UNITS if seconds >= each[0])
     whole, rest = divmod(seconds, size)
     return f"{whole:,} {unit} {rest // part} {part_unit}" if rest >= part else f"{whole:,} {unit}"
+
+
+def format_loss(loss: float, spec: str = ".4g") -> str:
+    """Return a loss as text, ``NaN`` as the dashboard and the panel write it; ``spec``: of a number."""
+    return "NaN" if math.isnan(loss) else format(loss, spec)
 
 
 def _three_digits(number: float) -> str:
