@@ -179,6 +179,7 @@ class Workbench:
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._exchange: Exchange = ""
+        self._waits_for = ""
         self._target = Target()  # of the ranks that were attached last
         self._last = Pulse(trace=Trace.empty())
         self._past: deque[Past] = deque(maxlen=MAX_PAST)
@@ -243,7 +244,7 @@ class Workbench:
         wanted: RankSettings = {**self.settings, **settings}
         with self._exchanging("start"):
             cluster = self._factory(**wanted)
-            cluster.start(on_wait)
+            cluster.start(self._noting(on_wait))
             self._settings = wanted
             return self._take(cluster, "started", begin)
 
@@ -290,7 +291,7 @@ class Workbench:
         begin = time.monotonic()
         with self._exchanging("start"):
             cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
-            cluster.start(on_wait)
+            cluster.start(self._noting(on_wait))
             return self._take(cluster, "attached", begin)
 
     def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:
@@ -385,7 +386,16 @@ class Workbench:
         try:
             yield
         finally:
-            self._exchange = ""
+            self._exchange = self._waits_for = ""
+
+    def _noting(self, on_wait: OnWait) -> OnWait:
+        """Return an ``on_wait`` that also has live views show what a start waits for."""
+
+        def note(sentence: str) -> None:
+            self._waits_for = sentence
+            on_wait(sentence)
+
+        return note
 
     def load(self, path: str | os.PathLike[str]) -> OpenReport:
         """Show a trace file (``%fsdp open``) instead of what ranks recorded; those that are all lost are stopped.
@@ -788,11 +798,13 @@ class Workbench:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
         found = self._last if session is None else session.pulse()
-        return dataclasses.replace(found, cursor=self.cursor, record=self.record, exchange=self._exchange)
+        return dataclasses.replace(
+            found, cursor=self.cursor, record=self.record, exchange=self._exchange, waits_for=self._waits_for
+        )
 
     def asked(self) -> tuple[object, ...]:
         """Return what is different once ranks come, were asked something, stand, go on or have ended; none is asked."""
-        return self._exchange, *(() if self._session is None else self._session.asked())
+        return self._exchange, self._waits_for, *(() if self._session is None else self._session.asked())
 
     @property
     def shown_trace(self) -> Trace:

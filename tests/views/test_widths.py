@@ -196,6 +196,25 @@ def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
     assert found == []
 
 
+@pytest.mark.parametrize("width", [320, 400, 500, 517])
+def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
+    """Also where its entries take fewer lines than they may: there is no gap instead of the others."""
+    figure = json.loads(figures()["memory of deep"].to_json())
+    measured = page.evaluate(_DRAW, [figure, [width]])
+    ((_, top, _, _),) = measured["legends"]
+    (axis,) = [text["box"] for text in measured["texts"] if text["text"].startswith("time ")]
+    assert -2 <= top - axis[3] <= 12
+
+
+@pytest.mark.parametrize("width", [480, 517])
+def test_a_layout_whose_names_are_short_is_seen_whole_beside_a_notebook(page, width):
+    figure = draw("layout", simulate(Setup(num_ranks=2, num_units=4, steps=1)))
+    measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]])
+    assert list(complaints(measured)) == []
+    assert measured["whole"][2] <= width
+    assert "bytes on a rank" in {text["text"] for text in measured["texts"]}
+
+
 def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
     figure = json.loads(figures()["memory of deep"].to_json())
     wide, narrow, again = (

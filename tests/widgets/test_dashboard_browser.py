@@ -334,7 +334,7 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
         "\u2013",
         True,
     )
-    assert begun["said"].startswith("Nothing is recorded yet")
+    assert begun["said"].startswith("No step has run yet. Define train_step()")
 
     workbench.trace = trained
     again = look(page, widget)

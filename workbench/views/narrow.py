@@ -37,6 +37,7 @@ _SIDE = 24  # pixels beside what is drawn
 _NUMBER = "0.0000"  # as wide as what an axis says that names no places
 _AXIS_TITLE = 24  # pixels beside the labels
 _MARK = 45  # pixels before the words of an entry of a legend
+_LEGEND_PADDING = 10  # pixels above and below the entries together
 _LEAST_PLOT = 170  # pixels
 _TAG = re.compile("<[^>]*>")
 
@@ -84,15 +85,20 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     margin |= own.pop("margin", {})
     beside = sum(sides(fig)) if own.get("yaxis", {}).get("automargin", True) else margin["l"] + margin["r"]
     entries = legend_entries(fig).values()
+    below = None
     if (
         width < theme.NARROWEST and entries and (fig.layout.legend.y is None or fig.layout.legend.yref == "container")
     ):  # beside the plot, or below
         below = theme.legend_below(len(entries), drawn - beside, _MARK + max(map(_width, entries)))
         margin["b"] = below["margin_b"]
         found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
+    under = margin["b"] - theme.BELOW_AXIS + _LEGEND_PADDING
     margin["t"] += own.pop("above", 0)
     margin["b"] += own.pop("below", 0)
-    return {**found, **own, "height": plot_height + margin["t"] + margin["b"]}
+    height = plot_height + margin["t"] + margin["b"]
+    if below is not None:  # right below the axis, also where its entries take fewer lines than they may
+        found["legend"] |= {"y": under / height, "yanchor": "top"}
+    return {**found, **own, "height": height}
 
 
 def in_lines(text: str, pixels: float, letter: float = LETTER) -> list[str]:
