@@ -199,6 +199,21 @@ def test_ranks_at_different_events_run_to_the_furthest(wb):
     wb.abort()
 
 
+def test_a_first_ctrl_c_says_what_it_waits_for(wb):
+    stall(wb)
+    wb.make_late(3)
+    press_ctrl_c_on_drain(wb.fake, 1)
+    told = []
+
+    def on_standing(sentence):
+        told.append(sentence)
+        wb.make_late(3, False)
+
+    assert wb.step(1, on_standing=on_standing).stop.held == (0, 1, 2, 3)
+    assert told == ["stops at the next event of rank 3; Ctrl-C again gives up"]
+    wb.abort()
+
+
 def test_a_second_ctrl_c_aborts(wb):
     for rank in range(4):
         wb.make_late(rank)
@@ -509,12 +524,15 @@ def test_where_is_a_table(wb):
 def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
     wb.where(stacks=True)  # idle ranks answer once the machine lets them
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
+    wb.status()
+    assert ("locate", PATIENT_S) in wb.fake.patience[2:]
     wb.fake.script["step"] = blocks
     assert "runs in the background" in wb.step(1, background=True).headline
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wb._session, "_take", lambda request, tick: {})
         wb.where()
-        assert ("locate", WHERE_S) in wb.fake.patience
+        wb.status()
+        assert [asked for asked in wb.fake.patience if asked[0] == "locate"][-2:] == [("locate", WHERE_S)] * 2
     wb.abort()
     wb.fake.script["step"] = inside
     wb.step(1, until="backward")

@@ -534,6 +534,25 @@ def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeyp
     assert trained.asked("interrupt") == [("interrupt", (0, 2, 3))]
 
 
+def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(trained, monkeypatch):
+    monkeypatch.setattr(watch, "SIGNAL_AFTER_DEATH_S", 0.3)
+    monkeypatch.setattr(standing, "AGAIN_S", 0.0)
+    hanging, told = [], []
+    trained.fake.script["step"] = [lambda cluster, rank, answer: hanging.append(answer), dies, blocks, blocks]
+
+    def on_standing(sentence):
+        told.append(sentence)
+        if sentence.endswith("; Ctrl-C stops waiting"):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=r"^Interrupted; rank 0 still runs, and nobody waits: ") as caught:
+        trained.step(on_standing=on_standing)
+    assert trained.asked("interrupt") == [("interrupt", (0,))]
+    assert not told[0].endswith("stops waiting")
+    assert re.search(r"\nbefore that: rank 1 died \(SIGKILL\); rank 0 has run for \d+ s.*$", str(caught.value))
+    assert "stops waiting" not in str(caught.value)
+
+
 def test_an_abort_ends_although_a_rank_does_not(trained, monkeypatch):
     monkeypatch.setattr(watch, "ABANDON_AFTER_S", 0.05)
     trained.fake.script["step"] = [blocks, lambda cluster, rank, answer: None, blocks, blocks]
@@ -580,6 +599,27 @@ def test_who_hangs_and_where_is_said(wb, monkeypatch):
     wb.run_cell("x", on_standing=on_standing)
     said = r"rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
     assert re.fullmatch(said, told[0])
+
+
+def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
+    monkeypatch.setattr(watch, "SIGNAL_AFTER_S", 1000.0)
+    monkeypatch.setattr(standing, "AGAIN_S", 0.0)
+    trained.fake.script["step"] = lambda cluster, rank, answer: None
+    told = []
+
+    def on_standing(sentence):
+        if sentence not in told:
+            told.append(sentence)
+            signal.raise_signal(signal.SIGINT)
+
+    press_ctrl_c_on_drain(trained.fake, 1)
+    with pytest.raises(Interrupted):
+        trained.step(on_standing=on_standing)
+    assert told == [
+        "stops at the next event of ranks 0-3; Ctrl-C again gives up",
+        "given up; ranks 0-3 still run; Ctrl-C again sends SIGINT",
+        "given up; ranks 0-3 still run; Ctrl-C again stops waiting",
+    ]
 
 
 def press_ctrl_c_on_drain(fake, times):

@@ -447,7 +447,7 @@ class Workbench:
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions, losses = session.positions(), session.cluster.losses()
+        positions, losses = session.positions(timeout_s=session.patience_s), session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
             position = positions.get(info.rank)
             doing = "" if position is None else position.doing or "idle"
@@ -560,6 +560,7 @@ class Workbench:
         on_progress: OnProgress = no_progress,
         *,
         on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
         until: str = "",
         background: bool = False,
     ) -> StepReport | StopReport | BackgroundReport:
@@ -570,11 +571,12 @@ class Workbench:
             fn: name of the step function on the ranks.
             on_progress: called while steps are done.
             on_output: as for :meth:`run_cell`.
+            on_standing: as for :meth:`run_cell`; also that a rank has died, or what a Ctrl-C waits for.
             until: event before which all ranks stop once, as for :meth:`break_add`.
             background: return at once; :meth:`news` tells how it ended.
         """
         command = made(Step, count, fn, until=until, background=background)
-        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output))
+        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output, on_standing))
 
     # ---- stop and go on
 

@@ -307,12 +307,20 @@ class Session:
         """Return where each rank is; one that does not answer in time is left out."""
         return self.ask(Locate(), timeout_s=timeout_s)
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for the ranks to say where they are, in seconds.
+
+        If all are stopped or idle, they are there, and answer once the machine lets them.
+        """
+        request = self.request
+        if request is not None and request.state == "stopped" and request.stop is not None:
+            return WHERE_S if request.stop.is_late else PATIENT_S
+        return PATIENT_S if request is None and not self.obstacle else WHERE_S
+
     def where(self, *, stacks: bool) -> WhereReport:
         """Return where every rank is; one that does not answer in a moment is named so."""
-        stop = self.request.stop if self.request is not None and self.request.state == "stopped" else None
-        # if all stand or are idle, they are there, and answer once the machine lets them
-        is_still = self.request is None and not self.obstacle
-        timeout_s = PATIENT_S if is_still or (stop is not None and not stop.is_late) else WHERE_S
+        timeout_s = self.patience_s
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
@@ -662,14 +670,17 @@ class Session:
 
         def sentence(seconds: float) -> str:
             awaited = self._awaited(request)
-            if awaited and request.thread is None:
-                awaited += "; Ctrl-C again " + ("gives up" if asked == "pause" else "stops waiting")
-            return awaited or self._who_works(request, seconds)
+            if not awaited:
+                request.worked = self._who_works(request, seconds)
+            said = awaited or request.worked
+            if request.thread is None and (asked or request.watch.is_exhausted):
+                said += f"; Ctrl-C {'again ' if asked else ''}{request.watch.next_means}"
+            return said
 
         is_urgent = bool(asked or request.dead)
         request.standing.look(heard, sentence, request.listener.on_standing, is_urgent=is_urgent)
-        if not asked:
-            request.worked = request.standing.said
+        if not request.standing.said:
+            request.worked = ""
 
     def _who_works(self, request: Request, seconds: float) -> str:
         running = tuple(request.watch.running)
