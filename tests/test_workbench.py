@@ -31,6 +31,7 @@ from workbench.session import session, standing, watch
 from workbench.trace import steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import load, save
+from workbench.trace.schema import BufferSum
 from workbench.workbench import Workbench
 
 
@@ -168,14 +169,23 @@ def test_what_was_recorded_outlives_the_ranks(trained):
     assert trained.trace.num_rows == 0
 
 
-def test_status_says_which_parameters_are_of_no_unit(trained, tmp_path):
+def troubled(header):
+    """A header that says of a model ``m`` what the engine does not manage."""
+    ranks = [replace(each, buffers=(BufferSum(name="m.mean", crc32=each.rank),)) for each in header.ranks]
+    return replace(header, unmanaged=("m.scale",), hooks=("m.weight",), ranks=tuple(ranks))
+
+
+def test_status_says_what_the_engine_does_not_manage(trained, tmp_path):
     assert trained.status().notes == ()
     trace = trained.trace
-    save(Trace(replace(trace.header, unmanaged=("m.scale",)), trace.ranks), tmp_path / "a.trace")
+    save(Trace(troubled(trace.header), trace.ranks), tmp_path / "a.trace")
     status = Workbench.open(tmp_path / "a.trace").status()
-    (note,) = status.notes
-    assert note.startswith("in no unit, so that nothing averages their gradients: scale. ")
-    assert note in str(status)
+    assert [note.partition(".")[0] for note in status.notes] == [
+        "in no unit, so that nothing averages their gradients: scale",
+        "register_hook is never called on a sharded parameter: weight",
+        "buffers differ between ranks: mean",
+    ]
+    assert all(note in str(status) for note in status.notes)
 
 
 def test_status_names_what_is_there(wb):
