@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, prints, raises, said, step_result
+from tests.fake_cluster import (
+    PROGRAM,
+    FakeCluster,
+    blocks,
+    failed,
+    inside,
+    prints,
+    raises,
+    rank_error,
+    said,
+    step_result,
+)
 from tests.reports.test_inspected import FOUND, FULL, GATHERED
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.pending import Output
@@ -248,6 +259,20 @@ def test_abort_inside_a_step(wb):
     assert wb.abort().headline == "Aborted. The ranks are idle again; their variables are kept."
     assert wb.asked("give up")[0][1] == GiveUp(reason="aborted")
     assert wb.step(1).steps_done == 1
+
+
+def test_an_abort_says_what_ctrl_c_does(wb):
+    wb.step(1, until="backward")
+    wb.fake.on_abort.clear()  # the ranks do not heed it
+    told = []
+
+    def on_standing(sentence):
+        told.append(sentence)
+        for gate in wb.fake.gates:
+            gate.end(rank_error(gate.rank, "StepAborted"))
+
+    assert "idle again" in wb.abort(on_standing=on_standing).headline
+    assert told == ["given up; ranks 0-3 still run; Ctrl-C sends SIGINT"]
 
 
 def test_a_rank_that_fails_frees_the_stopped_ones(wb):
@@ -525,14 +550,14 @@ def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
     wb.where(stacks=True)  # idle ranks answer once the machine lets them
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
     wb.status()
-    assert ("locate", PATIENT_S) in wb.fake.patience[2:]
+    assert ("drain", PATIENT_S) in wb.fake.patience[2:]
     wb.fake.script["step"] = blocks
     assert "runs in the background" in wb.step(1, background=True).headline
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wb._session, "_take", lambda request, tick: {})
         wb.where()
         wb.status()
-        assert [asked for asked in wb.fake.patience if asked[0] == "locate"][-2:] == [("locate", WHERE_S)] * 2
+        assert {("locate", WHERE_S), ("drain", WHERE_S)} <= {*wb.fake.patience}
     wb.abort()
     wb.fake.script["step"] = inside
     wb.step(1, until="backward")

@@ -424,11 +424,14 @@ class Workbench:
 
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""
-        trace = self.trace
-        request = None if self._session is None else self._session.request
+        session = self._session
+        if session is not None:
+            session.drain(timeout_s=session.patience_s)
+        trace = self._last_trace if session is None else session.trace
+        request = None if session is None else session.request
         return StatusReport(
             running=self.running,
-            ranks=tuple(self._rank_status(self._session)) if self._session is not None else (),
+            ranks=() if session is None else tuple(self._rank_status(session)),
             units=tuple(unit.name for unit in live_units(trace.header)),
             classic=tuple(u.name for u in live_units(trace.header) if any(param.parts for param in u.params)),
             num_rows=trace.num_rows,
@@ -440,14 +443,14 @@ class Workbench:
             is_free=self.is_free,
             clocks=trace.header.clocks,
             stopped=str(request.stop) if request is not None and request.state == "stopped" else "",
-            obstacle="" if self._session is None else self._session.obstacle,
+            obstacle="" if session is None else session.obstacle,
             under_way=_words_of(self.pulse().under_way),
             cluster=self._target.words if self.outlives else "",
             notes=unmanaged_notes(trace.header),
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions, losses = session.positions(timeout_s=session.patience_s), session.cluster.losses()
+        positions, losses = session.heard, session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
             position = positions.get(info.rank)
             doing = "" if position is None else position.doing or "idle"

@@ -69,13 +69,10 @@ def differing(by_rank: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 def unmanaged_notes(header: Header) -> tuple[str, ...]:
     """Return what the engine does not manage in the sharded models, and what to do, a sentence each."""
     buffers = differing([{each.name: each.crc32 for each in info.buffers} for info in header.ranks])
+    hooks = [name for names in _by_model(header.hooks).values() for name in names]
     return (
         *(unmanaged_words(model, params) for model, params in _by_model(header.unmanaged).items()),
-        *(
-            [hooks_words([name for names in _by_model(header.hooks).values() for name in names])]
-            if header.hooks
-            else []
-        ),
+        *([hooks_words(hooks)] if hooks else []),
         *(buffers_words(model, names) for model, names in _by_model(buffers).items()),
     )
 

@@ -222,6 +222,11 @@ class Session:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
 
+    @property
+    def heard(self) -> Mapping[int, Position]:
+        """Where the ranks were that answered the last drain."""
+        return self._collector.heard
+
     def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> None:
         """Take what the ranks recorded since the last time, unless that is less than ``max_age_s`` seconds ago."""
         self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
@@ -571,8 +576,9 @@ class Session:
         living = self.living()
         dead = tuple(rank for rank in ranks if rank not in living)
         if dead:
-            how = losses_in_words(self.cluster.losses()) or "its process is gone"
-            raise RankDied(f"{label(dead)} died earlier: {how}\n{death_sentence(dead, living)}", ranks=dead)
+            losses = {rank: how for rank, how in self.cluster.losses().items() if rank in dead}
+            how = losses_in_words(losses) or f"{label(dead)} died: no process is left"
+            raise RankDied(f"{how}\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery is None:
             self._needs_recovery = self._find_left()
         if self.obstacle:
@@ -673,9 +679,8 @@ class Session:
             if not awaited:
                 request.worked = self._who_works(request, seconds)
             said = awaited or request.worked
-            if request.thread is None and (asked or request.watch.is_exhausted):
-                said += f"; Ctrl-C {'again ' if asked else ''}{request.watch.next_means}"
-            return said
+            is_told = request.thread is None and (asked or request.watch.is_exhausted)
+            return f"{said}; {request.watch.next_means}" if is_told else said
 
         is_urgent = bool(asked or request.dead)
         request.standing.look(heard, sentence, request.listener.on_standing, is_urgent=is_urgent)
@@ -683,7 +688,7 @@ class Session:
             request.worked = ""
 
     def _who_works(self, request: Request, seconds: float) -> str:
-        running = tuple(request.watch.running)
+        running = sorted(set(request.watch.running) - set(request.dead))  # the watch may not have seen a death yet
         ended = sorted(set(request.pending.ranks) - set(running))
         losses = self.cluster.losses()
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}

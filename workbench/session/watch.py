@@ -235,8 +235,8 @@ class Watch:
 
     @property
     def next_means(self) -> str:
-        """What the next Ctrl-C does, in words."""
-        return _MEANS[self._next_level()]
+        """What the next Ctrl-C does: ``"Ctrl-C again gives up"``."""
+        return f"Ctrl-C {'again ' if self._level else ''}{_MEANS[self._next_level()]}"
 
     def _escalate(self) -> None:
         """Do more than at the last Ctrl-C: stop, abort, signal at once, wait no more."""

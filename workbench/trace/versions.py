@@ -48,11 +48,8 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
         raise TraceError(f"header says schema version {version}, and its {what} are not") from error
-    return (
-        {"clocks": [], "unmanaged": [], "hooks": []}
-        | data
-        | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
-    )
+    added: dict[str, Any] = {"clocks": [], "unmanaged": [], "hooks": []}
+    return added | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
 
 
 def _rank(data: dict[str, Any]) -> dict[str, Any]:
