@@ -269,7 +269,7 @@ def test_an_abort_says_what_ctrl_c_does(wb):
     def on_standing(sentence):
         told.append(sentence)
         for gate in wb.fake.gates:
-            gate.end(rank_error(gate.rank, "StepAborted"))
+            gate.end(rank_error(gate.rank, "StepAborted", ""))
 
     assert "idle again" in wb.abort(on_standing=on_standing).headline
     assert told == ["given up; ranks 0-3 still run; Ctrl-C sends SIGINT"]
