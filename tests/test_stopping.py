@@ -210,6 +210,21 @@ def test_ranks_at_different_events_run_to_the_furthest(wb):
     wb.abort()
 
 
+def test_a_ctrl_c_while_a_step_is_sent_stops_all_ranks(wb):
+    stall(wb)
+
+    def act(cluster, rank, answer):
+        if rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        inside(cluster, rank, answer)
+
+    wb.fake.script["step"] = act
+    assert wb.step(1).stop.held == (0, 1, 2, 3)
+    assert "idle again" in wb.abort().headline
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C means what it meant before
+
+
 def test_a_first_ctrl_c_says_what_it_waits_for(wb):
     stall(wb)
     wb.make_late(3)

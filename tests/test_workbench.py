@@ -671,6 +671,18 @@ def test_ctrl_c_frees_ranks_that_wait(trained):
     assert len(trained.asked("recover")) == 1
 
 
+def test_a_ctrl_c_while_a_cell_is_sent_frees_all_ranks(trained):
+    def act(cluster, rank, answer):
+        if rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        blocks(cluster, rank, answer)
+
+    trained.fake.script["cell"] = act
+    with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again"):
+        trained.run_cell("x")
+    assert trained.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
+
+
 def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
     trained.fake.script["cell"] = [blocks, computes, blocks, computes]
     press_ctrl_c_on_drain(trained.fake, 1)

@@ -8,12 +8,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from workbench.cluster.freeing import free, late
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.pending import Pending, select
 from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
@@ -376,23 +377,29 @@ class Session:
             Interrupted: it was given up.
         """
         num_ranks = self.cluster.num_ranks
-        with self._changed:
-            mark = self._ready(range(num_ranks))
-            command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-            check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
-            before = self.trace
-            pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-            request = self._open(CommandWork(command, pending, before), pending, mark)
-        request.is_background = isinstance(command, Step) and command.background
-        return self._follow(request, listener, background=request.is_background)
+        interrupts = CountInterrupts()
+        with ExitStack() as sending:
+            with self._changed:
+                mark = self._ready(range(num_ranks))
+                command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
+                check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
+                before = self.trace
+                sending.enter_context(interrupts)  # else some ranks might wait for others that were asked nothing
+                pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
+                request = self._open(CommandWork(command, pending, before), pending, mark, interrupts)
+            request.is_background = isinstance(command, Step) and command.background
+            return self._follow(request, listener, background=request.is_background)
 
     def run_cell(self, code: str, ranks: Sequence[int], listener: Listener) -> Report:
         """Run a cell in the main thread of ``ranks``; errors as :meth:`run`."""
-        with self._changed:
-            mark = self._ready(ranks)
-            pending = self.cluster.run_cell(code, ranks=ranks)
-            request = self._open(CellWork(pending), pending, mark)
-        return self._follow(request, listener, background=False)
+        interrupts = CountInterrupts()
+        with ExitStack() as sending:
+            with self._changed:
+                mark = self._ready(ranks)
+                sending.enter_context(interrupts)
+                pending = self.cluster.run_cell(code, ranks=ranks)
+                request = self._open(CellWork(pending), pending, mark, interrupts)
+            return self._follow(request, listener, background=False)
 
     def pause(self, tell: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of what they are doing, and return where they stand.
@@ -426,15 +433,20 @@ class Session:
             UsageError: nothing is stopped.
         """
         request = self._under_way("continue" if what is None else "next")
-        with self._changed:
-            if request.state != "stopped":
-                raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
-            request.watch.stopper.release(set(request.watch.running), self.positions(timeout_s=PATIENT_S), what)
-            request.state = "running"
-            request.is_background |= bool(background)
-        if listener.on_output is no_output:  # such as a button's
-            listener = dataclasses.replace(listener, on_output=request.listener.on_output)
-        return self._follow(request, listener, background=request.is_background if background is None else background)
+        interrupts = CountInterrupts()
+        with ExitStack() as sending:
+            with self._changed:
+                if request.state != "stopped":
+                    raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
+                positions = self.positions(timeout_s=PATIENT_S)
+                request.interrupts = sending.enter_context(interrupts)
+                request.watch.stopper.release(set(request.watch.running), positions, what)
+                request.state = "running"
+                request.is_background |= bool(background)
+            if listener.on_output is no_output:  # such as a button's
+                listener = dataclasses.replace(listener, on_output=request.listener.on_output)
+            is_background = request.is_background if background is None else background
+            return self._follow(request, listener, background=is_background)
 
     def abort(self, tell: OnStanding = no_standing) -> Report:
         """Give up what the ranks do; they are ready again afterwards.
@@ -453,7 +465,7 @@ class Session:
             request.watch.ask_abort()
             is_mine = request.state == "stopped"
             if is_mine:
-                request.state = "running"
+                request.state, request.interrupts = "running", CountInterrupts()
             else:
                 self._wait_while_running(request, STOP_S + RECOVER_S, tell)
         if is_mine:
@@ -524,6 +536,7 @@ class Session:
         request.listener, request.thread = listener, None
         if not background:
             return self._attend(request)
+        request.interrupts = CountInterrupts()  # that of the main thread ends with the caller
         name = f"workbench: {request.work.words}"
         request.thread = threading.Thread(target=self._attend_behind, args=(request,), name=name, daemon=True)
         request.thread.start()
@@ -633,9 +646,10 @@ class Session:
         """Return what is done once the ranks have done all that they were asked before."""
         return self.cluster.run_cell("pass", self.living())
 
-    def _open(self, work: Work, pending: Pending, mark: Mark) -> Request:
+    def _open(self, work: Work, pending: Pending, mark: Mark, interrupts: CountInterrupts) -> Request:
         """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
         request = Request(work, pending, mark)
+        request.interrupts = interrupts
         request.watch = Watch(
             self.cluster,
             pending,
@@ -740,7 +754,7 @@ class Session:
 
     def _watch(self, request: Request) -> Outcome | Stop:
         try:
-            return request.watch.run()
+            return request.watch.run(request.interrupts)
         except BaseException:
             self._needs_recovery = True  # the ranks were aborted; nobody saw how they ended
             raise

@@ -149,12 +149,15 @@ class Watch:
             return "abort"
         return "pause" if self.stopper.is_pausing else ""
 
-    def run(self) -> Outcome | Stop:
-        """Wait until every rank is done, stands, or the user gives up on those that are neither."""
+    def run(self, interrupts: CountInterrupts | None = None) -> Outcome | Stop:
+        """Wait until every rank is done, stands, or the user gives up on those that are neither.
+
+        ``interrupts`` counts them since the request was sent, and until this returns.
+        """
         self._level = 0
-        with CountInterrupts() as interrupts:
+        with interrupts or CountInterrupts() as counted:
             try:
-                stop = self._loop(interrupts)
+                stop = self._loop(counted)
             except BaseException:
                 self._abort("the notebook stopped waiting")
                 raise
