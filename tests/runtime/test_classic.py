@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from fnmatch import fnmatch
 
 import pytest
@@ -13,13 +13,15 @@ from tests.engine.models import loss_of
 from tests.runtime.job import execute, namespace, prepare, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
+from workbench.engine import StepAborted
 from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import planning
+from workbench.runtime import planning, sharding
 from workbench.runtime import rank as rank_module
 from workbench.runtime.inspection import inspect
 from workbench.trace.rules import check
@@ -364,6 +366,53 @@ def straight():
     prepare()
     execute(Shard(model="model", wrap=("Block",)))
     return execute(Step(count=8))["losses"]
+
+
+def given_up_when_plain():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    undo = sharding._undo
+
+    def undo_and_give_up(*args):
+        plain = undo(*args)
+        cancellation.cancel("given up")  # every wait raises from now on
+        return plain
+
+    sharding._undo = undo_and_give_up
+    with suppress(StepAborted):
+        execute(Reshard(model="model", api="classic", strategy="hybrid", mesh=(2, 2)))
+    cancellation.reset()
+    policy = sharding.policy_of(ns["model"])
+    return policy.api, policy.mesh
+
+
+def test_a_model_that_is_plain_for_a_moment_is_sharded_anew_on_every_rank_whatever_is_given_up():
+    assert run(4, given_up_when_plain) == [("classic", "2x2")] * 4
+
+
+def interrupted_when_plain(api):
+    prepare()
+    execute(Shard(model="model", wrap=("Block",), **({"api": "classic"} if api == "classic" else {"prefetch": 1})))
+    losses = execute(Step(count=2))["losses"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    name = "_apply" if api == "classic" else "_shard_classic"
+    made, _ = getattr(sharding, name), setattr(sharding, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        execute(Reshard(model="model", api="fully_shard" if api == "classic" else "classic"))
+    setattr(sharding, name, made)
+    (model,) = planning.models()
+    losses += execute(Step(count=6))["losses"]
+    return losses, model.policy.api, model.policy.prefetch
+
+
+@pytest.mark.parametrize(("api", "prefetch"), [("fully_shard", 1), ("classic", 0)])
+def test_a_reshard_that_is_interrupted_leaves_the_model_sharded_as_before(api, prefetch):
+    for (losses, *policy), expected in zip(run(2, interrupted_when_plain, api), run(2, straight), strict=True):
+        assert policy == [api, prefetch]
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("orig_params", [False, True])
