@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.models import loss_of
+from tests.engine.models import Block, loss_of
 from tests.runtime.job import execute, namespace, prepare, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
 from workbench.engine import StepAborted
-from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.classic import CPUOffload, FullyShardedDataParallel, ModuleWrapPolicy
 from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category
@@ -97,6 +97,30 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
     if "mp" not in policy and "ignore" not in policy:
         for out, losses in zip(results, run(num_ranks, plainly), strict=True):
             assert out["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+def wrapped_in_a_cell():
+    """By the user, not by ``shard``: before the first step everything has its name, and nothing is in the way."""
+    ns = prepare()
+    ns["model"] = model = FullyShardedDataParallel(
+        ns["model"],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        cpu_offload=CPUOffload(offload_params=True),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    ns["opt"] = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    before = [unit.name for unit in trace_here().header.units]
+    found = execute(Verify())
+    execute(Step(count=1))
+    return before, found["ok"], [unit.name for unit in trace_here().header.units]
+
+
+def test_what_a_cell_wraps_is_known_by_its_names_before_the_first_step():
+    names = ["", "blocks.0", "blocks.1", "blocks.2"]
+    for before, ok, after in run(2, wrapped_in_a_cell):
+        assert sorted(before) == sorted(after) == names
+        assert ok
 
 
 def warned(command):

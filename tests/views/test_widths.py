@@ -206,15 +206,6 @@ def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
     assert -2 <= top - axis[3] <= 12
 
 
-@pytest.mark.parametrize("width", [480, 517])
-def test_a_layout_whose_names_are_short_is_seen_whole_beside_a_notebook(page, width):
-    figure = draw("layout", simulate(Setup(num_ranks=2, num_units=4, steps=1)))
-    measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]])
-    assert list(complaints(measured)) == []
-    assert measured["whole"][2] <= width
-    assert "bytes on a rank" in {text["text"] for text in measured["texts"]}
-
-
 def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
     figure = json.loads(figures()["memory of deep"].to_json())
     wide, narrow, again = (

@@ -197,6 +197,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             limit_all_gathers=limit_all_gathers,
         )
         attach(self, state)
+        state.name_units()
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
 
     # ---- a module like the one in it
