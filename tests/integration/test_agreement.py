@@ -67,7 +67,7 @@ def test_gradients_that_one_rank_has_left_are_named_and_nothing_is_changed(bench
     assert "model.zero_grad(), in a notebook in a %%fsdp cell" in str(refused.value)
     assert refused.value.also == (1,)
     assert values(bench) == before
-    assert bench.status().units
+    assert bench.status().models
     bench.run_cell('model.zero_grad(); fails = ""')
     bench.step(1)
     COMMANDS[api][command](bench)

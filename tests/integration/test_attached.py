@@ -82,12 +82,13 @@ def test_a_model_goes_on_training_after_its_ranks_were_left(profile):
         assert not first.running
         assert first.trace.num_rows >= num_rows
     with Workbench.attach(profile="running", device="cpu") as again:
-        assert set(again.status().units) == {"", "blocks.0", "blocks.1", "blocks.2"}
+        (model,) = again.status().models
+        assert set(model.units) == {"", "blocks.0", "blocks.1", "blocks.2"}
         assert again.trace.num_rows >= num_rows
         losses += again.step(2).losses
         recorded = optimizer_rows(again)
     with Workbench.attach(2, profile="running", device="cpu") as anew:  # they were let go
-        assert anew.status().units == ()
+        assert anew.status().models == ()
         anew.run_cell(CELL)
         anew.shard("model", wrap="Block")
         assert list(anew.step(4).losses) == pytest.approx(losses)
@@ -156,7 +157,7 @@ def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(left_
 def test_ranks_at_work_for_a_notebook_that_is_gone_can_be_stopped(left_at_work):
     again().stop()
     with Workbench.attach(2, profile="running", device="cpu") as anew:
-        assert anew.status().units == ()
+        assert anew.status().models == ()
 
 
 def test_what_was_started_here_is_not_left():
