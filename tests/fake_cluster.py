@@ -530,4 +530,5 @@ SHARD_RESULT = {
     "bytes_at_rest": 1000,
     "optimizers": 0,
     "policy": [],
+    "chosen": None,
 }

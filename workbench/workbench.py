@@ -59,6 +59,7 @@ from workbench.reports.done import (
     StepReport,
     UnshardReport,
     VerifyReport,
+    sharded_models,
 )
 from workbench.reports.failures import losses_in_words
 from workbench.reports.places import live_units, param_names
@@ -179,7 +180,7 @@ class Workbench:
         self._session: Session | None = None
         self._exchange: Exchange = ""
         self._target = Target()  # of the ranks that were attached last
-        self._last_trace = Trace.empty()
+        self._last = Pulse(trace=Trace.empty())
         self._past: deque[Past] = deque(maxlen=MAX_PAST)
         self.record = ""
 
@@ -296,7 +297,7 @@ class Workbench:
         """Have a cluster that was just started, or found."""
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
-        self._last_trace, self.record = Trace.empty(), ""
+        self._last, self.record = Pulse(trace=Trace.empty()), ""
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -367,12 +368,12 @@ class Workbench:
         session = self._session
         if session is None:
             return
-        self._keep_trace(session)  # for views that look while it ends; what comes until then follows
+        self._keep_record(session)  # for views that look while it ends; what comes until then follows
         self._session = None
         # from the last line up, each whatever became of the others
         with CountInterrupts() as interrupts, self._exchanging("stop"), ExitStack() as last:
             last.callback(end)
-            last.callback(self._keep_trace, session)
+            last.callback(self._keep_record, session)
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
         if interrupts.count:
@@ -397,21 +398,21 @@ class Workbench:
         self._check_replaceable("%fsdp open", " To look at the file beside them: Workbench.open(path).")
         trace = opened(path)
         self.stop()
-        self._last_trace, self.record = trace, Path(path).name
+        self._last, self.record = Pulse(trace=trace), Path(path).name
         self._show_newest()
         return OpenReport(
             name=self.record,
             num_ranks=len(trace.ranks),
             steps=tuple(steps(trace)),
-            units=tuple(unit.name for unit in live_units(trace.header)),
+            models=sharded_models(trace.header),
             num_rows=trace.num_rows,
         )
 
     def _show_newest(self) -> None:
         self.cursor = None
 
-    def _keep_trace(self, session: Session) -> None:
-        self._last_trace = session.trace
+    def _keep_record(self, session: Session) -> None:
+        self._last = Pulse(trace=session.trace, policies=session.policies)
 
     def _check_replaceable(self, word: str, more: str = "") -> None:
         """Raise unless there are no ranks, or none that lives; say to stop them before ``word``."""
@@ -420,7 +421,9 @@ class Workbench:
         losses = losses_in_words(self.losses)
         if losses:
             raise UsageError(f"{losses}; the others run on: %fsdp stop first, then {word}{more and '.'}{more}")
-        raise UsageError(f"{self.num_ranks} ranks run already: %fsdp stop first, then {word}{more and '.'}{more}")
+        are = "is" if self.num_ranks == 1 else "are"
+        running = f"{plural(self.num_ranks, 'rank')} {are} already running"
+        raise UsageError(f"{running}: %fsdp stop first, then {word}{more and '.'}{more}")
 
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""
@@ -429,8 +432,7 @@ class Workbench:
         return StatusReport(
             running=self.running,
             ranks=tuple(self._rank_status(self._session)) if self._session is not None else (),
-            units=tuple(unit.name for unit in live_units(trace.header)),
-            classic=tuple(u.name for u in live_units(trace.header) if any(param.parts for param in u.params)),
+            models=sharded_models(trace.header, next(iter(self.models().values()), ())),
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
             num_dropped=trace.num_dropped,
@@ -778,14 +780,14 @@ class Workbench:
         """What happened so far, brought up to date when ranks run."""
         session = self._session
         if session is None:
-            return self._last_trace
+            return self._last.trace
         session.drain()
         return session.trace
 
     def pulse(self) -> Pulse:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
-        found = Pulse(trace=self._last_trace) if session is None else session.pulse()
+        found = self._last if session is None else session.pulse()
         return dataclasses.replace(found, cursor=self.cursor, record=self.record, exchange=self._exchange)
 
     def asked(self) -> tuple[object, ...]:

@@ -49,7 +49,9 @@ def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
 def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
     error = notebook.run("%fsdp open run.trace").error
     assert isinstance(error, UsageError)
-    assert "4 ranks run already: %fsdp stop first, then %fsdp open. To look at the file beside them:" in str(error)
+    assert "4 ranks are already running: %fsdp stop first, then %fsdp open. To look at the file beside them:" in str(
+        error
+    )
     notebook.ok("%fsdp stop\n%fsdp open run.trace")
     notebook.ok("%fsdp start -n 2")
     assert "run.trace" not in notebook.ok("%fsdp status").shown[0]["text/plain"]

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ def _held(rank: RankTrace, unit: int) -> RankTrace:
     return RankTrace(rank.rank, rows)
 
 
-def slower(trace: Trace, kind: Kind, unit: int, by_ns: int) -> Trace:
-    """The trace with every span of ``kind`` of ``unit`` ``by_ns`` longer, and all after it later."""
+def slower(trace: Trace, kind: Kind, unit: int, by_ns: int, steps: Collection[int] | None = None) -> Trace:
+    """The trace with every span of ``kind`` of ``unit`` (of ``steps`` alone) ``by_ns`` longer, the rest later."""
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
         ends = (rows["kind"] == kind) & (rows["unit"] == unit) & (rows["edge"] == Edge.END)
+        ends &= np.isin(rows["step"], [*steps]) if steps is not None else True
         rows["t_ns"] += by_ns * np.cumsum(ends)
         ranks.append(RankTrace(rank.rank, rows))
     return Trace(trace.header, tuple(ranks))

@@ -84,7 +84,7 @@ def test_back_goes_event_by_event_and_stays_at_the_first():
     assert back(TRACE, None, 2)[0] == further
     first, said = back(TRACE, None, 10**6)
     assert back(TRACE, first, 1)[0] == first
-    assert said.startswith("ranks 0-1 after the begin of ")
+    assert said.startswith("ranks 0-1 after the start of ")
 
 
 @given(setups(), st.integers(1, 60))

@@ -1,25 +1,31 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 
 import pytest
 
+from tests.trace.strategies import example_trace
 from workbench.protocol.commands import ON_RANKS, Step, Stepped, Verified, Verify
+from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import (
     SAYS,
     CellReport,
     ExportReport,
+    OpenReport,
     RankStatus,
     ReshardReport,
+    ShardedModel,
     ShardReport,
     StartReport,
     StatusReport,
     StepReport,
     UnshardReport,
     VerifyReport,
+    sharded_models,
 )
 from workbench.reports.stopped import EndReport
-from workbench.trace.schema import HostClock, Reading
+from workbench.trace.schema import Header, HostClock, Reading
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(
@@ -51,7 +57,12 @@ REPORTS = [
     CellReport(texts={0: EVIL, 1: ""}, remarks=""),
     ExportReport(path=Path(EVIL), what="all events", num_bytes=10),
     StartReport(num_ranks=2, devices=(EVIL, "cpu"), seconds=1.5),
-    StatusReport(running=True, ranks=(RankStatus(rank=0, alive=True, host=EVIL, device="cpu", pid=1),), units=(EVIL,)),
+    StatusReport(
+        running=True,
+        ranks=(RankStatus(rank=0, alive=True, host=EVIL, device="cpu", pid=1),),
+        models=(ShardedModel(name=EVIL, units=(EVIL,), policy=(EVIL,)),),
+    ),
+    OpenReport(name=EVIL, num_ranks=1, steps=(), models=(ShardedModel(units=(EVIL,)),), num_rows=1),
 ]
 
 
@@ -170,13 +181,10 @@ def test_status_says_what_was_let_go():
     assert "2,000,000 events, 12,345 before them let go: so many are kept" in said
 
 
-def test_status_says_how_many_units_there_are_in_order_what_is_under_way_and_which_cluster_was_attached():
-    units = ("blocks.10", "blocks.2", "", "2", "0")
+def test_status_says_what_is_under_way_and_which_cluster_was_attached():
     going = "%fsdp step 400 --background: 372 of 400 steps"
-    facts = dict(
-        StatusReport(running=True, units=units, under_way=going, cluster="the cluster of profile 'mine'").facts()
-    )
-    assert facts["sharded"] == "5 units: (root), 0, 2, blocks.2, blocks.10"
+    facts = dict(StatusReport(running=True, under_way=going, cluster="the cluster of profile 'mine'").facts())
+    assert facts["sharded"] == "nothing yet: %fsdp shard MODEL"
     assert facts["under way"] == going
     assert facts["attached"] == "the cluster of profile 'mine'"
     assert {"under way", "attached"}.isdisjoint(dict(StatusReport(running=True).facts()))
@@ -189,11 +197,51 @@ def test_status_names_the_processes_that_stay_for_the_next_start():
     assert "kept" not in dict(StatusReport(running=False).facts())
 
 
-def test_status_says_which_units_are_classic():
-    both = StatusReport(running=True, units=("", "blocks.0"), classic=("", "blocks.0"))
-    assert ("classic", "all") in both.facts()
-    assert ("classic", "blocks.0") in StatusReport(running=True, units=("", "blocks.0"), classic=("blocks.0",)).facts()
-    assert "classic" not in str(StatusReport(running=True, units=("",)))
+def units_of_two_models():
+    """The units of a model of which there are two copies, and of a plain one; names do not come in order."""
+    hybrid = {"replicate_size": 2, "compute_dtype": "bfloat16", "reduce_dtype": "bfloat16", "shard_size": 2}
+    first = [make_unit(i, 0, name=name, **hybrid) for i, name in enumerate(("", "layers.10", "layers.2"))]
+    second = [make_unit(3, 3, name=""), make_unit(4, 3, name="layers.2")]
+    return (*first, *second, make_unit(5, 3, name="undone", retired=True))
+
+
+def make_unit(index, root, **more):
+    return replace(example_trace().header.units[0], index=index, root=root, **more)
+
+
+def test_each_sharded_model_is_said_with_its_units_in_order_and_its_policy():
+    header = Header(units=units_of_two_models())
+    first = "3 units: (root), layers.2, layers.10; HSDP 2x2: 2 replicas, each sharded over 2 ranks; compute in bfloat16"
+    assert [str(model) for model in sharded_models(header)] == [first, "2 units: (root), layers.2"]
+    held = [model_info("block", 1), model_info("teacher", 3, 4), model_info("model", 0, 1, 2)]
+    named = sharded_models(header, held)
+    assert [str(model) for model in named] == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
+    for report in (
+        StatusReport(running=True, models=named),
+        OpenReport(name="a.trace", num_ranks=1, steps=(), models=named, num_rows=1),
+    ):
+        said = [text for name, text in report.facts() if name == "sharded"]
+        assert said == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
+
+
+def test_what_was_opened_says_what_draws_it():
+    report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1)
+    assert report.facts() == [
+        ("steps", "0"),
+        ("sharded", "nothing"),
+        ("now", "%fsdp dashboard, or a view: layout, memory, timeline, states, comms, training"),
+    ]
+
+
+def test_before_the_first_forward_the_units_of_a_model_are_one_model():
+    header = Header(units=(make_unit(0, -1, name="layers.0"), make_unit(1, -1, name="")))
+    assert [str(model) for model in sharded_models(header)] == ["2 units: (root), layers.0"]
+
+
+def model_info(name, *units):
+    """A variable with a model that has these units."""
+    counts = {"num_params": 1, "num_elements": 1, "num_bytes": 4}
+    return ModelInfo(name=name, class_name="M", is_sharded=True, classes=(), suggested=(), units=units, **counts)
 
 
 def test_ranks_of_several_hosts_are_grouped_by_host():
@@ -231,6 +279,22 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
     assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, give or take 400 µs"
     assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, give or take 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
+
+
+def test_verify_of_nothing_but_nan_says_no_difference():
+    """A difference of 0 beside no equal parameter would be a riddle."""
+    nan = math.nan
+    alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
+    facts = dict(alike.facts())
+    assert set(facts) == {"loss", "NaN or infinity in"}
+    assert facts["loss"] == "NaN sharded, NaN unsharded"
+    for other in (replace(alike, not_finite=("a",)), replace(alike, ok=False)):
+        assert "largest difference" in dict(other.facts())
+
+
+@pytest.mark.parametrize(("losses", "said"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
+def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
+    assert said in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
 
 
 @pytest.mark.parametrize(

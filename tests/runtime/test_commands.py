@@ -16,6 +16,7 @@ from workbench.events import Category, Edge, Kind
 from workbench.protocol.commands import Shard, Sharded, Step, Unshard, Verified, Verify
 from workbench.protocol.messages import ListNames, Locate
 from workbench.reports.done import SAYS
+from workbench.runtime import describe
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
@@ -99,6 +100,23 @@ def test_shard_step_verify_unshard(world_size):
         assert out["unshard"] == {"model": "model", "num_params": 21, "optimizers": 1}
         assert out["plain"] == "Net"
         assert out["after"]["steps_done"] == 1
+
+
+def classes_chosen():
+    ns = prepare()
+    named = execute(Shard(model="model", wrap=("Block",)))
+    execute(Unshard(model="model"))
+    ns["one"] = torch.nn.Linear(4, 4)
+    return [decode(Sharded, reply, "reply") for reply in (named, execute(Shard(model="model")), execute(Shard("one")))]
+
+
+def test_a_class_that_was_chosen_is_said_and_one_that_was_named_is_not():
+    for replies in run(1, classes_chosen):
+        assert [reply.chosen for reply in replies] == [None, ("Block",), ()]
+        named, chosen, alone = (dict(SAYS[Shard]([reply]).facts()) for reply in replies)
+        assert "wrapped" not in named
+        assert chosen["wrapped"] == "Block, which the model repeats most; --wrap CLASS names another"
+        assert alone["wrapped"] == "nothing: no list of modules repeats a class; --wrap CLASS names another"
 
 
 def losses_with(reshard):
@@ -345,6 +363,23 @@ class Adapted(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x) * self.scale.sum()
+
+
+def evaluated(api, orig_params):
+    """What is said to be in no unit, and the sizes, after an evaluation, which leaves the root unsharded."""
+    ns = namespace()
+    ns["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))
+    with torch.no_grad():
+        ns["model"](torch.ones(2, 4))
+    names = [name for size in describe.sizes_of(ns["model"]) for name in size.names]
+    return describe.unmanaged(), sorted(names)
+
+
+@pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
+def test_an_unsharded_root_does_not_have_its_parameters_in_no_unit(api, orig_params):
+    names = ["0.bias", "0.weight", "1.0.bias", "1.0.weight"]
+    assert [tuple(map(tuple, found)) for found in run(2, evaluated, api, orig_params)] == [((), tuple(names))] * 2
 
 
 def unmanaged():

@@ -22,18 +22,18 @@ def recorded():
 @pytest.mark.parametrize(
     ("text", "name", "found"),
     [
-        ("last", "last", [0, 1, 2, 3, 4, 5]),
-        ("last:3..5", "last, steps 3..5", [3, 4, 5]),
-        ("3..5", "last, steps 3..5", [3, 4, 5]),
-        ("4", "last, step 4", [4]),
-        ("last:4..4", "last, step 4", [4]),
-        ("..1", "last, steps ..1", [0, 1]),
-        ("last:4..", "last, steps 4..", [4, 5]),
-        ("last:-3..", "last, steps 3..", [3, 4, 5]),
-        ("last:-3..-2", "last, steps 3..4", [3, 4]),
-        ("last:1..-2", "last, steps 1..4", [1, 2, 3, 4]),
-        ("last:-6", "last, step 0", [0]),
-        ("-1", "last, step 5", [5]),
+        ("last", "this run", [0, 1, 2, 3, 4, 5]),
+        ("last:3..5", "this run, steps 3-5", [3, 4, 5]),
+        ("3..5", "this run, steps 3-5", [3, 4, 5]),
+        ("4", "this run, step 4", [4]),
+        ("last:4..4", "this run, step 4", [4]),
+        ("..1", "this run, steps 0-1", [0, 1]),
+        ("last:4..", "this run, steps 4-5", [4, 5]),
+        ("last:-3..", "this run, steps 3-5", [3, 4, 5]),
+        ("last:-3..-2", "this run, steps 3-4", [3, 4]),
+        ("last:1..-2", "this run, steps 1-4", [1, 2, 3, 4]),
+        ("last:-6", "this run, step 0", [0]),
+        ("-1", "this run, step 5", [5]),
     ],
 )
 def test_steps_of_what_is_recorded(text, name, found):
@@ -44,7 +44,7 @@ def test_steps_of_what_is_recorded(text, name, found):
 def test_a_file_whole_and_in_part(file):
     assert side(str(file), Trace.empty) == ("run.trace", example_trace(steps=8))
     name, trace = side(f"{file}:6..7", Trace.empty)
-    assert (name, steps(trace)) == ("run.trace, steps 6..7", [6, 7])
+    assert (name, steps(trace)) == ("run.trace, steps 6-7", [6, 7])
     assert side(file, Trace.empty)[1] == example_trace(steps=8)
 
 

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -74,12 +75,30 @@ def test_fewer_collectives_are_counted_and_tabled():
     assert list(columns[3][:3]) == ["385 KiB<br>-> 193 KiB"] * 3
 
 
+def test_the_root_is_named_without_a_second_pair_of_brackets():
+    kept, again = simulate(Setup()), simulate(Setup(reshard_root=True))
+    assert "1 more all-gather a step of (root)" in title(draw(kept, again))
+
+
 def test_a_slower_step_is_explained_by_what_took_longer():
     a = example_trace()
     fig = draw(a, slower(a, Kind.FORWARD, 1, 3_000_000))
     assert title(fig) == "the same, event for event; step time +44 %: forward of blocks.1 +3.00 ms"
     fig = draw(a, slower(a, Kind.WAIT, 1, 3_000_000))
     assert "exposed all-gather of blocks.1" in title(fig)
+
+
+def test_step_times_that_differ_as_much_on_one_side_are_not_told_as_a_change():
+    a = example_trace(steps=4)
+    steady, uneven = slower(a, Kind.FORWARD, 1, 3_000_000), slower(a, Kind.FORWARD, 1, 9_000_000, steps=(0, 3))
+    assert "step time +" in title(draw(a, steady))
+    assert "steps of one side differ by as much" not in subtitle(draw(a, steady))
+    for before, after in ((steady, uneven), (uneven, steady)):
+        assert title(draw(before, after)) == "the same, event for event"
+        assert re.search(
+            r"a step takes [\d.]+ ms -&gt; [\d.]+ ms \(steps of one side differ by as much\)",
+            subtitle(draw(before, after)),
+        )
 
 
 def test_other_bytes_on_the_way_are_said():

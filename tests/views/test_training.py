@@ -60,7 +60,24 @@ def test_without_a_loss_the_step_time_is_drawn_and_a_sentence_says_how_to_log_on
     fig = training(make_trace(step_rows(0, 0, STEP_NS)))
     assert title(fig) == "1 step, no loss logged, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["step time [ms]"]
-    assert "A number that train_step() returns is logged as the loss." in subtitle(fig)
+    assert "A number that train_step() returns is logged as the loss; a loop of your own calls" in subtitle(fig)
+
+
+def test_steps_of_a_loop_of_ones_own_without_a_loss_are_named_with_how_to_log_one():
+    rows = losses(4.0, 3.0)
+    own = [r for step in (2, 3) for r in step_rows(step, step * STEP_NS, (step + 1) * STEP_NS)]
+    found = subtitle(training(make_trace(rows + own)))
+    assert "No loss at steps 2-3. " in found
+    assert "a loop of your own calls log_metric(&#34;loss&#34;, loss.item())." in found
+    assert "No loss" not in subtitle(training(make_trace(rows)))
+
+
+def test_the_rank_on_which_a_loss_was_first_not_finite_is_named():
+    nan = math.nan
+    both = make_trace(losses(4.0, 3.0, nan), losses(4.0, nan, nan))
+    assert "loss is not a finite number at steps 1-2; it began on rank 1." in subtitle(training(both))
+    alike = make_trace(losses(4.0, nan), losses(4.0, nan))
+    assert "loss is not a finite number at step 1." in subtitle(training(alike))
 
 
 def test_a_loss_logged_outside_all_steps_is_drawn_too():
@@ -81,6 +98,10 @@ def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
     fig = training(make_trace(losses(4.0, math.inf, 2.0)))
     assert list(np.isnan(lines(fig)[0].y)) == [False, True, False]
     assert "loss is not a finite number at step 1." in subtitle(fig)
+
+
+def test_a_loss_that_ends_as_no_number_is_written_as_the_panel_does():
+    assert title(training(make_trace(losses(4.0, math.nan)))).startswith("Loss 4.000 → NaN in 2 steps")
 
 
 def test_the_band_has_a_gap_where_a_loss_is_no_number():

@@ -105,7 +105,7 @@ def figures():
     found["a unit alone"] = draw("layout", deep, unit="base_model.model.layers.2")
     found["flat parameters"] = draw("layout", Trace(Header(world_size=4, units=FLAT)))
     found["nothing to draw"] = draw("training", Trace.empty())
-    found["compare"] = compare.draw(deep, kept, names=("before.trace", "last, steps 3..5"))
+    found["compare"] = compare.draw(deep, kept, names=("before.trace", "this run, steps 3-5"))
     return found
 
 

@@ -290,7 +290,7 @@ def test_another_job_is_told_where_the_cursor_is(made):
 def test_the_back_of_the_workbench_reaches_the_pulse():
     workbench = Workbench(2, cluster_factory=FakeCluster)
     assert workbench.pulse().cursor is None
-    workbench._last_trace = example_trace()
+    workbench._last = Pulse(trace=example_trace())
     workbench.back(3)
     assert workbench.pulse().cursor == workbench.cursor is not None
     workbench.back(0)

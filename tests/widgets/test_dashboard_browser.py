@@ -4,6 +4,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.browser import open_offline
@@ -21,6 +22,7 @@ from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.modules import STATIC, joined
 from workbench.widgets.spans import TRACKS
+from workbench.widgets.summary import slowest
 
 pytestmark = pytest.mark.browser
 
@@ -172,6 +174,17 @@ def test_its_cards_are_all_in_a_row_or_the_ranks_above_the_others(shown, width, 
     page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
     tops = page.evaluate("[...document.querySelectorAll('.fw-card')].map((card) => card.getBoundingClientRect().top)")
     assert [tops.count(top) for top in sorted(set(tops))] == rows
+
+
+@pytest.mark.parametrize("width", [500, 880, 1050, 1280])
+def test_the_straggler_is_read_whole_in_its_card(shown, width):
+    page, _ = shown
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    late = slowest(np.array([(15, 98_800_000)], [("straggler", "<i2"), ("spread_ns", "<i8")])[0])
+    page.evaluate("(late) => { view.late = late; view.follow(); view.draw(); }", late)
+    page.wait_for_function("(late) => view.frame === 0 && view.lateNote.textContent === late", arg=late)
+    assert page.evaluate("view.lateNote.parentElement.scrollWidth <= view.lateNote.parentElement.clientWidth")
 
 
 PLACES = """() => ["memorySheet", "statesSheet"].map((name) => view[name].canvas.getBoundingClientRect().top)"""

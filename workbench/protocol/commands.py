@@ -372,6 +372,7 @@ class Sharded:
         policy: how units are kept and computed, a phrase each; nothing for what is the plain way.
         optimizers: optimizers that go on with its parameters.
         unmanaged: what the engine does not manage.
+        chosen: classes whose modules became units without being named, maybe none; None: they were named.
     """
 
     model: str
@@ -383,6 +384,7 @@ class Sharded:
     policy: tuple[str, ...]
     optimizers: int
     unmanaged: Unmanaged = field(default_factory=Unmanaged)
+    chosen: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

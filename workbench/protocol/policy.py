@@ -1,4 +1,4 @@
-"""How a model is sharded, in the words people write: meshes, precisions, reshard_after_forward. stdlib only.
+"""How a model is sharded, in the words people write: meshes, precisions, reshard_after_forward.
 
 Both ends read them here: the notebook before it asks any rank, and every rank before it changes anything.
 """
@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
+
+from workbench.events import Unit
 
 RESHARD_AFTER_FORWARD = ("auto", "true", "false")
 
@@ -286,3 +288,44 @@ def _wrong_mesh(value: object) -> str:
         f"mesh is {HOSTS} (a copy on each host), a number of ranks, or copies x ranks that share one, such as 4 or "
         f"2x2, not {str(value)!r:.60}"
     )
+
+
+def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
+    """Return how units are kept and computed, a phrase each; nothing for what is the plain way.
+
+    Example: two copies, computed in bfloat16 -> ``["HSDP 2x2: 2 replicas, each sharded over 2 ranks", "compute in
+    bfloat16"]``.
+    """
+    copies, size = max((info.replicate_size, info.shard_size) for info in infos)
+    own = {param.dtype for info in infos for param in info.params}
+    compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
+    flat = [param for info in infos for param in info.params if param.parts]
+    said = [
+        "classic: one flat parameter for each unit" if flat else "",
+        "optimizers have a piece of each parameter" if any(param.use_orig_params for param in flat) else "",
+        _replicas(copies, size) if copies > 1 else "",
+        _after_forward(infos),
+        f"compute in {_listed(compute)}" if compute != own else "",
+        f"reduce in {_listed(reduce)}" if reduce != compute else "",
+        "shards kept in host memory (offload)" if any(info.offload for info in infos) else "",
+        f"gathers {prefetch} {'units' if prefetch > 1 else 'unit'} ahead" if prefetch else "",
+    ]
+    return [phrase for phrase in said if phrase]
+
+
+def _replicas(copies: int, size: int) -> str:
+    if size == 1:
+        return f"{copies} replicas, none of them sharded"
+    return f"HSDP {copies}x{size}: {copies} replicas, each sharded over {size} ranks"
+
+
+def _after_forward(infos: Iterable[Unit]) -> str:
+    policies = {info.reshard_after_forward for info in infos}
+    numbers = {policy for policy in policies if not isinstance(policy, bool)}
+    if numbers:
+        return f"on {_listed(map(str, numbers))} ranks after forward"
+    return "unsharded from forward to backward" if policies == {False} else ""
+
+
+def _listed(words: Iterable[str]) -> str:
+    return " and ".join(sorted(words))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.events import BESIDE, MOVES, WORK, Category, Kind, Phase
 from workbench.replay import collectives, training
@@ -23,6 +24,7 @@ from workbench.trace.schema import Header
 
 _COUNTED = tuple(kind for kind in Kind if kind not in BESIDE or kind in MOVES)
 _GOOD_PART = 0.25  # of the difference of two peaks: a class that makes less of it is not spoken of
+_FEWEST = 2  # steps of a side of which it can be said how much they differ
 _TELLING = 0.01  # of the step: less exposed time more or less is noise
 
 
@@ -102,6 +104,8 @@ class Differences:
         peak: the peak.
         collectives: those that differ, other calls or bytes first, then by exposed time.
         step_ns: median step time of both sides; NaN without a finished step.
+        is_chance: whether the step times do not tell the sides apart: half of each side's steps, those in the middle,
+            overlap with the other's. Of a single step on a side it is not known, and False.
         slower: what took longer (or, if the step became shorter, shorter) most, first.
     """
 
@@ -112,6 +116,7 @@ class Differences:
     peak: PeakChange
     collectives: tuple[CollectiveChange, ...]
     step_ns: tuple[float, float]
+    is_chance: bool
     slower: tuple[TimeChange, ...]
 
 
@@ -133,7 +138,8 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
     found = {r: align(*((part.header, part.rank(r)) for part in parts)) for r in looked_at}
     shown = max(found, key=lambda r: (*_weight(found[r]), -r))
     aligned, rows = found[shown], [part.rank(shown) for part in parts]
-    step_ns = training.summary(parts[0]).step_ns, training.summary(parts[1]).step_ns
+    summaries = [training.summary(part) for part in parts]
+    step_ns = summaries[0].step_ns, summaries[1].step_ns
     costs = [_costs(part.header, entry) for part, entry in zip(parts, rows, strict=True)]
     return Differences(
         rank=shown,
@@ -143,8 +149,20 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
         peak=_peak(aligned),
         collectives=tuple(_collectives(parts, rows, costs, step_ns)),
         step_ns=step_ns,
+        is_chance=_overlap(*(found.step_times.high for found in summaries)),
         slower=_slower(costs, longer=step_ns[1] >= step_ns[0]),
     )
+
+
+def _overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
+    """Whether the middle halves of some step times ``[S]`` overlap; False where a side has one step, or none.
+
+    Example: ``[1, 2, 3]`` and ``[2, 3, 9]``: 1.5 to 2.5 and 2.5 to 6 overlap.
+    """
+    if min(len(a), len(b)) < _FEWEST:
+        return False
+    low, high = ([np.percentile(side, at) for side in (a, b)] for at in (25, 75))
+    return bool(max(low) <= min(high))
 
 
 def _first_steps(trace: Trace, count: int) -> Trace:

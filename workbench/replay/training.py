@@ -170,6 +170,8 @@ class Series:
         low: smallest rank.
         high: largest rank.
         num_ranks: ranks that have it at all.
+        first_not_finite: ranks whose value is not finite at the first step at which that is so of any; none if all
+            values are finite.
     """
 
     name: str
@@ -178,6 +180,7 @@ class Series:
     low: NDArray[np.float64]
     high: NDArray[np.float64]
     num_ranks: int
+    first_not_finite: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,6 +211,12 @@ class Summary:
         return np.empty(0) if loss is None else loss.mean[self._is_present(loss)]
 
     @property
+    def steps_without_loss(self) -> NDArray[np.int64]:
+        """Numbers of the present model's finished steps that logged none. ``[S]``."""
+        steps, loss = self.step_times.steps[self._is_present(self.step_times)], self.metrics.get(LOSS)
+        return steps if loss is None else np.setdiff1d(steps, loss.steps)
+
+    @property
     def step_ns(self) -> float:
         """Median time of the present model's steps on their slowest ranks, in ns; NaN without a finished step."""
         times = self.step_times.high[self._is_present(self.step_times)]
@@ -225,11 +234,11 @@ def fold(rank_trace: RankTrace) -> TrainingState:
 
 def summary(trace: Trace) -> Summary:
     """Return what the ranks logged and how long their steps took, put together per step."""
-    states = [fold(r) for r in trace.ranks]
+    ranks, states = [r.rank for r in trace.ranks], [fold(r) for r in trace.ranks]
     last = [int(state.steps["step"].max(initial=-1)) for state in states]
     return Summary(
-        metrics=_metrics(trace.header, states),
-        step_times=_step_times(states),
+        metrics=_metrics(trace.header, ranks, states),
+        step_times=_step_times(ranks, states),
         cuts=_cuts(trace.header, states),
         behind=tuple(r.rank for r, step in zip(trace.ranks, last, strict=True) if step < max(last)),
     )
@@ -254,13 +263,13 @@ def _cuts(header: Header, states: Sequence[TrainingState]) -> tuple[int, ...]:
     return tuple(found["step"][changes].tolist())
 
 
-def _metrics(header: Header, states: Sequence[TrainingState]) -> dict[str, Series]:
+def _metrics(header: Header, ranks: Sequence[int], states: Sequence[TrainingState]) -> dict[str, Series]:
     order = dict.fromkeys(int(i) for state in states for i in _first_appearances(state.values["name"]))
     names = {i: header.strings[i] if 0 <= i < len(header.strings) else f"metric {i}" for i in order}
     found = {}
     for index, name in sorted(names.items(), key=lambda item: item[1] != LOSS):
         parts = [state.values[state.values["name"] == index] for state in states]
-        found[name] = _over_ranks(name, [(part["step"], part["value"]) for part in parts])
+        found[name] = _over_ranks(name, ranks, [(part["step"], part["value"]) for part in parts])
     return found
 
 
@@ -268,17 +277,23 @@ def _first_appearances(names: NDArray[np.int32]) -> NDArray[np.int32]:
     return names[np.sort(np.unique(names, return_index=True)[1])]
 
 
-def _step_times(states: Sequence[TrainingState]) -> Series:
+def _step_times(ranks: Sequence[int], states: Sequence[TrainingState]) -> Series:
     parts = [state.steps for state in states]
-    return _over_ranks("step time", [(s["step"], s["end_ns"] - s["begin_ns"] - s["held_ns"]) for s in parts])
+    return _over_ranks("step time", ranks, [(s["step"], s["end_ns"] - s["begin_ns"] - s["held_ns"]) for s in parts])
 
 
-def _over_ranks(name: str, parts: Sequence[tuple[NDArray[np.int32], NDArray[np.generic]]]) -> Series:
+def _over_ranks(
+    name: str, ranks: Sequence[int], parts: Sequence[tuple[NDArray[np.int32], NDArray[np.generic]]]
+) -> Series:
     """Put the ranks' ``(steps [M], values [M])`` together; a rank may have any steps, some several times."""
+    having = [rank for rank, part in zip(ranks, parts, strict=True) if len(part[0])]
     filled = [part for part in parts if len(part[0])]
     steps = np.unique(np.concatenate([part[0] for part in filled])) if filled else np.empty(0, np.int64)
     means = [_mean_per_step(steps, *part) for part in filled]
     masks = [np.isin(steps, part[0]) for part in filled]
+    bad = np.array([mask & ~np.isfinite(mean) for mean, mask in zip(means, masks, strict=True)])
+    bad = bad.reshape(len(filled), len(steps))
+    first = int(np.argmax(bad.any(axis=0))) if bad.any() else -1
     combine = partial(_reduce, len(steps), means, masks)
     count = np.sum(masks, axis=0) if filled else np.ones(0)
     return Series(
@@ -288,6 +303,7 @@ def _over_ranks(name: str, parts: Sequence[tuple[NDArray[np.int32], NDArray[np.g
         low=combine(np.minimum, np.inf),
         high=combine(np.maximum, -np.inf),
         num_ranks=len(filled),
+        first_not_finite=tuple(having[i] for i in np.flatnonzero(bad[:, first]).tolist()) if first >= 0 else (),
     )
 
 

@@ -161,7 +161,7 @@ _PANES = """<style>
   overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
   font: var(--jp-code-font-size, 13px)/1.35
     var(--jp-code-font-family, var(--vscode-editor-font-family, monospace))}
-body:has(#NAME-all:checked) #NAME-panes > section > pre {max-height: 15em}
+:has(#NAME-all:checked) ~ * #NAME-panes > section > pre {max-height: 15em}
 RULES
 </style>"""
 _MARK = """ {content: "≠"; content: "≠" / "differs from the first";
@@ -197,7 +197,8 @@ def panes_page(name: str, panes: Sequence[Pane], marked: Collection[int], *, is_
         marked: which differ from the first one.
         is_live: whether more is to come; each pane shows its end.
     """
-    rules = [f"body:has(#{name}-r{r}:checked) #{name}-panes > :not(.r{r}) {{display: none}}" for r in _ranks(panes)]
+    # the displays of a cell are siblings; with body:has() a browser styles the whole page anew at each change of it
+    rules = [f":has(#{name}-r{r}:checked) ~ * #{name}-panes > :not(.r{r}) {{display: none}}" for r in _ranks(panes)]
     if marked:
         rules.append(", ".join(f"label:has(> #{name}-r{rank})::after" for rank in sorted(marked)) + _MARK)
     if is_live:  # what stands on its head keeps to its end as it grows

@@ -107,7 +107,7 @@ def _of_model(trace: Trace, lead: RankTrace, place: int) -> str:
 def _said(trace: Trace, row: np.void) -> str:
     kind, edge = Kind(row["kind"]), Edge(row["edge"])
     what = event_words(kind, edge, unit_names(trace.header).get(int(row["unit"])))
-    begins = "the begin of " if edge is Edge.BEGIN else ""
+    begins = "the start of " if edge is Edge.BEGIN else ""
     step = f", {step_name(int(row['step']))}" if row["step"] >= 0 else ""
     phase = Phase(row["phase"])
     during = f", {phase.words}" if phase != Phase.IDLE else ""

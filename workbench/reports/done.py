@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from workbench.events import Unit
 from workbench.protocol.commands import (
     Command,
     Reshard,
@@ -30,11 +31,15 @@ from workbench.protocol.commands import (
     Verified,
     Verify,
 )
+from workbench.protocol.messages import ModelInfo
+from workbench.protocol.policy import policy_words
 from workbench.replay.alike import label, ranges
 from workbench.replay.units import by_number, listed, unmanaged_words
 from workbench.reports.clocks import clock_words
-from workbench.trace.schema import HostClock
-from workbench.views.theme import format_bytes, format_duration, plural
+from workbench.reports.places import live_units
+from workbench.trace.schema import Header, HostClock
+from workbench.views import VIEWS
+from workbench.views.theme import format_bytes, format_duration, format_loss, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
@@ -60,7 +65,7 @@ class Report(ABC):
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<tr><td style="text-align:left;{_MUTED}">{html.escape(name)}</td>'
+            f'<tr><td style="text-align:left;white-space:nowrap;{_MUTED}">{html.escape(name)}</td>'
             f'<td style="text-align:left">{html.escape(value)}</td></tr>'
             for name, value in self.facts()
         )
@@ -108,14 +113,55 @@ def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """A model that is sharded.
+
+    Attributes:
+        name: its variable on the ranks; empty: not known.
+        units: names of its units, root ``""`` included, from the top of the model.
+        policy: how they are kept and computed, a phrase each; none where it is the plain way.
+    """
+
+    name: str = ""
+    units: tuple[str, ...]
+    policy: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        units = f"{plural(len(self.units), 'unit')}: {listed(self.units)}"
+        return "; ".join([f"{self.name}, {units}" if self.name else units, *self.policy])
+
+
+def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[ShardedModel, ...]:
+    """Return the models whose units are in use, in the order in which they were sharded.
+
+    Args:
+        header: of the trace.
+        models: the variables that hold a model. Of several that hold a unit, the one with the most units names it. A
+            unit that none of them holds belongs to the model of its root.
+    """
+    holders = sorted(models, key=lambda model: -len(model.units))
+    parts: dict[tuple[str, int], list[Unit]] = {}
+    for unit in live_units(header):
+        name = next((model.name for model in holders if unit.index in model.units), "")
+        parts.setdefault((name, -1 if name else unit.root), []).append(unit)
+    return tuple(
+        ShardedModel(
+            name=name,
+            units=tuple(sorted((unit.name for unit in units), key=by_number)),
+            policy=tuple(policy_words(units)),
+        )
+        for (name, _), units in parts.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatusReport(Report):
     """The ranks, the sharded units, and how much is recorded.
 
     Attributes:
         running: whether ranks are started.
         ranks: one entry per rank; none when stopped.
-        units: names of the units there are, root ``""`` included.
-        classic: those of them that have one flat parameter.
+        models: those that are sharded.
         num_rows: rows of the trace so far, all ranks together.
         num_lost: rows overwritten on ranks before they could be read.
         num_dropped: oldest rows that were let go here, for only so many are kept.
@@ -133,8 +179,7 @@ class StatusReport(Report):
 
     running: bool
     ranks: tuple[RankStatus, ...] = ()
-    units: tuple[str, ...] = ()
-    classic: tuple[str, ...] = ()
+    models: tuple[ShardedModel, ...] = ()
     num_rows: int = 0
     num_lost: int = 0
     num_dropped: int = 0
@@ -167,12 +212,9 @@ class StatusReport(Report):
             found.insert(0, ("attached", self.cluster))
         if self.under_way:
             found.append(("under way", self.under_way))
-        if self.running or self.record:
-            units = f"{plural(len(self.units), 'unit')}: {listed(sorted(self.units, key=by_number))}"
-            found.append(("sharded", units if self.units else "nothing yet: %fsdp shard MODEL"))
-        if self.classic:
-            names = listed(sorted(self.classic, key=by_number))
-            found.append(("classic", "all" if self.classic == self.units else names))
+        found += [("sharded", str(model)) for model in self.models]
+        if not self.models and (self.running or self.record):
+            found.append(("sharded", "nothing yet: %fsdp shard MODEL"))
         found += [("note", note) for note in self.notes]
         lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
@@ -209,6 +251,7 @@ class ShardReport(Report):
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         policy: how they are kept and computed, a phrase each; none where it is the plain way.
         notes: what is likely not meant, and what to do, a sentence each.
+        chosen: classes whose modules became units without being named, maybe none; None: they were named.
     """
 
     model: str
@@ -219,6 +262,7 @@ class ShardReport(Report):
     bytes_at_rest: tuple[int, ...]
     policy: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    chosen: tuple[str, ...] | None = None
 
     @property
     def headline(self) -> str:
@@ -233,11 +277,20 @@ class ShardReport(Report):
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", listed(self.units)),
+            *self._wrapped(),
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("full model", format_bytes(self.bytes_unsharded)),
             ("each rank keeps", f"{at_rest} between uses"),
             *(("note", note) for note in self.notes),
         ]
+
+    def _wrapped(self) -> list[tuple[str, str]]:
+        """Return which class was chosen, where none was named."""
+        if self.chosen is None:
+            return []
+        names = ", ".join(self.chosen)
+        found = f"{names}, which the model repeats most" if names else "nothing: no list of modules repeats a class"
+        return [("wrapped", f"{found}; --wrap CLASS names another")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +355,8 @@ class StepReport(Report):
         parts = [plural(self.steps_done, "step")]
         losses = [loss for loss in self.losses or () if loss is not None]
         if losses:
-            first, last = losses[0], losses[-1]
-            parts.append(f"loss {first:.4g}" if len(losses) == 1 else f"loss {first:.4g} -> {last:.4g}")
+            ends = losses[:1] if len(losses) == 1 else [losses[0], losses[-1]]
+            parts.append(f"loss {' -> '.join(map(format_loss, ends))}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
         missed = f"; {self.missed} did not come" if self.missed else ""
@@ -369,8 +422,11 @@ class VerifyReport(Report):
             ("tolerance", self.tolerance),
             ("equal bit by bit", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
+        if self.ok and len(self.not_finite) == self.num_params:
+            found = []  # nothing could be compared
         if self.loss_sharded is not None and self.loss_reference is not None:
-            found.append(("loss", f"{self.loss_sharded:.6g} sharded, {self.loss_reference:.6g} unsharded"))
+            both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
+            found.append(("loss", "{} sharded, {} unsharded".format(*both)))
         if self.not_finite:
             found.append(("NaN or infinity in", listed(self.not_finite)))
         if self.buffers:
@@ -406,14 +462,14 @@ class OpenReport(Report):
         name: of the file.
         num_ranks: ranks that recorded anything.
         steps: numbers of the training steps in it.
-        units: names of the sharded units, root ``""`` included.
+        models: those that are sharded.
         num_rows: rows, all ranks together.
     """
 
     name: str
     num_ranks: int
     steps: tuple[int, ...]
-    units: tuple[str, ...]
+    models: tuple[ShardedModel, ...]
     num_rows: int
 
     @property
@@ -423,9 +479,10 @@ class OpenReport(Report):
         return f"opened {self.name}: {ranks}, {plural(len(self.steps), 'step')}, {events}; no ranks needed"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the steps and the units."""
+        """Return the steps, what is sharded, and what draws it."""
         found = [("steps", ranges(self.steps))] if self.steps else []
-        return [*found, ("sharded", listed(self.units) if self.units else "nothing")]
+        found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
+        return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -567,7 +624,7 @@ def _shard(by_rank: Sequence[Sharded]) -> ShardReport:
         it, them = ("was", "it") if optimizers == 1 else ("were", "them")
         carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; a script must make {them}"
         sharded["notes"] = (f"{carried} after fully_shard", *sharded["notes"])
-    return ShardReport(**sharded)
+    return ShardReport(**sharded, chosen=by_rank[0].chosen)
 
 
 @says(Reshard)

@@ -6,10 +6,10 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.events import Edge, unit_words
+from workbench.events import Edge, Kind, unit_words
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspected import Inspected
-from workbench.protocol.messages import Position, Thread
+from workbench.protocol.messages import Hold, Position, Thread
 from workbench.replay.alike import label
 from workbench.reports.done import Report
 from workbench.reports.inspected import table_of, unit_of
@@ -135,18 +135,25 @@ def row_of(
     if event is None or state == "idle":  # its newest event is of a step that is over
         return row
     if held is not None:
-        prefix = "in a " if is_in_wait(held) else "before "
+        what = _held_at(held)
     else:
-        prefix = "begin of " if event.edge is Edge.BEGIN else ""
+        what = f"{'start of ' if event.edge is Edge.BEGIN else ''}{event_words(event.kind, event.edge, None)}"
     unit = unit_names(header).get(event.unit)
-    synchronised = ", device synchronised" if held is not None and held.synchronised else ""
     return replace(
         row,
         phase=event.phase.words,
         unit="" if unit is None else unit_words(unit),
-        event=f"{prefix}{event_words(event.kind, event.edge, None)}{synchronised}",
+        event=what,
         since=format_duration(max(position.now_ns - event.since_ns, 0)),
     )
+
+
+def _held_at(hold: Hold) -> str:
+    """Say before which event a rank is held, its unit left out: ``"before all-gather"``, ``"in a wait"``."""
+    synchronised = ", device synchronised" if hold.synchronised else ""
+    if hold.kind is Kind.WAIT:
+        return f"{'in a wait' if is_in_wait(hold) else 'at the end of a wait'}{synchronised}"
+    return f"before {event_words(hold.kind, hold.edge, None)}{synchronised}"
 
 
 @dataclass(frozen=True, kw_only=True)

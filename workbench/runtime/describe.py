@@ -16,6 +16,7 @@ from workbench.engine.state import state_of, states_below, units_of
 from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import Sharded, Unmanaged
+from workbench.protocol.policy import policy_words
 from workbench.runtime.namespace import find_module, module_names
 
 
@@ -45,7 +46,7 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
 
 def unmanaged_in(model: nn.Module) -> Unmanaged:
     """Return what of a sharded model the engine does not manage."""
-    owned = _owned(model)
+    owned = _owned(units_of(states_below(model)))
     return Unmanaged(
         params=unmanaged_params(model),
         hooks=tuple(clean(n) for n, param in model.named_parameters() if param in owned and has_grad_hooks(param)),
@@ -55,8 +56,7 @@ def unmanaged_in(model: nn.Module) -> Unmanaged:
 
 def unmanaged_params(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the trainable parameters of a sharded model that belong to no unit."""
-    owned = _owned(model)
-    return tuple(clean(n) for n, param in model.named_parameters() if param.requires_grad and param not in owned)
+    return tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad)
 
 
 def unmanaged() -> tuple[str, ...]:
@@ -85,8 +85,25 @@ def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return dict(once.values())
 
 
-def _owned(model: nn.Module) -> set[nn.Parameter]:
-    return {param for unit in units_of(states_below(model)) for each in unit.fsdp_params for param in each.owned}
+def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the parameters that belong to no unit, each with the names of every place where it is.
+
+    They are looked for by place as well: while a unit is unsharded, as a root is after an evaluation, its modules have
+    full parameters, which are others than those that the unit owns.
+    """
+    units = units_of(states_below(model))
+    owned = _owned(units)
+    managed = {place for unit in units for param in unit.fsdp_params for info in param.infos for place in info.places}
+    found: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in owned and (module, name) not in managed:
+                found.setdefault(param, []).append(clean(f"{path}.{name}" if path else name))
+    return found
+
+
+def _owned(units: Iterable[FSDPParamGroup]) -> set[nn.Parameter]:
+    return {param for unit in units for each in unit.fsdp_params for param in each.owned}
 
 
 def _checksum(buffer: torch.Tensor) -> int:
@@ -153,61 +170,15 @@ def sizes_of(model: nn.Module) -> list[Size]:
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
             found.append(Size(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
-    owned = {param for _, each in managed for param in each.owned}
-    others: dict[nn.Parameter, list[str]] = {}
-    for name, left in model.named_parameters(remove_duplicate=False):
-        if left not in owned:
-            others.setdefault(left, []).append(clean(name))
     return [
         *found,
-        *(Size(names=tuple(names), shape=p.shape, itemsize=p.itemsize) for p, names in others.items()),
+        *(Size(names=tuple(names), shape=p.shape, itemsize=p.itemsize) for p, names in _in_no_unit(model).items()),
     ]
 
 
 def unit_infos(model: nn.Module) -> list[Unit]:
     """Return what the engine says of each unit in the tree."""
     return [unit.describe() for unit in units_of(states_below(model))]
-
-
-def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
-    """Return how units are kept and computed, a phrase each; nothing for what is the plain way.
-
-    Example: two copies, computed in bfloat16 -> ``["HSDP 2x2: 2 replicas, each sharded over 2 ranks", "compute in
-    bfloat16"]``.
-    """
-    copies, size = max((info.replicate_size, info.shard_size) for info in infos)
-    own = {param.dtype for info in infos for param in info.params}
-    compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
-    flat = [param for info in infos for param in info.params if param.parts]
-    said = [
-        "classic: one flat parameter for each unit" if flat else "",
-        "optimizers have a piece of each parameter" if any(param.use_orig_params for param in flat) else "",
-        _replicas(copies, size) if copies > 1 else "",
-        _after_forward(infos),
-        f"compute in {_listed(compute)}" if compute != own else "",
-        f"reduce in {_listed(reduce)}" if reduce != compute else "",
-        "shards kept in host memory (offload)" if any(info.offload for info in infos) else "",
-        f"gathers {prefetch} {'units' if prefetch > 1 else 'unit'} ahead" if prefetch else "",
-    ]
-    return [phrase for phrase in said if phrase]
-
-
-def _replicas(copies: int, size: int) -> str:
-    if size == 1:
-        return f"{copies} replicas, none of them sharded"
-    return f"HSDP {copies}x{size}: {copies} replicas, each sharded over {size} ranks"
-
-
-def _after_forward(infos: Iterable[Unit]) -> str:
-    policies = {info.reshard_after_forward for info in infos}
-    numbers = {policy for policy in policies if not isinstance(policy, bool)}
-    if numbers:
-        return f"on {_listed(map(str, numbers))} ranks after forward"
-    return "unsharded from forward to backward" if policies == {False} else ""
-
-
-def _listed(words: Iterable[str]) -> str:
-    return " and ".join(sorted(words))
 
 
 def _unit_names(model: nn.Module) -> list[str]:

@@ -79,7 +79,7 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # what this model takes the place of refers to itself
     rank.recorder.note_gone()
-    return sharded
+    return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))
 
 
 def _shard(

@@ -58,7 +58,7 @@ from workbench.session.door import answers
 from workbench.session.jobs import Company, Inner, Jobs, check_held
 from workbench.session.jobs import to_error as to_error_of_jobs
 from workbench.session.names import check, check_parameter, on_hosts, with_path
-from workbench.session.pulse import Ending, Pulse, UnderWay, pulse
+from workbench.session.pulse import Ending, Policy, Pulse, UnderWay, pulse
 from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
 from workbench.session.standing import OnStanding, Standing, no_standing, who_works
 from workbench.session.stopping import WHERE_S
@@ -218,6 +218,11 @@ class Session:
         """What was drained so far."""
         return self._collector.trace
 
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """Those that were in force, from the first on."""
+        return self._collector.policies
+
     def living(self) -> list[int]:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
@@ -246,7 +251,7 @@ class Session:
             under_way=_under_way(self.request, trace, self._left()),
             ended=self.ended,
             breakpoints=self.stops(),
-            policies=self._collector.policies,
+            policies=self.policies,
         )
 
     def _renew_stop(self, positions: Mapping[int, Position]) -> None:
@@ -395,8 +400,12 @@ class Session:
             if request.state == "running":
                 request.watch.ask_pause()
                 self._wait_while_running(request, STOP_S, tell)
-            if request.state == "stopped" and request.report is not None:
-                return EndReport(sentence=busy_sentence(request)) if request.dead else request.report
+            report: Report | None = request.report if request.state == "stopped" else None
+            if report is not None and request.dead:
+                report = EndReport(sentence=busy_sentence(request))
+        if report is not None:
+            self._drop_news_of(request)
+            return report
         ended = "is over" if request.state == "over" else self._awaited(request) or "stops at its next event"
         how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort gives it up"
         return EndReport(sentence=f"{request.work.words} {ended}{how}")

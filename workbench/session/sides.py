@@ -44,7 +44,7 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     trace = last() if source == LAST else opened(source, "; a side is a trace file, 'last', or steps such as 3..5")
     if source == LAST and not trace.num_rows:
         raise UsageError("nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3")
-    name = LAST if source == LAST else Path(source).name
+    name = "this run" if source == LAST else Path(source).name
     if not part:
         return name, trace
     spoken, found = some_steps(trace, part)
@@ -66,7 +66,8 @@ def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
     known = steps(trace)
     first, dots, end = text.partition("..")
     bounds = _number(first, known), _number(end if dots else first, known)
-    return _spoken(*bounds), _cut(trace, known, *bounds)
+    cut = _cut(trace, known, *bounds)
+    return _spoken(steps(cut)), cut
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -126,10 +127,8 @@ def _number(text: str, known: Sequence[int]) -> int | None:
     return known[number]
 
 
-def _spoken(first: int | None, last: int | None) -> str:
-    if first == last:
-        return step_name(first or 0)
-    return f"steps {'' if first is None else first}..{'' if last is None else last}"
+def _spoken(numbers: Sequence[int]) -> str:
+    return step_name(numbers[0]) if len(numbers) == 1 else f"steps {ranges(numbers)}"
 
 
 def _cut(trace: Trace, known: Sequence[int], first: int | None, last: int | None) -> Trace:

@@ -137,17 +137,18 @@ def _collective_words(changes: Sequence[CollectiveChange]) -> str:
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
     calls = [sum(change.calls[side] for change in most) for side in (0, 1)]
     who = _names([change.unit for change in most])
+    who = f" of {who}" if "(" in who else f" ({who})" if who else ""
     more = calls[1] - calls[0]
     if more:
         noun = kind.words + ("" if abs(more) == 1 else "s")
-        return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step" + (f" ({who})" if who else "")
+        return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step{who}"
     payload = [sum(change.num_bytes[side] for change in most) for side in (0, 1)]
     return f"{kind.words} payload {theme.format_bytes(payload[0])} -> {theme.format_bytes(payload[1])} a step"
 
 
 def _time_words(found: Differences) -> str:
     before, after = found.step_ns
-    if not (before > 0 and after > 0) or abs(after - before) < NOTICED * before:
+    if not (before > 0 and after > 0) or abs(after - before) < NOTICED * before or found.is_chance:
         return ""
     words = f"step time {_signed(f'{abs(after / before - 1):.0%}'.replace('%', ' %'), after - before)}"
     return f"{words}: {_cost_words(found.slower[0])}" if found.slower else words
@@ -210,6 +211,7 @@ def _signed(amount: str, delta: float) -> str:
 
 def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: tuple[Totals, Totals]) -> str:
     times = [f"{theme.format_duration(ns)}" for ns in found.step_ns if not math.isnan(ns)]
+    details = ", ".join(filter(None, ["steps of one side differ by as much" if found.is_chance else "", clock]))
     sentences = [
         f"{names[0]} -> {names[1]}",
         _steps_words(found.num_steps),
@@ -217,7 +219,7 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
         f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}{_peak_step(found)}",
-        f"a step takes {' -> '.join(times)}{f' ({clock})' if clock else ''}" if len(times) == 2 else "",
+        f"a step takes {' -> '.join(times)}{f' ({details})' if details else ''}" if len(times) == 2 else "",
         f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
         if len(found.collectives) > MAX_ROWS
         else "",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import textwrap
 from functools import cache
 from typing import Any
@@ -164,6 +165,11 @@ def format_duration(duration_ns: float) -> str:
     """Return a duration in nanoseconds with three digits: ``1234567`` -> ``"1.23 ms"``."""
     divisor, unit = time_unit(duration_ns)
     return f"{_three_digits(duration_ns / divisor)} {unit}"
+
+
+def format_loss(loss: float, spec: str = ".4g") -> str:
+    """Return a loss as text, ``NaN`` as the dashboard and the panel write it; ``spec``: of a number."""
+    return "NaN" if math.isnan(loss) else format(loss, spec)
 
 
 def _three_digits(number: float) -> str:

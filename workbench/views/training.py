@@ -67,8 +67,12 @@ def _scaled(series: Series, factor: float) -> Series:
 def _title(result: Summary) -> str:
     steps = theme.plural(result.num_steps, "step")
     losses = result.losses
-    loss = f"Loss {losses[0]:#.4g} → {losses[-1]:#.4g} in {steps}" if len(losses) else f"{steps}, no loss logged"
+    loss = f"Loss {_loss(losses[0])} → {_loss(losses[-1])} in {steps}" if len(losses) else f"{steps}, no loss logged"
     return f"{loss}, {theme.format_duration(result.step_ns)} a step (median)" if result.num_steps else loss
+
+
+def _loss(value: float) -> str:
+    return theme.format_loss(value, "#.4g")
 
 
 def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
@@ -76,9 +80,8 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     slowest = "; the title's step time is the slowest rank's" if len(result.step_times.steps) else ""
     band = f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank{slowest}."
     sentences = [band if num_ranks > 1 else ""]
-    sentences += [_not_finite(series) for series in result.metrics.values()]
-    if not len(result.losses):
-        sentences.append("A number that train_step() returns is logged as the loss.")
+    sentences += [_not_finite(series, header) for series in result.metrics.values()]
+    sentences.append(_without_loss(result))
     bucket = -(-max(len(s.steps) for s in (*result.metrics.values(), result.step_times)) // MAX_POINTS)
     if bucket > 1:
         sentences.append(f"Each point is the mean of up to {bucket} steps, its band their range.")
@@ -99,12 +102,32 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _not_finite(series: Series) -> str:
-    bad = series.steps[~np.isfinite(series.mean)]
-    steps = f"step {bad[0]}" if len(bad) == 1 else f"steps {ranges(bad.tolist())}" if len(bad) else ""
-    if len(runs(bad.tolist())) > _MAX_RUNS:
-        steps = f"{len(bad)} steps, first at step {bad[0]}"
-    return f"{theme.shorten(series.name)} is not a finite number at {steps}." if steps else ""
+def _not_finite(series: Series, header: Header) -> str:
+    bad = series.steps[~np.isfinite(series.mean)].tolist()
+    if not bad:
+        return ""
+    first = series.first_not_finite
+    began = f"; it began on {who(header, first)}" if len(first) < series.num_ranks else ""
+    return f"{theme.shorten(series.name)} is not a finite number at {_some_steps(bad)}{began}."
+
+
+def _without_loss(result: Summary) -> str:
+    """Say which steps of the present model logged no loss, and how one is logged; empty: all have one."""
+    lacking = result.steps_without_loss.tolist()
+    if not lacking and len(result.losses):
+        return ""
+    which = f"No loss at {_some_steps(lacking)}. " if len(result.losses) else ""
+    return (
+        f"{which}A number that train_step() returns is logged as the loss; a loop of your own calls "
+        'log_metric("loss", loss.item()).'
+    )
+
+
+def _some_steps(steps: list[int]) -> str:
+    """``"step 3"``, ``"steps 3-5"``, ``"12 steps, first at step 3"``."""
+    if len(runs(steps)) > _MAX_RUNS:
+        return f"{len(steps)} steps, first at step {steps[0]}"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {ranges(steps)}"
 
 
 def _add_panel(

@@ -11,7 +11,7 @@ import sys
 from typing import Any, Literal, TextIO
 
 from workbench.reports.follow import Progress
-from workbench.views.theme import format_duration, plural
+from workbench.views.theme import format_duration, format_loss, plural
 
 State = Literal["running", "done", "failed"]
 
@@ -26,7 +26,7 @@ def facts(progress: Progress, state: State = "running") -> list[str]:
     """Return what is known, one short phrase each: ``["12 of 40 steps", "loss 2.313", "last step 312 ms"]``."""
     found = [f"{progress.done:,} of {plural(progress.total, 'step')}"]
     if progress.loss is not None:
-        found.append(f"loss {progress.loss:.4g}")
+        found.append(f"loss {format_loss(progress.loss)}")
     if progress.step_ns is not None:
         found.append(f"last step {format_duration(progress.step_ns)}")
     if progress.tokens_per_s is not None:

@@ -132,7 +132,7 @@ def slowest(step: np.void) -> str:
     if step["straggler"] < 0:
         return ""
     longer = theme.format_duration(float(step["spread_ns"]))
-    return f"rank {step['straggler']} is the straggler: others wait up to {longer} longer"
+    return f"rank {step['straggler']} is the straggler, by up to {longer}"
 
 
 def knobs(units: Iterable[Unit]) -> Knobs:
