@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -467,6 +473,51 @@ def saves_and_loads(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Detected:UserWarning")
 def test_checkpoints_go_from_every_way_of_sharding_to_every_other(tmp_path):
     run_ranks(4, saves_and_loads, tmp_path)
+
+
+OPTIONS = {
+    "flat keys": {"flatten_optimizer_state_dict": True},
+    "on the CPU": {"cpu_offload": True},
+    "from the first rank": {"full_state_dict": True, "broadcast_from_rank0": True},
+}
+
+
+def every_option(mesh: Mesh, use_orig_params: bool) -> None:
+    model, optimizer, dp = made(use_orig_params, mesh)
+    train(model, optimizer, dp, range(2))
+    first = states_of(model, optimizer, full_state_dict=True, cpu_offload=True)
+    assert bool(first["model"]) == bool(first["optimizer"]) == (dist.get_rank() == 0)
+    states = {
+        name: first if "full_state_dict" in options else copy.deepcopy(states_of(model, optimizer, **options))
+        for name, options in OPTIONS.items()
+    }
+    expected = train(model, optimizer, dp, range(2, 3))
+    for name, options in OPTIONS.items():
+        other, others, dp = made(not use_orig_params, mesh)
+        set_model_state_dict(other, states[name]["model"], options=StateDictOptions(**options))
+        set_optimizer_state_dict(other, others, states[name]["optimizer"], options=StateDictOptions(**options))
+        assert train(other, others, dp, range(2, 3)) == expected, name
+
+
+def goes_on_from_the_first(mesh: Mesh, use_orig_params: bool) -> None:
+    """Of tensor parallelism each rank's part has a first rank."""
+    api = OURS.FullyShardedDataParallel
+    model, optimizer, dp = made(use_orig_params, mesh)
+    train(model, optimizer, dp, range(2))
+    full = api.full_optim_state_dict(model, optimizer)
+    is_first = not any(dp.get_coordinate())
+    assert bool(full) == is_first
+    other, others, dp = made(not use_orig_params, mesh)
+    others.load_state_dict(api.scatter_full_optim_state_dict(full if is_first else None, other, optim=others))
+    found, expected = (
+        api.full_optim_state_dict(m, o, rank0_only=False)["state"] for m, o in ((other, others), (model, optimizer))
+    )
+    torch.testing.assert_close(whole_of(found), whole_of(expected), **SAME)
+
+
+def test_what_one_rank_has_comes_to_all_and_options_are_kept():
+    cases = itertools.product((every_option, goes_on_from_the_first), (FSDP_TP, HSDP[1]), EITHER)
+    run_cases(4, {(each.__name__, mesh, pieces): partial(each, mesh, pieces) for each, mesh, pieces in cases})
 
 
 # ---- whole parameters, and none of it

@@ -35,6 +35,9 @@ StateDict = dict[str, Any]
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 """What an optimizer is made of: parameters, or groups."""
 
+Groups = Sequence[dist.ProcessGroup | None]
+"""One after another, each from its first rank on, they take what one rank has to others; None: all ranks."""
+
 Key = int | str
 """What an optimizer's own state dict calls a parameter: its place in the groups, or with keyed optimizers a name."""
 
@@ -121,9 +124,8 @@ class OptimStateDicts:
             result = _checked_local(model, optim, optim_state_dict)
         else:
             first = getattr(settings.optim_state_dict_config, "rank0_only", False)
-            result = _to_load(
-                model, optim, optim_state_dict, is_named=is_named_optimizer, of_first_rank=first, group=group
-            )
+            firsts = _groups_below(model, group) if first else None
+            result = to_load(model, optim, optim_state_dict, is_named=is_named_optimizer, firsts=firsts)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -161,14 +163,14 @@ class OptimStateDicts:
         Without ``optim`` it is made of ``optim_input``, which is deprecated, or else of ``model.parameters()``.
         """
         optim = _optimizer_of(optim_input, optim)
-        return _to_load(model, optim, full_optim_state_dict)
+        return to_load(model, optim, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
     ) -> StateDict:
         """Return what an optimizer loads, of DTensors; collective."""
-        return _to_load(model, optim, sharded_optim_state_dict)
+        return to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -183,7 +185,7 @@ class OptimStateDicts:
         See :meth:`shard_full_optim_state_dict` for ``optim_input`` and ``optim``.
         """
         optim = _optimizer_of(optim_input, optim)
-        return _to_load(model, optim, full_optim_state_dict or {}, of_first_rank=True, group=group)
+        return to_load(model, optim, full_optim_state_dict or {}, firsts=_groups_below(model, group))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -386,22 +388,28 @@ def _on(device: torch.device | None, state: Any) -> Any:  # noqa: ANN401 - optim
     }
 
 
-def _to_load(
+def to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     given: StateDict,
     *,
     is_named: bool = False,
-    of_first_rank: bool = False,
-    group: dist.ProcessGroup | None = None,
+    firsts: Groups | None = None,
 ) -> StateDict:
-    """Return flat or pieces' state by the optimizer's own keys; collective."""
+    """Return flat or pieces' state by the optimizer's own keys; collective.
+
+    Args:
+        model: the root of a tree with wrappers.
+        optim: made of its parameters; None: it has all, in their order.
+        given: state by the names of parameters.
+        is_named: the optimizer's keys are names too.
+        firsts: what counts is that of the rank that is the first of all these groups; None: each rank's own.
+    """
     named = Named.of(model)
     device = named.flats[0][0].device if named.flats else CPU
     fetch: Callable[[Any], Any] = partial(_gathered, device)
-    if of_first_rank:
-        groups = _groups_below(model, group)
-        given, fetch = _told_by_first(given, groups), partial(_sent_by_first, device, groups)
+    if firsts is not None:
+        given, fetch = _told_by_first(given, firsts), partial(_sent_by_first, device, firsts)
     keys: dict[nn.Parameter, Key] = {}
 
     def holds() -> Holdings:
@@ -526,7 +534,7 @@ def _gathered(device: torch.device, value: Any) -> Any:  # noqa: ANN401 - optimi
     return gather_old_shards(value, device) if is_of_old_shards(value) else value
 
 
-def _groups_below(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence[dist.ProcessGroup | None]:
+def _groups_below(model: nn.Module, group: dist.ProcessGroup | None) -> Groups:
     """Return the groups whose first ranks, one group after another, share what one rank has with all that need it.
 
     With tensor parallelism each of its ranks has its own part: then it is the first one of each wrapper's mesh.
@@ -538,11 +546,11 @@ def _groups_below(model: nn.Module, group: dist.ProcessGroup | None) -> Sequence
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # within a copy, then from copy to copy
 
 
-def _is_first(groups: Sequence[dist.ProcessGroup | None]) -> bool:
+def _is_first(groups: Groups) -> bool:
     return all(dist.get_rank(group) == 0 for group in groups)
 
 
-def _told_by_first(given: StateDict, groups: Sequence[dist.ProcessGroup | None]) -> StateDict:
+def _told_by_first(given: StateDict, groups: Groups) -> StateDict:
     """Return what rank 0 has; on the others with :class:`Sent` in the place of tensors."""
     is_first = _is_first(groups)
     told: list[Any] = [None]
@@ -562,11 +570,7 @@ def _announced(state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anyth
     return Sent(state.shape, state.dtype) if state.ndim else state.cpu()
 
 
-def _sent_by_first(
-    device: torch.device,
-    groups: Sequence[dist.ProcessGroup | None],
-    value: Any,  # noqa: ANN401 - optimizer state holds anything
-) -> Any:  # noqa: ANN401 - optimizer state holds anything
+def _sent_by_first(device: torch.device, groups: Groups, value: Any) -> Any:  # noqa: ANN401 - any
     if isinstance(value, Sent):
         value = torch.empty(value.shape, dtype=value.dtype, device=device)
     elif not isinstance(value, torch.Tensor) or not value.ndim:
