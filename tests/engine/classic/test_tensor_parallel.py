@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -193,6 +194,58 @@ def test_it_trains_and_clips_as_a_plain_model():
     for pieces in EITHER:
         cases["NO_SHARD", pieces] = partial(trains_as_plain, FSDP_TP, pieces, make, "NO_SHARD")
     run_cases(4, cases)
+
+
+def recomputes(model: nn.Module) -> None:
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+
+
+def evaluates(model: nn.Module) -> None:
+    dp, _ = meshes(*FSDP_TP)
+    with torch.no_grad():
+        loss_of(model, 5, dp)
+    model.eval()
+    loss_of(model, 5, dp)
+    model.train()
+
+
+def registers(model: nn.Module) -> None:
+    dp, _ = meshes(*FSDP_TP)
+    model.register_comm_hook(OURS.DefaultState(dp.get_group()), OURS.reduce_scatter_hook)
+
+
+def trains_alike(use_orig_params: bool) -> None:
+    ahead = {"forward_prefetch": True, "backward_prefetch": OURS.BackwardPrefetch.BACKWARD_POST}
+    expected = train(*made(use_orig_params), range(3))
+    for change in (recomputes, evaluates, registers):
+        model, optimizer, dp = made(use_orig_params)
+        change(model)
+        torch.testing.assert_close(train(model, optimizer, dp, range(3)), expected, msg=change.__name__)
+    for options in (ahead, {"cpu_offload": OURS.CPUOffload(offload_params=True)}):
+        assert train(*made(use_orig_params, **options), range(3)) == expected
+
+
+def some_are_frozen() -> None:
+    dp, tp = meshes(*FSDP_TP)
+    plain = make()
+    plain.blocks[0].up.weight.requires_grad_(False)
+    model = wrap(OURS, split(copy.deepcopy(plain), tp), dp, use_orig_params=True)
+    optimizers = [adamw(p for p in m.parameters() if p.requires_grad) for m in (plain, model)]
+    for step in range(2):
+        for m in (plain, model):
+            loss_of(m, step, dp).backward()
+        average_grads(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(whole(model), whole(plain))
+    back, _ = unwrap(model, [optimizers[1]])
+    assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in plain.parameters()]
+
+
+def test_it_recomputes_prefetches_evaluates_offloads_and_freezes():
+    cases: dict[Any, Callable[[], None]] = {pieces: partial(trains_alike, pieces) for pieces in EITHER}
+    run_cases(4, {**cases, "frozen": some_are_frozen})
 
 
 def partly_split(use_orig_params: bool, left_out: bool) -> None:
