@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_cluster import PROGRAM, FakeCluster, blocks, failed, inside, prints, raises, said, step_result
+from tests.fake_cluster import (
+    PROGRAM,
+    FakeCluster,
+    blocks,
+    failed,
+    inside,
+    prints,
+    raises,
+    rank_error,
+    said,
+    step_result,
+)
 from tests.reports.test_inspected import FOUND, FULL, GATHERED
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.pending import Output
@@ -199,6 +210,36 @@ def test_ranks_at_different_events_run_to_the_furthest(wb):
     wb.abort()
 
 
+def test_a_ctrl_c_while_a_step_is_sent_stops_all_ranks(wb):
+    stall(wb)
+
+    def act(cluster, rank, answer):
+        if rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        inside(cluster, rank, answer)
+
+    wb.fake.script["step"] = act
+    assert wb.step(1).stop.held == (0, 1, 2, 3)
+    assert "idle again" in wb.abort().headline
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C means what it meant before
+
+
+def test_a_first_ctrl_c_says_what_it_waits_for(wb):
+    stall(wb)
+    wb.make_late(3)
+    press_ctrl_c_on_drain(wb.fake, 1)
+    told = []
+
+    def on_standing(sentence):
+        told.append(sentence)
+        wb.make_late(3, False)
+
+    assert wb.step(1, on_standing=on_standing).stop.held == (0, 1, 2, 3)
+    assert told == ["stops at the next event of rank 3; Ctrl-C again gives up"]
+    wb.abort()
+
+
 def test_a_second_ctrl_c_aborts(wb):
     for rank in range(4):
         wb.make_late(rank)
@@ -233,6 +274,20 @@ def test_abort_inside_a_step(wb):
     assert wb.abort().headline == "Aborted. The ranks are idle again; their variables are kept."
     assert wb.asked("give up")[0][1] == GiveUp(reason="aborted")
     assert wb.step(1).steps_done == 1
+
+
+def test_an_abort_says_what_ctrl_c_does(wb):
+    wb.step(1, until="backward")
+    wb.fake.on_abort.clear()  # the ranks do not heed it
+    told = []
+
+    def on_standing(sentence):
+        told.append(sentence)
+        for gate in wb.fake.gates:
+            gate.end(rank_error(gate.rank, "StepAborted", ""))
+
+    assert "idle again" in wb.abort(on_standing=on_standing).headline
+    assert told == ["given up; ranks 0-3 still run; Ctrl-C sends SIGINT"]
 
 
 def test_a_rank_that_fails_frees_the_stopped_ones(wb):
@@ -507,12 +562,15 @@ def test_where_is_a_table(wb):
 def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
     wb.where(stacks=True)  # idle ranks answer once the machine lets them
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
+    wb.status()
+    assert ("drain", PATIENT_S) in wb.fake.patience[2:]
     wb.fake.script["step"] = blocks
     assert "runs in the background" in wb.step(1, background=True).headline
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wb._session, "_take", lambda request, tick: {})
         wb.where()
-        assert ("locate", WHERE_S) in wb.fake.patience
+        wb.status()
+        assert {("locate", WHERE_S), ("drain", WHERE_S)} <= {*wb.fake.patience}
     wb.abort()
     wb.fake.script["step"] = inside
     wb.step(1, until="backward")

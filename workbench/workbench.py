@@ -179,6 +179,7 @@ class Workbench:
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
         self._exchange: Exchange = ""
+        self._waits_for = ""
         self._target = Target()  # of the ranks that were attached last
         self._last = Pulse(trace=Trace.empty())
         self._past: deque[Past] = deque(maxlen=MAX_PAST)
@@ -243,7 +244,7 @@ class Workbench:
         wanted: RankSettings = {**self.settings, **settings}
         with self._exchanging("start"):
             cluster = self._factory(**wanted)
-            cluster.start(on_wait)
+            cluster.start(self._noting(on_wait))
             self._settings = wanted
             return self._take(cluster, "started", begin)
 
@@ -290,7 +291,7 @@ class Workbench:
         begin = time.monotonic()
         with self._exchanging("start"):
             cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
-            cluster.start(on_wait)
+            cluster.start(self._noting(on_wait))
             return self._take(cluster, "attached", begin)
 
     def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:
@@ -385,7 +386,16 @@ class Workbench:
         try:
             yield
         finally:
-            self._exchange = ""
+            self._exchange = self._waits_for = ""
+
+    def _noting(self, on_wait: OnWait) -> OnWait:
+        """Return an ``on_wait`` that also has live views show what a start waits for."""
+
+        def note(sentence: str) -> None:
+            self._waits_for = sentence
+            on_wait(sentence)
+
+        return note
 
     def load(self, path: str | os.PathLike[str]) -> OpenReport:
         """Show a trace file (``%fsdp open``) instead of what ranks recorded; those that are all lost are stopped.
@@ -427,11 +437,14 @@ class Workbench:
 
     def status(self) -> StatusReport:
         """Return the ranks, what is sharded, and how much is recorded."""
-        trace = self.trace
-        request = None if self._session is None else self._session.request
+        session = self._session
+        if session is not None:
+            session.drain(timeout_s=session.patience_s)
+        trace = self._last.trace if session is None else session.trace
+        request = None if session is None else session.request
         return StatusReport(
             running=self.running,
-            ranks=tuple(self._rank_status(self._session)) if self._session is not None else (),
+            ranks=() if session is None else tuple(self._rank_status(session)),
             models=sharded_models(trace.header, next(iter(self.models().values()), ())),
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
@@ -442,14 +455,14 @@ class Workbench:
             is_free=self.is_free,
             clocks=trace.header.clocks,
             stopped=str(request.stop) if request is not None and request.state == "stopped" else "",
-            obstacle="" if self._session is None else self._session.obstacle,
+            obstacle="" if session is None else session.obstacle,
             under_way=_words_of(self.pulse().under_way),
             cluster=self._target.words if self.outlives else "",
             notes=unmanaged_notes(trace.header),
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions, losses = session.positions(), session.cluster.losses()
+        positions, losses = session.heard, session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
             position = positions.get(info.rank)
             doing = "" if position is None else position.doing or "idle"
@@ -562,6 +575,7 @@ class Workbench:
         on_progress: OnProgress = no_progress,
         *,
         on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
         until: str = "",
         background: bool = False,
     ) -> StepReport | StopReport | BackgroundReport:
@@ -572,11 +586,12 @@ class Workbench:
             fn: name of the step function on the ranks.
             on_progress: called while steps are done.
             on_output: as for :meth:`run_cell`.
+            on_standing: as for :meth:`run_cell`; also that a rank has died, or what a Ctrl-C waits for.
             until: event before which all ranks stop once, as for :meth:`break_add`.
             background: return at once; :meth:`news` tells how it ended.
         """
         command = made(Step, count, fn, until=until, background=background)
-        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output))
+        return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output, on_standing))
 
     # ---- stop and go on
 
@@ -788,11 +803,13 @@ class Workbench:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
         found = self._last if session is None else session.pulse()
-        return dataclasses.replace(found, cursor=self.cursor, record=self.record, exchange=self._exchange)
+        return dataclasses.replace(
+            found, cursor=self.cursor, record=self.record, exchange=self._exchange, waits_for=self._waits_for
+        )
 
     def asked(self) -> tuple[object, ...]:
         """Return what is different once ranks come, were asked something, stand, go on or have ended; none is asked."""
-        return self._exchange, *(() if self._session is None else self._session.asked())
+        return self._exchange, self._waits_for, *(() if self._session is None else self._session.asked())
 
     @property
     def shown_trace(self) -> Trace:

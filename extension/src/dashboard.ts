@@ -6,18 +6,18 @@ import { Signal } from "@lumino/signaling";
 import { Widget } from "@lumino/widgets";
 
 import type { Model, OnMessage } from "../../workbench/widgets/static/dashboard.js";
-import type { About, Answer, Question } from "../../workbench/widgets/static/messages";
+import type { About, Answer, HealthOfRanks, Question } from "../../workbench/widgets/static/messages";
 import type { Away } from "./client";
 import { Connection, type Listener } from "./connection";
 import { DASHBOARD_TARGET } from "./protocol";
+import { closedWords } from "./words";
 
 type Send = (data: object) => void;
 
 /** Loads the workbench in the kernel of the notebook that is followed; why it could not be, else an empty text. */
 export type Load = () => Promise<string>;
 
-const WHY: Readonly<Record<Away, string>> = {
-  "no notebook": "is not open: open it, and its ranks, which go on while its kernel runs, are shown here.",
+const WHY: Readonly<Record<Exclude<Away, "no notebook">, string>> = {
   "no kernel": "has no kernel.",
   "not loaded": "has not loaded the workbench yet.",
   restarting: "has a kernel that restarts\u2026",
@@ -25,6 +25,9 @@ const WHY: Readonly<Record<Away, string>> = {
   cut: "has lost its connection to the kernel, which JupyterLab does not open again by itself.",
   connecting: "connects to its kernel\u2026",
 };
+
+/** With what the ranks are gone as well. */
+const ENDS_RANKS: ReadonlySet<Away> = new Set(["no kernel", "not loaded", "restarting", "dead"]);
 
 /** What the program of the widget needs of a model: here a comm, there one of ipywidgets. */
 class CommModel implements Model {
@@ -62,6 +65,7 @@ export class DashboardWidget extends Widget implements Listener {
   readonly #load: Load;
   readonly #box = document.createElement("div");
   #path: string;
+  #numRanks = 0; // alive, as the kernel said last
   #connection: Connection | null = null;
   #send: Send = () => undefined;
   #model: CommModel | null = null;
@@ -93,13 +97,18 @@ export class DashboardWidget extends Widget implements Listener {
 
   received(data: JSONValue, buffers: readonly (ArrayBuffer | ArrayBufferView)[]): void {
     const message = data as unknown as Answer | { kind: "about"; about: About };
-    if (message.kind === "about") void this.#render(message.about);
-    else this.#model?.receive(message, buffers.map(viewOf));
+    if (message.kind === "about") {
+      void this.#render(message.about);
+      return;
+    }
+    if (message.kind === "feed") this.#numRanks = numAlive(message.health);
+    this.#model?.receive(message, buffers.map(viewOf));
   }
 
   lost(why: Away): void {
     this.#end();
-    this.#sentence.textContent = `${this.#path} ${WHY[why]}`;
+    if (ENDS_RANKS.has(why)) this.#numRanks = 0;
+    this.#sentence.textContent = why === "no notebook" ? closedWords(this.#path, this.#numRanks) : `${this.#path} ${WHY[why]}`;
     const isCut = why === "cut";
     this.#button.hidden = !isCut && why !== "not loaded";
     this.#button.disabled = false;
@@ -164,6 +173,10 @@ export class DashboardWidget extends Widget implements Listener {
     this.#connection = null;
     if (!this.isDisposed) this.lost("no notebook");
   }
+}
+
+function numAlive(health: readonly HealthOfRanks[]): number {
+  return health.reduce((sum, { ranks, state }) => sum + (state === "gone" ? 0 : ranks.length), 0);
 }
 
 function viewOf(buffer: ArrayBuffer | ArrayBufferView): DataView {

@@ -39,6 +39,7 @@ export class PanelModel implements IDisposable {
   #units: readonly UnitInfo[] = [];
   #models: readonly Model[] = [];
   #modelsText = "";
+  #isPrepared = false; // whether the ranks have said so
   #hasStep = false;
   #reply: Reply | null = null;
   #aborts = 0; // that were asked for and have not ended
@@ -97,14 +98,15 @@ export class PanelModel implements IDisposable {
     return this.#models;
   }
 
-  /** Why there are no models, a sentence; empty if there are some. */
+  /** Why no models are shown, a sentence; empty if some are, or the ranks have not been asked. */
   get modelsText(): string {
     return this.#modelsText;
   }
 
   /** What ranks have of what a step needs. */
   get prepared(): Prepared {
-    return { hasModel: this.#models.length > 0, isSharded: this.#units.length > 0, hasStep: this.#hasStep };
+    const hasModel = this.#models.length > 0, isSharded = this.#units.length > 0;
+    return { isKnown: this.#isPrepared, hasModel, isSharded, hasStep: this.#hasStep };
   }
 
   /** The reply under the buttons; null: none. */
@@ -233,10 +235,11 @@ export class PanelModel implements IDisposable {
       this.#models = models;
       this.#hasStep = hasStep;
       this.#modelsText = text;
+      this.#isPrepared = true;
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
-      this.#models = [];
-      this.#modelsText = error.message;
+      if (this.#state?.cluster.is_running !== true) return; // they have gone meanwhile
+      if (this.#models.length === 0) this.#modelsText = error.message;
       this.#seen = ""; // asked again with the next state
     }
     this.#tell();
@@ -283,12 +286,15 @@ export class PanelModel implements IDisposable {
   }
 
   #onState(_: Client, state: State): void {
+    const wasFree = this.#state?.cluster.is_free === true;
     this.#state = state;
     this.#loadError = "";
     this.#takeEnding(state);
     if (state.units !== null) this.#takeUnits(state.units);
-    this.#tell();
     const { cluster, ended, request } = state;
+    if (!cluster.is_running) this.#forgetModels();
+    if (cluster.is_free && !wasFree) this.#reply = null; // which may say that the ranks can only be viewed
+    this.#tell();
     const seen = JSON.stringify([cluster.is_running, cluster.num_ranks, ended?.count, this.#units, request === null]);
     if (seen === this.#seen) return;
     this.#seen = seen;
@@ -317,13 +323,17 @@ export class PanelModel implements IDisposable {
     for (const unit of this.#opened.keys()) void this.#findParams(unit);
   }
 
+  #forgetModels(): void {
+    this.#models = [];
+    this.#modelsText = "";
+    this.#hasStep = this.#isPrepared = false;
+  }
+
   #onStanding(_: Client, standing: Standing): void {
     if (standing.kind !== "live" && standing.kind !== "silent") {
       this.#state = null;
       this.#units = [];
-      this.#models = [];
-      this.#modelsText = "";
-      this.#hasStep = false;
+      this.#forgetModels();
       this.#numEnded = null;
       this.#wasBehind = false;
       this.#preview = null;

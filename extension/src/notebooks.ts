@@ -109,6 +109,7 @@ async function isCrowdMeant(command: Start | Attach, cores: number): Promise<boo
     title: `Start ${count(command.num_ranks ?? 0, "rank")} on ${count(cores, "core")}?`,
     body: "They share the cores: the start takes minutes, or fails.",
     buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: "Start" })],
+    defaultButton: 0, // Enter, with which the form was sent, starts none of them
   });
   return button.accept;
 }

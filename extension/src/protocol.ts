@@ -261,6 +261,8 @@ export interface TrainingState {
   readonly step: number;
   /** mean over the ranks, of the newest step that has one. */
   readonly loss: number | "nan" | "inf" | "-inf" | null;
+  /** number of that step, -1 if none has a loss. */
+  readonly loss_step: number;
   /** of the newest step that all ranks have finished, on the slowest of them. */
   readonly steps_per_s: number | null;
   /** of all ranks together, where they log `tokens`. */

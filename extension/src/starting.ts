@@ -55,6 +55,11 @@ export function commandOf(wanted: Wanted): Start | Attach | null {
   };
 }
 
+/** The form with another choice of where ranks are from. A profile is not carried over: it means another thing there. */
+export function withWord(wanted: Wanted, word: Wanted["word"], numRanks: number): Wanted {
+  return { ...wanted, word, ranks: word === "attach" ? "" : String(numRanks), profile: "" };
+}
+
 /** Whether something is set that few need. */
 export function hasMore({ word, profile, interface: network, engines, take }: Wanted): boolean {
   return network !== "" || (word === "start" ? profile !== "" || engines !== "" : take);

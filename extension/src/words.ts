@@ -27,13 +27,15 @@ export interface Headline {
 
 /** What the ranks have that a step needs. */
 export interface Prepared {
+  /** Whether the ranks have said what models and functions they have. */
+  readonly isKnown: boolean;
   readonly hasModel: boolean;
   readonly isSharded: boolean;
   /** Whether all ranks have a `train_step`. */
   readonly hasStep: boolean;
 }
 
-const READY: Prepared = { hasModel: true, isSharded: true, hasStep: true };
+const READY: Prepared = { isKnown: true, hasModel: true, isSharded: true, hasStep: true };
 
 export function can(state: State | null, prepared: Prepared = READY): Can {
   const reasons = obstacles(state, prepared);
@@ -71,8 +73,12 @@ export function obstacles(state: State | null, prepared: Prepared = READY): Read
   };
 }
 
+/** What is said until the ranks have said which models they have. */
+export const LOOKING = "Looking for models\u2026";
+
 /** What is to be done before a step is possible, a sentence; empty: nothing. */
-export function todo({ hasModel, isSharded, hasStep }: Prepared): string {
+export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): string {
+  if (!isKnown) return LOOKING;
   if (!hasModel && !isSharded) return "Make a model in a %%fsdp cell.";
   if (!isSharded) return "Choose below how to shard the model.";
   return hasStep ? "" : "Define train_step() in a %%fsdp cell.";
@@ -118,9 +124,33 @@ export function pageWritten(text: string): string | null {
   return /^wrote (.+\.html) \(/.exec(text)?.[1] ?? null;
 }
 
-/** Whether a text has several columns. */
+/** Whether a text has more columns than names and values. */
 export function isTable(text: string): boolean {
   return /\S {2,}\S.* {2,}\S/.test(text);
+}
+
+/** A name and its value, as a reply has them below its first line. */
+export type Fact = readonly [name: string, value: string];
+
+const FACT = /^ {2}(\S(?:.*?\S)?) {2,}(\S.*)$/;
+
+/**
+ * A reply in pieces: sentences, and facts that stand below each other.
+ *
+ * `4 units\n  units             (root), 0-2\n  each rank keeps   1.58 MiB` becomes
+ * `["4 units", [["units", "(root), 0-2"], ["each rank keeps", "1.58 MiB"]]]`.
+ */
+export function piecesOf(text: string): readonly (string | readonly Fact[])[] {
+  const found: (string | Fact[])[] = [];
+  for (const line of text.split("\n")) {
+    const before = found.at(-1), [, name, value] = FACT.exec(line) ?? [];
+    if (name !== undefined && value !== undefined) {
+      if (Array.isArray(before)) before.push([name, value]);
+      else found.push([[name, value]]);
+    } else if (typeof before === "string") found[found.length - 1] = `${before}\n${line}`;
+    else found.push(line);
+  }
+  return found;
 }
 
 /** A text as a sentence: with a capital letter and a full stop. */
@@ -235,6 +265,13 @@ export function lies({ flat, bytes_at_rest: kept, bytes_unsharded: full, rows_pe
   const shards = elements.flatMap((held, shard) => (held > 0 ? [shard] : []));
   if (shards.length === 0) return "empty";
   return shards.length === 1 ? `in shard ${shards[0]}` : `cut over shards ${ranges(shards)}`;
+}
+
+/** What is said of a notebook that was closed: so many of its ranks go on. */
+export function closedWords(path: string, numRanks: number): string {
+  if (numRanks === 0) return `${path} is not open: open it, and its ranks are shown here.`;
+  const ranks = numRanks === 1 ? "its rank, which goes" : `its ${numRanks} ranks, which go`;
+  return `${path} is not open: open it, and ${ranks} on while its kernel runs, ${numRanks === 1 ? "is" : "are"} shown here.`;
 }
 
 /** What is said instead of a state, and what can be done about it. */

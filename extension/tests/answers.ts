@@ -171,6 +171,7 @@ export const ANSWERS = {
     "training": {
       "step": 11,
       "loss": 2.30259,
+      "loss_step": 11,
       "steps_per_s": 3.14159,
       "tokens_per_s": null
     },

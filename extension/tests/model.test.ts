@@ -4,7 +4,7 @@ import { Client } from "../src/client";
 import { MAX_SPOKEN, PanelModel } from "../src/model";
 import type { Answer, Command, Question, Said, UnitInfo } from "../src/protocol";
 import { ANSWERS } from "./answers";
-import { state, unit } from "./told";
+import { cluster, state, unit } from "./told";
 
 type Unnumbered<T> = T extends { number: number } ? Omit<T, "number"> : never;
 type Reply = Unnumbered<Answer>;
@@ -135,6 +135,17 @@ describe("the reply under the buttons", () => {
   });
 });
 
+it("a reply that ranks can only be viewed goes when they are free", async () => {
+  const { model, client, asked, settle } = await beginning({ do: ANSWERS.said });
+  void model.do({ word: "attach" });
+  await settle();
+  expect(model.reply).not.toBeNull();
+  client.refresh();
+  const look = asked.findLast(({ word }) => word === "look");
+  client.receive(state({ number: look?.number ?? 0, cluster: cluster({ held_by: "ada's notebook", is_free: true }) }));
+  expect(model.reply).toBeNull();
+});
+
 describe("an abort", () => {
   it("is being done until its answer comes", async () => {
     const { model, client, asked, settle } = await beginning();
@@ -181,6 +192,46 @@ describe("the state", () => {
       }),
     );
     expect(found()).toBe(2);
+  });
+});
+
+describe("the models", () => {
+  const { models, refused } = ANSWERS;
+
+  it("are not missing while no rank has answered: they are looked for, and asked for again", async () => {
+    const { model, client, asked, settle } = await beginning();
+    const search = (): Question | undefined => asked.findLast(({ word }) => word === "find models");
+    const first = search();
+    expect(model.prepared).toMatchObject({ isKnown: false, hasModel: false });
+    expect(model.modelsText).toBe("");
+    client.receive({ ...refused, number: first?.number ?? 0 });
+    await settle();
+    expect(model.prepared.isKnown).toBe(false);
+    expect(model.modelsText).toBe(refused.text);
+    client.refresh();
+    client.receive(state({ number: asked.findLast(({ word }) => word === "look")?.number ?? 0 }));
+    const second = search();
+    expect(second).not.toBe(first);
+    client.receive({ ...models, number: second?.number ?? 0 });
+    await settle();
+    expect(model.prepared).toMatchObject({ isKnown: true, hasModel: true });
+    expect(model.modelsText).toBe("");
+  });
+
+  it("stay where ranks do not answer for once, and go with the ranks", async () => {
+    const { model, client, asked, settle } = await beginning({ "find models": models });
+    await settle();
+    expect(model.models).toHaveLength(1);
+    const again = model.findModels();
+    const question = asked.findLast(({ word }) => word === "find models");
+    client.receive({ ...refused, number: question?.number ?? 0 });
+    await again;
+    expect(model.models).toHaveLength(1);
+    client.refresh();
+    const look = asked.findLast(({ word }) => word === "look");
+    client.receive(state({ number: look?.number ?? 0, cluster: cluster({ is_running: false }) }));
+    expect(model.models).toEqual([]);
+    expect(model.prepared.isKnown).toBe(false);
   });
 });
 

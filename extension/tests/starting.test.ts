@@ -1,6 +1,6 @@
 import { expect, it } from "vitest";
 
-import { commandOf, hasMore, PLAIN, type Wanted } from "../src/starting";
+import { commandOf, hasMore, PLAIN, type Wanted, withWord } from "../src/starting";
 
 const START: Wanted = { ...PLAIN, ranks: "4", device: "auto" };
 const ATTACH: Wanted = { ...START, word: "attach", ranks: "" };
@@ -43,6 +43,15 @@ it("what few need is in sight where it is set", () => {
   expect(hasMore({ ...START, profile: "mine" })).toBe(true);
   expect(hasMore({ ...ATTACH, profile: "mine" })).toBe(false); // it has a field that is always there
   expect(hasMore({ ...ATTACH, take: true })).toBe(true);
+});
+
+it("a profile of a cluster is not one to start processes with, nor the other way round", () => {
+  const typed = { ...ATTACH, profile: "running", file: "c.json" };
+  const start = withWord(typed, "start", 4);
+  expect(commandOf(start)).toEqual({ word: "start", num_ranks: 4 });
+  expect(hasMore(start)).toBe(false);
+  expect(commandOf(withWord({ ...START, profile: "mine" }, "attach", 4))).toEqual({ word: "attach" });
+  expect(withWord(start, "attach", 4).file).toBe("c.json");
 });
 
 it("ranks are started only if it is said how many", () => {

@@ -3,16 +3,19 @@ import { describe, expect, it } from "vitest";
 import {
   announcement,
   can,
+  closedWords,
   commonState,
   crowding,
   exchanging,
   explained,
   headline,
   heldAtRest,
+  isTable,
   lies,
   nameInUnit,
   obstacles,
   pathOf,
+  piecesOf,
   ranges,
   statesOf,
   statusLine,
@@ -120,12 +123,13 @@ describe("what can be done", () => {
 });
 
 describe("a control that cannot be used", () => {
-  const prepared = { hasModel: true, isSharded: true, hasStep: true };
+  const prepared = { isKnown: true, hasModel: true, isSharded: true, hasStep: true };
 
   it.each([
     ["without a kernel", null, prepared, "No ranks are running: start some first."],
     ["without ranks", state({ cluster: cluster({ is_running: false }) }), prepared, "No ranks are running: start some first."],
-    ["without a model", state(), { hasModel: false, isSharded: false, hasStep: false }, "Make a model in a %%fsdp cell."],
+    ["before they have said what they have", state(), { ...prepared, isKnown: false, hasModel: false, hasStep: false }, "Looking for models\u2026"],
+    ["without a model", state(), { ...prepared, hasModel: false, isSharded: false, hasStep: false }, "Make a model in a %%fsdp cell."],
     ["before it is sharded", state(), { ...prepared, isSharded: false }, "Choose below how to shard the model."],
     ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell."],
     ["while a step runs", state({ request: STEP }), prepared, "%fsdp step 40 is still running."],
@@ -250,7 +254,7 @@ describe("what a screen reader is told", () => {
 });
 
 describe("the status line", () => {
-  const training = { step: 12, loss: 2.30259, steps_per_s: 3.14159, tokens_per_s: null };
+  const training = { step: 12, loss: 2.30259, loss_step: 12, steps_per_s: 3.14159, tokens_per_s: null };
 
   it("has ranks, loss and steps a second", () => {
     expect(statusLine({ kind: "live" }, state({ training }))?.text).toBe("FSDP: 2 ranks \u00b7 loss 2.303 \u00b7 3.14 steps/s");
@@ -263,7 +267,7 @@ describe("the status line", () => {
     ["inf", "inf"],
     ["-inf", "-inf"],
   ] as const)("shows a loss of %s, which crosses as text", (loss, shown) => {
-    const training = { step: 11, loss, steps_per_s: 2, tokens_per_s: null };
+    const training = { step: 11, loss, loss_step: 11, steps_per_s: 2, tokens_per_s: null };
     expect(statusLine({ kind: "live" }, state({ training }))?.text).toContain(`loss ${shown} `);
   });
 
@@ -288,6 +292,35 @@ describe("the status line", () => {
   it("is nothing where there are no ranks", () => {
     expect(statusLine({ kind: "away", why: "not loaded", text: "" }, null)).toBeNull();
   });
+});
+
+describe("a reply", () => {
+  it("has sentences, and facts that stand below each other", () => {
+    const text = "model: 4 units on 2 ranks\n  units           (root), blocks.0\n  each rank keeps  1.58 MiB (50%)\nWait: then go on\n  a b\n  note  two words";
+    expect(piecesOf(text)).toEqual([
+      "model: 4 units on 2 ranks",
+      [["units", "(root), blocks.0"], ["each rank keeps", "1.58 MiB (50%)"]],
+      "Wait: then go on\n  a b",
+      [["note", "two words"]],
+    ]);
+  });
+
+  it.each(["done", "", "Traceback:\n    x = 1  # why\n  File 'a.py', line 3"])("%j has no facts", (text) => {
+    expect(piecesOf(text)).toEqual([text]);
+  });
+
+  it("keeps the lines of a table with more columns", () => {
+    expect(isTable("  rank 0  idle  3.2 MiB")).toBe(true);
+    expect(isTable("2 ranks\n  units            (root)\n  each rank keeps  1.58 MiB")).toBe(false);
+  });
+});
+
+it.each([
+  [0, "a.ipynb is not open: open it, and its ranks are shown here."],
+  [1, "a.ipynb is not open: open it, and its rank, which goes on while its kernel runs, is shown here."],
+  [8, "a.ipynb is not open: open it, and its 8 ranks, which go on while its kernel runs, are shown here."],
+])("of a notebook that was closed it is said that its %d ranks go on", (ranks, words) => {
+  expect(closedWords("a.ipynb", ranks)).toBe(words);
 });
 
 it("a start says what it waits for", () => {

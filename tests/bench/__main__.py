@@ -26,7 +26,7 @@ from workbench.devices import DEVICES
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
-PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "trace", "browser", "gpu")
+PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "many", "trace", "browser", "gpu")
 FULL = Effort(
     rounds=6,
     steps=7,
@@ -93,13 +93,14 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
                 yield ("recording", name), _recording(case, effort)
         case "trace":
             yield ("trace",), _apart("trace of 1 M events", lambda: live.trace(effort))
-            yield from _of_many(effort)
+            yield from _of_512_ranks(effort)
         case _:
-            for name, work in (live.live(effort) if part == "live" else live.browser()).items():
+            works = {"live": lambda: live.live(effort), "many": lambda: live.many(effort), "browser": live.browser}
+            for name, work in works[part]().items():
                 yield (part, name), _apart(name, work)
 
 
-def _of_many(effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:
+def _of_512_ranks(effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:
     for name, work in live.scale(effort).items():
         yield ("scale", name), _apart(f"trace of 512 ranks, {name}", work)
 

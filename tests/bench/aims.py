@@ -233,7 +233,13 @@ CLASSIC = tuple(
     )
 )
 
-AIMS = (*ENGINE, *LIVE, *LAB, *SCALE, *HOSTS, *CLASSIC)
+MANY = (
+    _live("next collective, a rank: of most / of fewest ranks", ("many", "next collective"), "growth", 1.5),
+    _live("shard and step, a unit: of most / of fewest units", ("many", "shard"), "growth", 1.5),
+)
+"""Costs per rank and per unit, which are linear."""
+
+AIMS = (*ENGINE, *LIVE, *MANY, *LAB, *SCALE, *HOSTS, *CLASSIC)
 
 
 def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:

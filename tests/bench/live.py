@@ -46,6 +46,13 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
         ),
         "cells": lambda: call("tests.bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
         "start": lambda: _starts(effort.starts, call),
+        "attach": lambda: call("tests.bench.doors:measure_attach", num_engines=8, num_times=effort.starts),
+    }
+
+
+def many(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
+    """Return what is measured with many ranks and many units, by its name, each to be called."""
+    return {
         "next collective": lambda: call(
             "tests.bench.many:measure_next",
             num_ranks=effort.many_ranks,
@@ -53,7 +60,6 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
             timeout_s=MAX_MANY_S,
         ),
         "shard": lambda: call("tests.bench.many:measure_shard", num_units=effort.many_units, timeout_s=MAX_MANY_S),
-        "attach": lambda: call("tests.bench.doors:measure_attach", num_engines=8, num_times=effort.starts),
     }
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.workbench import Workbench
@@ -25,7 +25,10 @@ def train_step():
 
 
 def measure_next(num_ranks: Sequence[int], num_times: int) -> Tree:
-    """Return by number of ranks what ``next collective`` takes, in seconds, and what that is a rank, in ms."""
+    """Return by number of ranks what ``next collective`` takes, in seconds, and per rank, in ms.
+
+    ``growth``: of the latter.
+    """
     seconds = {}
     for count in num_ranks:
         with Workbench(count, device="cpu") as wb:
@@ -35,14 +38,19 @@ def measure_next(num_ranks: Sequence[int], num_times: int) -> Tree:
             wb.step(1000, until="forward")
             seconds[count] = statistics.median(_seconds(lambda wb=wb: wb.next("collective")) for _ in range(num_times))
             wb.abort()
+    per_rank = {f"{count} ranks": 1e3 * value / count for count, value in seconds.items()}
     return {
         "seconds": {f"{count} ranks": value for count, value in seconds.items()},
-        "ms_per_rank": {f"{count} ranks": 1e3 * value / count for count, value in seconds.items()},
+        "ms_per_rank": per_rank,
+        "growth": _growth(per_rank),
     }
 
 
 def measure_shard(num_units: Sequence[int]) -> Tree:
-    """Return by number of units what ``shard`` and the first two steps take, in ms a unit, on two ranks."""
+    """Return by number of units what ``shard`` and the first two steps take, in ms a unit, on two ranks.
+
+    ``growth``: of the one that grows most.
+    """
     found: dict[str, dict[str, float]] = {"shard": {}, "first step": {}, "second step": {}}
     for count in num_units:
         with Workbench(2, device="cpu") as wb:
@@ -54,7 +62,16 @@ def measure_shard(num_units: Sequence[int]) -> Tree:
             }
             for name, work in works.items():
                 found[name][f"{count} units"] = 1e3 * _seconds(work) / count
-    return {f"{name} ms_per_unit": by_count for name, by_count in found.items()}
+    return {
+        **{f"{name} ms_per_unit": by_count for name, by_count in found.items()},
+        "growth": max(map(_growth, found.values())),
+    }
+
+
+def _growth(by_count: Mapping[str, float]) -> float:
+    """Return the cost with the most to that with the fewest: 1 if the whole is linear, or less."""
+    costs = list(by_count.values())
+    return costs[-1] / costs[0]
 
 
 def _seconds(work: Any) -> float:

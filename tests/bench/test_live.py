@@ -7,7 +7,7 @@ import pytest
 
 from tests.bench import __main__ as bench
 from tests.bench import live, report
-from tests.bench.aims import HOSTS, LAB, LIVE, SCALE, verdicts
+from tests.bench.aims import HOSTS, LAB, LIVE, MANY, SCALE, verdicts
 from tests.bench.cases import HOSTS_CASES
 from tests.bench.watched import (
     PLAIN,
@@ -32,8 +32,8 @@ FOUND = {
     "doors:measure_side_door": {"python_ms": 8.0, "torch_ms": 4.0},
     "doors:measure_side_door_of_hosts": {"python_ms": 9.0, "latency_ms": 2.0, "above_links_ms": 5.0},
     "doors:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
-    "many:measure_next": {"seconds": {"4 ranks": 0.4}, "ms_per_rank": {"4 ranks": 100.0}},
-    "many:measure_shard": {"shard ms_per_unit": {"100 units": 5.0}},
+    "many:measure_next": {"seconds": {"4 ranks": 0.4}, "ms_per_rank": {"4 ranks": 100.0}, "growth": 1.1},
+    "many:measure_shard": {"shard ms_per_unit": {"100 units": 5.0}, "growth": 0.9},
     "doors:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
@@ -58,6 +58,7 @@ def whole():
     found["hosts"] = {name: {"to_torch": 0.8, "failed": {}} for name in HOSTS_CASES}
     quick = bench.QUICK
     parts = {"live": live.live(quick, call), "browser": live.browser(call), "scale": live.scale(quick, call)}
+    parts["many"] = live.many(quick, call)
     for part, works in parts.items():
         for name, work in works.items():
             bench._put(found, (part, name), live.measured(name, work))
@@ -66,7 +67,7 @@ def whole():
 
 def test_every_figure_finds_its_number():
     found = list(verdicts(whole()))
-    assert [verdict.aim for verdict in found] == [*LIVE, *LAB, *SCALE, *HOSTS]
+    assert [verdict.aim for verdict in found] == [*LIVE, *MANY, *LAB, *SCALE, *HOSTS]
     assert {verdict.word for verdict in found} == {"met"}
     assert {v.aim.what: v.number for v in found}["side door while ranks compute, median"] == "8.00 ms"
 

@@ -43,7 +43,8 @@ class FakeMessage(Future):
 class Request:
     def __init__(self):
         self.loop, self.answer, self.message = FakeLoop(), Answer(), FakeMessage()
-        Exchange(self.loop, 3, self.answer).attach(self.message)
+        self.was_interrupted = False
+        Exchange(self.loop, 3, self.answer, lambda: self.was_interrupted).attach(self.message)
 
 
 @pytest.fixture
@@ -79,7 +80,15 @@ def test_outputs_between_the_two_are_kept_and_waited_for(request_):
     assert request_.answer.outputs == [Output("stdout", text="late")]
 
 
+def test_a_reply_that_is_lost_without_an_interrupt_is_no_interrupt(request_):
+    fall_idle(request_)
+    request_.loop.let_time_pass()
+    with pytest.raises(ClusterError, match=r"^rank 3 has ended its request without a reply$"):
+        request_.answer.future.result(0)
+
+
 def test_a_reply_that_an_interrupt_has_swallowed_is_an_interrupt(request_):
+    request_.was_interrupted = True
     fall_idle(request_)
     request_.loop.let_time_pass()
     error = request_.answer.future.exception(0)

@@ -133,6 +133,34 @@ def test_an_error_below_a_called_function_names_the_line_of_the_cell(cluster):
     ]
 
 
+LOSES = """
+import sys
+closed = open("/dev/null", "w")
+closed.close()
+def lose():
+    sys.stdout, sys.stderr = LOST
+"""
+
+
+@pytest.mark.parametrize("lost", ["None, None", "closed, closed"])
+def test_user_code_that_takes_the_streams_away_is_answered_and_later_output_is_shown(cluster, lost):
+    cluster.run_cell(LOSES.replace("LOST", lost)).results(PATIENCE_S)
+    assert cluster.apply(f"{RUNTIME}:call_user_function", "lose").results(PATIENCE_S) == dict.fromkeys(range(3))
+    cluster.run_cell("lose()").results(PATIENCE_S)
+    assert cluster.apply(f"{RUNTIME}:echo", 1).results(PATIENCE_S)[1] == (1,)
+    pending = cluster.run_cell("print('shown')")
+    pending.results(PATIENCE_S)
+    assert texts(pending, 2) == "shown\n"
+
+
+def test_a_stream_of_the_users_that_works_stays(cluster):
+    cluster.run_cell("import io, sys\nkept, sys.stdout = sys.stdout, io.StringIO()").results(PATIENCE_S)
+    cluster.run_cell("print('aside')\nsaid, sys.stdout = sys.stdout.getvalue(), kept").results(PATIENCE_S)
+    pending = cluster.run_cell("print(said)")
+    pending.results(PATIENCE_S)
+    assert texts(pending, 0) == "aside\n\n"
+
+
 HOLDING = """
 import weakref
 class Thing: pass

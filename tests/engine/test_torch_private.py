@@ -51,6 +51,7 @@ from workbench.engine._torch import (
     gather_old_shards,
     group_allocator,
     has_grad_hooks,
+    has_own_setattr,
     has_post_accumulate_hooks,
     is_asked_by_checkpoints,
     is_in_backward,
@@ -404,6 +405,8 @@ def test_a_module_with_a_setattr_of_its_own_is_asked_to_exchange_a_parameter():
             super().__setattr__(name, value)
 
     module = Watches(2, 2)
+    assert has_own_setattr(module)
+    assert not has_own_setattr(nn.Linear(2, 2))
     seen.clear()
     set_parameter(module, "weight", nn.Parameter(torch.ones(2, 2)))
     assert seen == ["weight"]

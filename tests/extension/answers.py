@@ -120,7 +120,7 @@ EXAMPLES: tuple[Answer, ...] = (
             steps_done=11,
             steps_total=40,
         ),
-        training=TrainingState(step=11, loss=2.30259, steps_per_s=3.14159, tokens_per_s=None),
+        training=TrainingState(step=11, loss=2.30259, loss_step=11, steps_per_s=3.14159, tokens_per_s=None),
         ended=Ending(count=1, line="a cell", text="", is_error=False),
         is_recorded=True,
         record="",

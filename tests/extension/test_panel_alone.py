@@ -57,6 +57,7 @@ def test_a_start_says_that_it_works_and_can_be_cancelled(lab):
     expect(tool(lab, "Starting\u2026")).to_be_disabled()
     tool(lab, "Cancel").click()
     expect(reply(lab)).to_contain_text(re.compile("given up|giving up|2 ranks started"))  # where it was quicker
+    expect(reply(lab)).not_to_have_class(re.compile("fsdp-mod-bad"))  # it was asked for
     if panel(lab).get_by_role("button", name="Stop the ranks").count():
         tool(lab, "Stop the ranks").click()
     expect(tool(lab, "Start 2 ranks")).to_be_enabled()
@@ -68,6 +69,7 @@ def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
     tool(lab, "Start 1000 ranks").click()
     dialog = lab.page.get_by_role("dialog")
     expect(dialog).to_contain_text("Start 1000 ranks on ")
+    expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()  # the Enter that sent the form starts nothing
     shot(lab, "crowd")
     dialog.get_by_role("button", name="Cancel").click()
     panel(lab).get_by_label("Ranks", exact=True).fill("2")
@@ -115,6 +117,9 @@ def test_it_is_sharded_and_trained_by_buttons(lab):
     form.locator("button[type=submit]").click()
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(6)
     expect(reply(lab)).to_contain_text("5 units")
+    expect(reply(lab).get_by_role("term").first).to_have_text("units")
+    expect(reply(lab).get_by_role("definition").first).to_have_text("(root), blocks.0, blocks.1, blocks.2, blocks.3")
+    shot(lab, "facts")
     panel(lab).get_by_label("Training steps").fill("2")
     tool(lab, "Train 2 steps").click()
     expect(reply(lab)).to_contain_text("%fsdp step 2")
@@ -141,6 +146,18 @@ def test_a_step_is_verified_and_what_fails_is_red(lab):
     section(lab, "Record").get_by_label("Export to").fill("run.nothing")
     section(lab, "Record").get_by_role("button", name="Export").click()
     expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
+    expect(reply(lab).get_by_role("button", name="Show in a tab")).to_have_count(0)
+
+
+def test_a_reply_that_is_not_seen_whole_can_be_shown_in_a_tab(lab):
+    section(lab, "Record").get_by_label("Export to").fill("one line of many words " * 60 + ".nothing")
+    section(lab, "Record").get_by_role("button", name="Export").click()
+    expect(reply(lab)).to_contain_text("cannot tell from 'one line of")
+    reply(lab).get_by_role("button", name="Show in a tab").click()
+    shot(lab, "long_reply")
+    tab = lab.page.get_by_role("tab", name="FSDP: export", exact=True)
+    expect(tab).to_be_visible()
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
 
 
 def test_the_panel_follows_the_dashboard_in_front(lab):
@@ -151,6 +168,21 @@ def test_the_panel_follows_the_dashboard_in_front(lab):
     lab.page.get_by_role("tab", name="FSDP: run", exact=True).click()
     expect(panel(lab).locator(".fsdp-Whose")).to_have_text("run.ipynb")
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+
+
+def test_a_dashboard_whose_notebook_is_closed_says_how_many_ranks_go_on(lab):
+    lab.page.evaluate(
+        """() => {
+            const tabs = [...window.jupyterapp.shell.widgets("main")];
+            const notebook = tabs.find((tab) => tab.context?.path === "run.ipynb");
+            notebook.context.model.dirty = false; // nobody is asked whether to save it
+            notebook.close();
+        }"""
+    )
+    expect(dashboard(lab)).to_contain_text("its 2 ranks, which go on while its kernel runs, are shown here.")
+    to(lab, "run.ipynb")
+    expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
+    assert lab.errors == []
 
 
 def test_a_page_that_was_written_is_opened_by_a_link(lab):
@@ -187,6 +219,7 @@ def test_without_a_notebook_the_launcher_s_card_shows_the_panel(lab):
             for (const panel of [...window.jupyterapp.shell.widgets("main")]) {
                 if (panel.context?.model) panel.context.model.dirty = false;
                 panel.close();
+                await new Promise(requestAnimationFrame); // another one is shown, whose toolbar measures itself
             }
         }"""
     )

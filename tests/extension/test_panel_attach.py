@@ -114,7 +114,7 @@ def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
     expect(headline(lab)).to_contain_text("View only: the notebook of ")
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
     expect(panel(lab).locator(".fsdp-Numbers")).to_have_text(
-        re.compile(r"loss [\d.e-]+step time .+step \d+")
+        re.compile(r"^step \d+\s*step time .+loss [\d.e-]+ of step \d+$")
     )  # it trains
     expect(tool(lab, "Pause inside the step")).to_be_disabled()
     expect(tool(lab, "Stop the ranks")).to_have_count(0)
@@ -137,6 +137,7 @@ def test_ranks_that_become_free_are_taken_by_one_click(lab):
     expect(ranks(lab)).to_have_count(0)
     to(lab, "other.ipynb")
     expect(headline(lab)).to_contain_text("These ranks are free now.")
+    expect(reply(lab)).to_have_count(0)  # that of the attach says that they can only be viewed
     shot(lab, "free")
     tool(lab, "Take these ranks").click()
     expect(headline(lab)).to_contain_text("2 ranks, idle")

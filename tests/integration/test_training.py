@@ -5,6 +5,7 @@ import psutil
 import pytest
 
 from tests.integration.model import CELL
+from tests.views.figures import subtitle
 from workbench import Workbench
 from workbench.errors import RankError, UsageError
 from workbench.events import Category, Edge, Kind
@@ -110,6 +111,31 @@ def train_step():
     metrics = rows[rows["kind"] == Kind.METRIC]
     names = {trained.trace.header.strings[m] for m in metrics["module"]}
     assert {"loss", "gradient norm"} <= names
+
+
+UNMANAGED = """
+model.register_buffer("drawn", torch.full((2,), float(rank)))
+hook = model.head.weight.register_hook(lambda grad: grad)
+"""
+MENDED = """
+torch.distributed.broadcast(model.drawn, 0)
+hook.remove()
+"""
+
+
+def test_what_the_engine_does_not_manage_is_said_from_cell_to_cell_in_status_and_comms(trained):
+    assert trained.status().notes == ()
+    trained.run_cell(UNMANAGED)
+    hooks, buffers = trained.status().notes
+    assert hooks.startswith("register_hook is never called on a sharded parameter: head.weight. ")
+    assert buffers.startswith("buffers differ between ranks: drawn. ")
+    trained.step(1)
+    said = subtitle(trained.comms())
+    assert "head.weight. Use register_post_accumulate_grad_hook" in said
+    assert "differ between ranks: drawn. " in said
+    trained.run_cell(MENDED)
+    assert trained.status().notes == ()
+    trained.run_cell("del model.drawn")
 
 
 def test_the_policy_changes_collectives_and_memory(trained):

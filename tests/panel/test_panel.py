@@ -14,6 +14,7 @@ from tests.trace.simulation import with_loss
 from tests.trace.strategies import example_trace
 from tests.waiting import wait_until
 from workbench.codec import decode, encode
+from workbench.errors import Interrupted
 from workbench.events import Category
 from workbench.panel.messages import VERSION, Answer, RestPreview, TrainingState
 from workbench.panel.panel import Panel
@@ -21,6 +22,7 @@ from workbench.panel.preview import preview
 from workbench.panel.state import Observer, Settings, params_of, units_of
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest, shards, totals
+from workbench.replay.training import summary
 from workbench.session.pulse import Pulse
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, HostClock, Reading
@@ -107,7 +109,13 @@ def test_before_there_are_ranks(browser):
     state = browser.look()
     assert (state["cluster"]["is_running"], state["ranks"], state["units"], state["request"]) == (False, [], [], None)
     assert state["said"] == "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
-    assert state["training"] == {"step": -1, "loss": None, "steps_per_s": None, "tokens_per_s": None}
+    assert state["training"] == {
+        "step": -1,
+        "loss": None,
+        "loss_step": -1,
+        "steps_per_s": None,
+        "tokens_per_s": None,
+    }
     said = browser.do("shard", model="model")
     assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
     assert "Start them with %fsdp start" in said["text"]
@@ -117,6 +125,33 @@ def test_whether_ranks_have_a_train_step_is_found_with_their_models(started):
     assert started.ask("find models")["has_step"]
     started.fake.variables[3] = ("model",)
     assert not started.ask("find models")["has_step"]
+
+
+def test_while_no_rank_has_answered_it_is_not_said_that_they_have_no_model(started):
+    started.fake.silent = set(range(4))
+    refused = started.ask("find models")
+    assert refused["word"] == "refused"
+    assert refused["text"] == "No rank has answered yet: its models are shown when it does."
+    started.fake.silent = {0, 1, 2}
+    assert [model["ranks"] for model in started.ask("find models")["models"]] == [[3]]
+
+
+def test_the_loss_is_told_with_the_step_that_it_is_of():
+    whole = example_trace(num_ranks=2, steps=3)
+    ends = {rank: int(whole.slice(step=2).rank(rank).start.seq) + 1 for rank in range(2)}  # step 2 has just begun
+    trace = Trace(whole.header, tuple(r.cut(r.start.seq, ends[r.rank]) for r in whole.ranks))
+    found = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None).training
+    assert (found.step, found.loss_step) == (2, 1)
+    assert found.loss == summary(whole).losses[1]
+
+
+def test_a_start_that_was_given_up_has_not_failed(browser, monkeypatch):
+    def start(_cluster, *_given):
+        raise Interrupted("The start was given up: nothing of it is left")
+
+    monkeypatch.setattr(FakeCluster, "start", start)
+    said = browser.do("start")
+    assert (said["text"], said["is_error"]) == ("The start was given up: nothing of it is left", False)
 
 
 def test_what_is_recorded_or_opened_is_told(started, tmp_path):
@@ -234,12 +269,16 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
     seen = []
 
     def start(_cluster, *given, start=FakeCluster.start):
-        seen.append(started.look()["cluster"])
+        seen.append(started.look())
         start(_cluster, *given)
+        seen.append(started.look())
 
     monkeypatch.setattr(FakeCluster, "start", start)
     started.do("start")
-    assert [(told["is_running"], told["exchange"]) for told in seen] == [(False, "start")]
+    assert [(told["cluster"]["is_running"], told["cluster"]["exchange"]) for told in seen] == [(False, "start")] * 2
+    assert [told["cluster"]["waits_for"] for told in seen] == ["", "they are being started"]
+    assert [told["said"] for told in seen] == ["Starting or attaching ranks.", "They are being started."]
+    assert started.look()["cluster"]["waits_for"] == ""
 
 
 def test_a_rank_that_is_gone_says_how(started):

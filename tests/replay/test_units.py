@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from tests.trace.strategies import example_trace
-from workbench.replay.units import listed, model_order, unit_name, unmanaged_words
+from workbench.replay.units import differing, listed, model_order, unit_name, unmanaged_words
 
 
 def test_a_unit_is_called_by_its_path_and_the_root_is_called_root():
@@ -28,3 +28,7 @@ def test_a_long_list_and_a_long_name_are_cut_in_the_middle():
     assert listed([f"p{i}" for i in range(20)]).endswith("p9, ... 9 more ..., p19")
     assert [len(listed(["x" * number])) for number in (80, 81, 500)] == [80, 80, 80]
     assert "p9, ... 9 more ..., p19. After backward" in unmanaged_words("model", [f"p{i}" for i in range(20)])
+
+
+def test_buffers_differ_where_ranks_that_have_them_hold_other_bytes():
+    assert differing([{"a": 1, "b": 1}, {"a": 1, "b": 2, "c": 3}, {}]) == ("b",)

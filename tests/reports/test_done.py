@@ -314,3 +314,24 @@ def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
         ]
     )
     assert (report.buffers, report.since) == said
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([(1.0, 2.0), (1.0, 2.0)], ""),
+        ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on on every rank"),
+        ([(1.0, 2.0, 3.0), (1.0, NAN, 3.0)], "loss is NaN in step 6, first on rank 1"),
+        ([(INF, INF), (1.0, 2.0)], "loss is infinite from step 5 on, first on rank 0"),
+        ([None, (1.0, NAN)], "loss is NaN from step 6 on, first on rank 1"),
+    ],
+)
+def test_a_step_says_where_the_loss_first_was_not_finite(losses, said):
+    same = {"seconds": (0.1, 0.1, 0.1), "optimizer_steps": 3, "first_step": 5, "unreduced": ()}
+    report = SAYS[Step]([Stepped(steps_done=3, losses=own, **same) for own in losses])
+    assert report.not_finite == said
+    assert said in str(report)
+    assert bool(said) == ("loss is" in str(report))

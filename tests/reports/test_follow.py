@@ -26,8 +26,20 @@ def test_at_the_end_it_says_what_the_training_fold_says():
     (end,) = follow(prefix(trace, 0), trace)
     whole = training.summary(trace)
     assert end == Progress(
-        done=3, total=9, step=2, loss=pytest.approx(whole.losses[-1]), step_ns=whole.step_times.high[-1]
+        done=3,
+        total=9,
+        step=2,
+        loss=pytest.approx(whole.losses[-1]),
+        loss_step=2,
+        step_ns=whole.step_times.high[-1],
     )
+
+
+def test_the_newest_loss_may_be_of_an_older_step_than_the_one_that_has_begun():
+    trace = example_trace(num_ranks=2, steps=3)
+    begun = tuple(r.cut(0, trace.slice(step=2).rank(r.rank).start.seq + 1) for r in trace.ranks)
+    (found,) = follow(prefix(trace, 0), Trace(trace.header, begun))
+    assert (found.step, found.loss_step, found.loss) == (2, 1, training.summary(trace).losses[1])
 
 
 def test_a_state_that_comes_late_takes_nothing_back():

@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from fnmatch import fnmatch
 
 import pytest
@@ -15,13 +15,15 @@ from tests.engine.models import Block, adamw, loss_of
 from tests.runtime.job import execute, namespace, prepare, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
-from workbench.engine.classic import FullyShardedDataParallel, ModuleWrapPolicy
+from workbench.engine import StepAborted
+from workbench.engine.classic import CPUOffload, FullyShardedDataParallel, ModuleWrapPolicy
+from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import planning
+from workbench.runtime import planning, sharding
 from workbench.runtime import rank as rank_module
 from workbench.runtime.inspection import inspect
 from workbench.trace.rules import check
@@ -97,6 +99,30 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
     if "mp" not in policy and "ignore" not in policy:
         for out, losses in zip(results, run(num_ranks, plainly), strict=True):
             assert out["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+def wrapped_in_a_cell():
+    """By the user, not by ``shard``: before the first step everything has its name, and nothing is in the way."""
+    ns = prepare()
+    ns["model"] = model = FullyShardedDataParallel(
+        ns["model"],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        cpu_offload=CPUOffload(offload_params=True),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    ns["opt"] = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    before = [unit.name for unit in trace_here().header.units]
+    found = execute(Verify())
+    execute(Step(count=1))
+    return before, found["ok"], [unit.name for unit in trace_here().header.units]
+
+
+def test_what_a_cell_wraps_is_known_by_its_names_before_the_first_step():
+    names = ["", "blocks.0", "blocks.1", "blocks.2"]
+    for before, ok, after in run(2, wrapped_in_a_cell):
+        assert sorted(before) == sorted(after) == names
+        assert ok
 
 
 def warned(command):
@@ -366,6 +392,53 @@ def straight():
     prepare()
     execute(Shard(model="model", wrap=("Block",)))
     return execute(Step(count=8))["losses"]
+
+
+def given_up_when_plain():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    undo = sharding._undo
+
+    def undo_and_give_up(*args):
+        plain = undo(*args)
+        cancellation.cancel("given up")  # every wait raises from now on
+        return plain
+
+    sharding._undo = undo_and_give_up
+    with suppress(StepAborted):
+        execute(Reshard(model="model", api="classic", strategy="hybrid", mesh=(2, 2)))
+    cancellation.reset()
+    policy = sharding.policy_of(ns["model"])
+    return policy.api, policy.mesh
+
+
+def test_a_model_that_is_plain_for_a_moment_is_sharded_anew_on_every_rank_whatever_is_given_up():
+    assert run(4, given_up_when_plain) == [("classic", "2x2")] * 4
+
+
+def interrupted_when_plain(api):
+    prepare()
+    execute(Shard(model="model", wrap=("Block",), **({"api": "classic"} if api == "classic" else {"prefetch": 1})))
+    losses = execute(Step(count=2))["losses"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    name = "_apply" if api == "classic" else "_shard_classic"
+    made, _ = getattr(sharding, name), setattr(sharding, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        execute(Reshard(model="model", api="fully_shard" if api == "classic" else "classic"))
+    setattr(sharding, name, made)
+    (model,) = planning.models()
+    losses += execute(Step(count=6))["losses"]
+    return losses, model.policy.api, model.policy.prefetch
+
+
+@pytest.mark.parametrize(("api", "prefetch"), [("fully_shard", 1), ("classic", 0)])
+def test_a_reshard_that_is_interrupted_leaves_the_model_sharded_as_before(api, prefetch):
+    for (losses, *policy), expected in zip(run(2, interrupted_when_plain, api), run(2, straight), strict=True):
+        assert policy == [api, prefetch]
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("orig_params", [False, True])

@@ -15,11 +15,13 @@ from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
 from workbench.protocol.commands import Shard, Sharded, Step, Unshard, Verified, Verify
 from workbench.protocol.messages import ListNames, Locate
+from workbench.replay.units import unmanaged_notes
 from workbench.reports.done import SAYS
 from workbench.runtime import describe
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.header import join
 from workbench.trace.rules import check
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
@@ -373,7 +375,7 @@ def evaluated(api, orig_params):
     with torch.no_grad():
         ns["model"](torch.ones(2, 4))
     names = [name for size in describe.sizes_of(ns["model"]) for name in size.names]
-    return describe.unmanaged(), sorted(names)
+    return describe.unmanaged().params, sorted(names)
 
 
 @pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
@@ -400,7 +402,11 @@ def unmanaged():
     headers = [rank_module._this_rank().recorder.header]
     execute(Step(count=1))
     headers.append(rank_module._this_rank().recorder.header)
-    return sharded, execute(Verify()), [header.unmanaged for header in headers]
+    verified = execute(Verify())
+    model.drawn.zero_()
+    rank_module._after_cell(None)
+    headers.append(rank_module._this_rank().recorder.header)
+    return sharded, verified, headers
 
 
 def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
@@ -414,8 +420,15 @@ def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     assert "in no unit, so that nothing averages their gradients: scale. " in params
     assert "p = model.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in params
     assert "buffers differ between ranks: drawn. " in buffers
-    found = ("model.scale",), ("model.scale", "model.adapter.weight", "model.adapter.bias")
-    assert [tuple(recorded) for *_, recorded in replies] == [found] * 2
+    after_shard, after_step, after_cell = zip(*(headers for *_, headers in replies), strict=True)
+    assert [header.unmanaged for header in after_shard] == [("model.scale",)] * 2
+    added = ("model.scale", "model.adapter.weight", "model.adapter.bias")
+    assert [header.unmanaged for header in after_step] == [added] * 2
+    assert [header.hooks for header in (*after_shard, *after_step)] == [()] * 2 + [("model.layer.weight",)] * 2
+    told = unmanaged_notes(join(*after_step))
+    assert [note.partition(":")[0] for note in told] == [note.partition(":")[0] for note in verify.notes]
+    assert "differ between ranks: drawn. If they should not, for each: torch.distributed.broadcast(model.get" in told[2]
+    assert unmanaged_notes(join(*after_cell)) == told[:2]
     params, hooks, buffers = verify.notes
     assert "their gradients: scale, adapter.weight, adapter.bias. " in params
     assert "register_hook is never called on a sharded parameter: layer.weight. " in hooks

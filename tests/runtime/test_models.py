@@ -1,9 +1,13 @@
 """Which steps trained which model, as ranks record it."""
 
+import pytest
+from torch import nn
+
 from tests.runtime.job import execute, prepare, run
 from tests.runtime.test_verify import joined, recorded
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard
 from workbench.replay import training
+from workbench.runtime import planning
 from workbench.trace.rules import check
 from workbench.views import draw
 
@@ -24,6 +28,24 @@ def two_models():
     execute(Shard(model="model", wrap=("Block",)))
     losses = execute(Step(count=2))["losses"]
     return first, recorded(), losses
+
+
+def sizes_within_a_step(api):
+    model = prepare()["model"]
+    sizes = [planning.models()[0].num_bytes]
+    execute(Shard(model="model", wrap=("Block",), api=api))
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_: sizes.append(planning.models()[0].num_bytes))
+    execute(Step(count=1))
+    return [*sizes, planning.models()[0].num_bytes]
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "classic"])
+def test_a_model_is_as_large_within_a_step_as_before_it(api):
+    for sizes in run(2, sizes_within_a_step, api):
+        assert len(sizes) > 4
+        assert set(sizes) == {sizes[0]}
 
 
 def test_only_a_model_made_anew_cuts_the_curve():

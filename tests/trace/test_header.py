@@ -12,7 +12,7 @@ from workbench.errors import TraceError
 from workbench.events import UnitState
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.header import join, translate
-from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, HostClock, KeyFrame, RankInfo, Reading
+from workbench.trace.schema import SCHEMA_VERSION, BufferSum, CommGroup, Header, HostClock, KeyFrame, RankInfo, Reading
 
 
 @given(any_headers())
@@ -66,12 +66,13 @@ def test_a_file_from_before_clocks_were_compared_loads():
 
 
 def test_a_file_from_before_parameters_of_no_unit_were_recorded_loads():
-    header = Header(world_size=1, unmanaged=("model.scale",))
+    info = RankInfo(rank=0, host="a", device="cpu", pid=1, buffers=(BufferSum(name="model.mean", crc32=7),))
+    header = Header(world_size=1, ranks=(info,), unmanaged=("model.scale",), hooks=("model.weight",))
     data = json.loads(json.dumps(header_to_dict(header)))
     assert header_from_dict(data) == header
     data["schema_version"] = 6
-    del data["unmanaged"]
-    assert header_from_dict(data) == replace(header, unmanaged=())
+    del data["unmanaged"], data["hooks"], data["ranks"][0]["buffers"]
+    assert header_from_dict(data) == Header(world_size=1, ranks=(replace(info, buffers=()),))
 
 
 def test_the_newest_header_says_which_parameters_are_of_no_unit():

@@ -13,6 +13,7 @@ from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
 from workbench.events import GLOO, PER_HOST, Edge, Kind
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import BufferSum
 from workbench.views import theme
 from workbench.views.comms import MAX_ROWS, comms
 
@@ -246,7 +247,9 @@ def test_where_copies_alone_are_on_other_hosts_only_their_all_reduces_cross():
 def test_parameters_of_no_unit_are_said_with_what_to_do():
     trace = example_trace()
     assert "in no unit" not in subtitle(comms(trace))
+    ranks = [replace(each, buffers=(BufferSum(name="m.mean", crc32=each.rank),)) for each in trace.header.ranks]
     header = replace(trace.header, unmanaged=("m.scale", "m.adapter.weight", "other.bias"))
+    header = replace(header, hooks=("m.weight",), ranks=tuple(ranks))
     said = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
     assert (
         "in no unit, so that nothing averages their gradients: scale, adapter.weight. After backward, for each: "
@@ -254,3 +257,6 @@ def test_parameters_of_no_unit_are_said_with_what_to_do():
     )
     assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in said
     assert "their gradients: bias. After backward, for each: p = other.get_parameter('bias')" in said
+    assert "register_hook is never called on a sharded parameter: weight. Use register_post_accumulate" in said
+    assert "buffers differ between ranks: mean. If they should not, for each: " in said
+    assert "torch.distributed.broadcast(m.get_buffer('mean'), 0)" in said

@@ -68,11 +68,19 @@ def with_grads(start, num_bytes):
 def test_fewer_collectives_are_counted_and_tabled():
     fig = draw(simulate(Setup()), simulate(Setup(reshard_after_forward=False)))
     assert "3 fewer all-gathers a step (blocks.0-2)" in title(fig)
-    (table,) = (trace for trace in fig.data if trace.type == "table")
-    columns = table.cells.values
-    assert list(columns[0][:3]) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert list(columns[2][:3]) == ["2<br>-> 1"] * 3
-    assert list(columns[3][:3]) == ["385 KiB<br>-> 193 KiB"] * 3
+    columns = table(fig)
+    assert columns["<b>unit</b>"][:3] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert columns["<b>calls<br>a step</b>"][:3] == ["2<br>-> 1"] * 3
+    assert columns["<b>payload</b>"][:3] == ["385 KiB<br>-> 193 KiB"] * 3
+
+
+def table(fig):
+    """The cells below the plot from the top, by the heading of their column."""
+    columns = {}
+    for each in fig.layout.annotations:
+        if each.yref == "paper":
+            columns.setdefault(each.x, []).append(each.text)
+    return {heading: cells for heading, *cells in columns.values()}
 
 
 def test_the_root_is_named_without_a_second_pair_of_brackets():

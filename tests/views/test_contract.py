@@ -85,6 +85,7 @@ def test_a_notebook_draws_it_without_a_script_of_plotlys(name, talk):
     display_formatter = DisplayFormatter()
     shown, _ = display_formatter.format(draw(name, example_trace(), talk=talk))
     assert set(shown) == {theme.PLOTLY_MIME, "text/plain"}
+    assert "plotly" not in shown["text/plain"], "a sentence, where there is no picture"
     assert not display_formatter.ipython_display_formatter(draw(name, example_trace()))
 
 

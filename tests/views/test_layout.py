@@ -91,7 +91,7 @@ def test_the_dimension_that_is_split_is_named_unless_it_is_the_first():
 
 def headings(fig):
     """The lines over the bars, in one."""
-    lines = [text for trace in fig.select_traces({"mode": "text"}) for text in trace.text]
+    lines = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
     return " ".join(re.sub("</?b>", "", line) for line in lines)
 
 
@@ -140,13 +140,13 @@ def test_what_tensor_parallelism_has_split_in_a_flat_parameter_is_said_to_be_a_p
 
 def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
     def cut(numels, num_ranks, **unit):
-        said = words(layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))).splitlines()
-        first = next((place for place, line in enumerate(said) if line.startswith("cut between")), None)
-        return "" if first is None else " ".join(said[first : first + 2])
+        fig = layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))
+        said = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
+        return next((line for line in said if line.startswith("cut between")), "")
 
-    assert cut((4, 6, 3), 4).startswith("cut between ranks: p1 (1-2), p2 (2-3) ")
+    assert cut((4, 6, 3), 4).startswith("cut between ranks: p1 (1-2), p2 (2-3)")
     assert cut((4, 4), 2) == ""
-    assert cut((3, 6), 2, replicate_size=2).startswith("cut between shard-ranks: p1 (0-1) ")
+    assert cut((3, 6), 2, replicate_size=2).startswith("cut between shard-ranks: p1 (0-1)")
     assert "p0 (0-4), p1 (4-6), p2 (6-7) and 1 more" in cut((40, 15, 15, 10, 1), 9)
 
 

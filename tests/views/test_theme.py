@@ -170,6 +170,24 @@ def test_durations_are_written_with_three_digits(duration_ns, text):
     assert theme.format_duration(duration_ns) == text
 
 
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [
+        (0.0415, "41.5 ms"),
+        (59.4, "59.4 s"),
+        (59.9, "1 min"),
+        (75, "1 min 15 s"),
+        (3_600, "1 h"),
+        (20_789, "5 h 46 min"),
+        (86_399, "23 h 59 min"),
+        (90_000, "1 d 1 h"),
+        (100_000_000, "1,157 d 9 h"),
+    ],
+)
+def test_a_minute_and_more_is_written_in_whole_parts(duration_s, text):
+    assert theme.format_long(duration_s * 1e9) == text
+
+
 def test_an_axis_gets_the_unit_of_its_largest_value():
     assert theme.byte_unit(3 * 2**20) == (2**20, "MiB")
     assert theme.time_unit(2e9) == (10**9, "s")

@@ -1,5 +1,7 @@
 """Every view is readable from 250 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot.
 
+From 300 pixels on a view is no wider than its page: nothing at its right edge is seen only after the page is scrolled.
+
 Each view is drawn at each width, and so is each trace; views of all traces at all widths with ``-m exhaustive``.
 """
 
@@ -12,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from tests.browser import open_offline
 from tests.pairwise import pairs_and_rest, rows_of
-from tests.replay.test_shards import make_flat, make_unit
+from tests.replay.test_shards import make_flat, make_param, make_unit
 from tests.trace.holding import stopped_before
 from tests.trace.scale import Scale, trace_of
 from tests.trace.simulation import Setup, simulate
@@ -20,13 +22,14 @@ from workbench.events import Kind
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import VIEWS, compare, draw
-from workbench.views.talk import for_talk
+from workbench.views.narrow import LEAST
+from workbench.views.talk import SCALE, for_talk
 from workbench.widgets.modules import joined
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
-WIDTHS = (250, 320, 400, 500, 600, 700, 1200, 2000)
-TALK_WIDTHS = (375, 600, 2000)
+WIDTHS = (250, 300, 320, 400, 500, 600, 700, 1400, 2000)
+TALK_WIDTHS = (375, 450, 600, 2000)
 TRACES = ("deep", "held", "copies", "many")
 
 _PAGE = """<!doctype html><meta charset=utf-8><body style='margin:0'><div id=around></div><script>PLOTLY</script>
@@ -72,6 +75,16 @@ FLAT = tuple(
     make_unit(make_flat((64, 12288, 6, 4096, 64, 16384, 16384), 4), name=f"model.layers.{i}", index=i) for i in range(3)
 )
 
+WIDE = make_unit(
+    replace(
+        make_param((3, 4096, 1024), 4, shard_dim=1, fqn="self_attn.fused_qkv_projection"), global_shape=(3, 8192, 1024)
+    ),
+    name="model.layers.0",
+    compute_dtype="bfloat16",
+    offload=True,
+    reshard_after_forward=2,
+)
+
 _ENDINGS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "mlp.up": "mlp.gate_up_proj"}
 
 
@@ -104,6 +117,8 @@ def figures():
     found["memory of three steps"] = draw("memory", deep, steps=3)
     found["a unit alone"] = draw("layout", deep, unit="base_model.model.layers.2")
     found["flat parameters"] = draw("layout", Trace(Header(world_size=4, units=FLAT)))
+    found["a long label"] = draw("layout", Trace(Header(world_size=4, units=(WIDE,))))
+    found["few differences"] = compare.draw(held, held, names=("before.trace", "last, steps 3..5"))
     found["nothing to draw"] = draw("training", Trace.empty())
     found["compare"] = compare.draw(deep, kept, names=("before.trace", "this run, steps 3-5"))
     return found
@@ -126,7 +141,7 @@ def overlap(first, second):
     return min(across, down)
 
 
-def complaints(measured):
+def complaints(measured, least=LEAST):
     left, top, right, bottom = measured["whole"]
     texts = measured["texts"]
     for place, one in enumerate(texts):
@@ -136,6 +151,8 @@ def complaints(measured):
         for other in texts[place + 1 :]:
             if overlap(one["box"], other["box"]) > 2:
                 yield f"{one['text']!r} lies over {other['text']!r}"
+    if right - left > max(measured["width"], least) + 1:
+        yield f"it is {right - left - measured['width']:.0f} pixels wider than the page"
     if right - left > measured["scrolls"] + 1:
         yield "what is wider than the page cannot be scrolled to"
     if any(title[2] > measured["width"] + 1 for title in measured["titles"]):
@@ -175,8 +192,18 @@ def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
     found = []
     for name, figure in figures_at(width, TALK_WIDTHS, part).items():
         measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), [width]])
-        found += [f"{name}: {complaint}" for complaint in complaints(measured)]
+        found += [f"{name}: {complaint}" for complaint in complaints(measured, LEAST * SCALE)]
     assert found == []
+
+
+@pytest.mark.parametrize("width", [320, 400, 500, 517])
+def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
+    """Also where its entries take fewer lines than they may: there is no gap instead of the others."""
+    figure = json.loads(figures()["memory of deep"].to_json())
+    measured = page.evaluate(_DRAW, [figure, [width]])
+    ((_, top, _, _),) = measured["legends"]
+    (axis,) = [text["box"] for text in measured["texts"] if text["text"].startswith("time ")]
+    assert -2 <= top - axis[3] <= 12
 
 
 def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):

@@ -127,7 +127,9 @@ def test_before_the_first_step_it_says_how_to_train_one(made):
     assert first > 0
     workbench = Pretender(prefix(trace, first))
     widget = made(workbench)
-    assert ask(widget)[0]["said"] == "No step has run yet: press step, or type %fsdp step 20."
+    assert ask(widget)[0]["said"] == (
+        "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
+    )
     workbench.trace = trace
     assert ask(widget)[0]["said"] == ""
 
@@ -407,13 +409,22 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
         wait_until(lambda wanted=count + 1: len(widget.sent) == wanted)
 
 
-@pytest.mark.parametrize(("exchange", "words"), [("start", "being started"), ("stop", "being stopped")])
-def test_while_ranks_come_or_go_it_says_so(made, exchange, words):
+@pytest.mark.parametrize(
+    ("exchange", "waits_for", "words"),
+    [
+        ("start", "", "Starting or attaching ranks."),
+        ("start", "starting 4 ranks, 12 s: importing torch", "Starting 4 ranks, 12 s: importing torch."),
+        ("stop", "", "The ranks are being stopped; what they recorded stays."),
+        ("open", "", "No ranks are running: this is what the last ones recorded."),
+    ],
+)
+def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
     workbench = Pretender()
     widget = made(workbench)
     ask(widget)
-    workbench.running, workbench.exchange = False, exchange
-    assert words in ask(widget)[0]["said"]
+    found = replace(workbench.pulse(), running=False, states={}, exchange=exchange, waits_for=waits_for)
+    workbench.pulse = lambda: found
+    assert ask(widget)[0]["said"] == words
 
 
 def test_what_ranks_were_asked_is_news_where_nothing_else_is():
@@ -448,7 +459,10 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
     ("told", "words"),
     [
         (Pulse(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
-        (Pulse(trace=Trace.empty(), running=True), "Nothing is recorded yet"),
+        (
+            Pulse(trace=Trace.empty(), running=True),
+            "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL.",
+        ),
         (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
         (Pulse(trace=example_trace(num_ranks=2), record="run.trace"), "No ranks are running: this is run.trace."),
         (

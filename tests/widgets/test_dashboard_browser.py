@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chr
         assert look(page, widget)["loss"] == "\u2013"
 
 
-@pytest.mark.parametrize(("width", "rows"), [(500, [1, 3]), (800, [1, 3]), (880, [4]), (1280, [4])])
+@pytest.mark.parametrize(("width", "rows"), [(300, [1, 2, 1]), (500, [1, 3]), (800, [1, 3]), (880, [4]), (1280, [4])])
 def test_its_cards_are_all_in_a_row_or_the_ranks_above_the_others(shown, width, rows):
     page, _ = shown
     page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
@@ -249,7 +249,7 @@ LONGEST = """(names) => {
 }"""
 
 
-@pytest.mark.parametrize("width", [500, 900])
+@pytest.mark.parametrize("width", [300, 500, 900])
 def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     page, _ = shown
     page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
@@ -257,6 +257,24 @@ def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     page.wait_for_function("(width) => view.timeline.stats().plot.width < width", arg=width - 60)
     longest = page.evaluate(LONGEST, [name for name, _ in TRACKS])
     assert 60 < longest < page.evaluate("view.timeline.stats().plot.left") - 10
+
+
+PEAK = """() => {
+    const {peak, memory} = view, [button, note] = [peak, memory.note].map((each) => each.getBoundingClientRect());
+    return {text: peak.textContent, isWhole: peak.scrollWidth <= peak.clientWidth && button.right <= note.right + 1};
+}"""
+
+
+@pytest.mark.parametrize("width", [300, 360, 900])
+def test_the_peak_is_said_whole(shown, width):
+    page, _ = shown
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    assert page.evaluate("[place.scrollWidth, view.root.offsetWidth]") == [width, width]
+    said = page.evaluate(PEAK)
+    assert said["text"].startswith("peak ")
+    assert ", step " in said["text"]
+    assert said["isWhole"]
 
 
 def test_numbers_of_a_step_name_it(shown):
@@ -316,7 +334,7 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
         "\u2013",
         True,
     )
-    assert begun["said"].startswith("Nothing is recorded yet")
+    assert begun["said"].startswith("No step has run yet. Define train_step()")
 
     workbench.trace = trained
     again = look(page, widget)

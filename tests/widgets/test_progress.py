@@ -52,6 +52,7 @@ def shell(monkeypatch):
 def test_facts_name_their_units():
     assert facts(HALFWAY) == ["20 of 40 steps", "loss 2.313", "last step 312 ms", "12,346 tokens/s", "6.24 s to go"]
     assert facts(HALFWAY, "failed") == facts(HALFWAY)[:-1]
+    assert facts(Progress(done=1, total=100_001, step_ns=207_890_000))[-1] == "5 h 46 min to go"
     assert facts(Progress(done=0, total=1)) == ["0 of 1 step"]
 
 

@@ -178,6 +178,8 @@ def test_how_far_a_command_is_and_why_ranks_stopped():
     going = pulse(TRACE, [True] * 4, dict.fromkeys(range(4), RUNNING))
     under_way = replace(going, under_way=UnderWay(words="%fsdp step 40", progress=progress))
     assert status(under_way, 0.0).why == "12 of 40 steps done, 5.60 s to go, 12,400 tokens/s"
+    long = replace(under_way, under_way=UnderWay(words="%fsdp step 100000", progress=replace(progress, total=100_012)))
+    assert status(long, 0.0).why == "12 of 100,012 steps done, 5 h 33 min to go, 12,400 tokens/s"
     assert status(replace(going, under_way=UnderWay(words="a cell")), 0.0).why == "a cell"
     held = pulse(TRACE, [True] * 4, dict.fromkeys(range(4), HELD))
     stopped = replace(held, under_way=UnderWay(words="%fsdp step 40", reasons=("breakpoint 1: all_gather",)))

@@ -19,6 +19,7 @@ import inspect
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -88,14 +89,28 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
             let_go(error)
             return answer
     finally:
+        _put_streams_back()
         if standing["children"] is not None:
             standing["children"].take()
 
 
-standing: dict[str, Any] = {"world": None, "lookout": None, "children": None}
+def _put_streams_back() -> None:
+    """Give this engine its stdout and stderr back where the user's code has left something that cannot be flushed.
+
+    ipyparallel flushes both before it sends a reply: with ``sys.stdout = None`` or a closed file it would send none.
+    A stream of the user's that works stays.
+    """
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except Exception:  # noqa: BLE001 - whatever the user's object raises
+            setattr(sys, name, standing[name])
+
+
+standing: dict[str, Any] = {"world": None, "lookout": None, "children": None, "stdout": None, "stderr": None}
 """What an engine keeps while it is a rank: its :class:`~workbench.protocol.starting.World` as data, the
-:class:`~workbench.cluster.lookout.Lookout` for other hosts, and the
-:class:`~workbench.cluster.children.ChildOutput`. None: it is no rank, watches no host, has never been a rank."""
+:class:`~workbench.cluster.lookout.Lookout` for other hosts, the :class:`~workbench.cluster.children.ChildOutput`, and
+the streams that publish what it prints. None: it is no rank, watches no host, has never been a rank."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:
@@ -137,6 +152,8 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
     standing["children"] = children = ChildOutput()
+    standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
+    kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())
     kernel.shell.events.register("post_run_cell", _publish_error)
     _repair_await(kernel)
@@ -294,6 +311,7 @@ class Wire:
         self._client = ipyparallel.Client(str(connection_file), timeout=timeout_s)
         self._on_gone = on_gone
         self._client._registration_callbacks.append(self._note)
+        self._num_interrupts = Counter[int]()  # by rank
         # through a tunnel it is the tunnel that would be heard
         self._listener = None
         if on_silence is not None and not self._client._ssh:
@@ -349,7 +367,8 @@ class Wire:
 
     def exchange(self, rank: int, answer: Answer) -> Exchange:
         """Return what receives the reply and the outputs of one front-door request."""
-        return Exchange(self._client._io_loop, rank, answer)
+        before = self._num_interrupts[rank]
+        return Exchange(self._client._io_loop, rank, answer, lambda: self._num_interrupts[rank] > before)
 
     def ask(self, engine: str, rank: int, kind: str, request: dict[str, Any], future: Future[Any]) -> str:
         """Put ``request`` through the engine's side door; ``future`` gets its reply. Returns the message's id.
@@ -362,6 +381,7 @@ class Wire:
             future: completes with the reply and what comes beside it, or with the exception.
         """
         client = self._client
+        self._num_interrupts[rank] += kind == INTERRUPT
         message = client._send(client._control_stream, kind, content=request, ident=engine.encode())
         message.add_done_callback(lambda done: settle(future, _side_outcome(rank, done.result())))
         return str(message.msg_id)
@@ -389,14 +409,21 @@ class Wire:
 class Exchange:
     """One front-door request to one rank: over when its reply and its last output are here.
 
-    Its methods run in the client's IO thread. Should one of the two be lost (a Ctrl-C between two bytecodes of the
-    engine's own can swallow a reply), the other one ends it a moment after the last sign of life.
+    Its methods run in the client's IO thread. If one of the two is lost, the other one ends it a moment after the last
+    sign of life. A SIGINT between two bytecodes of the engine's own can lose a reply: that is a KeyboardInterrupt.
+
+    Args:
+        loop: the client's.
+        rank: whose request it is.
+        answer: receives both.
+        was_interrupted: tells whether the rank was sent SIGINT since.
     """
 
-    def __init__(self, loop: Any, rank: int, answer: Answer) -> None:  # noqa: ANN401 - tornado's IOLoop
+    def __init__(self, loop: Any, rank: int, answer: Answer, was_interrupted: Callable[[], bool]) -> None:  # noqa: ANN401 - tornado's IOLoop
         self._loop = loop
         self._rank = rank
         self._answer = answer
+        self._was_interrupted = was_interrupted
         self._reply: Any = None
         self._report: dict[str, Any] = {}
         self._is_replied = self._is_idle = False
@@ -438,9 +465,13 @@ class Exchange:
         if self._num_messages != num_messages:
             self._loop.call_later(_STRAGGLER_S, self._give_up_unless_heard, self._num_messages)
             return
-        if not self._is_replied:
+        if self._is_replied:
+            self._finish()
+        elif self._was_interrupted():
             self._reply = {"error": {"ename": "KeyboardInterrupt", "evalue": "", "traceback": "", "line": None}}
-        self._finish()
+            self._finish()
+        else:
+            settle(self._answer.future, ClusterError(f"rank {self._rank} has ended its request without a reply"))
 
     def _finish(self) -> None:
         settle(self._answer.future, _front_outcome(self._rank, self._reply, self._report))

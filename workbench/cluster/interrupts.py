@@ -11,7 +11,8 @@ from typing import Any
 class CountInterrupts:
     """While it is entered, Ctrl-C only counts: no exception rises in the middle of what must be finished.
 
-    Outside the main thread, where signals never arrive, it does nothing.
+    Outside the main thread, where signals never arrive, it does nothing. It may be entered again within; the first exit
+    ends it.
     """
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class CountInterrupts:
         self._before: Any = None
 
     def __enter__(self) -> CountInterrupts:
-        if threading.current_thread() is threading.main_thread():
+        if self._before is None and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
@@ -27,7 +28,8 @@ class CountInterrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+            before, self._before = self._before, None
+            signal.signal(signal.SIGINT, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

@@ -340,10 +340,15 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
     A module that has a ``__setattr__`` of its own wants to know.
     """
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        put_parameter(module, name, param)
-    else:
+    if has_own_setattr(module):
         setattr(module, name, param)
+    else:
+        put_parameter(module, name, param)
+
+
+def has_own_setattr(module: nn.Module) -> bool:
+    """Return whether a module's class has a ``__setattr__`` of its own."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:

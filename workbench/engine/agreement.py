@@ -47,12 +47,14 @@ class Holdings:
         grads: their gradients.
         held: which of them an optimizer holds.
         states: the state that optimizers have for them.
+        given: the state in a state dict that is to be loaded.
     """
 
     params: Rows = field(default_factory=dict)
     grads: Rows = field(default_factory=dict)
     held: Rows = field(default_factory=dict)
     states: Rows = field(default_factory=dict)
+    given: Rows = field(default_factory=dict)
 
 
 _CURES = {
@@ -65,6 +67,10 @@ _CURES = {
     "optimizer state": (
         "the optimizer's step was not applied on every rank; load a checkpoint, or drop the state on every rank with "
         "optimizer.state.clear(), in a notebook in a %%fsdp cell, then go on"
+    ),
+    "given optimizer state": (
+        "load the same state dict on every rank, or rank 0's: with rank0_only=True in the optim_state_dict_config, or "
+        "with scatter_full_optim_state_dict"
     ),
 }
 
@@ -131,7 +137,8 @@ class Agreement:
         except Exception as raised:  # noqa: BLE001 - the other ranks have to know, whatever it is
             error = raised
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
-        rows = {"parameter": own.params, "gradient": own.grads, "optimizer": own.held, "optimizer state": own.states}
+        every = (own.params, own.grads, own.held, own.states, own.given)
+        rows = dict(zip(_CURES, every, strict=True))
         text = json.dumps([refusal, self._has_all, {} if error else rows])
         texts = [text] if self._group is None else self._group.compare(self._collective, text)
         if len(set(texts)) > 1 and self._group is not None:

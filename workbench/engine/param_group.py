@@ -266,10 +266,15 @@ class FSDPParamGroup:
     def lazy_init(self, name: str, root_index: int, comm_ctx: FSDPCommContext) -> None:
         """Join a root: take its names and its communication context."""
         self.adopt_registered()
-        self.name, self.root_index, self.comm_ctx = name, root_index, comm_ctx
+        self.take_name(name)
+        self.root_index, self.comm_ctx = root_index, comm_ctx
         comm_ctx.reductions.max_scatters = max(comm_ctx.reductions.max_scatters, self.max_reductions)
-        self._unit = self._reducer.unit = UnitId(self.index, name)
         self.announce()
+
+    def take_name(self, name: str) -> None:
+        """Be called ``name`` from now on."""
+        self.name = name
+        self._unit = self._reducer.unit = UnitId(self.index, name)
 
     def use_comm(self, pair: CommPair) -> None:
         """Communicate with ``pair`` from now on."""

@@ -209,12 +209,15 @@ class FSDPState:
                 unit.set_reshard_after_forward(False)
         own = self._fsdp_param_group
         root_index = own.index if own is not None else -1
-        for state in states:
-            name = ", ".join(names[m] for m in state.modules)
-            for unit in state._fsdp_param_groups:
-                for param in unit.fsdp_params:
-                    param.take_names(functools.partial(tree.full_name, names))
-                unit.lazy_init(name, root_index, self._comm_ctx)
+        for unit, name in _named(states, names):
+            unit.lazy_init(name, root_index, self._comm_ctx)
+
+    def name_units(self) -> None:
+        """Give units and parameters below this call their names from here, until a first forward makes a root."""
+        names = tree.names_below(self.modules)
+        for unit, name in _named([state for state in _states_of(names) if state._is_root is None], names):
+            unit.take_name(name)
+            unit.announce()
 
     # ---- forward
 
@@ -546,6 +549,16 @@ def state_of(module: nn.Module) -> FSDPState | None:
 def states_below(module: nn.Module) -> list[FSDPState]:
     """Return the state of every ``fully_shard`` call in ``module``'s tree, each once, parents first."""
     return list(_states_of(module.modules()))
+
+
+def _named(states: Iterable[FSDPState], names: tree.Names) -> Iterator[tuple[FSDPParamGroup, str]]:
+    """Let the parameters of ``states`` take their names, and yield every unit with its own."""
+    for state in states:
+        name = ", ".join(names[m] for m in state.modules)
+        for unit in state._fsdp_param_groups:
+            for param in unit.fsdp_params:
+                param.take_names(functools.partial(tree.full_name, names))
+            yield unit, name
 
 
 def _states_of(modules: Iterable[nn.Module]) -> tuple[FSDPState, ...]:

@@ -35,14 +35,12 @@ class Notebook:
     Attributes:
         workbench: there is one from the first ``start`` or ``open`` on; what it recorded outlives ``stop``.
         exchange: which command has others like it refused at this moment.
-        waits_for: what a start or an attach waits for, in a sentence; empty: there is none, or it says nothing.
         cores: that ranks started here share.
     """
 
     def __init__(self, make: Callable[..., Workbench], in_notebook: Callable[[str], bool]) -> None:
         self.workbench: Workbench | None = None
         self.exchange: Exchange = ""
-        self.waits_for = ""
         self.cores = usable_cores()
         self._gives_up = False
         self._only: Workbench | None = None
@@ -130,7 +128,7 @@ class Notebook:
         try:
             return do()
         finally:
-            self.exchange = self.waits_for = ""
+            self.exchange = ""
             self._exchanging.release()
 
     def _start(self, command: Start, tell: Tell, on_wait: OnWait) -> Report:
@@ -157,10 +155,9 @@ class Notebook:
         return report
 
     def _noticing(self, on_wait: OnWait) -> OnWait:
-        """Return an ``on_wait`` that keeps the sentence as :attr:`waits_for`, and ends the start after an abort."""
+        """Return an ``on_wait`` that ends the start after an abort."""
 
         def notice(sentence: str) -> None:
-            self.waits_for = sentence
             if self._gives_up:
                 raise KeyboardInterrupt
             on_wait(sentence)

@@ -348,12 +348,14 @@ class TrainingState:
     Attributes:
         step: number of the newest step that a rank has begun, -1 before the first.
         loss: mean over the ranks, of the newest step that has one.
+        loss_step: number of that step, -1 if none has a loss.
         steps_per_s: of the newest step that all ranks have finished, on the slowest of them.
         tokens_per_s: of all ranks together, where they log ``tokens``.
     """
 
     step: int = -1
     loss: float | NotFinite | None = None
+    loss_step: int = -1
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
 

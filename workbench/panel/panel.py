@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from workbench.codec import encode
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.magics.notebook import Notebook
 from workbench.magics.show import emit
 from workbench.panel.dashboards import Comm
@@ -108,7 +108,10 @@ class Panel:
 
     def _find_models(self, question: FindModels) -> Answer:
         workbench = self._notebook.shown()
-        found = models_of(workbench.models())
+        by_rank = workbench.models()
+        if workbench.running and not by_rank:  # which is not to say that they have none
+            raise UsageError("No rank has answered yet: its models are shown when it does.")
+        found = models_of(by_rank)
         names = workbench.names().values()
         has_step = bool(names) and all(Step().fn in own.variables for own in names)
         text = "" if found else "The ranks have no model: build one in a %%fsdp cell."
@@ -150,7 +153,7 @@ class Panel:
         return self._notebook.shown().pulse()
 
     def _asks(self) -> tuple[object, ...]:
-        return self._notebook.exchange, self._notebook.waits_for, self._notebook.shown().asked()
+        return self._notebook.exchange, self._notebook.shown().asked()
 
     def _news(self, _view: str, pulse: Pulse) -> Send:
         answer = self._state(self._asked, pulse)
@@ -166,7 +169,6 @@ class Panel:
             exchange=self._notebook.exchange,  # after the pulse: ranks that it lacks are stopped, or still being so
             outlives=workbench.outlives,
             held_by=workbench.held_by,
-            waits_for=self._notebook.waits_for,
             cores=self._notebook.cores,
         )
         state = self._observer.state(number, pulse, settings, self._units)
@@ -191,6 +193,8 @@ class Panel:
             result = self._notebook.do(command, "panel", _run, remarks.append)
             data = {} if result is None else dict(result._repr_mimebundle_())
             text, is_error = "\n".join([*remarks, *([data["text/plain"]] if data else [])]), False
+        except Interrupted as given_up:  # as was asked for
+            data, text, is_error = {}, str(given_up), False
         except WorkbenchError as error:
             data, text, is_error = {}, str(error), True
         except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it

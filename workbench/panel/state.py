@@ -45,7 +45,6 @@ class Settings:
     Attributes:
         outlives: whether their processes were there before, and stay.
         held_by: who else commands them; empty: nobody.
-        waits_for: what a start waits for; empty: it says nothing.
         cores: that ranks started here share.
     """
 
@@ -55,7 +54,6 @@ class Settings:
     exchange: Exchange = ""
     outlives: bool = False
     held_by: str = ""
-    waits_for: str = ""
     cores: int = 1
 
 
@@ -143,6 +141,7 @@ class Observer:
         return TrainingState(
             step=found.step,
             loss=sent_number(found.loss),
+            loss_step=found.loss_step,
             steps_per_s=1e9 / found.step_ns if found.step_ns else None,
             tokens_per_s=found.tokens_per_s,
         )
@@ -152,7 +151,7 @@ def _cluster(pulse: Pulse, settings: Settings) -> ClusterState:
     return ClusterState(
         is_running=pulse.running,
         exchange=settings.exchange,
-        waits_for=settings.waits_for,
+        waits_for=pulse.waits_for,
         num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
         device=settings.device,
         profile=settings.profile,

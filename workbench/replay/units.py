@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from workbench.events import Unit, unit_words
 from workbench.trace.schema import Header
@@ -40,13 +40,50 @@ def unmanaged_words(model: str, params: Sequence[str]) -> str:
     )
 
 
+def hooks_words(params: Sequence[str]) -> str:
+    """Say that a ``register_hook`` on ``params``, which are sharded, is never called, and what to use."""
+    return (
+        f"register_hook is never called on a sharded parameter: {listed(params)}. Use "
+        "register_post_accumulate_grad_hook"
+    )
+
+
+def buffers_words(model: str, buffers: Sequence[str]) -> str:
+    """Say that ``buffers`` of ``model`` (as for :func:`unmanaged_words`) differ between ranks, and what to do."""
+    first = f"{model or 'model'}.get_buffer({buffers[0]!r})"
+    return (
+        f"buffers differ between ranks: {listed(buffers)}. If they should not, for each: "
+        f"torch.distributed.broadcast({first}, 0); after to_empty they hold nothing until they are set"
+    )
+
+
+def differing(by_rank: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+    """Return the buffers that not all ranks that have them hold alike, given their checksums on each rank."""
+    sums: dict[str, set[int]] = {}
+    for own in by_rank:
+        for name, crc32 in own.items():
+            sums.setdefault(name, set()).add(crc32)
+    return tuple(name for name, found in sums.items() if len(found) > 1)
+
+
 def unmanaged_notes(header: Header) -> tuple[str, ...]:
-    """Return :func:`unmanaged_words` of each model that has such parameters."""
+    """Return what the engine does not manage in the sharded models, and what to do, a sentence each."""
+    buffers = differing([{each.name: each.crc32 for each in info.buffers} for info in header.ranks])
+    hooks = [name for names in _by_model(header.hooks).values() for name in names]
+    return (
+        *(unmanaged_words(model, params) for model, params in _by_model(header.unmanaged).items()),
+        *([hooks_words(hooks)] if hooks else []),
+        *(buffers_words(model, names) for model, names in _by_model(buffers).items()),
+    )
+
+
+def _by_model(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names within each model, by the variable that has it."""
     found: dict[str, list[str]] = {}
-    for path in header.unmanaged:
-        model, _, param = path.partition(".")
-        found.setdefault(model, []).append(param)
-    return tuple(unmanaged_words(model, params) for model, params in found.items())
+    for path in paths:
+        model, _, name = path.partition(".")
+        found.setdefault(model, []).append(name)
+    return found
 
 
 def by_number(name: str) -> list[tuple[bool, int, str]]:

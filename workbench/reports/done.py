@@ -34,7 +34,7 @@ from workbench.protocol.commands import (
 from workbench.protocol.messages import ModelInfo
 from workbench.protocol.policy import policy_words
 from workbench.replay.alike import label, ranges
-from workbench.replay.units import by_number, listed, unmanaged_words
+from workbench.replay.units import buffers_words, by_number, differing, hooks_words, listed, unmanaged_words
 from workbench.reports.clocks import clock_words
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header, HostClock
@@ -643,22 +643,14 @@ def _sharded(by_rank: Sequence[Sharded]) -> dict[str, Any]:
 def _notes(model: str, by_rank: Sequence[Unmanaged]) -> tuple[str, ...]:
     """Say what of ``model`` (its name on the ranks, or empty) nothing averages, calls, or keeps equal on them."""
     params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
-    sums = [rank.buffers for rank in by_rank]
-    differing = [name for name in sums[0] if len({rank.get(name) for rank in sums}) > 1]
+    buffers = differing([rank.buffers for rank in by_rank])
     notes = []
     if params:
         notes.append(unmanaged_words(model, tuple(params)))
     if hooks:
-        notes.append(
-            f"register_hook is never called on a sharded parameter: {listed(tuple(hooks))}. Use "
-            "register_post_accumulate_grad_hook"
-        )
-    if differing:
-        buffer = f"{model or 'model'}.get_buffer({differing[0]!r})"
-        notes.append(
-            f"buffers differ between ranks: {listed(tuple(differing))}. If they should not, for each: "
-            f"torch.distributed.broadcast({buffer}, 0); after to_empty they hold nothing until they are set"
-        )
+        notes.append(hooks_words(tuple(hooks)))
+    if buffers:
+        notes.append(buffers_words(model, buffers))
     return tuple(notes)
 
 

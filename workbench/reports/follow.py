@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.replay import training
 from workbench.replay.training import TrainingState
@@ -24,6 +25,7 @@ class Progress:
         total: steps asked for.
         step: number of the newest step any rank began, -1 before the first.
         loss: mean over the ranks that logged it, of the newest step with a loss.
+        loss_step: number of that step, -1 if none has a loss.
         step_ns: time of the newest step finished on every rank, on the slowest rank, in nanoseconds.
         tokens_per_s: tokens logged for that step by all ranks, per second of ``step_ns``; None if they are not finite.
     """
@@ -32,8 +34,14 @@ class Progress:
     total: int
     step: int = -1
     loss: float | None = None
+    loss_step: int = -1
     step_ns: float | None = None
     tokens_per_s: float | None = None
+
+    @property
+    def left_ns(self) -> float | None:
+        """Nanoseconds that the steps that are left take at the pace of the last one; None: unknown, or none is left."""
+        return None if self.step_ns is None or self.done >= self.total else self.step_ns * (self.total - self.done)
 
 
 class Follower:
@@ -69,13 +77,14 @@ class Follower:
         states = list(self._states.values())
         done = min(len(s.steps) for s in states)
         step_ns = max(_time_of(s, done - 1) for s in states) if done else None
-        losses = _values(states, strings, training.LOSS)
-        tokens = _values(states, strings, TOKENS, step=int(states[0].steps["step"][done - 1])) if done else []
+        losses, loss_step = _newest(states, strings, training.LOSS)
+        tokens = _values(states, strings, TOKENS, int(states[0].steps["step"][done - 1])) if done else []
         return Progress(
             done=done,
             total=self._total,
             step=max(s.last_step for s in states),
             loss=float(np.mean(losses)) if losses else None,
+            loss_step=loss_step,
             step_ns=step_ns,
             tokens_per_s=sum(tokens) / step_ns * 1e9 if tokens and step_ns and np.isfinite(tokens).all() else None,
         )
@@ -87,11 +96,19 @@ def _time_of(state: TrainingState, index: int) -> float:
     return float(step["end_ns"] - step["begin_ns"] - step["held_ns"])
 
 
-def _values(states: list[TrainingState], strings: tuple[str, ...], metric: str, step: int | None = None) -> list[float]:
-    """What the ranks logged as ``metric`` for ``step``, or for the newest step that has it."""
-    if metric not in strings:
-        return []
-    parts = [s.values[s.values["name"] == strings.index(metric)] for s in states]
-    if step is None:
-        step = max((int(part["step"].max()) for part in parts if len(part)), default=-1)
-    return [float(part["value"][part["step"] == step].mean()) for part in parts if (part["step"] == step).any()]
+def _newest(states: list[TrainingState], strings: tuple[str, ...], metric: str) -> tuple[list[float], int]:
+    """Return what the ranks logged as ``metric`` for the newest step that has it, and that step; -1: none has."""
+    step = max((int(part["step"].max()) for part in _logged(states, strings, metric) if len(part)), default=-1)
+    return _values(states, strings, metric, step), step
+
+
+def _values(states: list[TrainingState], strings: tuple[str, ...], metric: str, step: int) -> list[float]:
+    """Return what the ranks logged as ``metric`` for ``step``: a mean for each rank that did."""
+    parts = [part[part["step"] == step] for part in _logged(states, strings, metric)]
+    return [float(part["value"].mean()) for part in parts if len(part)]
+
+
+def _logged(states: list[TrainingState], strings: tuple[str, ...], metric: str) -> list[NDArray[np.void]]:
+    """Return all that each rank logged as ``metric``, of VALUE_DTYPE."""
+    name = strings.index(metric) if metric in strings else -1
+    return [state.values[state.values["name"] == name] for state in states]

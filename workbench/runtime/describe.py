@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import has_grad_hooks
 from workbench.engine.param_group import FSDPParamGroup
@@ -44,29 +45,29 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
     )
 
 
-def unmanaged_in(model: nn.Module) -> Unmanaged:
-    """Return what of a sharded model the engine does not manage."""
+def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> Unmanaged:
+    """Return what of a sharded model the engine does not manage; buffers, which have to be read, if asked to."""
     owned = _owned(units_of(states_below(model)))
     return Unmanaged(
-        params=unmanaged_params(model),
+        params=tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad),
         hooks=tuple(clean(n) for n, param in model.named_parameters() if param in owned and has_grad_hooks(param)),
-        buffers={clean(name): _checksum(buffer) for name, buffer in model.named_buffers() if not buffer.is_meta},
+        buffers={clean(n): _checksum(b) for n, b in model.named_buffers() if _is_plain(b)} if buffers else {},
     )
 
 
-def unmanaged_params(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the trainable parameters of a sharded model that belong to no unit."""
-    return tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad)
+def unmanaged(*, buffers: bool = True) -> Unmanaged:
+    """Return :func:`unmanaged_in` of the sharded models among the variables, each name after its variable.
 
-
-def unmanaged() -> tuple[str, ...]:
-    """Return the trainable parameters of the sharded models among the variables that belong to no unit.
-
-    Example: ``("model.scale",)``: what ``model.get_parameter("scale")`` returns.
+    Example: ``"model.scale"``: what ``model.get_parameter("scale")`` returns.
     """
     models = {name: find_module(name) for name in module_names()}
     sharded = outermost({name: model for name, model in models.items() if states_below(model)})
-    return tuple(f"{name}.{param}" for name, model in sharded.items() for param in unmanaged_params(model))
+    found = {name: unmanaged_in(model, buffers=buffers) for name, model in sharded.items()}
+    return Unmanaged(
+        params=tuple(f"{name}.{param}" for name, own in found.items() for param in own.params),
+        hooks=tuple(f"{name}.{param}" for name, own in found.items() for param in own.hooks),
+        buffers={f"{name}.{buffer}": crc32 for name, own in found.items() for buffer, crc32 in own.buffers.items()},
+    )
 
 
 def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -104,6 +105,11 @@ def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def _owned(units: Iterable[FSDPParamGroup]) -> set[nn.Parameter]:
     return {param for unit in units for each in unit.fsdp_params for param in each.owned}
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    """Return whether every rank holds all of a buffer's elements."""
+    return not (buffer.is_meta or isinstance(buffer, DTensor) or buffer.layout is not torch.strided)
 
 
 def _checksum(buffer: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -48,7 +49,6 @@ from workbench.protocol.messages import (
 )
 from workbench.protocol.starting import Boot, Connect, Connected
 from workbench.runtime import planning, sharding, text_bars, tracebacks
-from workbench.runtime.describe import unmanaged
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.doing import DOES, does
 from workbench.runtime.gate import Gate, GateRequest
@@ -98,7 +98,7 @@ class RankRuntime:
             with self.gate.passing(), self.gate.interrupts.guarded():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
-                self.recorder.note_unmanaged(unmanaged())
+                self.trainer.note_unmanaged()
                 return result
         finally:
             self.doing = ""
@@ -239,9 +239,23 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     gate.install()
     tracebacks.install()
     text_bars.install()
+    _look_after_cells()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer, hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if asked.rank == 0 else None)
+
+
+def _look_after_cells() -> None:
+    """Have IPython, if this process runs it, note after each cell what of the models the engine does not manage."""
+    get_ipython = user_namespace().get("get_ipython")
+    if get_ipython is not None:
+        get_ipython().events.register("post_run_cell", _after_cell)  # once, also if the process was a rank before
+
+
+def _after_cell(_: object) -> None:
+    if _runtime is not None:
+        with suppress(RuntimeError):  # after an error of its device nothing can be read there
+            _runtime.trainer.note_unmanaged()
 
 
 def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data

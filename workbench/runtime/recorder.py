@@ -40,7 +40,7 @@ from workbench.events import (
     UnitState,
 )
 from workbench.trace import advance
-from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, CommGroup, Header, KeyFrame, RankInfo, Rows
+from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, BufferSum, CommGroup, Header, KeyFrame, RankInfo, Rows
 
 CAPACITY = 2**18
 NO_STEP = -1
@@ -214,10 +214,17 @@ class Recorder:
             units = tuple(dataclasses.replace(u, gone=u.index in gone or u.gone) for u in self.header.units)
             self._change(dataclasses.replace(self.header, units=units))
 
-    def note_unmanaged(self, params: tuple[str, ...]) -> None:
-        """Put into the header which trainable parameters belong to no unit now."""
-        if params != self.header.unmanaged:
-            self._change(dataclasses.replace(self.header, unmanaged=params))
+    def note_unmanaged(self, params: tuple[str, ...], hooks: tuple[str, ...]) -> None:
+        """Put into the header which trainable parameters belong to no unit now, and which hooks are never called."""
+        if (params, hooks) != (self.header.unmanaged, self.header.hooks):
+            self._change(dataclasses.replace(self.header, unmanaged=params, hooks=hooks))
+
+    def note_buffers(self, sums: Mapping[str, int]) -> None:
+        """Put into the header what this rank holds of buffers, a checksum by name."""
+        buffers = tuple(BufferSum(name=name, crc32=crc32) for name, crc32 in sums.items())
+        ranks = tuple(dataclasses.replace(info, buffers=buffers) for info in self.header.ranks)  # only its own
+        if ranks != self.header.ranks:
+            self._change(dataclasses.replace(self.header, ranks=ranks))
 
     def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
         """Put a new communication group into the header."""

@@ -28,7 +28,7 @@ from workbench.engine import (
 )
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic.undo import unwrap
-from workbench.engine.mesh import mesh_info
+from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
 from workbench.engine.signature import check_same_lines
 from workbench.engine.state import FSDPState, state_of, states_below, units_of
 from workbench.engine.tree import clean
@@ -76,6 +76,7 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
     mesh = rank.groups.mesh_of(command.mesh_shape)
+    _make_groups(command, mesh)
     sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # what this model takes the place of refers to itself
     rank.recorder.note_gone()
@@ -268,12 +269,13 @@ def unshard(command: Unshard, rank: Rank) -> Unsharded:
 
 def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
     """Make a sharded model a plain module again, and return it."""
-    _prefetch.pop(model, None)
-    if not isinstance(model, FullyShardedDataParallel):
+    if isinstance(model, FullyShardedDataParallel):
+        plain, _ = unwrap(model, optimizers)
+        rebind(name, plain)
+    else:
+        plain = model
         unshard_module(model, optimizers)
-        return model
-    plain, _ = unwrap(model, optimizers)
-    rebind(name, plain)
+    _prefetch.pop(model, None)
     return plain
 
 
@@ -286,10 +288,13 @@ def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[
     """Undo how a model is sharded and shard it again, as it was if that is refused; optimizers go on."""
     wanted, before = anew(command, model), anew(Reshard(model=command.model), model)
     now, ignored, own = units_now(model), _not_managed(model), mesh_beside_tp(model)
+    mesh = own or rank.groups.mesh_of(wanted.mesh_shape)
+    _make_groups(wanted, mesh)
     plain = _undo(command.model, model, optimizers_of(model))
+    # from here until it is sharded no rank waits for another, so that none can be interrupted alone
     try:
-        sharded = _shard(wanted, own or rank.groups.mesh_of(wanted.mesh_shape), plain, list(inner) or now, ignored)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        sharded = _shard(wanted, mesh, plain, list(inner) or now, ignored)
+    except BaseException:
         mesh = own or rank.groups.mesh_of(before.mesh_shape)
         _shard(before, mesh, find_module(command.model), now, ignored)
         raise
@@ -329,6 +334,14 @@ def _check_mesh(wanted: Shard, model: nn.Module) -> None:
             f"tensor parallelism has split {wanted.model!r} as well, so that it stays on its mesh of shape "
             f"{mesh_words(copies, size)}; for another mesh or strategy unshard it, and shard it in a cell"
         )
+
+
+def _make_groups(command: Shard, mesh: DeviceMesh) -> None:
+    """Make the groups of ranks that ``command`` needs; collective."""
+    info = mesh_info(mesh)
+    after_forward = _policy(command).get("reshard_after_forward")
+    if after_forward is not None:
+        _get_post_forward_mesh_info(after_forward, info)
 
 
 def is_anew(command: Reshard, model: nn.Module) -> bool:

@@ -96,7 +96,7 @@ class Trainer:
         losses, seconds = [], []
         unreduced: dict[str, None] = {}
         first_step = self._recorder.next_step
-        self._recorder.note_unmanaged(unmanaged())
+        self.note_unmanaged()
         self._running = True
         try:
             for _ in range(command.count):
@@ -150,8 +150,15 @@ class Trainer:
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
-            self._recorder.note_unmanaged(unmanaged())
+            found = unmanaged(buffers=False)
+            self._recorder.note_unmanaged(found.params, found.hooks)
             self._recorder.begin_step()
+
+    def note_unmanaged(self) -> None:
+        """Put into the trace's header what of the sharded models the engine does not manage."""
+        found = unmanaged()
+        self._recorder.note_unmanaged(found.params, found.hooks)
+        self._recorder.note_buffers(found.buffers)
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
         self._recorder.optimizer_edge(Edge.BEGIN)

@@ -77,6 +77,8 @@ class Pulse:
         trace: what happened so far.
         running: whether there are ranks.
         exchange: whether they are being started or stopped.
+        waits_for: what a start or an attach waits for, such as ``starting 4 ranks, 12 s: importing torch``; empty:
+            nothing, or not long enough to say so.
         states: of each rank, by number; none without ranks.
         positions: where each rank was when it was last heard of.
         losses: of each rank that was lost, how.
@@ -93,6 +95,7 @@ class Pulse:
     trace: Trace
     running: bool = False
     exchange: Exchange = ""
+    waits_for: str = ""
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
     losses: Mapping[int, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.pending import Output, Pending
 from workbench.codec import decode
 from workbench.errors import RankDied
@@ -210,6 +211,7 @@ class Request:
         watcher: the thread that waits for it.
         thread: the same, if it is one of the background.
         is_background: whether it was begun or let go in the background, where it goes on after a stop.
+        interrupts: counts each Ctrl-C from when it is sent or let go until it stands or is over.
     """
 
     def __init__(self, work: Work, pending: Pending, mark: Mark) -> None:
@@ -226,6 +228,7 @@ class Request:
         self.watcher: threading.Thread | None = None
         self.thread: threading.Thread | None = None
         self.is_background = False
+        self.interrupts = CountInterrupts()
 
     @property
     def dead(self) -> tuple[int, ...]:

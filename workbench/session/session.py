@@ -8,12 +8,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from workbench.cluster.freeing import free, late
+from workbench.cluster.interrupts import CountInterrupts
 from workbench.cluster.pending import Pending, select
 from workbench.cluster.place import OnWait, no_wait
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
@@ -227,6 +228,11 @@ class Session:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
 
+    @property
+    def heard(self) -> Mapping[int, Position]:
+        """Where the ranks were that answered the last drain."""
+        return self._collector.heard
+
     def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> None:
         """Take what the ranks recorded since the last time, unless that is less than ``max_age_s`` seconds ago."""
         self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
@@ -312,12 +318,20 @@ class Session:
         """Return where each rank is; one that does not answer in time is left out."""
         return self.ask(Locate(), timeout_s=timeout_s)
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for the ranks to say where they are, in seconds.
+
+        If all are stopped or idle, they are there, and answer once the machine lets them.
+        """
+        request = self.request
+        if request is not None and request.state == "stopped" and request.stop is not None:
+            return WHERE_S if request.stop.is_late else PATIENT_S
+        return PATIENT_S if request is None and not self.obstacle else WHERE_S
+
     def where(self, *, stacks: bool) -> WhereReport:
         """Return where every rank is; one that does not answer in a moment is named so."""
-        stop = self.request.stop if self.request is not None and self.request.state == "stopped" else None
-        # if all stand or are idle, they are there, and answer once the machine lets them
-        is_still = self.request is None and not self.obstacle
-        timeout_s = PATIENT_S if is_still or (stop is not None and not stop.is_late) else WHERE_S
+        timeout_s = self.patience_s
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
@@ -368,23 +382,29 @@ class Session:
             Interrupted: it was given up.
         """
         num_ranks = self.cluster.num_ranks
-        with self._changed:
-            mark = self._ready(range(num_ranks))
-            command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-            check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
-            before = self.trace
-            pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-            request = self._open(CommandWork(command, pending, before), pending, mark)
-        request.is_background = isinstance(command, Step) and command.background
-        return self._follow(request, listener, background=request.is_background)
+        interrupts = CountInterrupts()
+        with ExitStack() as sending:
+            with self._changed:
+                mark = self._ready(range(num_ranks))
+                command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
+                check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
+                before = self.trace
+                sending.enter_context(interrupts)  # else some ranks might wait for others that were asked nothing
+                pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
+                request = self._open(CommandWork(command, pending, before), pending, mark, interrupts)
+            request.is_background = isinstance(command, Step) and command.background
+            return self._follow(request, listener, background=request.is_background)
 
     def run_cell(self, code: str, ranks: Sequence[int], listener: Listener) -> Report:
         """Run a cell in the main thread of ``ranks``; errors as :meth:`run`."""
-        with self._changed:
-            mark = self._ready(ranks)
-            pending = self.cluster.run_cell(code, ranks=ranks)
-            request = self._open(CellWork(pending), pending, mark)
-        return self._follow(request, listener, background=False)
+        interrupts = CountInterrupts()
+        with ExitStack() as sending:
+            with self._changed:
+                mark = self._ready(ranks)
+                sending.enter_context(interrupts)
+                pending = self.cluster.run_cell(code, ranks=ranks)
+                request = self._open(CellWork(pending), pending, mark, interrupts)
+            return self._follow(request, listener, background=False)
 
     def pause(self, tell: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of what they are doing, and return where they stand.
@@ -422,15 +442,20 @@ class Session:
             UsageError: nothing is stopped.
         """
         request = self._under_way("continue" if what is None else "next")
-        with self._changed:
-            if request.state != "stopped":
-                raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
-            request.watch.stopper.release(set(request.watch.running), self.positions(timeout_s=PATIENT_S), what)
-            request.state = "running"
-            request.is_background |= bool(background)
-        if listener.on_output is no_output:  # such as a button's
-            listener = dataclasses.replace(listener, on_output=request.listener.on_output)
-        return self._follow(request, listener, background=request.is_background if background is None else background)
+        interrupts = CountInterrupts()
+        with ExitStack() as sending:
+            with self._changed:
+                if request.state != "stopped":
+                    raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
+                positions = self.positions(timeout_s=PATIENT_S)
+                request.interrupts = sending.enter_context(interrupts)
+                request.watch.stopper.release(set(request.watch.running), positions, what)
+                request.state = "running"
+                request.is_background |= bool(background)
+            if listener.on_output is no_output:  # such as a button's
+                listener = dataclasses.replace(listener, on_output=request.listener.on_output)
+            is_background = request.is_background if background is None else background
+            return self._follow(request, listener, background=is_background)
 
     def abort(self, tell: OnStanding = no_standing) -> Report:
         """Give up what the ranks do; they are ready again afterwards.
@@ -449,7 +474,7 @@ class Session:
             request.watch.ask_abort()
             is_mine = request.state == "stopped"
             if is_mine:
-                request.state = "running"
+                request.state, request.interrupts = "running", CountInterrupts()
             else:
                 self._wait_while_running(request, STOP_S + RECOVER_S, tell)
         if is_mine:
@@ -520,6 +545,7 @@ class Session:
         request.listener, request.thread = listener, None
         if not background:
             return self._attend(request)
+        request.interrupts = CountInterrupts()  # that of the main thread ends with the caller
         name = f"workbench: {request.work.words}"
         request.thread = threading.Thread(target=self._attend_behind, args=(request,), name=name, daemon=True)
         request.thread.start()
@@ -572,8 +598,9 @@ class Session:
         living = self.living()
         dead = tuple(rank for rank in ranks if rank not in living)
         if dead:
-            how = losses_in_words(self.cluster.losses()) or "its process is gone"
-            raise RankDied(f"{label(dead)} died earlier: {how}\n{death_sentence(dead, living)}", ranks=dead)
+            losses = {rank: how for rank, how in self.cluster.losses().items() if rank in dead}
+            how = losses_in_words(losses) or f"{label(dead)} died: no process is left"
+            raise RankDied(f"{how}\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery is None:
             self._needs_recovery = self._find_left()
         if self.obstacle:
@@ -628,9 +655,10 @@ class Session:
         """Return what is done once the ranks have done all that they were asked before."""
         return self.cluster.run_cell("pass", self.living())
 
-    def _open(self, work: Work, pending: Pending, mark: Mark) -> Request:
+    def _open(self, work: Work, pending: Pending, mark: Mark, interrupts: CountInterrupts) -> Request:
         """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
         request = Request(work, pending, mark)
+        request.interrupts = interrupts
         request.watch = Watch(
             self.cluster,
             pending,
@@ -671,17 +699,19 @@ class Session:
 
         def sentence(seconds: float) -> str:
             awaited = self._awaited(request)
-            if awaited and request.thread is None:
-                awaited += "; Ctrl-C again " + ("gives up" if asked == "pause" else "stops waiting")
-            return awaited or self._who_works(request, seconds)
+            if not awaited:
+                request.worked = self._who_works(request, seconds)
+            said = awaited or request.worked
+            is_told = request.thread is None and (asked or request.watch.is_exhausted)
+            return f"{said}; {request.watch.next_means}" if is_told else said
 
         is_urgent = bool(asked or request.dead)
         request.standing.look(heard, sentence, request.listener.on_standing, is_urgent=is_urgent)
-        if not asked:
-            request.worked = request.standing.said
+        if not request.standing.said:
+            request.worked = ""
 
     def _who_works(self, request: Request, seconds: float) -> str:
-        running = tuple(request.watch.running)
+        running = sorted(set(request.watch.running) - set(request.dead))  # the watch may not have seen a death yet
         ended = sorted(set(request.pending.ranks) - set(running))
         losses = self.cluster.losses()
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
@@ -733,7 +763,7 @@ class Session:
 
     def _watch(self, request: Request) -> Outcome | Stop:
         try:
-            return request.watch.run()
+            return request.watch.run(request.interrupts)
         except BaseException:
             self._needs_recovery = True  # the ranks were aborted; nobody saw how they ended
             raise

@@ -78,6 +78,10 @@ Asked = Literal["", "pause", "abort"]
 """What the user may ask for while ranks work."""
 
 
+_MEANS = ("stops inside the step", "gives up", "sends SIGINT", "stops waiting")
+"""What Ctrl-C does, of one after the other."""
+
+
 class Tick(Enum):
     """Why it is asked what the ranks recorded."""
 
@@ -145,12 +149,15 @@ class Watch:
             return "abort"
         return "pause" if self.stopper.is_pausing else ""
 
-    def run(self) -> Outcome | Stop:
-        """Wait until every rank is done, stands, or the user gives up on those that are neither."""
+    def run(self, interrupts: CountInterrupts | None = None) -> Outcome | Stop:
+        """Wait until every rank is done, stands, or the user gives up on those that are neither.
+
+        ``interrupts`` counts them since the request was sent, and until this returns.
+        """
         self._level = 0
-        with CountInterrupts() as interrupts:
+        with interrupts or CountInterrupts() as counted:
             try:
-                stop = self._loop(interrupts)
+                stop = self._loop(counted)
             except BaseException:
                 self._abort("the notebook stopped waiting")
                 raise
@@ -223,15 +230,31 @@ class Watch:
             self._give_up("aborted")
             self._abandon_at = self._clock() + ABANDON_AFTER_S
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a rank has died, and all was done to free the others: nothing is left but to wait."""
+        has_died = any(failure.died for failure in self._outcome.failures)
+        return has_died and self._signal_at is None and self.running <= self._outcome.aborted
+
+    @property
+    def next_means(self) -> str:
+        """What the next Ctrl-C does: ``"Ctrl-C again gives up"``."""
+        return f"Ctrl-C {'again ' if self._level else ''}{_MEANS[self._next_level()]}"
+
     def _escalate(self) -> None:
         """Do more than at the last Ctrl-C: stop, abort, signal at once, wait no more."""
+        level = self._next_level()
+        self._level = min(level + 1, 3)
+        (self._pause, self._interrupt, self._signal, self._abandon)[level]()
+
+    def _next_level(self) -> int:
+        if self.is_exhausted:
+            return 3
         if self._outcome.given_up:
             floor = 2
         else:
             floor = 0 if self._can_pause and not self.stopper.is_pausing and not self._outcome.failures else 1
-        level = max(self._level, floor)
-        self._level = min(level + 1, 3)
-        (self._pause, self._interrupt, self._signal, self._abandon)[level]()
+        return max(self._level, floor)
 
     def _pause(self) -> None:
         self.stopper.pause(self.running)

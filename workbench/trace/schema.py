@@ -63,6 +63,19 @@ class CommGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BufferSum:
+    """What a rank holds of a buffer of a sharded model, which nothing keeps equal on the ranks.
+
+    Attributes:
+        name: after the variable that has its model, ``"model.norm.running_mean"``.
+        crc32: checksum of its bytes.
+    """
+
+    name: str
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """Where one rank lives.
 
@@ -73,6 +86,7 @@ class RankInfo:
         pid: of its process.
         baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if not known.
         device_error_ns: how far times of DEVICE rows may be off the rank's clock; 0 where the host computes.
+        buffers: of its sharded models, after its last cell or command.
     """
 
     rank: int
@@ -81,6 +95,7 @@ class RankInfo:
     pid: int
     baseline_bytes: int = 0
     device_error_ns: int = 0
+    buffers: tuple[BufferSum, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -126,6 +141,7 @@ class Header:
         units: all there ever were, by index.
         unmanaged: trainable parameters of sharded models that belong to no unit, each after the variable that has its
             model, ``"model.scale"``: nothing averages their gradients.
+        hooks: sharded parameters with a ``register_hook``, which is never called; named likewise.
         comm_groups: what the column ``comm_group`` counts.
         strings: what the column ``module`` counts.
         schema_version: of the file; what is read has today's.
@@ -139,6 +155,7 @@ class Header:
     clocks: tuple[HostClock, ...] = ()
     units: tuple[Unit, ...] = ()
     unmanaged: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
     comm_groups: tuple[CommGroup, ...] = ()
     strings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION

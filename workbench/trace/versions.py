@@ -2,7 +2,7 @@
 
 Version 8 added to each part of a flat parameter ``global_shape``. Before, tensor parallelism had split none.
 
-Version 7 added to a header ``unmanaged``. Before, no rank looked for such parameters.
+Version 7 added to a header ``unmanaged`` and ``hooks``, and to a rank ``buffers``. Before, no rank looked for them.
 
 Version 6 added to a header ``clocks``, by which times were converted. Before, a rank said by how much its own was ahead
 of rank 0's: by 0, for nobody compared them.
@@ -50,11 +50,12 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
         raise TraceError(f"header says schema version {version}, and its {what} are not") from error
-    return {"clocks": [], "unmanaged": []} | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
+    added: dict[str, Any] = {"clocks": [], "unmanaged": [], "hooks": []}
+    return added | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
 
 
 def _rank(data: dict[str, Any]) -> dict[str, Any]:
-    found = {"device_error_ns": 0} | data
+    found = {"device_error_ns": 0, "buffers": []} | data
     if any([found.pop("clock_offset_ns", 0), found.pop("clock_error_ns", 0)]):
         raise TraceError(f"rank {data['rank']} says that its clock differs from rank 0's, which nobody measured then")
     return found

@@ -7,6 +7,7 @@ hosts it is said instead what crosses: what a host sends to others, by what the 
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views import theme
+from workbench.views.narrow import SIDE, on_pages
 from workbench.views.units import meant
 from workbench.views.window import Window, window
 
@@ -30,7 +32,9 @@ MAX_UNFOLDED = 24
 
 MAX_ROWS = 60
 
+_BAR_GAP = 0.4  # of a row
 _ROW_HEIGHT, _HIGHER_ROW = 38, 54  # pixels: two lines, and three
+_LINE_HEIGHT, _LINE_LETTER, _BAR_HEIGHT, _SPACE = 15, 6.5, 16, 8  # pixels, where the lines are above the bar
 _LABEL_LETTERS = 20  # of a name before the table
 _LINE_LETTERS = 25  # of what stands below it
 _LABEL_WIDTH = 150  # pixels of it
@@ -95,6 +99,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         f"{step_name(shown).capitalize()}{'' if unit is None else f', {theme.shorten(unit)}'}: {_verdict(rows)}",
         _subtitle(trace.header, rows, num_left_out, clock),
         barmode="stack",
+        bargap=_BAR_GAP,
         **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
     )
     has_times = clock is not Clock.ENQUEUED
@@ -110,7 +115,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         _add_bars(fig, trace.header, drawn)
     title = f"issue to end [{_scale(drawn)[1]}]"
     fig.update_xaxes(rangemode="tozero", title_text=title, nticks=6, visible=has_times)
-    return fig
+    return on_pages(fig, lambda width: _on_page(fig, trace.header, drawn, columns, width))
 
 
 def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], Clock]:
@@ -336,6 +341,65 @@ def _marked(row: Row, text: str) -> str:
     return f'<span style="color:{theme.WRONG}">{text}</span>' if row.said.differs else text
 
 
+def _on_page(
+    fig: go.Figure, header: Header, rows: list[Row], columns: Sequence[Column], width: int
+) -> dict[str, object]:
+    """Return what is other on a page that is ``width`` pixels wide: on narrow ones a row's columns are lines of text.
+
+    They are above its bar, which is as long as the page is wide.
+    """
+    if width >= theme.NARROWEST:
+        return {}
+    names = [tick.replace("<br>", ", ") for tick in _ticks(header, rows)]
+    texts = [
+        [f"<b>{line}</b>" for line in _in_lines(name.split(", "), width)]
+        + [_marked(row, line) for line in _in_lines(_phrases(row.said, columns), width)]
+        for name, row in zip(names, rows, strict=True)
+    ]
+    lines = _LINE_HEIGHT * max(map(len, texts))
+    bar = _BAR_HEIGHT if fig.layout.xaxis.visible else 0
+    high = lines + bar + 3 * _SPACE
+    place = {"x": 0, "xref": "paper", "xanchor": "left", "yref": "y", "yanchor": "bottom", "showarrow": False}
+    above = (bar / 2 + _SPACE / 2) / high
+    axis = {"range": [len(rows) - 1 + 2 * above, -above - (lines + _SPACE) / high], "showticklabels": False}
+    axis |= {"anchor": "x", "position": 0, "shift": 0}
+    hidden = {
+        f"yaxis{number}": fig.layout[f"yaxis{number}"].to_plotly_json() | {"visible": False}
+        for number in range(2, len(columns) + 2)
+    }
+    return {
+        **hidden,
+        "annotations": [
+            {**place, "y": y - above, "align": "left", "text": "<br>".join(text)} for y, text in enumerate(texts)
+        ],
+        "yaxis": fig.layout.yaxis.to_plotly_json() | axis,
+        "xaxis": fig.layout.xaxis.to_plotly_json() | {"showgrid": False},  # text is over it
+        "bargap": 1 - bar / high,
+        "margin": {"l": SIDE, "r": 2 * SIDE},
+        "drawn": high * len(rows),
+    }
+
+
+def _phrases(said: Comparison, columns: Sequence[Column]) -> list[str]:
+    """Return what the columns say of a row: ``["calls 2", "payload 385 KiB", "sent 289 KiB", ...]``."""
+    pairs = [(column.heading.split("<br>"), column.text(said).split("<br>")) for column in columns]
+    return [f"{name} {text}" for names, texts in pairs for name, text in zip(names, texts, strict=True)]
+
+
+def _in_lines(phrases: Sequence[str], width: int) -> list[str]:
+    """Return phrases, escaped, in lines for a page so wide, with commas between them."""
+    room = int((width - 3 * SIDE) / _LINE_LETTER)
+    lines = [""]
+    for phrase in phrases:
+        longer = f"{lines[-1]}, {phrase}" if lines[-1] else phrase
+        if len(html.unescape(longer)) < room:
+            lines[-1] = longer
+        else:
+            lines.append(phrase)
+    last = len(lines) - 1
+    return [line if place == last else f"{line}," for place, line in enumerate(lines)]
+
+
 def _ticks(header: Header, rows: list[Row]) -> list[str]:
     ranks = {rank for row in rows for rank in row.said.ranks}
     several_sizes = len({row.said.num_ranks for row in rows}) > 1
@@ -364,7 +428,6 @@ def _add_bar(fig: go.Figure, lengths: dict[int, float], names: dict[int, str], l
         y=list(lengths),
         x=list(lengths.values()),
         orientation="h",
-        width=0.6,
         name=name,
         marker_color=colour,
         text=[f"{names[y]}<br>{name}: {length:.3g} {unit}" for y, length in lengths.items()],

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -23,7 +26,7 @@ from workbench.replay.units import by_number
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views import theme
-from workbench.views.narrow import with_narrow
+from workbench.views.narrow import LETTER, SIDE, apart, in_lines, on_pages, sides, with_narrow
 from workbench.views.talk import for_talk
 
 MAX_POINTS = 4_000
@@ -36,6 +39,11 @@ NOTICED = 0.05
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the table has two lines
 _BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below all that is drawn; a plot has its axis there
+_NARROW_ROW = 72  # pixels, of four lines
+_KIND_LETTERS = 18  # of the longest kind of collective, and a bold name's width beyond that of its characters
+_CELL_LEFT, _AXIS_LETTER = 6, 7.2  # pixels before a cell's text; of a character of a title
+_COLUMNS, _WIDTHS = ("unit", "collective", "calls", "payload", "exposed"), (2.2, 1.4, 0.9, 1.2, 1.2)
+_BORDER = {"color": theme.GRID, "width": 1}
 _MAX_TICKS, _MAX_DETAILED = 8, 2
 _TICK_WIDTH = 0.16  # of the narrowest plot's width: "backward" and a gap
 
@@ -66,8 +74,7 @@ def draw(
             theme.empty(f"Nothing to compare: {names[0]} and {names[1]} have no events of the same rank.")
         )
     rows = sorted(found.collectives[:MAX_ROWS], key=lambda row: (row.kind, by_number(row.unit)))
-    table_height = _ROW_HEIGHT * (len(rows) + 1) + 8 if rows else 0
-    below = (table_height + _GAP) / (_PLOT_HEIGHT + table_height + _GAP) if rows else 0.0
+    table = _table(rows)
     fig = theme.figure(
         sentence(found),
         _subtitle(found, names, theme.host_clock_words(a.header, b.header), (totals_of_used(a), totals_of_used(b))),
@@ -76,14 +83,11 @@ def draw(
     )
     # between title and plot: the legend of two lines, and below it the mark
     top, bottom = fig.layout.margin.t + 2 * _LINE, _BELOW_TABLE if rows else _BELOW_PLOT
-    drawn = _PLOT_HEIGHT + (table_height + _GAP if rows else 0)
-    fig.update_layout(margin_t=top, margin_b=bottom, height=top + drawn + bottom)
-    fig.update_layout(legend_y=1 + _LINE * (1 - below) / _PLOT_HEIGHT)
+    fig.update_layout(margin_t=top, margin_b=bottom, height=top + _drawn(table, _GAP) + bottom)
     _add_curves(fig, found, names)
-    if rows:
-        fig.update_layout(yaxis_domain=[below, 1])
-        _add_table(fig, rows, below * table_height / (table_height + _GAP))
-    fig = with_narrow(fig)
+    marks = tuple(fig.layout.annotations), tuple(fig.layout.shapes)
+    fig.update_layout(_with_table(fig, table, marks, _GAP))
+    fig = with_narrow(on_pages(fig, lambda width: _on_page(fig, rows, marks, width)))
     return for_talk(fig) if talk else fig
 
 
@@ -353,25 +357,107 @@ def _mark(fig: go.Figure, aligned: Alignment) -> None:
     )
 
 
-def _add_table(fig: go.Figure, rows: Sequence[CollectiveChange], top: float) -> None:
-    """What each side issued and waited for, a step."""
-    columns = {
-        "unit": [theme.escape(theme.shorten(row.unit, 24)) or "-" for row in rows],
-        "collective": [row.kind.words for row in rows],
-        "calls": [_pair(*(f"{n:.3g}" for n in row.calls)) for row in rows],
-        "payload": [_pair(*(theme.format_bytes(n) for n in row.num_bytes)) for row in rows],
-        "exposed": [_pair(*(theme.format_duration(n) for n in row.exposed_ns)) for row in rows],
+Marks = tuple[tuple[go.layout.Annotation, ...], tuple[go.layout.Shape, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Text below the plot.
+
+    Attributes:
+        lines: by row the cells, HTML, of one line or more; the first row is the heading, if it is not empty.
+        widths: of the columns, parts of a whole.
+        row_height: pixels of a row.
+        left: pixels from the left edge of the plot to that of the table, towards the page's.
+    """
+
+    lines: tuple[tuple[str, ...], ...]
+    widths: tuple[float, ...] = (1.0,)
+    row_height: int = _ROW_HEIGHT
+    left: int = 0
+
+    @property
+    def height(self) -> int:
+        """Pixels of all rows."""
+        return self.row_height * len(self.lines)
+
+
+def _table(rows: Sequence[CollectiveChange]) -> Table:
+    """What each side issued and waited for, a step: a row for each unit and kind, a column for each number."""
+    heading = [f"<b>{name}<br>a step</b>" if name == "calls" else f"<b>{name}</b>" for name in _COLUMNS]
+    cells = [tuple(_cells(row, "<br>-> ", 24)) for row in rows]
+    return Table(lines=(tuple(heading), *cells) if rows else (), widths=_WIDTHS)
+
+
+def _cells(row: CollectiveChange, between: str, letters: int) -> list[str]:
+    """Return a row's cells, HTML, in the order of ``_COLUMNS``."""
+    return [
+        theme.escape(theme.shorten(row.unit, letters)) or "-",
+        row.kind.words,
+        _pair(between, *(f"{n:.3g}" for n in row.calls)),
+        _pair(between, *(theme.format_bytes(n) for n in row.num_bytes)),
+        _pair(between, *(theme.format_duration(n) for n in row.exposed_ns)),
+    ]
+
+
+def _narrow_table(rows: Sequence[CollectiveChange], width: int, left: int) -> Table:
+    """Return the table for a page that is ``width`` pixels wide: a row's numbers are lines under its name."""
+    letters = int((width - 3 * SIDE) / LETTER)
+    found = []
+    for row in rows:
+        name, kind, calls, payload, exposed = _cells(row, " -> ", letters - _KIND_LETTERS)
+        numbers = [f"calls a step {calls}", f"payload {payload}", f"exposed {exposed}"]
+        found.append((f"<b>{name}</b> {kind}<br>{'<br>'.join(numbers)}",))
+    return Table(lines=tuple(found), row_height=_NARROW_ROW, left=left)
+
+
+def _drawn(table: Table, gap: int) -> int:
+    """Pixels of the height of plot and table, with so many between them."""
+    return _PLOT_HEIGHT + (table.height + gap if table.lines else 0)
+
+
+def _with_table(fig: go.Figure, table: Table, marks: Marks, gap: int) -> dict[str, Any]:
+    """Return the fields of the layout that put a table below the plot, so many pixels from it.
+
+    Args:
+        fig: the curves.
+        table: the table.
+        marks: annotations and shapes of the curves.
+        gap: in pixels.
+    """
+    annotations, shapes = ([each.to_plotly_json() for each in some] for some in marks)
+    lefts = [0.0, *accumulate(table.widths)]
+    place = {"xref": "paper", "yref": "paper", "y": 0, "xanchor": "left", "yanchor": "middle", "showarrow": False}
+    for number, cells in enumerate(table.lines):
+        high = table.height - table.row_height * number
+        for x, text in zip(lefts, cells, strict=False):
+            at = {"x": x / lefts[-1], "xshift": _CELL_LEFT - table.left, "yshift": high - table.row_height // 2}
+            annotations.append({**place, **at, "text": text, "align": "left"})
+        box = {"x0": 0, "x1": 1, "y0": high - table.row_height, "y1": high, "xref": "paper", "yref": "paper"}
+        fill = theme.FAINT if len(cells) > 1 and not number else theme.CLEAR
+        shapes.append({**box, "ysizemode": "pixel", "yanchor": 0, "fillcolor": fill, "line": _BORDER, "layer": "below"})
+    below = 1 - _PLOT_HEIGHT / _drawn(table, gap)
+    return {
+        "annotations": annotations,
+        "shapes": shapes,
+        "yaxis": fig.layout.yaxis.to_plotly_json() | {"domain": [below, 1]},
+        "legend": fig.layout.legend.to_plotly_json() | {"y": 1 + _LINE * (1 - below) / _PLOT_HEIGHT},
     }
-    fig.add_table(
-        header={
-            "height": _ROW_HEIGHT,
-            "values": [f"<b>{name}<br>a step</b>" if name == "calls" else f"<b>{name}</b>" for name in columns],
-        },
-        cells={"values": list(columns.values()), "height": _ROW_HEIGHT, "align": "left"},
-        columnwidth=[2.2, 1.4, 0.9, 1.2, 1.2],
-        domain={"x": [0, 1], "y": [0, top]},
-    )
 
 
-def _pair(before: str, after: str) -> str:
-    return before if before == after else f"{before}<br>-> {after}"
+def _on_page(fig: go.Figure, rows: Sequence[CollectiveChange], marks: Marks, width: int) -> dict[str, Any]:
+    """Return what is other on a page that is ``width`` pixels wide: narrow ones have fewer ticks, and no columns."""
+    if width >= theme.NARROWEST:
+        return {}
+    left, right = sides(fig)
+    plot = width - left - right
+    axis = fig.layout.xaxis.to_plotly_json()
+    title = in_lines(axis["title"]["text"], plot, _AXIS_LETTER)
+    axis |= {"title": {"text": "<br>".join(title)}} | apart(axis["tickvals"], axis["ticktext"], plot / axis["range"][1])
+    table, gap = _narrow_table(rows, width, 0), _GAP + _LINE * (len(title) - 1)
+    below = 0 if rows else _LINE * (len(title) - 1)
+    return {**_with_table(fig, table, marks, gap), "xaxis": axis, "drawn": _drawn(table, gap), "below": below}
+
+
+def _pair(between: str, before: str, after: str) -> str:
+    return before if before == after else f"{before}{between}{after}"

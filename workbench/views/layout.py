@@ -8,7 +8,6 @@ alone: it can be drawn before the first step.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -23,6 +22,7 @@ from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
+from workbench.views.narrow import LEAST, LETTER, SIDE, apart, in_lines, on_pages, sides
 from workbench.views.units import meant
 
 MAX_UNFOLDED = 32
@@ -34,14 +34,18 @@ MAX_COLUMNS = 64
 """Shard-ranks drawn one by one; with more, neighbours that hold equally many rows are drawn as one."""
 
 _ROW_HEIGHT = 27  # pixels
-_HEADING_LETTERS = 40  # of a line over the bars, which is bold
-_LINE_LETTERS = 50  # of another one
+_NAME_LETTERS = 40  # of a unit's in a line over the bars
+_LINE_HEIGHT, _BOLD_LETTER = 16, 7.4  # pixels
 _LABEL_LETTERS = 34
+_LABEL_SHARE, _SMALL_LETTER, _SMALL_LINE = 0.42, 6.1, 14  # of a narrow page; pixels of its labels
+_AXIS_LETTER, _STANDOFF = 7.2, 4  # pixels
 
 _MAX_TICKS = 8
 _MAX_COPIES = 3  # whose ranks are named at a column; of more those of the first one
 _MAX_CUTS = 3  # parameters of a flat one that are said to be cut
 _MAX_LINES = 8  # of what hangs at one segment
+_FIXED_SPACE = "\u00a0"  # at which no line ends
+_BESIDE = "beside it: shape, bytes on a rank"
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 _BAR = 0.76  # rows
@@ -55,10 +59,19 @@ Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one st
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text over the bars of a unit, or an empty row; plain text."""
+    """A text over the bars of a unit, or an empty row; plain text."""
 
     text: str = ""
     is_heading: bool = False
+
+    def lines(self, pixels: float) -> list[str]:
+        """Return the text in lines that are at most so many pixels long."""
+        return in_lines(self.text, pixels, _BOLD_LETTER if self.is_heading else LETTER)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the picture that its lines take on the narrowest page."""
+        return max(-(-(_LINE_HEIGHT * len(self.lines(LEAST - 2 * SIDE)) - _ROW_HEIGHT // 4) // _ROW_HEIGHT), 1)
 
 
 Place = Group | Line  # what stands in a row of the picture
@@ -122,7 +135,8 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
     _add_bars(fig, [segment for y, place in enumerate(places) for segment in _segments(y, place, columns, finest)])
     _add_labels(fig, places)
     _set_axes(fig, places, header, {part.num_shards for part in split})
-    return fig
+    fig.update_layout(annotations=_over_bars(places, theme.NARROWEST - sum(sides(fig))))
+    return on_pages(fig, lambda width: _on_page(fig, places, width))
 
 
 def _only(header: Header, unit: str) -> Header:
@@ -190,17 +204,19 @@ def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
         policy = "" if is_told else _policy(members[0][0].unit)
-        yield from (Line(text, is_heading=True) for text in _wrapped(_heading(members) + policy, _HEADING_LETTERS))
+        yield from _rows(Line(_heading(members) + policy, is_heading=True))
         for member in members:
-            if _is_flat(member):
-                yield from map(Line, _wrapped(_cuts(member[0]), _LINE_LETTERS))
+            if _is_flat(member) and (cuts := _cuts(member[0])):
+                yield from _rows(Line(cuts))
             yield member
             if _is_flat(member):
                 yield Line()  # its bar is higher
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+def _rows(line: Line) -> Iterator[Line]:
+    """Yield a text and the empty rows that it needs as well."""
+    yield line
+    yield from [Line()] * (line.num_rows - 1)
 
 
 def _cuts(flat: ParamShards) -> str:
@@ -220,7 +236,7 @@ def _short(flat: ParamShards, fqn: str) -> str:
 
 def _heading(members: list[Group]) -> str:
     units = {part.unit.index: part.unit for group in members for part in group}
-    name = theme.shorten(join_names([unit_words(unit.name) for unit in units.values()]), _HEADING_LETTERS)
+    name = theme.shorten(join_names([unit_words(unit.name) for unit in units.values()]), _NAME_LETTERS)
     at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
     return f"{name}: {at_rest}{' each' if len(units) > 1 else ''} on a rank"
 
@@ -398,21 +414,10 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 
 
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
-    """Write the headings above their bars, and at the right edge the bytes that a rank keeps of each parameter."""
-    headings = {y: _line(place) for y, place in enumerate(places) if isinstance(place, Line) and place.text}
+    """Write at the right edge the bytes that a rank keeps of each parameter."""
     sizes = {
         _middle(y, p): theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, Line)
     }
-    fig.add_scatter(
-        x=[0] * len(headings),
-        y=list(headings),
-        text=list(headings.values()),
-        mode="text",
-        textposition="middle right",
-        hoverinfo="skip",
-        showlegend=False,
-        cliponaxis=False,
-    )
     fig.add_scatter(x=[None], y=[None], yaxis="y2", showlegend=False, hoverinfo="skip")
     fig.update_layout(
         yaxis2={
@@ -429,9 +434,70 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     )
 
 
-def _line(line: Line) -> str:
-    text = theme.escape(line.text)
-    return f"<b>{text}</b>" if line.is_heading else text
+def _over_bars(places: list[Place], pixels: float, left: int = 0) -> list[dict[str, object]]:
+    """Return the texts above their bars, as annotations.
+
+    Args:
+        places: the rows of the picture.
+        pixels: that a line may be long.
+        left: pixels from the begin of the bars to that of the lines, towards the left edge.
+    """
+    found = []
+    for y, place in enumerate(places):
+        if isinstance(place, Line) and place.text:
+            text = "<br>".join(map(theme.escape, place.lines(pixels)))
+            found.append(
+                {
+                    "x": 0,
+                    "xref": "paper",
+                    "xanchor": "left",
+                    "xshift": -left,
+                    "y": y + (place.num_rows - 1) / 2,
+                    "yref": "y",
+                    "align": "left",
+                    "text": f"<b>{text}</b>" if place.is_heading else text,
+                    "showarrow": False,
+                }
+            )
+    return found
+
+
+def _on_page(fig: go.Figure, places: list[Place], width: int) -> dict[str, object]:
+    """Return what is other on a page that is ``width`` pixels wide.
+
+    On narrow ones the bytes on a rank are below the names, and the texts over the bars begin at the left edge.
+    """
+    x, y = fig.layout.xaxis.to_plotly_json(), fig.layout.yaxis.to_plotly_json()
+    if width >= theme.NARROWEST:
+        plot = width - sum(sides(fig))
+        columns = apart(x["tickvals"], x["ticktext"], plot / x["range"][1])
+        return {"annotations": _over_bars(places, plot), "xaxis": x | columns}
+    left = round(_LABEL_SHARE * width)
+    plot = width - left - SIDE
+    groups = {y: place for y, place in enumerate(places) if not isinstance(place, Line)}
+    bars = {_middle(y, group): _small_tick(group, left) for y, group in groups.items()}
+    high = max(_ROW_HEIGHT, _SMALL_LINE * max(text.count("<br>") + 1 for text in bars.values()) + 4)
+    title = in_lines(theme.plain(x["title"]["text"]), plot + min(left, SIDE), _AXIS_LETTER)
+    title += in_lines(_BESIDE, plot + min(left, SIDE), _AXIS_LETTER)
+    columns = apart(x["tickvals"], x["ticktext"], plot / x["range"][1])
+    return {
+        "annotations": _over_bars(places, width - 2 * SIDE, left - SIDE),
+        "margin": {"l": left, "r": SIDE},
+        "drawn": high * len(places),
+        "below": theme.LEGEND_LINE * (len(title) - 1),
+        "yaxis": y | {"ticktext": list(bars.values()), "tickfont": {"size": 11}, "automargin": False},
+        "yaxis2": fig.layout.yaxis2.to_plotly_json() | {"visible": False, "automargin": False},
+        "xaxis": x | columns | {"title": {"text": "<br>".join(map(theme.escape, title)), "standoff": 8}},
+    }
+
+
+def _small_tick(group: Group, pixels: int) -> str:
+    """Return the label of a bar on a narrow page: its name, and below it its shape and what a rank keeps of it."""
+    letters = int((pixels - 2 * _STANDOFF) / _SMALL_LETTER)
+    name, shape = _name_and_shape(group)
+    num_bytes = theme.format_bytes(group[0].bytes_at_rest).replace(" ", _FIXED_SPACE)
+    below = in_lines(f"{shape}, {num_bytes}", letters, 1)
+    return "<br>".join(map(theme.escape, [theme.shorten(name, letters), *below]))
 
 
 def _is_flat(place: Place) -> bool:
@@ -446,7 +512,7 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
     columns = max(num_shards)
     bars = {_middle(y, place): _tick(place) for y, place in enumerate(places) if not isinstance(place, Line)}
     fig.update_layout(
-        yaxis_ticklabelstandoff=4,
+        yaxis_ticklabelstandoff=_STANDOFF,
         yaxis_range=[len(places) - 0.4, -0.6],
         yaxis_tickmode="array",
         yaxis_tickvals=list(bars),
@@ -484,11 +550,15 @@ def _columns(header: Header, columns: int, shown: range) -> list[str]:
 
 
 def _tick(group: Group) -> str:
+    name, shape = _name_and_shape(group)
+    return theme.escape(f"{theme.shorten(name, max(_LABEL_LETTERS - len(shape) - 1, 18))} {shape}")
+
+
+def _name_and_shape(group: Group) -> tuple[str, str]:
     if _is_flat(group):
-        return f"{theme.plural(len(group[0].param.parts), 'parameter')} [{group[0].param.shape[0]}]"
+        return theme.plural(len(group[0].param.parts), "parameter"), f"[{group[0].param.shape[0]}]"
     names = join_names([part.param.fqn.removeprefix(f"{part.unit.name}.") for part in group])
     param = group[0].param
     whole = f" of {list(param.global_shape)}" if param.global_shape != param.shape else ""
     dim = f" by dim {param.shard_dim}" if param.shard_dim else ""
-    shape = f" {list(param.shape)}{whole}{dim}"
-    return theme.escape(theme.shorten(names, max(_LABEL_LETTERS - len(shape), 18)) + shape)
+    return names, f"{list(param.shape)}{whole}{dim}"

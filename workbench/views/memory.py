@@ -27,8 +27,8 @@ from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
-from workbench.views.narrow import legend_entries
-from workbench.views.phases import STRIP_HEIGHT, add_phases
+from workbench.views.narrow import SIDE, in_lines, legend_entries, on_pages, sides
+from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.process import HEIGHT, add_process, process_words
 from workbench.views.rectangles import TimeAxis, time_axis
 from workbench.views.who import MANY, several, who
@@ -42,6 +42,7 @@ ALIKE = 0.02
 """Ranks share a panel if no class differs by more than this part of the peak."""
 
 _TIME_AXIS = 48  # pixels below the plot
+_LINE_HEIGHT = 15  # pixels, of what stands over a panel
 _PANEL_HEIGHT = 330  # pixels
 _HEADROOM = 1.35  # of the axis over the highest peak: room for the words about it
 _FAR = 2.5  # an unsharded model this many times the highest peak is named, not drawn: it would flatten the areas
@@ -116,7 +117,8 @@ def memory(
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
     _draw(fig, header, panels, sum(unsharded.values()), cuts, time_axis(extent_ns(parts)), is_sampled=is_sampled)
     legend = theme.LEGEND_LINE * (len(legend_entries(fig)) + 1)
-    return fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend + _TIME_AXIS))
+    fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend + _TIME_AXIS))
+    return on_pages(fig, lambda width: _on_page(fig, width))
 
 
 def _is_sampled(panel: Panel) -> bool:
@@ -280,6 +282,21 @@ def _draw(
     fig.update_xaxes(range=time.layout["range"])
     fig.update_xaxes(time.layout, row=rows_each * len(panels), col=1)
     fig.update_layout(margin_t=fig.layout.margin.t + STRIP_HEIGHT + (20 if len(panels) > 1 else 0))
+
+
+def _on_page(fig: go.Figure, width: int) -> dict[str, object]:
+    """Return what is other on a page that is ``width`` pixels wide: what stands over a panel has more lines."""
+    if width >= theme.NARROWEST:
+        return {}
+    room, most = width - sides(fig)[0] - SIDE, 1
+    found = [each.to_plotly_json() for each in fig.layout.annotations]
+    for each in found:
+        if each.get("showarrow") is False:
+            lines = in_lines(theme.plain(each["text"]), room)
+            each |= {"text": "<br>".join(map(theme.escape, lines)), "align": "left"}
+            most = max(most, len(lines))
+    shapes = phases_within(fig, room)
+    return {"annotations": found, "shapes": shapes, "margin": {"r": SIDE}, "above": _LINE_HEIGHT * (most - 1)}
 
 
 def _moments(panel: Panel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:

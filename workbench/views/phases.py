@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -17,13 +18,13 @@ STRIP_HEIGHT = 20  # pixels over the plot, its distance from it included
 MAX_PIECES = 40
 """Pieces of a strip; more would be a flicker, and nothing is drawn."""
 
-_LETTER = 0.02  # of the narrowest plot's width
+_LETTER, _NARROWEST_PLOT = 7, 350  # pixels: of a character, and of the plot for whose width figures are made
 
 
 def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = None, col: int | None = None) -> None:
     """Draw the strip over the plot, or over one subplot."""
     pieces = list(_pieces(rows))
-    whole_ns = axis.end_ns - axis.origin_ns
+    whole_ns, share = axis.end_ns - axis.origin_ns, _LETTER / _NARROWEST_PLOT
     named = {shape.name for shape in fig.layout.shapes}
     for kind, begin_ns, end_ns in pieces if len(pieces) <= MAX_PIECES else ():
         text = kind.words
@@ -41,11 +42,22 @@ def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = 
             name=kind.words,
             showlegend=kind.words not in named,
             opacity=0.35,
-            label={"text": text if (end_ns - begin_ns) / whole_ns > _LETTER * len(text) else "", "font": {"size": 11}},
+            label={"text": text if (end_ns - begin_ns) / whole_ns > share * len(text) else "", "font": {"size": 11}},
             row=row,
             col=col,
         )
         named.add(kind.words)
+
+
+def phases_within(fig: go.Figure, pixels: float) -> list[dict[str, Any]]:
+    """Return the shapes of a figure for a plot so wide: pieces of a strip that are too narrow have no name."""
+    begin, end = fig.layout.xaxis.range
+    found = [shape.to_plotly_json() for shape in fig.layout.shapes]
+    for shape in found:
+        if text := shape.get("label", {}).get("text"):
+            wide = (shape["x1"] - shape["x0"]) / (end - begin) * pixels
+            shape["label"] = {**shape["label"], "text": text if wide > _LETTER * len(text) else ""}
+    return found
 
 
 def _pieces(rows: Rows) -> Iterator[tuple[Kind, int, int]]:

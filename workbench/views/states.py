@@ -22,7 +22,8 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
-from workbench.views.phases import STRIP_HEIGHT, add_phases
+from workbench.views.narrow import LETTER, SIDE, on_pages
+from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
 from workbench.views.units import meant
 from workbench.views.who import several, who
@@ -33,6 +34,7 @@ _HEIGHT = 900  # pixels that the rows may take together
 _ROW_HEIGHTS = (8, 28)  # pixels of one row
 _LABEL_HEIGHT = 14  # pixels
 _LEAST_HEIGHT = 90  # pixels of the plot: a narrow page gives some to the legend before it is laid out
+_NAME_LETTERS, _NAME_SHARE = 28, 0.4  # of a unit's name at most, and of a narrow page's width
 _NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the ranks."
 
 
@@ -72,7 +74,8 @@ def states(
     _draw(fig, trace.header, drawn, units[:MAX_UNITS], found, axis)
     add_holds(fig, seen.cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
     rows = max(_row_height(units) * len(units[:MAX_UNITS]), _LEAST_HEIGHT)
-    return fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
+    fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
+    return on_pages(fig, lambda width: _on_page(fig, trace.header, units[:MAX_UNITS], width))
 
 
 def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[RankTrace, Clock]:
@@ -142,7 +145,6 @@ def _draw(
     fig: go.Figure, header: Header, drawn: RankTrace, units: Sequence[int], found: StateSpans, axis: TimeAxis
 ) -> None:
     bars = for_screen(_bars(found, units))
-    names = {unit: theme.escape(theme.shorten(unit_name(header, unit), 28)) for unit in units}
     whole = {unit: theme.full(unit_name(header, unit)) for unit in units}
     looks = {int(state): (state.words, theme.UNIT_STATE_COLOURS[state]) for state in UnitState}
     height = np.where(bars.colour == UnitState.SHARDED, 0.16, 0.74)
@@ -155,10 +157,23 @@ def _draw(
         range=[len(units) - 0.4, -0.6],
         tickmode="array",
         tickvals=list(range(len(units)))[::every],
-        ticktext=[names[unit] for unit in units][::every],
+        ticktext=_names(header, units),
         ticklabelstandoff=4,
         showgrid=False,
     )
+
+
+def _on_page(fig: go.Figure, header: Header, units: Sequence[int], width: int) -> dict[str, object]:
+    """Return what is other on a page that is ``width`` pixels wide: names are shorter on narrow ones."""
+    letters = min(int(_NAME_SHARE * width / LETTER), _NAME_LETTERS)
+    axis = fig.layout.yaxis.to_plotly_json() | {"ticktext": _names(header, units, letters)}
+    return {"yaxis": axis, "shapes": phases_within(fig, (1 - _NAME_SHARE) * width - 2 * SIDE)}
+
+
+def _names(header: Header, units: Sequence[int], letters: int = _NAME_LETTERS) -> list[str]:
+    """Return the names of the rows that have one."""
+    every = -(-_LABEL_HEIGHT // _row_height(units))
+    return [theme.escape(theme.shorten(unit_name(header, unit), letters)) for unit in units][::every]
 
 
 def _bars(found: StateSpans, units: Sequence[int]) -> Rectangles:

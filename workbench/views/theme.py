@@ -108,7 +108,8 @@ def full(text: str) -> str:
 
 
 LEGEND_LINE = 19  # pixels
-_BELOW_AXIS = 60  # pixels that labels and title of an axis take
+BELOW_AXIS = 60
+"""Pixels that labels and title of an axis take."""
 
 
 def legend_below(num_entries: int, plot_width: int = 430, entry_width: int = 142) -> dict[str, Any]:
@@ -132,10 +133,12 @@ def legend_below(num_entries: int, plot_width: int = 430, entry_width: int = 142
         "traceorder": "normal",
         "entrywidth": 0,
     }
-    return {"legend": legend, "margin_b": _BELOW_AXIS + LEGEND_LINE * max(-(-num_entries // in_a_line), 1)}
+    return {"legend": legend, "margin_b": BELOW_AXIS + LEGEND_LINE * max(-(-num_entries // in_a_line), 1)}
 
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400  # seconds
+_LONG_UNITS = ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
 _TIME_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
 
 
@@ -165,6 +168,16 @@ def format_duration(duration_ns: float) -> str:
     """Return a duration in nanoseconds with three digits: ``1234567`` -> ``"1.23 ms"``."""
     divisor, unit = time_unit(duration_ns)
     return f"{_three_digits(duration_ns / divisor)} {unit}"
+
+
+def format_long(duration_ns: float) -> str:
+    """Return a duration in nanoseconds, of a minute or more in whole parts: ``20789e9`` -> ``"5 h 46 min"``."""
+    seconds = round(duration_ns / 1e9)
+    if seconds < _MINUTE:
+        return format_duration(duration_ns)
+    size, unit, part, part_unit = next(each for each in _LONG_UNITS if seconds >= each[0])
+    whole, rest = divmod(seconds, size)
+    return f"{whole:,} {unit} {rest // part} {part_unit}" if rest >= part else f"{whole:,} {unit}"
 
 
 def format_loss(loss: float, spec: str = ".4g") -> str:
@@ -279,7 +292,7 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         words = " - ".join(filter(None, said(self)))
         page = json.loads(self.to_json()) | {"config": {"displaylogo": False}}
-        return {PLOTLY_MIME: page, "text/plain": f"{words or 'figure'} [plotly figure]"}
+        return {PLOTLY_MIME: page, "text/plain": words or "figure"}
 
     def show(self, renderer: str | None = None, **options: object) -> None:
         """Show the figure now; in a notebook, unless another ``renderer`` of plotly is named, as a cell's result is.

@@ -26,6 +26,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.holds import add_holds, hold_words
+from workbench.views.narrow import on_pages
 from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
 from workbench.views.tracks import LANES, OTHER_TRACK, TRACKS, WAIT_TRACK, Tracks, tracks
 from workbench.views.who import MANY, several, who
@@ -40,6 +41,9 @@ _OPEN = 0.04  # of the picture's width: how far what has not ended reaches beyon
 _HEIGHT = 720  # pixels that the tracks may take together
 _ROW_HEIGHTS = (15, 24)  # pixels of one track
 _GAP = 0.7  # tracks between two ranks
+_SHORT_NAME = 8  # characters of a block's name that has room beside its first track on every page
+_NARROW_TICKS = 4  # of time beside long names
+_NAME_ABOVE, _NAMED_ROW = 0.9, 20  # tracks that another one is above it on a narrow page; pixels of a track there
 _PLACES = np.array([0.0, -0.2, 0.2])  # of a lane within its track
 _BAR_HEIGHTS = np.array([0.8, 0.38, 0.38])  # of a lane, in tracks
 
@@ -112,7 +116,8 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     begin_ns, end_ns = drawn.extent_ns
     axis = time_axis((begin_ns, max(end_ns, int(bars.end_ns.max()))))
     _draw(fig, blocks, grid, bars, cuts, _hovers(bars, trace.header, blocks, axis, between_ns), axis)
-    return fig
+    track_names = [_track_name(track, bars) for track in grid.tracks]
+    return on_pages(fig, lambda width: _on_page(fig, blocks, grid, track_names, width))
 
 
 def _last(drawn: Drawn, between_ns: int) -> dict[int, Last]:
@@ -325,6 +330,26 @@ def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeA
         hoverinfo="skip",
         name="issue to wait",
     )
+
+
+def _on_page(
+    fig: go.Figure, blocks: Sequence[Block], grid: Grid, tracks: Sequence[str], width: int
+) -> dict[str, object]:
+    """Return what is other on a page that is ``width`` pixels wide: long names of ranks are over the blocks there."""
+    if width >= theme.NARROWEST or max(len(block.name) for block in blocks) <= _SHORT_NAME:
+        return {}
+    places, names = [], []
+    for number, block in enumerate(blocks):
+        top = number * (len(tracks) + _GAP)
+        places += [top - _NAME_ABOVE, *(top + row for row in range(len(tracks)))]
+        names += [f"<b>{theme.escape(block.name)}</b>", *tracks]
+    axis = fig.layout.yaxis.to_plotly_json() | {"tickvals": places, "ticktext": names}
+    axis["range"] = [grid.num_rows - _GAP - 0.4, -_NAME_ABOVE - 0.5]
+    rows = grid.num_rows - _GAP + _NAME_ABOVE + 0.1
+    fields = fig.layout
+    high = (fields.height - fields.margin.t - fields.margin.b) / (grid.num_rows - _GAP + 0.2)
+    time = fig.layout.xaxis.to_plotly_json() | {"nticks": _NARROW_TICKS, "tickangle": 0}
+    return {"xaxis": time, "yaxis": axis, "drawn": round(rows * max(high, _NAMED_ROW))}
 
 
 def _set_axes(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, tracks: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import sys
 from typing import Any, Literal, TextIO
 
 from workbench.reports.follow import Progress
-from workbench.views.theme import format_duration, format_loss, plural
+from workbench.views.theme import format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]
 
@@ -31,8 +31,8 @@ def facts(progress: Progress, state: State = "running") -> list[str]:
         found.append(f"last step {format_duration(progress.step_ns)}")
     if progress.tokens_per_s is not None:
         found.append(f"{progress.tokens_per_s:,.0f} tokens/s")
-    if state == "running" and progress.step_ns is not None and progress.done < progress.total:
-        found.append(f"{format_duration(progress.step_ns * (progress.total - progress.done))} to go")
+    if state == "running" and progress.left_ns is not None:
+        found.append(f"{format_long(progress.left_ns)} to go")
     return found
 
 

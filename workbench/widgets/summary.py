@@ -99,8 +99,8 @@ def _progress(pulse: Pulse) -> str:
         return pulse.under_way.words if pulse.under_way is not None else ""
     found = pulse.under_way.progress
     parts = [f"{found.done:,} of {theme.plural(found.total, 'step')} done"]
-    if found.step_ns is not None and found.done < found.total:
-        parts.append(f"{theme.format_duration(found.step_ns * (found.total - found.done))} to go")
+    if found.left_ns is not None:
+        parts.append(f"{theme.format_long(found.left_ns)} to go")
     if found.tokens_per_s is not None:
         parts.append(f"{found.tokens_per_s:,.0f} tokens/s")
     return ", ".join(parts)

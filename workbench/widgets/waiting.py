@@ -152,26 +152,34 @@ def breakpoints(pulse: Pulse) -> tuple[BreakpointState, ...]:
 
 FREE = "These ranks are free now. To take them: %fsdp attach."
 
-_EXCHANGED = {"start": "Ranks are being started.", "stop": "The ranks are being stopped; what they recorded stays."}
-
 
 def said(pulse: Pulse) -> str:
-    """Return a sentence about what there is to see; empty while ranks train."""
-    if pulse.exchange or pulse.holder:
-        held = (
+    """Return a sentence about what there is to see, or about what to do first; empty while ranks train."""
+    if pulse.exchange == "start":
+        words = pulse.waits_for or "starting or attaching ranks"
+        return f"{words[:1].upper()}{words[1:]}."
+    if pulse.exchange == "stop":
+        return "The ranks are being stopped; what they recorded stays."
+    if pulse.is_free:
+        return FREE
+    if pulse.holder:
+        return (
             f"{pulse.holder} controls these ranks; here you can only view them. To take control: %fsdp attach --take."
         )
-        return _EXCHANGED.get(pulse.exchange, FREE if pulse.is_free else held)
     if pulse.losses:
         return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
-    if pulse.trace.num_rows:
-        if not pulse.running:
-            return f"No ranks are running: this is {pulse.record or 'what the last ones recorded'}."
-        has_steps = any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks)
-        return "" if has_steps else "No step has run yet: press step, or type %fsdp step 20."
+    return _recorded(pulse)
+
+
+def _recorded(pulse: Pulse) -> str:
+    """Return a sentence about what is recorded, or about what to do so that something is."""
+    is_recorded = pulse.trace.num_rows > 0
     if not pulse.running:
+        if is_recorded:
+            return f"No ranks are running: this is {pulse.record or 'what the last ones recorded'}."
         return "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
-    return (
-        "Nothing is recorded yet. Define a model and train_step() in a %%fsdp cell, shard the model with %fsdp shard "
-        "MODEL, and train it with %fsdp step 40."
-    )
+    if any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks):
+        return ""
+    if any(unit.in_use for unit in pulse.trace.header.units):
+        return "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
+    return "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL."

@@ -3,10 +3,10 @@ import { closeIcon, fastForwardIcon, pauseIcon, runIcon, stepOverIcon, stopIcon 
 import * as React from "react";
 
 import { formatDuration, formatLoss } from "../../../workbench/widgets/static/format.js";
-import type { PanelModel, Reply } from "../model";
-import type { Command, Next, State } from "../protocol";
+import type { PanelModel } from "../model";
+import type { Command, Next, State, TrainingState } from "../protocol";
 import { announcement, count as counted, headline, isTable, obstacles, pageWritten } from "../words";
-import { Choice, Text, Tool } from "./parts";
+import { Choice, ReplyText, Text, Tool } from "./parts";
 
 const SIZES = ["event", "collective", "unit", "phase"] as const;
 
@@ -34,25 +34,22 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
   return (
     <div className="fsdp-Controls">
       <div className="fsdp-Tools" role="toolbar" aria-label="training">
-        <Tool icon={runIcon} label={`Train ${counted(steps, "step")}`} command={step} obstacle={why.step} {...{ run, explain }} />
-        <label title="How many steps the button beside it trains">
-          <span className="fsdp-unseen">Training steps</span>
-          <Text type="number" min={1} value={count} change={setCount} />
-        </label>
-        <span className="fsdp-gap" />
-        <Tool icon={pauseIcon} label="Pause inside the step" command={{ word: "pause" }} obstacle={why.pause} {...{ run, explain }} />
-        <Tool icon={fastForwardIcon} label="Continue" command={{ word: "continue" }} obstacle={why.goOn} {...{ run, explain }} />
-        <Tool icon={stopIcon} label="Abort" command={{ word: "abort" }} obstacle={why.abort} {...{ run, explain }} />
-        <span className="fsdp-gap" />
-        <span className="fsdp-Pair">
+        <span className="fsdp-Group">
+          <Tool icon={runIcon} label={`Train ${counted(steps, "step")}`} command={step} obstacle={why.step} {...{ run, explain }} />
+          <label title="How many steps the button beside it trains">
+            <span className="fsdp-unseen">Training steps</span>
+            <Text type="number" min={1} value={count} change={setCount} />
+          </label>
+          <span className="fsdp-note" aria-hidden="true">{steps === 1 ? "step" : "steps"}</span>
+        </span>
+        <span className="fsdp-Group">
+          <Tool icon={pauseIcon} label="Pause inside the step" command={{ word: "pause" }} obstacle={why.pause} {...{ run, explain }} />
+          <Tool icon={fastForwardIcon} label="Continue" command={{ word: "continue" }} obstacle={why.goOn} {...{ run, explain }} />
+          <Tool icon={stopIcon} label="Abort" command={{ word: "abort" }} obstacle={why.abort} {...{ run, explain }} />
           <Tool icon={stepOverIcon} label={`Go on to the next ${what}`} command={{ word: "next", what }} obstacle={why.goOn} {...{ run, explain }} />
           <label title="How far the button beside it goes">
             <span className="fsdp-unseen">Size of next</span>
-            <Choice
-              value={what ?? "event"}
-              among={SIZES}
-              choose={setWhat}
-            />
+            <Choice value={what ?? "event"} among={SIZES} choose={setWhat} />
           </label>
         </span>
       </div>
@@ -64,24 +61,30 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
       <p className="fsdp-unseen" role="status" aria-label="state of the ranks">
         {announcement(state, model.isGivingUp)}
       </p>
-      <p className="fsdp-Numbers">
-        <Figure name="loss" value={state.training.loss === null ? "" : formatLoss(state.training.loss)} />
-        <Figure
-          name="step time"
-          value={state.training.steps_per_s === null ? "" : formatDuration(1e6 / state.training.steps_per_s)}
-        />
-        {state.training.tokens_per_s === null ? null : (
-          <Figure name="tokens/s" value={Math.round(state.training.tokens_per_s).toLocaleString("en")} />
-        )}
-        <Figure name="step" value={state.training.step < 0 ? "" : String(state.training.step)} />
-      </p>
+      <Numbers training={state.training} />
     </div>
+  );
+}
+
+/** How training goes. The newest loss may be of an older step than the one that has begun. */
+function Numbers({ training }: { readonly training: TrainingState }): React.JSX.Element {
+  const { step, loss, loss_step: lossStep, steps_per_s: rate, tokens_per_s: tokens } = training;
+  return (
+    <p className="fsdp-Numbers">
+      <Figure name="step" value={step < 0 ? "" : String(step)} />
+      <Figure name="step time" value={rate === null ? "" : formatDuration(1e6 / rate)} />
+      <Figure name="loss" value={loss === null ? "" : formatLoss(loss)} isWide>
+        {loss === null ? null : <small>of step {lossStep}</small>}
+      </Figure>
+      {tokens === null ? null : <Figure name="tokens/s" value={Math.round(tokens).toLocaleString("en")} isWide />}
+    </p>
   );
 }
 
 /** The newest reply, until the next one or until it is closed. */
 export function Told({ model, tabulate, openPage }: Pick<ControlsProps, "model" | "tabulate" | "openPage">): React.JSX.Element | null {
   const { reply } = model;
+  const [box, isCut] = useIsCut();
   if (reply === null) return null;
   const { line, text, isBad } = reply;
   const page = isBad ? null : pageWritten(text);
@@ -91,10 +94,8 @@ export function Told({ model, tabulate, openPage }: Pick<ControlsProps, "model" 
         <closeIcon.react tag="span" width="14px" />
       </button>
       {line === "" ? null : <code title={line}>{line}</code>}
-      <pre className={isTable(text) ? "fsdp-mod-table" : ""} tabIndex={0} role="region" aria-label="text of the reply">
-        {text || "done"}
-      </pre>
-      {isLong(reply) ? (
+      <ReplyText box={box} text={text || "done"} label="text of the reply" />
+      {isTable(text) || isCut ? (
         <button type="button" className="fsdp-Link" onClick={() => { tabulate(nameOf(line), text); }}>
           Show in a tab
         </button>
@@ -108,11 +109,21 @@ export function Told({ model, tabulate, openPage }: Pick<ControlsProps, "model" 
   );
 }
 
-/** Lines that the panel has room for. */
-const FEW_LINES = 8;
-
-function isLong({ text }: Reply): boolean {
-  return isTable(text) || text.split("\n").length > FEW_LINES;
+/** What to give an element as `ref`, and whether there is more in it than is seen. */
+function useIsCut(): readonly [React.RefObject<HTMLDivElement>, boolean] {
+  const box = React.useRef<HTMLDivElement>(null);
+  const [isCut, setIsCut] = React.useState(false);
+  React.useLayoutEffect(() => {
+    const measure = (): void => {
+      const node = box.current;
+      setIsCut(node !== null && (node.scrollHeight > node.clientHeight || node.scrollWidth > node.clientWidth));
+    };
+    measure();
+    const widths = new ResizeObserver(measure);
+    if (box.current !== null) widths.observe(box.current);
+    return () => { widths.disconnect(); };
+  });
+  return [box, isCut];
 }
 
 /** `%fsdp start -n 4` as `start`. */
@@ -120,10 +131,18 @@ function nameOf(line: string): string {
   return line.split(" ")[1] ?? "reply";
 }
 
-function Figure({ name, value }: { readonly name: string; readonly value: string }): React.JSX.Element {
+interface FigureProps {
+  readonly name: string;
+  readonly value: string;
+  /** Whether it has a line of its own. */
+  readonly isWide?: boolean;
+  readonly children?: React.ReactNode;
+}
+
+function Figure({ name, value, isWide = false, children }: FigureProps): React.JSX.Element {
   return (
-    <span>
-      <small>{name}</small> <b>{value || "\u2013"}</b>
+    <span className={isWide ? "fsdp-mod-wide" : undefined}>
+      <small>{name}</small> <b>{value || "\u2013"}</b> {children}
     </span>
   );
 }

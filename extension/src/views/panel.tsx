@@ -133,7 +133,7 @@ function Advice({ model, execute, show }: PanelProps): React.JSX.Element | null 
     );
   }
   const next = todo(prepared);
-  if (headline(state).todo !== undefined || state.request !== null || next === "") return null;
+  if (headline(state).todo !== undefined || state.request !== null || next === "" || !prepared.isKnown) return null;
   return (
     <div className="fsdp-Notice fsdp-Advice">
       {next}{" "}

@@ -3,6 +3,7 @@ import { caretDownIcon, caretRightIcon, HTMLSelect, type LabIcon } from "@jupyte
 import * as React from "react";
 
 import type { Command } from "../protocol";
+import { isTable, piecesOf } from "../words";
 
 /** Attributes of an element that stands for a command: its context menu copies the line that one could have typed. */
 export function stands(command: Command): { "data-fsdp-command": string } {
@@ -126,6 +127,34 @@ export function Field({ label, hint, isWide = false, children }: FieldProps): Re
       <span>{label}</span>
       {children}
     </label>
+  );
+}
+
+interface ReplyTextProps {
+  readonly text: string;
+  readonly label: string;
+  readonly box?: React.Ref<HTMLDivElement>;
+}
+
+/**
+ * What came of a command: sentences are wrapped, facts are names and values, and a table with more columns keeps its
+ * lines. What is larger than its box can be scrolled, by keys as well.
+ */
+export function ReplyText({ text, label, box }: ReplyTextProps): React.JSX.Element {
+  const pieces = isTable(text) ? [text] : piecesOf(text);
+  return (
+    <div ref={box} className={`fsdp-ReplyText${isTable(text) ? " fsdp-mod-table" : ""}`} tabIndex={0} role="region" aria-label={label}>
+      {pieces.map((piece, place) => typeof piece === "string" ? <p key={place}>{piece}</p> : (
+        <dl key={place}>
+          {piece.map(([name, value], number) => (
+            <React.Fragment key={number}>
+              <dt>{name}</dt>
+              <dd>{value}</dd>
+            </React.Fragment>
+          ))}
+        </dl>
+      ))}
+    </div>
   );
 }
 

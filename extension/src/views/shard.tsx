@@ -5,7 +5,7 @@ import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import { commandOf, hasMesh, type Policy, standard } from "../policy";
 import { type Model, type Preview, type Reshard, type Shard, STRATEGIES, type UnitInfo, type Unshard } from "../protocol";
-import { count, heldAtRest, pathOf, ranksInWords, ROOT } from "../words";
+import { count, heldAtRest, LOOKING, pathOf, ranksInWords, ROOT } from "../words";
 import { Action, Choice, Field, Text } from "./parts";
 
 /** Precisions that are offered; a line typed has more. */
@@ -46,7 +46,7 @@ export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.
   const unit = units.find((each) => each.name !== ROOT && pathOf(each, models) === subject);
   const found = models.find((each) => each.name === subject || (unit && each.units.includes(unit.index))) ?? models[0];
   if (found === undefined) {
-    return <p className="fsdp-note">{model.modelsText || "The ranks have no model: build one in a %%fsdp cell."}</p>;
+    return <p className="fsdp-note">{model.modelsText || LOOKING}</p>;
   }
   const chosen = unit === undefined ? found.name : subject;
   return (

@@ -4,7 +4,7 @@ import * as React from "react";
 
 import { HEARD, type Spoken as One } from "../model";
 import type { Command } from "../protocol";
-import { isTable } from "../words";
+import { ReplyText } from "./parts";
 
 interface SpokenProps {
   readonly spoken: readonly One[];
@@ -34,7 +34,7 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
                 <copyIcon.react tag="span" width="14px" />
               </button>
             </div>
-            {outcome === "runs" || text === "" ? null : <Said line={line} text={text} />}
+            {outcome === "runs" || text === "" ? null : <ReplyText label={`What came of ${line}`} text={text} />}
           </li>
         ))}
       </ol>
@@ -49,13 +49,4 @@ function newest(spoken: readonly One[]): string {
   if (found === undefined) return "";
   const [first = ""] = found.text.split("\n");
   return `${found.line}: ${first === "" ? "done" : first}`;
-}
-
-/** What came of a command: lines are wrapped, those of a table with several columns keep them and can be scrolled, by keys as well. */
-function Said({ line, text }: { readonly line: string; readonly text: string }): React.JSX.Element {
-  return (
-    <pre className={isTable(text) ? "fsdp-mod-table" : ""} tabIndex={0} aria-label={`What came of ${line}`} role="region">
-      {text}
-    </pre>
-  );
 }

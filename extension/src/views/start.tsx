@@ -3,7 +3,7 @@ import * as React from "react";
 
 import type { PanelModel } from "../model";
 import type { Abort, Attach, Start } from "../protocol";
-import { commandOf, type Device, DEVICES, hasMore, PLAIN, type Wanted } from "../starting";
+import { commandOf, type Device, DEVICES, hasMore, PLAIN, type Wanted, withWord } from "../starting";
 import { count, crowding } from "../words";
 import { Action, Choice, Field, Text } from "./parts";
 
@@ -46,7 +46,7 @@ export function StartForm({ numRanks, device, isEnabled, why, isAtWork, start, m
           value={wanted.word}
           among={FROM}
           choose={(word) => {
-            set({ word, ranks: word === "attach" ? "" : String(numRanks) });
+            set(withWord(wanted, word, numRanks));
           }}
         />
       </Field>
@@ -64,6 +64,13 @@ export function StartForm({ numRanks, device, isEnabled, why, isAtWork, start, m
       <Field label="Device" hint="where they compute">
         <Choice value={wanted.device} among={DEVICES} choose={(chosen) => { set({ device: chosen }); }} />
       </Field>
+      {isAttach ? (
+        <p className="fsdp-note">
+          {wanted.take
+            ? "The ranks are taken from a notebook that is gone."
+            : "Ranks that another notebook controls can only be viewed."}
+        </p>
+      ) : null}
       <More wanted={wanted} set={set} />
       <Action
         className="jp-mod-styled jp-mod-accept"
@@ -72,7 +79,6 @@ export function StartForm({ numRanks, device, isEnabled, why, isAtWork, start, m
       >
         {label(wanted, isAtWork)}
       </Action>
-      {isAttach ? <p className="fsdp-note">Ranks that another notebook controls can only be viewed.</p> : null}
       {why ? <p className="fsdp-note" role="status">{why}</p> : null}
       {model.state?.cluster.exchange === "start" ? (
         <Action className="jp-mod-styled" isEnabled={!model.isGivingUp} run={() => void model.do(ABORT)} command={ABORT}>

@@ -1,5 +1,6 @@
 """What old scripts rely on, as with torch's wrapper: environment variables, warnings, deprecated arguments."""
 
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -104,10 +105,10 @@ class Notes(nn.Linear):
         super().__setattr__(name, value)
 
 
-def what_is_noted(api, value):
+def what_is_noted(api, value, use_orig_params):
     with environment("FSDP_USE_UNSAFE_SETATTR", value):
         linear = Notes(4, 4)
-        model = api.FullyShardedDataParallel(linear, use_orig_params=True, device_id=CPU)
+        model = api.FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=CPU)
         vars(linear)["noted"] = noted = []
         counts = []
         loss = model(torch.ones(2, 4)).sum()
@@ -116,13 +117,15 @@ def what_is_noted(api, value):
         loss.backward()
         with api.FullyShardedDataParallel.summon_full_params(model):
             counts.append(set(noted))
-    return counts
+        names = [name for name, _ in model.named_parameters()]
+    return counts, names
 
 
 def notes_as_torchs():
-    for value in (None, "0", "1"):
-        ours, theirs = (what_is_noted(api, value) for api in (OURS, THEIRS))
-        assert ours == theirs == [set() if value == "1" else {"weight", "bias"}] * 2
+    for value, use_orig_params in itertools.product((None, "0", "1"), (False, True)):
+        ours, theirs = (what_is_noted(api, value, use_orig_params) for api in (OURS, THEIRS))
+        assert ours == theirs
+        assert ours[0] == [set() if value == "1" else {"weight", "bias"}] * 2
 
 
 def test_a_modules_own_setattr_is_called_unless_the_environment_says_otherwise():
@@ -330,6 +333,13 @@ def of_an_ignored_layer(api, use_orig_params):
     train(model, optimizer)
     values = kept(dict(model.state_dict()))
     own = [kept(optimizer.state[param]) for param in model.module[1].parameters()]
+    if api is OURS:  # in memory of its own, as all other state is
+        kind, config = api.StateDictType.FULL_STATE_DICT, api.FullOptimStateDictConfig(offload_to_cpu=False)
+        fsdp.set_state_dict_type(model, kind, None, config)
+        for state in fsdp.optim_state_dict(model, optimizer)["state"].values():
+            state["exp_avg"].zero_()
+        assert_same_tree([kept(optimizer.state[param]) for param in model.module[1].parameters()], own)
+        fsdp.set_state_dict_type(model, kind)
     full = kept(fsdp.full_optim_state_dict(model, optimizer, rank0_only=False))
     sharded = fsdp.sharded_optim_state_dict(model, optimizer)
     places = fsdp.rekey_optim_state_dict(full, api.OptimStateKeyType.PARAM_ID, three_layers())

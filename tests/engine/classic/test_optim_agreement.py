@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.engine.classic.wrapped import OURS, adam, wrap_net
+from tests.engine.classic.wrapped import OURS, adam, kept, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 from workbench.engine.errors import RanksDisagreeError
@@ -41,3 +41,43 @@ def differ(kind: str, use_orig_params: bool, said: str) -> None:
 )
 def test_ranks_whose_optimizers_differ_are_named_on_every_rank(kind, use_orig_params, said):
     run_ranks(2, differ, kind, use_orig_params, said)
+
+
+def loads(use_orig_params: bool) -> None:
+    model = wrap_net(OURS, make_net(num_blocks=2), use_orig_params=use_orig_params)
+    optimizer, rank = adam(model.parameters()), dist.get_rank()
+    loss_of(model, batch(rank, 0)).backward()
+    optimizer.step()
+    full = kept(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False))
+    split = FSDP.sharded_optim_state_dict(model, optimizer)
+
+    def refused(said, load, given, **options):
+        with pytest.raises(RanksDisagreeError, match=said):
+            load(given, model, **options)
+
+    def without(given, name):
+        return {**given, "state": {key: state for key, state in given["state"].items() if key != name or rank == 0}}
+
+    of_rank = adam(list(model.parameters())[rank:])
+    said = r"ranks differ in the optimizer of '.*': rank 0 has AdamW, group 0; rank 1 has none; make it of the same"
+    refused(said, FSDP.shard_full_optim_state_dict, full, optim=of_rank)
+    refused(said, FSDP.scatter_full_optim_state_dict, full if rank == 0 else None, optim=of_rank)
+    refused(said, FSDP.flatten_sharded_optim_state_dict, split, optim=of_rank)
+    last = "blocks.1.mlp.2.bias"
+    said = rf"given optimizer state of '{last}': rank 0 has exp_avg .*; rank 1 has nothing of this name; load the same"
+    refused(said, FSDP.shard_full_optim_state_dict, without(full, last), optim=optimizer)
+    refused(said, FSDP.flatten_sharded_optim_state_dict, without(split, last), optim=optimizer)
+    groups = [{**full["param_groups"][0]}] if rank == 0 else []
+    refused(
+        "given optimizer state of 'group 0': rank 0 has 15 parameters; rank 1 has nothing of this name",
+        FSDP.shard_full_optim_state_dict,
+        {**full, "param_groups": groups},
+    )
+    with pytest.raises(ValueError, match="this one has nothing"):  # of rank 0, which all are told
+        FSDP.scatter_full_optim_state_dict(full if rank == 1 else None, model, optim=optimizer)
+    FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_ranks_that_would_load_different_things_are_named_on_every_rank(use_orig_params):
+    run_ranks(2, loads, use_orig_params)

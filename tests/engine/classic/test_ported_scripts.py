@@ -1,6 +1,8 @@
 """Scripts of torch's wrapper run on ours with their imports alone changed: the same bits on every rank."""
 
 import functools
+import shutil
+import tempfile
 import warnings
 from contextlib import nullcontext
 from importlib import import_module
@@ -8,9 +10,12 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from tests.engine import huggingface
 from tests.engine.classic.wrapped import CPU, assert_same_tree, kept
 from tests.engine.ranks import run_ranks
 
@@ -185,7 +190,123 @@ def trains_adapters(package, strategy):
     return seen, trainable, kept(dict(model.state_dict()))
 
 
-# ---- both
+# ---- summaries
+
+
+def trains_summaries(package):
+    """A GPT-2 by its layers' class; ``optim_input``, attributes, and a whole checkpoint that another goes on from."""
+    fsdp, wrap = import_module(package), import_module(f"{package}.wrap")
+    api = fsdp.FullyShardedDataParallel
+
+    def made(seed):
+        torch.manual_seed(seed)
+        plain = huggingface.make("GPT-2")
+        model = api(
+            plain,
+            auto_wrap_policy=functools.partial(
+                wrap.transformer_auto_wrap_policy, transformer_layer_cls={type(plain.transformer.h[0])}
+            ),
+            sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP,
+            mixed_precision=None,
+            limit_all_gathers=True,
+            device_id=CPU,
+        )
+        options = fsdp.FullOptimStateDictConfig(offload_to_cpu=False)  # on a CPU torch's next gather overwrites it
+        api.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, None, options)
+        return model, torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=True)
+
+    def trained(model, optimizer, steps):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.85)
+        for step in steps:
+            model.train()
+            loss = huggingface.loss_of(model, huggingface.batch(model.rank, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            model.eval()
+            with torch.no_grad():
+                total = huggingface.loss_of(model, huggingface.batch(model.rank, 9)).detach()
+            dist.all_reduce(total, group=model.process_group)
+            seen.append([kept(loss), total / model.world_size])
+
+    seen = []
+    model, optimizer = made(0)
+    trained(model, optimizer, range(2))
+    wrappers = api.fsdp_modules(model)
+    read = [[w.sharding_strategy.name, w.training_state.name, w.cpu_offload.offload_params] for w in wrappers]
+    read += [[w.mixed_precision.param_dtype, w.backward_prefetch.name, w.limit_all_gathers] for w in wrappers]
+    states = kept(dict(model.state_dict()))
+    optim_states = kept(api.optim_state_dict(model, optimizer))
+    whole = api.full_optim_state_dict(model, optimizer, optim_input=model.parameters())
+    read.append([list(whole.get("state", {})), len(whole.get("param_groups", []))])
+    model, optimizer = made(1)
+    model.load_state_dict(states)
+    given = list(model.parameters())
+    optimizer.load_state_dict(api.shard_full_optim_state_dict(optim_states, model, optim_input=given))
+    trained(model, optimizer, range(2, 4))
+    return seen, read, states, optim_states, kept(dict(model.state_dict()))
+
+
+# ---- a small GPT
+
+
+def trains_a_gpt(package):
+    """Activation checkpointing of layers, original parameters, a checkpoint in files that each rank has its part of."""
+    fsdp, wrap = import_module(package), import_module(f"{package}.wrap")
+    api = fsdp.FullyShardedDataParallel
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = api(
+            Language(),
+            auto_wrap_policy=wrap.ModuleWrapPolicy({Layer}),
+            backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_POST,
+            forward_prefetch=True,
+            use_orig_params=True,
+            device_id=CPU,
+            device_mesh=mesh,
+        )
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+        options = fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False)
+        api.set_state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT, None, options)
+        decayed = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        others = [p for name, p in model.named_parameters() if not name.endswith("weight")]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=True)
+
+    def trained(model, optimizer):
+        for _ in range(2):
+            tokens = torch.randint(31, (2, 7), generator=data)
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(kept(loss))
+        model.backward_prefetch, model.forward_prefetch = fsdp.BackwardPrefetch.BACKWARD_PRE, False
+
+    data, seen = torch.Generator().manual_seed(dist.get_rank()), []
+    model, optimizer = made(0)
+    trained(model, optimizer)
+    saved = {"model": model.state_dict(), "optim": api.optim_state_dict(model, optimizer)}
+    checkpoint.save(saved, checkpoint_id=folder[0])
+    model, optimizer = made(1)
+    trained(model, optimizer)  # so that it has state to load into
+    loaded = {"model": model.state_dict(), "optim": api.optim_state_dict(model, optimizer)}
+    checkpoint.load(loaded, checkpoint_id=folder[0])
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(api.optim_state_dict_to_load(model, optimizer, loaded["optim"]))
+    trained(model, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return seen, kept(saved), kept(dict(model.state_dict()))
+
+
+# ---- all
 
 
 def is_the_same(script, *args):
@@ -208,6 +329,23 @@ def languages_are():
 def adapters_are():
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         is_the_same(trains_adapters, strategy)
+
+
+def summaries_are():
+    is_the_same(trains_summaries)
+
+
+def gpts_are():
+    is_the_same(trains_a_gpt)
+
+
+def test_a_gpt_2_with_the_deprecated_arguments_trains_and_goes_on_from_a_whole_checkpoint_as_with_torchs():
+    huggingface.transformers()
+    run_ranks(2, summaries_are)
+
+
+def test_a_transformer_that_recomputes_layers_trains_and_goes_on_from_files_as_with_torchs():
+    run_ranks(2, gpts_are)
 
 
 def test_a_network_of_convolutions_with_batch_norms_trains_and_is_saved_as_with_torchs():

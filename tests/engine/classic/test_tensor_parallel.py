@@ -796,7 +796,7 @@ def test_it_is_described_as_what_it_is_here_and_as_what_it_is_of():
 # ---- refused
 
 
-def lacks_gradients() -> str:
+def lacks_gradients() -> None:
     """One rank lacks what the others have, also those that have another part of the model."""
     model, _, dp = made(use_orig_params=True)
     loss_of(model, 0, dp).backward()
@@ -804,17 +804,14 @@ def lacks_gradients() -> str:
     lost = model.module.norm.bias  # the border between two ranks is in it
     if dist.get_rank() == 3:
         lost.grad, before[[p is lost for p in model.parameters()].index(True)] = None, None
-    with pytest.raises(RanksDisagreeError, match="only some ranks hold") as refused:
+    with pytest.raises(RanksDisagreeError, match=r"the gradient of 'norm\.bias': .* rank 3 has none"):
         model.clip_grad_norm_(0.1)
     for param, grad in zip(model.parameters(), before, strict=True):
         assert (param.grad is None) if grad is None else torch.equal(param.grad, grad)
-    return str(refused.value)
 
 
 def test_gradients_that_only_some_ranks_have_are_not_clipped():
-    messages = run_ranks(4, lacks_gradients)
-    assert "hold the gradient of '" in messages[3] == messages[1]
-    assert "hold a gradient, of another part of the model," in messages[0] == messages[2]
+    run_ranks(4, lacks_gradients)
 
 
 def disagrees() -> None:

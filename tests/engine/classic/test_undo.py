@@ -1,6 +1,7 @@
 """unwrap, plain_copy and rewrap_optimizers: from wrappers to plain modules, and back; optimizers carried along."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -108,6 +109,28 @@ def goes_on_as_before() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_goes_on_bit_identically(world_size):
     run_ranks(world_size, goes_on_as_before)
+
+
+def fused_ones_go_on() -> None:
+    """Shards on the CPU or not, an optimizer with one kernel for all parameters goes on bit by bit."""
+    for use_orig_params, offload in itertools.product((False, True), (False, True)):
+        reference, model = make_net(), make_net()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (reference, model)]
+        expected = train(reference, optimizers[0], range(6), plain=True)
+        losses = train(model, optimizers[1], range(2), plain=True)
+        model = wrapped(
+            model, "FULL_SHARD", use_orig_params=use_orig_params, cpu_offload=OURS.CPUOffload(offload_params=offload)
+        )
+        rewrap_optimizers(model, [optimizers[1]])
+        losses += train(model, optimizers[1], range(2, 4))
+        model, _ = unwrap(model, [optimizers[1]])
+        losses += train(model, optimizers[1], range(4, 6), plain=True)
+        torch.testing.assert_close(losses, expected)
+        torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+def test_fused_optimizers_and_shards_on_the_cpu_go_there_and_back():
+    run_ranks(2, fused_ones_go_on)
 
 
 def groups_keep_their_options() -> None:

@@ -17,7 +17,7 @@ from workbench.engine.classic.api import (
     WrapperTrainingState,
     check_kind,
 )
-from workbench.engine.classic.flat_param import FlatParameter
+from workbench.engine.classic.flat_param import FlatParam, FlatParameter
 from workbench.engine.state import state_of
 
 if TYPE_CHECKING:
@@ -109,6 +109,21 @@ class WrapperAttributes:
         """The flat parameter of the wrapper's own unit, in a list; empty without parameters of its own."""
         flat = self._state.flat
         return [] if flat is None else [cast("FlatParameter", flat.sharded_param)]
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether the wrapper has a unit of its own; Accelerate asks for it, and then for the next two."""
+        return self._state.flat is not None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        """The flat parameter of the wrapper's own unit; None without parameters of its own."""
+        return self.params[0] if self._has_params else None
+
+    @property
+    def _handle(self) -> FlatParam | None:
+        """What is behind the flat parameter."""
+        return self._state.flat
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:

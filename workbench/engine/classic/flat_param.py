@@ -32,6 +32,7 @@ from workbench.engine._torch import (
     Spec,
     drop_own_parameter,
     dtensor_of,
+    has_own_setattr,
     local_of,
     parameter_of,
     put_parameter,
@@ -57,7 +58,15 @@ FLAT_PARAM = "_flat_param"
 
 
 class FlatParameter(nn.Parameter):
-    """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters."""
+    """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters.
+
+    Attributes:
+        _fqns: names of the parameters in it, from the wrapped module; read by Accelerate, as the next one by Lightning.
+        _fsdp_flattened: True.
+    """
+
+    _fqns: Sequence[str] = ()
+    _fsdp_flattened = True
 
 
 _OF_FORM: frozenset[Callable[..., Any]] = frozenset(
@@ -349,6 +358,8 @@ class FlatParam(FSDPParam):
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
         self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
+        modules = [module for _, info in given for module, _ in info.places]
+        self._has_setattr = self._calls_setattr and any(map(has_own_setattr, modules))
         self._shown: list[Shown] = []  # until something computes with the modules again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
@@ -451,6 +462,7 @@ class FlatParam(FSDPParam):
                 piece.copy_(self.piece_of_full(part, local_tensor(part.original).detach()))
         requires_grad = any(part.original.requires_grad for part in self.parts)
         self.sharded_param = FlatParameter(slot, requires_grad=requires_grad)
+        self.sharded_param._fqns = [part.info.path for part in self.parts]
         if not self.use_orig_params:
             for module, name in self._places():
                 del module._parameters[name]
@@ -545,6 +557,20 @@ class FlatParam(FSDPParam):
                 values = param.detach()
                 piece.copy_(values if is_piece else self.piece_of_full(part, part.local_part(values)))
 
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the shard.
+
+        Accelerate sets it once it has given the flat parameter data of another dtype: the originals follow then.
+        """
+        return self.orig_dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, _: torch.dtype) -> None:
+        if self.use_orig_params:
+            for part, piece in zip(self.parts, self.pieces_of(self.sharded_param.detach()), strict=True):
+                part.hold(piece)
+
     def keep(self) -> None:
         """Take the registered flat parameter over where it lies."""
         self.sharded_param = self.registered()
@@ -584,6 +610,9 @@ class FlatParam(FSDPParam):
                 self._put(part, full.param)
             else:
                 for module, name in part.info.places:
+                    if self._has_setattr and has_own_setattr(module):
+                        setattr(module, name, full.param)
+                        module._parameters.pop(name, None)  # it is no parameter of the module
                     vars(module)[name] = full.param
 
     def _put(self, part: Part, param: nn.Parameter) -> None:
@@ -675,6 +704,10 @@ class FlatParam(FSDPParam):
         each = zip(tensors, self.trains, strict=True)
         params = [None if tensor is None else nn.Parameter(tensor, requires_grad=trains) for tensor, trains in each]
         self.register_plain(params, lambda module: module)
+        if self._has_setattr:
+            for part, param in zip(self.parts, params, strict=True):
+                if param is not None:
+                    part.info.register(param)
 
     def stand_down(self) -> None:
         """Undo :meth:`stand_in`."""

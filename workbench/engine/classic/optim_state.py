@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
-from workbench.engine.agreement import Agreement, Holdings, describe
+from workbench.engine.agreement import Agreement, Holdings, Rows, describe_state
 from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
 from workbench.engine.classic.cautions import caution
 from workbench.engine.classic.flat_param import FlatParam, Part
 from workbench.engine.classic.full_params import CPU
-from workbench.engine.classic.holdings import flats_holdings, is_gathered, sharded_flats
+from workbench.engine.classic.holdings import flats_holdings, sharded_flats
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import wrapper_states_below
@@ -355,7 +355,8 @@ def _by_names(
         found |= {name: _on(device, w) for name, w in zip(names, wholes, strict=True) if w is not None}
     if not is_kept:
         return {}
-    found |= {name: _on(device, states[param]) for name, param in named.others.items() if param in states}
+    own = {name: copy.deepcopy(states[param]) for name, param in named.others.items() if param in states}
+    found |= {name: _on(device, state) for name, state in own.items()}
     found = {name: found[name] for name in named.as_saved(keys, found)}
     owned = set(keys.values())
     found |= {key: value for key, value in given["state"].items() if key not in owned}  # of no parameter
@@ -415,8 +416,11 @@ def to_load(
     def holds() -> Holdings:
         _check_by_names(given)
         keys.update(named.keys(model, optim, is_named=is_named))
-        states = given["state"] if any(map(is_gathered, _values_of(given["state"]))) else {}
-        return Holdings(states={name: _described(own) for name, own in states.items()})
+        states = given["state"] if firsts is None else {}
+        rows: Rows = {str(name): _described(own) for name, own in states.items()}
+        for i, each in enumerate(given.get("param_groups", ()) if firsts is None else ()):
+            rows[f"group {i}"] = f"{len(each['params'])} parameters"
+        return Holdings(held=_groups_held(named, optim), given=rows)
 
     ranks = Agreement("optim_state_dict_to_load", (unit for unit, _ in named.units))
     ranks.check(holds)
@@ -451,15 +455,19 @@ def _check_by_names(given: StateDict) -> None:
         )
 
 
-def _values_of(states: Mapping[Key, Any]) -> Iterator[Any]:
-    for state in states.values():
-        yield from state.values() if isinstance(state, dict) else (state,)
+def _groups_held(named: Named, optim: torch.optim.Optimizer | None) -> Rows:
+    """Say of each parameter in which group of the optimizer it is; without an optimizer nothing."""
+    if optim is None:
+        return {}
+    groups = {param: i for i, group in enumerate(optim.param_groups) for param in group["params"]}
+    kind = type(optim).__name__
+    registered = named.registered.items()
+    return {key_of(name): f"{kind}, group {groups[p]}" if p in groups else "none" for p, name in registered}
 
 
 def _described(state: Any) -> str:  # noqa: ANN401 - optimizer state holds anything
-    """Describe the values that are gathered, in the order in which they are."""
-    values = sorted(state.items()) if isinstance(state, dict) else [("value", state)]
-    return ", ".join(f"{key} {describe(value)}" for key, value in values if is_gathered(value))
+    """Describe values, in the order in which they are gathered."""
+    return describe_state(state if isinstance(state, dict) else {"value": state})
 
 
 def _fetched(state: Any, fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - optimizer state holds anything
@@ -554,6 +562,7 @@ def _told_by_first(given: StateDict, groups: Groups) -> StateDict:
     """Return what rank 0 has; on the others with :class:`Sent` in the place of tensors."""
     is_first = _is_first(groups)
     told: list[Any] = [None]
+    given = given or {}
     if is_first:
         states = {name: _announced(state) for name, state in given.get("state", {}).items()}
         told = [{**given, "state": states} if "state" in given else given]

@@ -204,6 +204,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             limit_all_gathers=limit_all_gathers,
         )
         attach(self, state)
+        state.name_units()
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
 
     # ---- a module like the one in it
@@ -475,15 +476,15 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             the norm before, a scalar; of the largest dtype of the gradients.
 
         Raises:
-            RuntimeError: this is not the outermost wrapper.
-            RanksDisagreeError: only some ranks hold a gradient.
+            RuntimeError: this is not the outermost wrapper, or an iteration is under way.
+            RanksDisagreeError: only some ranks hold a gradient. No gradient is scaled then.
         """
         self._check_root("clip_grad_norm_")
+        check_alike(wrapper_states_below(self), "clip_grad_norm_", grads=True)
         units = units_of(self._state._states)
         flats = {param: flat for flat in map(flat_of, units) for param in flat.owned}
         device = self._state._comm_ctx.device
-        names = {param: clean(name) for name, param in self.named_parameters()}
-        return clip_grad_norm(list(self.parameters()), flats, float(max_norm), float(norm_type), device, names)
+        return clip_grad_norm(list(self.parameters()), flats, float(max_norm), float(norm_type), device)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
         """Let ``hook`` reduce gradients, in all wrappers, instead of the engine; it divides by itself.

@@ -1,0 +1,125 @@
+"""Accelerate with ``fsdp_version=1`` runs on our wrapper as on torch's: the same bits."""
+
+import importlib
+import os
+import shutil
+import tempfile
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.fsdp import fully_sharded_data_parallel as their_module
+from torch.distributed.fsdp import wrap as their_policies
+
+from tests.engine import huggingface
+from tests.engine.both import newer_torch
+from tests.engine.classic.wrapped import CPU, assert_same_tree, kept
+from tests.engine.ranks import run_ranks
+from workbench.engine import classic
+from workbench.engine.classic import wrap as policies
+from workbench.ports import LOOPBACK
+
+PLACES = ((fsdp, classic), (their_module, classic), (their_policies, policies))
+NAMES = {*classic.__all__, *their_policies.__all__}
+TORCHS = {
+    (module, name): getattr(module, name)
+    for module, ours in PLACES
+    for name in NAMES
+    if hasattr(module, name) and hasattr(ours, name)
+}
+pytestmark = newer_torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    huggingface.transformers()
+    importlib.import_module("accelerate")
+
+
+def swap(*, ours: bool) -> None:
+    """Let what imports torch's wrapper from now on in this process, which is the test's own, get ours."""
+    instead = {id(module): package for module, package in PLACES}
+    for (module, name), torchs in TORCHS.items():
+        setattr(module, name, getattr(instead[id(module)], name) if ours else torchs)
+
+
+def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[object]:
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import fsdp_utils
+
+    swap(ours=ours)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        use_orig_params=use_orig_params,
+        state_dict_type=kind,
+        backward_prefetch="BACKWARD_PRE",
+        activation_checkpointing=not is_low,
+    )
+    plugin.optim_state_dict_config.offload_to_cpu = False  # on a CPU torch's next gather overwrites it
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.state.distributed_type = DistributedType.FSDP  # it chooses this path on GPUs only
+    accelerator.state.device, accelerator.state.fsdp_plugin = CPU, plugin
+    if is_low:
+        accelerator.state._mixed_precision = "bf16"
+        plugin.set_mixed_precision("bf16")
+    torch.manual_seed(0)
+    plain = huggingface.make("Llama")
+    model = accelerator.prepare(plain.to(torch.bfloat16) if is_low else plain)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
+    found: list[object] = []
+
+    def train() -> None:
+        for step in range(4):
+            with accelerator.accumulate(model):
+                loss = huggingface.loss_of(model, huggingface.batch(dist.get_rank(), step))
+                accelerator.backward(loss)
+                found.append(kept(loss))
+                if accelerator.sync_gradients:  # of other norms the last bits of torch's are chance
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))
+                    found.append(kept(norm))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    train()
+    if not ours and kind == "FULL_STATE_DICT":
+        return found  # what torch's offloads for it on a CPU, its next gather frees: it cannot save that
+    fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder[0])
+    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder[0])
+    train()
+    fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder[0])
+    fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder[0])
+    again = len(found)
+    train()
+    assert_same_tree(found[again:], found[again // 2 : again])
+    found.append({name: str(param.dtype) for name, param in model.named_parameters()})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    assert isinstance(model, classic.FullyShardedDataParallel if ours else TORCHS[fsdp, "FullyShardedDataParallel"])
+    return found
+
+
+def trains_alike(*how: object) -> None:
+    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    met = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # the process group is there
+    os.environ.update({name: str(value) for name, value in (place | met).items()})
+    with warnings.catch_warnings():  # of what it takes from torch's, and of parameters that it makes float32
+        warnings.simplefilter("ignore")
+        ours, theirs = (trains(is_ours, *how) for is_ours in (True, False))
+    assert_same_tree(ours[: len(theirs)], theirs)
+
+
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_accelerate_trains_and_goes_on_from_a_checkpoint_as_with_torchs_wrapper(kind, use_orig_params, is_low):
+    run_ranks(2, trains_alike, kind, use_orig_params, is_low)

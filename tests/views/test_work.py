@@ -1,0 +1,164 @@
+"""What every view and every export does is proportional to what was recorded: counted, for no clock is steady enough.
+
+Counted are the bytecodes that Python executes in our own files, every call of others, and the numbers that numpy reads
+of arrays that come from a rank's rows. A job twice as large, in steps, ranks or units, is not much more than twice the
+work.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.source import PACKAGE
+from tests.trace.simulation import Setup, simulate
+from workbench.export import export
+from workbench.trace.columns import RankTrace, Trace
+from workbench.views import VIEWS, compare, draw
+
+OWN = (str(PACKAGE), __file__)  # whose bytecodes are counted
+MOST = 2.3
+"""Times the work that a job twice as large may be."""
+
+# the smaller jobs are so large that every view leaves out, or puts together, what it does of large ones
+SIZES = {
+    "steps": (Setup(num_ranks=2, num_units=3, steps=24), Setup(num_ranks=2, num_units=3, steps=48)),
+    "ranks": (Setup(num_ranks=12, num_units=3, steps=2), Setup(num_ranks=24, num_units=3, steps=2)),
+    "units": (Setup(num_ranks=2, num_units=40, steps=2), Setup(num_ranks=2, num_units=80, steps=2)),
+}
+# an export leaves nothing out
+EXPORTED = {
+    "steps": (Setup(num_ranks=2, num_units=3, steps=8), Setup(num_ranks=2, num_units=3, steps=16)),
+    "ranks": (Setup(num_ranks=6, num_units=3, steps=2), Setup(num_ranks=12, num_units=3, steps=2)),
+    "units": (Setup(num_ranks=2, num_units=12, steps=2), Setup(num_ranks=2, num_units=24, steps=2)),
+}
+
+
+class Counted(np.ndarray):
+    """An array that adds what is read of it, and of all that comes from it, to ``Work.numbers``."""
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        if isinstance(found, np.ndarray) and not isinstance(key, str | slice):
+            Work.numbers += found.size
+        return found
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **more):
+        Work.numbers += sum(getattr(each, "size", 1) for each in inputs)
+        if out:
+            more["out"] = tuple(map(plain, out))
+        return counted(getattr(ufunc, method)(*map(plain, inputs), **more))
+
+    def __array_function__(self, function, types, given, named):
+        Work.numbers += self.size
+        return counted(function(*map(plain, given), **{name: plain(value) for name, value in named.items()}))
+
+    def tolist(self):
+        Work.numbers += self.size
+        return super().tolist()
+
+    def tobytes(self, *order):
+        Work.numbers += self.size
+        return super().tobytes(*order)
+
+
+def plain(value):
+    """The same without counting, also within lists."""
+    if isinstance(value, Counted):
+        return value.view(np.ndarray)
+    return type(value)(map(plain, value)) if type(value) in {list, tuple} else value
+
+
+def counted(value):
+    """The same with counting, also within tuples and lists."""
+    if isinstance(value, np.ndarray):
+        return value.view(Counted)
+    return type(value)(map(counted, value)) if type(value) in {list, tuple} else value
+
+
+class Work:
+    """What was done since ``counting`` began: bytecodes and numbers."""
+
+    codes = numbers = 0
+
+
+@contextmanager
+def counting():
+    """Count what is done within; whoever measures coverage does not see it."""
+    Work.codes = Work.numbers = 0
+
+    def step(frame, event, _):
+        Work.codes += event in {"call", "opcode"}
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step if frame.f_code.co_filename.startswith(OWN) else None
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@cache
+def recorded(setup):
+    """The trace of a job."""
+    return simulate(setup)
+
+
+def work(do, setup):
+    """Return the bytecodes and the numbers that something does with the trace of a job."""
+    whole = recorded(setup)
+    trace = Trace(whole.header, tuple(RankTrace(r.rank, r.rows.view(Counted), r.start) for r in whole.ranks))
+    with counting():
+        do(trace)
+    return Work.codes, Work.numbers
+
+
+def growth(do, sizes):
+    """Return how many times as much work the larger job is, in bytecodes and in numbers."""
+    small, large = sizes
+    do(recorded(small))  # what is imported and kept the first time is no work
+    return [after / max(before, 1) for before, after in zip(work(do, small), work(do, large), strict=True)]
+
+
+# ranks are what a run has more of; the other two ways are seldom other work
+in_each_way = pytest.mark.parametrize(
+    "more", ["ranks", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("steps", "units"))]
+)
+
+
+@in_each_way
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_no_more_than_linear(name, more):
+    options = {"steps": 1000} if name in {"memory", "timeline", "states"} else {}
+    assert max(growth(lambda trace: draw(name, trace, **options), SIZES[more])) < MOST
+
+
+@in_each_way
+def test_a_comparison_is_no_more_than_linear(more):
+    assert max(growth(lambda trace: compare.draw(trace, trace), SIZES[more])) < MOST
+
+
+@in_each_way
+@pytest.mark.parametrize("suffix", ["trace", "json", pytest.param("html", marks=pytest.mark.exhaustive)])
+def test_an_export_is_no_more_than_linear(suffix, more, tmp_path):
+    assert max(growth(lambda trace: export(trace, tmp_path / f"run.{suffix}"), EXPORTED[more])) < MOST
+
+
+def test_more_than_linear_work_is_seen():
+    """Of Python and of numpy, each by itself."""
+
+    def pairs(trace):
+        return [a.rank < b.rank for a in trace.ranks for b in trace.ranks]
+
+    def every_row_for_each_rank(trace):
+        return [sum(int(r.rows["t_ns"].max()) for r in trace.ranks) for _ in trace.ranks]
+
+    assert growth(pairs, SIZES["ranks"])[0] > MOST
+    assert growth(every_row_for_each_rank, SIZES["ranks"])[1] > MOST
+    assert max(growth(lambda trace: [int(r.rows["t_ns"].max()) for r in trace.ranks], SIZES["ranks"])) < MOST
