@@ -125,6 +125,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     for m in modules:
         attach(m, state)
         m.__class__ = cast("type[M]", sharded_class(type(m)))
+    state.name_units()
     return module
 
 
