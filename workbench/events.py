@@ -335,19 +335,21 @@ class FlatPart:
 
     Attributes:
         fqn: name relative to the root module.
-        shape: its own.
+        shape: what the flat parameter has of it, in elements: under tensor parallelism this rank's part.
+        global_shape: before tensor parallelism; equal to ``shape`` without.
         first: index of its first element in the flat parameter.
         trainable: whether it takes a gradient.
     """
 
     fqn: str
     shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     first: int
     trainable: bool = True
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements that the flat parameter has of it."""
         return math.prod(self.shape)
 
     def within(self, begin: int, end: int) -> tuple[int, int]:

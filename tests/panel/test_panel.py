@@ -224,6 +224,12 @@ def test_a_flat_parameter_is_told_with_what_lies_in_it_on_each_rank():
     assert (second.fqn, second.flat, second.shape, second.rows_per_rank) == ("p1", "_flat_param", (4,), (1, 3))
     assert [param.bytes_at_rest for param in (whole, first, second)] == [16, 12, 12]
     assert params_of(header, 1) == ()
+    parts = (flat.parts[0], replace(flat.parts[1], global_shape=(8,)))
+    split = Header(units=(make_unit(replace(flat, parts=parts, global_shape=(11,))),), world_size=4)
+    whole, first, second = params_of(split, 0)  # tensor parallelism has split the second one
+    assert [param.shape for param in (whole, first, second)] == [(11,), (3,), (8,)]
+    assert [param.bytes_unsharded for param in (whole, first, second)] == [44, 12, 32]
+    assert second.rows_per_rank == (1, 3)
 
 
 def test_what_waits_is_told_what_is_new_and_units_once(started):

@@ -64,10 +64,12 @@ def test_one_that_was_undone_goes_on_once():
 
 
 def test_one_that_goes_on_as_a_flat_parameter_is_the_same_model():
-    parts = tuple(FlatPart(fqn=name, shape=(4, 4), first=first) for name, first in (("a", 0), ("b", 16)))
+    parts = tuple(
+        FlatPart(fqn=name, shape=(4, 2), global_shape=(4, 4), first=first) for name, first in (("a", 0), ("b", 8))
+    )
     old = make_unit(0, names=("a", "b"), retired=True)
-    flat = replace(make_unit(1, shape=(32,)).params[0], fqn="_flat_param", parts=parts)
+    flat = replace(make_unit(1, shape=(16,)).params[0], fqn="_flat_param", parts=parts)
     assert found(old, replace(make_unit(1), params=(flat,))) == (0, 0)
     assert found(replace(old, index=1, root=1, params=(flat,)), make_unit(2, names=("a",))) == (1, 1)
-    other = replace(flat, parts=tuple(replace(part, shape=(2, 8)) for part in parts))
+    other = replace(flat, parts=tuple(replace(part, global_shape=(2, 8)) for part in parts))
     assert found(old, replace(make_unit(1), params=(other,))) == (0, 1)

@@ -33,7 +33,9 @@ def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
 
 def make_flat(numels, num_ranks, **options):
     """A flat parameter of vectors ``p0``, ``p1``, ... of so many elements."""
-    parts = tuple(FlatPart(fqn=f"p{i}", shape=(n,), first=sum(numels[:i])) for i, n in enumerate(numels))
+    parts = tuple(
+        FlatPart(fqn=f"p{i}", shape=(n,), global_shape=(n,), first=sum(numels[:i])) for i, n in enumerate(numels)
+    )
     return replace(make_param((sum(numels),), num_ranks, fqn="_flat_param", **options), parts=parts)
 
 

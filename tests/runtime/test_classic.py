@@ -8,8 +8,10 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.engine.models import Block, loss_of
+from tests.engine.models import Block, adamw, loss_of
 from tests.runtime.job import execute, namespace, prepare, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
@@ -522,3 +524,103 @@ def assert_refused(command, error, says):
 
 def test_what_an_optimizer_or_the_other_api_cannot_have_is_refused_and_all_is_as_it_was():
     run(2, refused)
+
+
+# ---- on parameters that tensor parallelism has split
+
+
+def train_in_parallel(orig_params, clips):
+    """Tensor parallelism in each block, and wrappers over the other axis that a cell has made."""
+    ns = namespace()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(8) for _ in range(2)))
+    for block in model:
+        block.mlp[0], block.mlp[2] = nn.Linear(8, 24), nn.Linear(24, 8)
+        parallelize_module(block.mlp, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ns["model"] = FullyShardedDataParallel(
+        model, device_mesh=mesh["dp"], auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=orig_params
+    )
+    ns["opt"] = adamw(ns["model"].parameters())
+    seed = mesh.get_local_rank("dp")
+
+    def train_step():
+        loss = ns["model"](torch.full((3, 8), 1.0 + seed)).pow(2).mean()
+        loss.backward()
+        if clips:
+            assert ns["model"].clip_grad_norm_(0.5) > 0.5
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    return ns
+
+
+def in_parallel(orig_params):
+    train_in_parallel(orig_params, clips=True)
+    losses = execute(Step(count=2))["losses"]
+    verified = execute(Verify())
+    losses += execute(Step(count=2))["losses"]
+    recorder = rank_module._this_rank().recorder
+    trace = trace_here()
+    assert check(trace) == []
+    (model,) = planning.models()
+    found = inspect("model.0.mlp.0.weight", recorder), inspect("model.0._flat_param", recorder)
+    return losses, verified, found, model, trace.header.units[0]
+
+
+@pytest.mark.parametrize("orig_params", [False, True])
+def test_what_tensor_parallelism_has_split_is_verified_and_said_to_be_a_part(orig_params):
+    own, whole = 2 * 8 + 12 * 8 + 12 + 8 * 12 + 8, 2 * 8 + 24 * 8 + 24 + 8 * 24 + 8
+    for losses, verified, (weight, flat), model, unit in run(4, in_parallel, orig_params):
+        assert losses[3] < losses[2] < losses[0]
+        assert verified["ok"], verified
+        assert verified["params"] == 12
+        assert (weight.global_shape, weight.shard.of_rows) == ((24, 8), 12 * 8)
+        assert flat.global_shape == (whole,)
+        assert flat.shard.values.shape == (own // 2,)
+        assert (model.num_params, model.num_elements) == (12, 2 * whole)
+        (param,) = unit.params
+        assert (param.shape, param.global_shape) == ((own,), (whole,))
+        shapes = {part.fqn.removeprefix("0."): (part.shape, part.global_shape) for part in param.parts}
+        assert shapes["mlp.0.weight"] == ((12, 8), (24, 8))
+        assert shapes["mlp.2.bias"] == shapes["norm.bias"] == ((8,), (8,))
+
+
+PARALLEL = [
+    {"orig_params": True},
+    {"strategy": "grad"},
+    {"api": "fully_shard"},
+    {"api": "classic", "orig_params": False},
+    {"strategy": "none", "mp": "bf16"},
+    {"strategy": "full", "mp": "off"},
+]
+
+
+def changed_in_parallel(changes):
+    ns = train_in_parallel(orig_params=False, clips=False)
+    losses, planned_and_made = execute(Step(count=1))["losses"], []
+    for change in changes:
+        command = Reshard(model="model", **change)
+        before = planning.plan(command, ns["world_size"])
+        execute(command)
+        made = [unit for unit in trace_here().header.units if not unit.retired]
+        planned_and_made.append((change, before, made))
+        if "mp" not in change:
+            losses += execute(Step(count=1))["losses"]
+    assert_refused(Reshard(model="model", mesh=(4,), api="fully_shard"), UsageError, "stays on its mesh of shape 2")
+    assert_refused(Reshard(model="model", strategy="hybrid", mesh=(2, 2)), UsageError, "stays on its mesh of shape 2")
+    execute(Unshard(model="model"))
+    with pytest.raises(ValueError, match="cannot be joined with the mesh"):
+        execute(Shard(model="model", api="classic", wrap=("Block",)))
+    return losses, planned_and_made, [type(param).__name__ for param in ns["model"].parameters()]
+
+
+def test_a_model_that_tensor_parallelism_has_split_is_sharded_in_another_way_over_the_same_mesh():
+    for losses, planned_and_made, kinds in run(4, changed_in_parallel, PARALLEL):
+        assert losses == sorted(losses, reverse=True)
+        assert len(losses) == 1 + 4
+        for change, before, made in planned_and_made:
+            assert sorted(map(planned, before), key=str) == sorted(map(planned, made), key=str), change
+        assert kinds == ["Parameter", "Parameter", *["DTensor"] * 4] * 2

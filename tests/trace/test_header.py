@@ -81,6 +81,16 @@ def test_the_newest_header_says_which_parameters_are_of_no_unit():
     assert join(before, after).unmanaged == ()
 
 
+def test_a_file_from_before_tensor_parallelism_in_flat_parameters_loads():
+    flat = make_flat((3, 6), 2)
+    header = Header(units=(make_unit(flat),))
+    data = json.loads(json.dumps(header_to_dict(header)))
+    data["schema_version"] = 7
+    for part in data["units"][0]["params"][0]["parts"]:
+        del part["global_shape"]
+    assert header_from_dict(data) == header
+
+
 def test_a_newer_schema_is_refused_whatever_else_it_holds():
     data = {"schema_version": SCHEMA_VERSION + 1, "surprise": []}
     with pytest.raises(TraceError, match=f"version {SCHEMA_VERSION + 1}, this workbench reads up to {SCHEMA_VERSION}:"):

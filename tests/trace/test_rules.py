@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.replay.test_shards import make_flat, make_unit
 from tests.trace.strategies import any_traces, example_trace
 from workbench.events import Category, Edge, Kind
 from workbench.trace import RankTrace, Trace, check
@@ -168,6 +169,23 @@ def test_a_header_that_does_not_add_up_is_reported(changes, sentence):
     found = check(Trace(header_with(**changes)))
     assert len(found) == 1
     assert sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"first": 4}, "'p1' has the shape (6,) of (6,), from element 4 on, in the flat parameter '_flat_param' of 9"),
+        ({"shape": (-1,)}, "'p1' has the shape (-1,) of (6,), from element 3 on"),
+        ({"global_shape": (2**60,)}, f"'p1' has the shape (6,) of ({2**60},), from element 3 on"),
+    ],
+)
+def test_a_part_that_is_not_in_its_flat_parameter_is_reported(changes, sentence):
+    flat = make_flat((3, 6), 2)
+    wrong = replace(flat, parts=(flat.parts[0], replace(flat.parts[1], **changes)))
+    found = check(Trace(Header(world_size=2, units=(make_unit(wrong),))))
+    assert len(found) == 1
+    assert sentence in found[0]
+    assert check(Trace(Header(world_size=2, units=(make_unit(flat),)))) == []
 
 
 READING = Reading(t_ns=5, offset_ns=-3, error_ns=1)

@@ -129,6 +129,15 @@ def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_a
     assert "padding wastes 4 B" in subtitle(fig)
 
 
+def test_what_tensor_parallelism_has_split_in_a_flat_parameter_is_said_to_be_a_part():
+    flat = make_flat((3, 6), 2)
+    parts = (flat.parts[0], replace(flat.parts[1], global_shape=(12,)))
+    fig = layout(trace_of(make_unit(replace(flat, parts=parts, global_shape=(15,))), world_size=4))
+    said = words(fig).replace("&#x27;", "'")
+    assert "p1 [6], this rank's part of [12]: elements 0-1 of 6" in said
+    assert "p0 [3]: all of it" in said
+
+
 def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
     def cut(numels, num_ranks, **unit):
         fig = layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))

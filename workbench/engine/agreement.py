@@ -210,8 +210,7 @@ def _group_over(units: Iterable[FSDPParamGroup]) -> tuple[CommGroup | None, bool
     for unit in units:
         info = unit.mesh_info
         device_type = info.mesh.device_type
-        params = [owned for param in unit.fsdp_params for owned in param.owned]
-        meshes = [info.spmd_mesh or info.mesh, *(p.device_mesh for p in params if isinstance(p, DTensor))]
+        meshes = [info.spmd_mesh or info.mesh, *(mesh for param in unit.fsdp_params for mesh in param.meshes)]
         for mesh in {id(mesh): mesh for mesh in meshes}.values():
             sets.add(tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())))
         known |= {group.ranks: group for group in (info.shard_group, info.replicate_group) if group is not None}

@@ -44,14 +44,24 @@ def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshIn
         return make_spec(mesh.mesh, mesh.placements(shard), param)
     inner = spec_of(param)
     placement = strided_shard(shard.dim, shards_along(inner, shard.dim))
+    joined = joined_with_tp(path, param, mesh)
+    return make_spec(joined, (*mesh.placements(placement), *inner.placements), param)
+
+
+def joined_with_tp(path: str, param: DTensor, mesh: FSDPMeshInfo) -> DeviceMesh:
+    """Return the mesh of the data-parallel axes and those of tensor parallelism, on which ``param`` is a DTensor.
+
+    Raises:
+        ValueError: the two overlap, or are not of one mesh with names.
+    """
     try:
-        joined = joined_mesh(mesh.mesh, inner.mesh)
+        return joined_mesh(mesh.mesh, param.device_mesh)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"parameter {path!r} is a DTensor on mesh {inner.mesh}, which cannot be joined with fully_shard's mesh "
-            f"{mesh.mesh}: take both from one DeviceMesh with named axes, e.g. world['dp'] and world['tp']"
+            f"parameter {path!r} is a DTensor on mesh {param.device_mesh}, which cannot be joined with the mesh "
+            f"{mesh.mesh} that parameters are sharded over: take both from one DeviceMesh with named axes, e.g. "
+            "world['dp'] and world['tp']"
         ) from error
-    return make_spec(joined, (*mesh.placements(placement), *inner.placements), param)
 
 
 def _spmd_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo, whole: DeviceMesh) -> Spec:
@@ -114,11 +124,6 @@ class DTensorParam(FSDPParam):
     def trainable(self) -> bool:
         """True if it takes a gradient now (may change between iterations)."""
         return self.sharded_param.requires_grad
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """True if it is a DTensor of another mesh as well."""
-        return self.full.tp_spec is not None
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
         """Choose the ranks it is split over between forward and backward; None: the usual ones, or none.

@@ -20,6 +20,8 @@ from typing import ClassVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import set_parameter
 from workbench.engine.backends.base import Grads
@@ -131,8 +133,13 @@ class FSDPParam(ABC):
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """True if tensor parallelism has split it before."""
-        return False
+        """True if tensor parallelism has split some of it before."""
+        return any(full.tp_spec is not None for full in self.fulls)
+
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        """Meshes of all ranks that have some of it, if it is a DTensor, or tensor parallelism has split some of it."""
+        return [param.device_mesh for param in self.owned if isinstance(param, DTensor)]
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
         """Choose the ranks it is split over between forward and backward; None: the usual ones, or none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -238,9 +239,9 @@ def _parts(flat: Param) -> Iterator[ParamInfo]:
     for part, elements in held.items():
         yield ParamInfo(
             fqn=part.fqn,
-            shape=part.shape,
+            shape=part.global_shape,
             dtype=flat.dtype,
-            bytes_unsharded=part.numel * flat.itemsize,
+            bytes_unsharded=math.prod(part.global_shape) * flat.itemsize,
             bytes_at_rest=max(elements) * flat.itemsize,
             rows_per_rank=tuple(elements),
             is_trainable=part.trainable,

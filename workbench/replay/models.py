@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.events import FlatPart, Unit
+from workbench.events import Unit
 from workbench.trace.schema import Header
 
 
@@ -19,7 +19,7 @@ def models(header: Header) -> tuple[int, ...]:
         roots.setdefault(_root(unit), []).append(unit)
     params = {
         root: {
-            (each.fqn, each.shape if isinstance(each, FlatPart) else each.global_shape)
+            (each.fqn, each.global_shape)
             for unit in units
             for param in unit.params
             for each in param.parts or (param,)  # a flat one stands for several

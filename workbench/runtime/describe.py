@@ -172,7 +172,7 @@ def sizes_of(model: nn.Module) -> list[Size]:
     found: list[Size] = []
     for unit, param in managed:
         known = param.describe()
-        shapes = [part.shape for part in known.parts] or [known.global_shape]
+        shapes = [each.global_shape for each in known.parts or (known,)]
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
             found.append(Size(names=places, shape=shape, itemsize=known.itemsize, unit=unit))

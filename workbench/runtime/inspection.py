@@ -53,7 +53,7 @@ class _Found:
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return self.param.global_shape if self.part is None else self.part.shape
+        return self.param.global_shape if self.part is None else self.part.global_shape
 
     @property
     def slot(self) -> tuple[int, int]:

@@ -122,7 +122,8 @@ def _of_reshard(command: Reshard, world_size: int) -> tuple[Unit, ...]:
     if only is None and sharding.is_anew(command, model):
         parts = [part for param in managed for part in _parts_of(param, names)]
         regrouped = _regrouped(command, model, inner or sharding.units_now(model), parts)
-        return _made(sharding.anew(command, model), world_size, model, regrouped)
+        ranks = world_size if sharding.mesh_beside_tp(model) is None else sharding.num_ranks(model)
+        return _made(sharding.anew(command, model), ranks, model, regrouped)
     if not inner:
         found = [
             (unit, state, state.modules[0], unit.params_as_defined) for state in states for unit in units_of([state])
@@ -171,7 +172,7 @@ def _parts_of(managed: FSDPParam, names: Names) -> list[_Part]:
     """Return what a managed parameter is once it is plain again: a flat one many."""
     known, owned = managed.describe(), managed.owned
     alone = replace(known, parts=(), use_orig_params=False)
-    plain = [replace(alone, shape=part.shape, global_shape=part.shape) for part in known.parts] or [alone]
+    plain = [replace(alone, shape=part.shape, global_shape=part.global_shape) for part in known.parts] or [alone]
     held = owned if len(owned) == len(plain) else [*owned] * len(plain)
     return [
         _Part(info=info, param=replace(param, fqn=_name_of(info, names), shard_dim=0, trainable=trains), held=holder)
@@ -231,11 +232,12 @@ def _flat(fqn: str, params: Sequence[Param], size: int, *, use_orig_params: bool
     """Return the flat parameter that stands for ``params``."""
     firsts = accumulate((math.prod(param.shape) for param in params), initial=0)
     parts = tuple(
-        FlatPart(fqn=p.fqn, shape=p.shape, first=first, trainable=p.trainable)
+        FlatPart(fqn=p.fqn, shape=p.shape, global_shape=p.global_shape, first=first, trainable=p.trainable)
         for p, first in zip(params, firsts, strict=False)
     )
     shape = torch.Size([parts[-1].first + parts[-1].numel])
-    flat = replace(params[0], fqn=fqn, shape=tuple(shape), global_shape=tuple(shape), **_rows(shape, 0, size))
+    whole = (sum(math.prod(part.global_shape) for part in parts),)
+    flat = replace(params[0], fqn=fqn, shape=tuple(shape), global_shape=whole, **_rows(shape, 0, size))
     trainable = any(param.trainable for param in params)
     return replace(flat, trainable=trainable, parts=parts, use_orig_params=use_orig_params)
 

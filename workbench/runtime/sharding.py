@@ -75,15 +75,16 @@ def shard(command: Shard, rank: Rank) -> Sharded:
     """
     model, inner, ignored = chosen(command, dist.get_world_size())
     check_same_model(model, inner, rank.groups.mesh_of(()))
-    _make_groups(command, rank)
-    sharded = _described(command, _shard(command, rank, model, inner, ignored))
+    mesh = rank.groups.mesh_of(command.mesh_shape)
+    _make_groups(command, mesh)
+    sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # what this model takes the place of refers to itself
     rank.recorder.note_gone()
     return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))
 
 
 def _shard(
-    command: Shard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
+    command: Shard, mesh: DeviceMesh, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> tuple[nn.Module, int]:
     """Shard a plain model, without waiting for other ranks; if that is refused it is as it was.
 
@@ -91,8 +92,8 @@ def _shard(
         the sharded model, and how many optimizers go on with it.
     """
     if command.api == CLASSIC:
-        return _shard_classic(command, rank, model, inner, ignored)
-    policy = {"mesh": rank.groups.mesh_of(command.mesh_shape), "ignored_params": ignored, **_policy(command)}
+        return _shard_classic(command, mesh, model, inner, ignored)
+    policy = {"mesh": mesh, "ignored_params": ignored, **_policy(command)}
     policy["mp_policy"] = changed_precision(MixedPrecisionPolicy(), command.mp)
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
     _apply(model, inner, policy)
@@ -104,13 +105,13 @@ def _shard(
 
 
 def _shard_classic(
-    command: Shard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
+    command: Shard, mesh: DeviceMesh, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> tuple[nn.Module, int]:
     optimizers = optimizers_of(model)
     options = wrapping.options_of(command) | {"ignored_states": ignored}
     if any(param.is_meta for param in model.parameters()):
         options["sync_module_states"] = True  # ranks may draw other numbers, and where there are copies stay apart
-    wrapper = wrapping.wrap(model, inner, rank.groups.mesh_of(command.mesh_shape), optimizers, options)
+    wrapper = wrapping.wrap(model, inner, mesh, optimizers, options)
     rebind(command.model, wrapper)
     _prefetch[wrapper] = command.prefetch
     return wrapper, len(optimizers)
@@ -203,7 +204,9 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPStat
     model = find_sharded(command.model)
     inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
     if is_anew(command, model):
-        _check_fits(anew(command, model), dist.get_world_size())
+        wanted = anew(command, model)
+        _check_mesh(wanted, model)
+        _check_fits(wanted, num_ranks(model), num_ranks(model))
         return model, inner, None
     try:
         check_not_classic(command.strategy, orig_params=command.orig_params)
@@ -284,21 +287,58 @@ def api_of(model: nn.Module) -> Api:
 def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module]) -> Sharded:
     """Undo how a model is sharded and shard it again, as it was if that is refused; optimizers go on."""
     wanted, before = anew(command, model), anew(Reshard(model=command.model), model)
-    now, ignored = units_now(model), _not_managed(model)
-    _make_groups(wanted, rank)
+    now, ignored, own = units_now(model), _not_managed(model), mesh_beside_tp(model)
+    mesh = own or rank.groups.mesh_of(wanted.mesh_shape)
+    _make_groups(wanted, mesh)
     plain = _undo(command.model, model, optimizers_of(model))
     # from here until it is sharded no rank waits for another, so that none can be interrupted alone
     try:
-        sharded = _shard(wanted, rank, plain, list(inner) or now, ignored)
+        sharded = _shard(wanted, mesh, plain, list(inner) or now, ignored)
     except BaseException:
-        _shard(before, rank, find_module(command.model), now, ignored)
+        mesh = own or rank.groups.mesh_of(before.mesh_shape)
+        _shard(before, mesh, find_module(command.model), now, ignored)
         raise
     return _described(wanted, sharded)
 
 
-def _make_groups(command: Shard, rank: Rank) -> None:
+def mesh_beside_tp(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that a model is sharded over if tensor parallelism has split it as well; None: it has not.
+
+    A cell has made it together with that of tensor parallelism; the meshes of commands hold all ranks.
+    """
+    units = units_of(states_below(model))
+    split = any(param.is_tensor_parallel for unit in units for param in unit.fsdp_params)
+    return units[0].mesh_info.mesh if split else None
+
+
+def num_ranks(model: nn.Module) -> int:
+    """Return over how many ranks a model is sharded, or would be by a command; copies included."""
+    mesh = mesh_beside_tp(model)
+    return dist.get_world_size() if mesh is None else int(mesh.size())
+
+
+def _check_mesh(wanted: Shard, model: nn.Module) -> None:
+    """Raise UsageError if a model that tensor parallelism has split as well is to be sharded over another mesh."""
+    mesh = mesh_beside_tp(model)
+    if mesh is None:
+        return
+    if any(unit.mesh_info.dp_mesh_dims is not None for unit in units_of(states_below(model))):
+        raise UsageError(
+            f"{wanted.model!r} was sharded with dp_mesh_dims, of parameters on the whole mesh, which a flat parameter "
+            "cannot hold: it stays with fully_shard"
+        )
+    copies, size = (1, *mesh.shape)[-2:]
+    is_other = bool(wanted.mesh_shape) and (1, *wanted.mesh_shape)[-2:] != (copies, size)
+    if is_other or (wanted.api == CLASSIC and (mesh.ndim > 1) != (wanted.strategy in HYBRID)):
+        raise UsageError(
+            f"tensor parallelism has split {wanted.model!r} as well, so that it stays on its mesh of shape "
+            f"{mesh_words(copies, size)}; for another mesh or strategy unshard it, and shard it in a cell"
+        )
+
+
+def _make_groups(command: Shard, mesh: DeviceMesh) -> None:
     """Make the groups of ranks that ``command`` needs; collective."""
-    info = mesh_info(rank.groups.mesh_of(command.mesh_shape))
+    info = mesh_info(mesh)
     after_forward = _policy(command).get("reshard_after_forward")
     if after_forward is not None:
         _get_post_forward_mesh_info(after_forward, info)
@@ -373,9 +413,10 @@ def find_sharded(name: str) -> nn.Module:
     return model
 
 
-def _check_fits(command: Shard | Reshard, shard_size: int) -> None:
+def _check_fits(command: Shard | Reshard, shard_size: int, world_size: int | None = None) -> None:
+    """Raise UsageError unless ``command`` fits so many ranks; None: all."""
     try:
-        command.check_fits(dist.get_world_size(), shard_size)
+        command.check_fits(world_size or dist.get_world_size(), shard_size)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

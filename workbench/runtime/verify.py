@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -96,8 +96,8 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
         reference = plain_copy(model, memo, optimizers)
         _take_setters(model, memo)
         copied = [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
-        for optimizer in copied:
-            _take_one_by_one(optimizer)
+    for optimizer in copied:
+        _take_one_by_one(optimizer)
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
     meshes = {name: size.unit.mesh_info.mesh for size in sizes_of(model) if size.unit for name in size.names}
     for name, plain in reference.named_parameters():
@@ -108,9 +108,24 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
 
 def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
     """Let a plain copy do what a step asks of the wrapper that it is a copy of; its own attributes stay."""
-    clip = functools.partial(nn.utils.clip_grad_norm_, list(reference.parameters()))
+    clip = functools.partial(_clip, list(reference.parameters()))
     calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
     vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
+
+
+@torch.no_grad()
+def _clip(params: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip as :func:`torch.nn.utils.clip_grad_norm_` does, which refuses plain gradients beside DTensors.
+
+    Returns:
+        the norm before, a plain scalar.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    norms = [full_tensor(torch.linalg.vector_norm(grad, norm_type)) for grad in grads]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    for grad in grads:
+        local_tensor(grad).mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
 
 
 def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +164,7 @@ def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, full_tensor(param)) for name, param in model.named_parameters())
         return
     with model.summon_full_params(model, writeback=False):
-        yield from ((clean(name), param.detach().clone()) for name, param in model.named_parameters())
+        yield from ((clean(name), full_tensor(param)) for name, param in model.named_parameters())
 
 
 def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:

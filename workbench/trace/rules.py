@@ -96,7 +96,7 @@ def _clocks_fit(clocks: Sequence[HostClock]) -> Iterator[str]:
 
 def _param_fits(param: Param, shard_size: int) -> Iterator[str]:
     numbers = (*param.shape, *param.global_shape, *param.rows_per_rank, param.padded_rows, param.itemsize)
-    if min(numbers) < 0 or max(math.prod(param.shape), math.prod(param.global_shape)) * param.itemsize >= _MAX_BYTES:
+    if min(numbers) < 0 or _is_huge(param.shape, param) or _is_huge(param.global_shape, param):
         yield (
             f"parameter {param.fqn!r} has the shape {param.shape} of {param.global_shape}, {param.itemsize} bytes an "
             f"element, and shards of {param.rows_per_rank} rows, {param.padded_rows} padded"
@@ -111,6 +111,19 @@ def _param_fits(param: Param, shard_size: int) -> Iterator[str]:
             f"parameter {param.fqn!r} has {rows} rows on {shard_size} ranks, "
             f"its shards have {have} of {param.padded_rows} padded"
         )
+
+    for part in param.parts:
+        numbers = (*part.shape, *part.global_shape, part.first)
+        if min(numbers) < 0 or _is_huge(part.global_shape, param) or part.first + part.numel > rows:
+            yield (
+                f"parameter {part.fqn!r} has the shape {part.shape} of {part.global_shape}, from element {part.first} "
+                f"on, in the flat parameter {param.fqn!r} of {rows} elements"
+            )
+            return
+
+
+def _is_huge(shape: Sequence[int], param: Param) -> bool:
+    return math.prod(shape) * param.itemsize >= _MAX_BYTES
 
 
 def _rank_is_known(header: Header, rank: RankTrace) -> Iterator[str]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Category, Unit, UnitState
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 ROW = struct.Struct("<qqqdiiihhBBBB")
 """One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""

@@ -1,5 +1,7 @@
 """Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
 
+Version 8 added to each part of a flat parameter ``global_shape``. Before, tensor parallelism had split none.
+
 Version 7 added to a header ``unmanaged`` and ``hooks``, and to a rank ``buffers``. Before, no rank looked for them.
 
 Version 6 added to a header ``clocks``, by which times were converted. Before, a rank said by how much its own was ahead
@@ -37,7 +39,7 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
         TraceError: it says to be of an older version and is not like it.
     """
     version = data.get("schema_version")
-    if version not in (1, 2, 3, 4, 5, 6):
+    if version not in (1, 2, 3, 4, 5, 6, 7):
         return data
     try:
         data = _second(data) if version == 1 else data
@@ -60,7 +62,8 @@ def _rank(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _param(data: dict[str, Any]) -> dict[str, Any]:
-    parts = [{"trainable": data["trainable"]} | part for part in data.get("parts", ())]
+    added = {"trainable": data["trainable"]}
+    parts = [added | {"global_shape": part["shape"]} | part for part in data.get("parts", ())]
     return {"use_orig_params": False} | data | {"parts": parts}
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from workbench.events import Unit, unit_words
+from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.replay.alike import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import model_order
@@ -335,7 +335,13 @@ def _piece_words(flat: ParamShards, piece: Piece) -> str:
     elements = "all of it" if last - first + 1 == piece.part.numel else f"elements {first}-{last} of {piece.part.numel}"
     size = theme.format_bytes(_numel(piece) * flat.param.itemsize)
     name = theme.full(piece.part.fqn)
-    return f"{_who(piece.shard_rank, piece.shard_rank)}: {name} {list(piece.part.shape)}: {elements}, {size}"
+    shape = f"{list(piece.part.shape)}{_of_whole(piece.part)}"
+    return f"{_who(piece.shard_rank, piece.shard_rank)}: {name} {shape}: {elements}, {size}"
+
+
+def _of_whole(param: Param | FlatPart) -> str:
+    """Return of which shape tensor parallelism has given this rank a part; empty: it has not."""
+    return f", this rank's part of {list(param.global_shape)}" if param.global_shape != param.shape else ""
 
 
 def _runs(part: ParamShards) -> Iterator[tuple[int, int]]:
@@ -352,8 +358,8 @@ def _about(group: Group) -> str:
     param = group[0].param
     names = theme.full(join_names([part.param.fqn for part in group]))
     trainable = "" if param.trainable else ", frozen"
-    part = f", this rank's part of {list(param.global_shape)}" if param.global_shape != param.shape else ""
-    return f"<b>{names}</b><br>{list(param.shape)} {theme.escape(theme.shorten(param.dtype))}{part}{trainable}<br>"
+    shape = f"{list(param.shape)} {theme.escape(theme.shorten(param.dtype))}{_of_whole(param)}"
+    return f"<b>{names}</b><br>{shape}{trainable}<br>"
 
 
 def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, str]:

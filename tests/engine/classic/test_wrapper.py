@@ -5,8 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, check_parity, steps_of, whole, wrap_net
 from tests.engine.models import batch, loss_of, make_net
@@ -165,21 +163,3 @@ def summons_twice():
 
 def test_parameters_stay_whole_when_an_inner_summons_ends():
     run_ranks(2, summons_twice)
-
-
-def refuses_dtensors():
-    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    for policy in (None, OURS.ModuleWrapPolicy({nn.Linear})):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel()})
-        before = list(model.named_parameters())
-        with pytest.raises(ValueError, match=r"'1\.weight' is a DTensor.*use workbench\.engine\.fully_shard"):
-            OURS.FullyShardedDataParallel(
-                model, auto_wrap_policy=policy, device_mesh=mesh["data"], device_id=torch.device("cpu")
-            )
-        after = list(model.named_parameters())
-        assert all(n == m and p is q for (n, p), (m, q) in zip(after, before, strict=True))
-
-
-def test_a_parameter_of_tensor_parallelism_is_refused_before_anything_is_wrapped():
-    run_ranks(2, refuses_dtensors)

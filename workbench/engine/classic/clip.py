@@ -9,25 +9,34 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
+
+Groups = tuple[dist.ProcessGroup, ...]
+"""Of ranks that tensor parallelism has given different elements; none where it has split nothing."""
 
 
 @torch.no_grad()
 def clip_grad_norm(
     params: Sequence[nn.Parameter],
-    meshes: Mapping[nn.Parameter, FSDPMeshInfo],
+    flats: Mapping[nn.Parameter, FlatParam],
     max_norm: float,
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all is at most ``max_norm``; collective.
 
-    The ranks have agreed before that they hold the same gradients.
+    It is the norm of the whole model's gradient. What tensor parallelism has split counts with all its parts, and what
+    its ranks have alike counts once; torch's wrapper leaves out what other ranks of tensor parallelism have, and each
+    of them scales by another norm. The ranks have agreed before that they hold the same gradients.
 
     Args:
         params: all parameters.
-        meshes: over which ranks one is split; those that are not here are the same on all ranks.
+        flats: of which flat parameter one is all or a piece; those that are not here are the same on all ranks, or
+            DTensors.
         max_norm: highest norm that is left as it is.
         norm_type: p of the p-norm; ``inf``: the largest element.
         device: on which the norm is computed.
@@ -36,15 +45,21 @@ def clip_grad_norm(
         the norm before, a scalar; of the largest dtype of the gradients.
     """
     # in the same order on all ranks, whether or not there are gradients
-    by_mesh: dict[FSDPMeshInfo | None, list[torch.Tensor]] = {info: [] for info in meshes.values()}
+    by_mesh: dict[FSDPMeshInfo, dict[Groups, list[torch.Tensor]]] = {}
+    for flat in flats.values():
+        by_mesh.setdefault(flat.mesh_info, {}).update({part.tp_groups: [] for part in flat.parts})
+    others: list[torch.Tensor] = []
     for param in params:
-        if param.grad is not None:
-            by_mesh.setdefault(meshes.get(param), []).append(param.grad)
-    split = [_norm(grads, norm_type, device, mesh) for mesh, grads in by_mesh.items() if mesh]
-    norms = torch.stack([*split, _local_norm(by_mesh.get(None, ()), norm_type, device)])
+        if param.grad is not None and param not in flats:
+            others.append(param.grad)
+        elif param.grad is not None:
+            for groups, piece in flats[param].grads_by_groups(param, param.grad):
+                by_mesh[flats[param].mesh_info][groups].append(piece)
+    split = [norm for mesh, grads in by_mesh.items() for norm in _norms(grads, norm_type, device, mesh)]
+    norms = torch.stack([*split, _local_norm(others, norm_type, device)])
     total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    scaled = [grad for grads in by_mesh.values() for grad in grads]
+    scaled = [local_tensor(param.grad) for param in params if param.grad is not None]
     for grad in scaled:
         grad.mul_(scale.to(grad.device, grad.dtype))
     if not scaled:
@@ -54,22 +69,34 @@ def clip_grad_norm(
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).to(device) for grad in grads]
+    norms = [
+        _whole(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)).to(device)  # of a DTensor that of all
+        for grad in grads
+    ]
     zero = torch.zeros((), device=device)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)
     return norm
 
 
-def _norm(grads: Sequence[torch.Tensor], norm_type: float, device: torch.device, mesh: FSDPMeshInfo) -> torch.Tensor:
-    """Return the norm of ``grads`` over the ranks that share one copy; collective."""
-    norm = _local_norm(grads, norm_type, device)
-    if mesh.shard_mesh_dim is None:
-        return norm
-    group = mesh.mesh.get_group(mesh.shard_mesh_dim)
-    if math.isinf(norm_type):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        return norm
-    powers = norm**norm_type
-    dist.all_reduce(powers, group=group)
-    total: torch.Tensor = powers ** (1 / norm_type)
-    return total
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _norms(
+    grads: Mapping[Groups, Sequence[torch.Tensor]], norm_type: float, device: torch.device, mesh: FSDPMeshInfo
+) -> list[torch.Tensor]:
+    """Return the norms of ``grads`` over the ranks that share one copy; collective.
+
+    There is one for each set of groups that tensor parallelism has split gradients over.
+    """
+    norms = torch.stack([_local_norm(each, norm_type, device) for each in grads.values()])
+    is_max = math.isinf(norm_type)
+    op, shares = (dist.ReduceOp.MAX, norms) if is_max else (dist.ReduceOp.SUM, norms**norm_type)
+    if mesh.shard_mesh_dim is not None:
+        dist.all_reduce(shares, op, group=mesh.mesh.get_group(mesh.shard_mesh_dim))
+    elif not any(grads):
+        return [*norms]
+    for share, groups in zip(shares, grads, strict=True):
+        for group in groups:
+            dist.all_reduce(share, op, group=group)
+    return [*(shares if is_max else shares ** (1 / norm_type))]

@@ -7,6 +7,10 @@ Words, with F ranks and c = ceil(numel / F)::
     piece         [k]        what of one parameter lies in a rank's slot: all of it, a part, or nothing; with one rank
                              all of it, in its own shape
 
+Where tensor parallelism has split a parameter before, the flat parameter holds this rank's part of it, and numel counts
+that. Modules have a DTensor of this part while they compute, as without the wrapper; its gradient too lies here as this
+rank's part. An optimizer is given plain tensors in any case: the flat one, or pieces.
+
 Other than torch's, a flat parameter has no gaps between its parameters, and modules compute with parameters of their
 own in the unsharded memory, not with views that autograd knows: their gradients need not be put together first.
 """
@@ -19,22 +23,34 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import (
+    Spec,
     drop_own_parameter,
+    dtensor_of,
     has_own_setattr,
+    local_of,
     parameter_of,
     put_parameter,
+    set_local,
     set_own_parameter,
+    share_post_accumulate_hooks,
+    spec_of,
+    with_dtype,
 )
 from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.base import Grads
-from workbench.engine.full_param import FullParam, FullView
+from workbench.engine.dtensor_param import joined_with_tp
+from workbench.engine.full_param import FullParam, FullView, local_tensor
 from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
 from workbench.engine.refusal import is_sharded
+from workbench.engine.undo import laid_out
 from workbench.events import FlatPart, Param, ParamTensors, within
 
 FLAT_PARAM = "_flat_param"
@@ -78,8 +94,8 @@ class _StandIn(torch.Tensor):
     """What it does as any tensor."""
 
     @classmethod
-    def _for(cls, tensor: torch.Tensor) -> Self:
-        return tensor.new_zeros(()).expand(tensor.shape).as_subclass(cls)
+    def _for(cls, tensor: torch.Tensor, shape: torch.Size | None = None) -> Self:
+        return tensor.new_zeros(()).expand(tensor.shape if shape is None else shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -117,8 +133,8 @@ class Away(_StandIn):
 
     @classmethod
     def of(cls, full: FullParam) -> Away:
-        """Return what stands for ``full`` while that is closed."""
-        away = cls._for(full.data)
+        """Return what stands for ``full``, of its global shape, while that is closed."""
+        away = cls._for(full.data, None if full.tp_spec is None else full.param.shape)
         away.full = full
         return away
 
@@ -212,18 +228,40 @@ class Part:
 
     Attributes:
         info: where it is registered.
-        original: the object that was there before; with ``use_orig_params`` it stays and holds its piece; else it is
-            empty.
+        original: the object that was there before.
+        held: with ``use_orig_params`` what an optimizer is given, this rank's piece: the original itself, or in the
+            place of a DTensor, which cannot be a piece, another parameter; else it is empty.
         first: index of its first element in the flat parameter.
-        shape: its own.
+        shape: what the flat parameter has of it: its own shape, or that of this rank's part in tensor parallelism.
+        global_shape: its own.
         fqn: name from the root, or from the wrapped module until the root is known.
+        tp_spec: how tensor parallelism has split it; None: it has not.
+        mesh: the mesh of the wrapper joined with that of tensor parallelism; None without.
     """
 
     info: ParamModuleInfo
     original: nn.Parameter
+    held: nn.Parameter
     first: int
     shape: torch.Size
+    global_shape: torch.Size
     fqn: str
+    tp_spec: Spec | None = None
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, param: nn.Parameter, info: ParamModuleInfo, first: int, mesh: FSDPMeshInfo) -> Part:
+        """Return the part that ``param`` becomes.
+
+        Raises:
+            ValueError: it is a DTensor whose mesh cannot be joined with that of the wrapper.
+        """
+        if not isinstance(param, DTensor):
+            return cls(info, param, param, first, param.shape, param.shape, info.path)
+        held = nn.Parameter(local_of(param).detach(), requires_grad=param.requires_grad)
+        share_post_accumulate_hooks(param, held)
+        joined = joined_with_tp(info.path, param, mesh)
+        return cls(info, param, held, first, held.shape, param.shape, info.path, spec_of(param), joined)
 
     @property
     def numel(self) -> int:
@@ -236,7 +274,59 @@ class Part:
 
     def describe(self, *, trainable: bool) -> FlatPart:
         """Return the probe's description."""
-        return FlatPart(fqn=self.fqn, shape=tuple(self.shape), first=self.first, trainable=trainable)
+        return FlatPart(
+            fqn=self.fqn,
+            shape=tuple(self.shape),
+            global_shape=tuple(self.global_shape),
+            first=self.first,
+            trainable=trainable,
+        )
+
+    # ---- tensor parallelism
+
+    def as_global(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what lies as :attr:`shape` says as the DTensor it is a rank's part of; anything else as it is."""
+        if self.tp_spec is None or local.shape != self.shape:
+            return local
+        return dtensor_of(local, with_dtype(self.tp_spec, local.dtype))
+
+    def local_part(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's part in tensor parallelism has of ``value``, of the global shape; a view if it can.
+
+        Collective if ``value`` is a DTensor of another layout than tensor parallelism gave the parameter.
+        """
+        if self.tp_spec is None:
+            return value
+        return local_of(laid_out(value, self.tp_spec.mesh, self.tp_spec.placements, value.device))
+
+    @property
+    def tp_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that have different elements of it, because tensor parallelism has split it."""
+        spec = self.tp_spec
+        if spec is None:
+            return ()
+        return tuple(spec.mesh.get_group(axis) for axis, each in enumerate(spec.placements) if each.is_shard())
+
+    def show(self, whole: torch.Tensor) -> nn.Parameter:
+        """Return the parameter that is ``whole``, of :attr:`shape`: what is held, or a DTensor in its place."""
+        if self.tp_spec is not None:
+            return nn.Parameter(self.as_global(whole), requires_grad=self.held.requires_grad)
+        self.held.data = whole
+        return self.held
+
+    def hold(self, piece: torch.Tensor) -> None:
+        """Let what is held be ``piece``, and the original nothing else."""
+        self.held.data = piece
+        if isinstance(self.original, DTensor):
+            set_local(self.original, piece.new_empty(0))
+
+    def give_back(self, whole: torch.Tensor) -> None:
+        """Let the original be ``whole``, of :attr:`shape`, for good."""
+        if isinstance(self.original, DTensor):
+            set_local(self.original, whole)
+        else:
+            self.original.data = whole
+        vars(self.original).pop("_workbench_lease", None)
 
 
 class FlatParam(FSDPParam):
@@ -263,8 +353,8 @@ class FlatParam(FSDPParam):
         self.parts: list[Part] = []
         numel = 0
         for param, info in given:
-            self.parts.append(Part(info, param, numel, param.shape, info.path))
-            numel += param.numel()
+            self.parts.append(Part.of(param, info, numel, mesh))
+            numel += self.parts[-1].numel
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
         self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
@@ -276,13 +366,23 @@ class FlatParam(FSDPParam):
             ShardLayout(torch.Size([numel]), 0, mesh.shard_mesh_size),
             mesh,
             given[0][0].dtype,
-            [FullParam(info.path) for _, info in given],
+            [FullParam(part.fqn, part.tp_spec) for part in self.parts],
         )
 
     @property
     def owned(self) -> Sequence[nn.Parameter]:
         """The originals, or the flat parameter."""
-        return [part.original for part in self.parts] if self.use_orig_params else (self.sharded_param,)
+        return [part.held for part in self.parts] if self.use_orig_params else (self.sharded_param,)
+
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        """Those of all ranks that have some of a part, where tensor parallelism has split it."""
+        return [part.mesh for part in self.parts if part.mesh is not None]
+
+    @property
+    def global_shape(self) -> Sequence[int]:
+        """``[numel]`` before tensor parallelism split parts."""
+        return (sum(part.global_shape.numel() for part in self.parts),)
 
     @property
     def is_whole(self) -> bool:
@@ -298,7 +398,7 @@ class FlatParam(FSDPParam):
     def trains(self) -> list[bool]:
         """Which of the full forms take a gradient now."""
         if self.use_orig_params:
-            return [part.original.requires_grad for part in self.parts]
+            return [part.held.requires_grad for part in self.parts]
         return [self.sharded_param.requires_grad] * len(self.parts)
 
     def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
@@ -336,9 +436,13 @@ class FlatParam(FSDPParam):
         return full.reshape(-1)[first - part.first : max(first, last) - part.first]
 
     def parts_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts as views of ``full`` ``[numel]``, in their own shapes."""
+        """Return the parts as views of ``full`` ``[numel]``, in the shapes that they have here."""
         flat = zip(self.parts, full.split([part.numel for part in self.parts]), strict=True)
         return [piece.view(part.shape) for part, piece in flat]
+
+    def as_global(self, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return :meth:`parts_of` as modules have them: DTensors where tensor parallelism has split a part."""
+        return [part.as_global(local) for part, local in zip(self.parts, locals_, strict=True)]
 
     # ---- the sharded form
 
@@ -349,13 +453,13 @@ class FlatParam(FSDPParam):
     @property
     def first(self) -> torch.Tensor:
         """The first part."""
-        return self.parts[0].original
+        return local_tensor(self.parts[0].original)
 
     def shard_from(self, slot: torch.Tensor) -> None:
         """Copy this rank's pieces of the originals into ``slot``, and make ``sharded_param`` of it."""
         for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
             if not slot.is_meta:
-                piece.copy_(self.piece_of_full(part, part.original.detach()))
+                piece.copy_(self.piece_of_full(part, local_tensor(part.original).detach()))
         requires_grad = any(part.original.requires_grad for part in self.parts)
         self.sharded_param = FlatParameter(slot, requires_grad=requires_grad)
         self.sharded_param._fqns = [part.info.path for part in self.parts]
@@ -363,7 +467,7 @@ class FlatParam(FSDPParam):
             for module, name in self._places():
                 del module._parameters[name]
             for part in self.parts:  # an optimizer may hold it until it goes on with the flat one
-                part.original.data = slot.new_empty(0)
+                part.hold(slot.new_empty(0))
         self._lie_in(slot)
 
     def _lie_in(self, slot: torch.Tensor) -> None:
@@ -373,7 +477,7 @@ class FlatParam(FSDPParam):
         self.sharded_param.data = slot
         if self.use_orig_params:
             for part, piece in zip(self.parts, self._pieces, strict=True):
-                part.original.data = piece
+                part.hold(piece)
 
     def _places(self) -> Iterator[tuple[nn.Module, str]]:
         return (place for part in self.parts for place in part.info.places)
@@ -390,9 +494,9 @@ class FlatParam(FSDPParam):
             param = parameter_of(self.info.module, FLAT_PARAM)
             return param is self.sharded_param and is_same_memory(param, self._slot)
         return all(
-            parameter_of(part.info.module, part.info.name) is part.original
-            and part.original.dtype == self.orig_dtype
-            and (part.original.shape == piece.shape and (not piece.numel() or is_same_memory(part.original, piece)))
+            parameter_of(part.info.module, part.info.name) is part.held
+            and part.held.dtype == self.orig_dtype
+            and (part.held.shape == piece.shape and (not piece.numel() or is_same_memory(part.held, piece)))
             for part, piece in zip(self.parts, self._pieces, strict=True)
         )
 
@@ -439,15 +543,19 @@ class FlatParam(FSDPParam):
     def _adopt_originals(self, slot: torch.Tensor) -> None:
         for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
             param = self._original(part)
-            if param.shape not in {piece.shape, part.shape}:
+            if param.shape not in {piece.shape, part.global_shape}:
                 raise ValueError(
                     f"parameter {part.fqn!r} was replaced by one of shape {list(param.shape)}; give it its whole shape "
-                    f"{list(part.shape)}, or this rank's piece, {list(piece.shape)}"
+                    f"{list(part.global_shape)}, or this rank's piece, {list(piece.shape)}"
                 )
-            part.original = param
-            if not param.is_meta and piece.numel() and not is_same_memory(param, piece):
+            is_piece = param.shape == piece.shape and not isinstance(param, DTensor)
+            if part.tp_spec is None:
+                part.original = part.held = param
+            elif is_piece:
+                part.held = param
+            if not param.is_meta and piece.numel() and not (is_piece and is_same_memory(param, piece)):
                 values = param.detach()
-                piece.copy_(values if values.shape == piece.shape else self.piece_of_full(part, values))
+                piece.copy_(values if is_piece else self.piece_of_full(part, part.local_part(values)))
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -461,7 +569,7 @@ class FlatParam(FSDPParam):
     def _orig_param_dtype(self, _: torch.dtype) -> None:
         if self.use_orig_params:
             for part, piece in zip(self.parts, self.pieces_of(self.sharded_param.detach()), strict=True):
-                part.original.data = piece
+                part.hold(piece)
 
     def keep(self) -> None:
         """Take the registered flat parameter over where it lies."""
@@ -483,7 +591,7 @@ class FlatParam(FSDPParam):
         """Put the originals onto their modules; or ``form`` onto the wrapped one and onto these what cannot be read."""
         if self.use_orig_params:
             for part in self.parts:
-                self._put(part, part.original)
+                self._put(part, part.held)
             return
         set_own_parameter(self.info.module, FLAT_PARAM, form)
         for part, away in zip(self.parts, self._away, strict=True):
@@ -555,22 +663,23 @@ class FlatParam(FSDPParam):
         if not self.use_orig_params:
             return slot if self.sharded_param.grad is None else self.sharded_param.grad
         for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
-            if part.original.grad is not None:
-                piece.copy_(part.original.grad)
+            if part.held.grad is not None:
+                piece.copy_(part.held.grad)
         return slot
 
     def show_wholes(self, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         """Let the modules have whole parameters of other memory, and with ``use_orig_params`` whole gradients."""
         if not self.use_orig_params:
-            self.stand_in(wholes)
+            self.stand_in(self.as_global(wholes))
             return
-        self._grads = [part.original.grad for part in self.parts]
+        self._grads = [part.held.grad for part in self.parts]
+        self._summoned = []
         for part, whole in zip(self.parts, wholes, strict=True):
-            part.original.grad = None
-            part.original.data = whole
-            self._put(part, part.original)
-        for part, had, grad in zip(self.parts, self._grads, grads or (), strict=False):
-            part.original.grad = None if had is None and not part.original.requires_grad else grad
+            part.held.grad = None
+            self._summoned.append(part.show(whole))
+            self._put(part, self._summoned[-1])
+        for part, shown, had, grad in zip(self.parts, self._summoned, self._grads, grads or (), strict=False):
+            shown.grad = None if had is None and not shown.requires_grad else part.as_global(grad)
 
     @torch.no_grad()
     def hide_wholes(self, *, write_back: bool) -> None:
@@ -580,12 +689,14 @@ class FlatParam(FSDPParam):
         if not self.use_orig_params:
             self.stand_down()
             return
-        for part, piece, had in zip(self.parts, self._pieces, self._grads, strict=True):
-            whole, part.original.grad = part.original.grad, None
-            part.original.data = piece
+        for part, piece, shown, had in zip(self.parts, self._pieces, self._summoned, self._grads, strict=True):
+            whole, shown.grad = shown.grad, None
+            part.hold(piece)
+            part.held.requires_grad_(shown.requires_grad)
             if had is not None and whole is not None and write_back:
-                had.copy_(self.piece_of_full(part, whole))
-            part.original.grad = had
+                had.copy_(self.piece_of_full(part, part.local_part(whole)))
+            part.held.grad = had
+        self._summoned = []
         self.register(self.sharded_param)
 
     def stand_in(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -609,7 +720,7 @@ class FlatParam(FSDPParam):
     def take_values(self) -> None:
         """Copy this rank's pieces of the whole parameters that the modules have now."""
         for part, piece in zip(self.parts, self._pieces, strict=True):
-            piece.copy_(self.piece_of_full(part, self._original(part).detach()))
+            piece.copy_(self.piece_of_full(part, part.local_part(self._original(part).detach())))
 
     @property
     def own_numel(self) -> int:
@@ -622,8 +733,7 @@ class FlatParam(FSDPParam):
     def give_back(self, wholes: Sequence[torch.Tensor]) -> None:
         """Let the originals, with whole values, be on their modules as before; for good."""
         for part, whole in zip(self.parts, wholes, strict=True):
-            part.original.data = whole
-            vars(part.original).pop("_workbench_lease", None)
+            part.give_back(whole)
         self.register_plain([part.original for part in self.parts], lambda module: module)
 
     def register_plain(
@@ -673,7 +783,7 @@ class FlatParam(FSDPParam):
     def _show_grads(self) -> Iterator[Shown]:
         """Give what is owned the gradients that are not reduced yet, where it can have them, and yield them."""
         if self.use_orig_params:
-            owned = [(part.original, part.fqn, [full]) for part, full in zip(self.parts, self.fulls, strict=True)]
+            owned = [(part.held, part.fqn, [full]) for part, full in zip(self.parts, self.fulls, strict=True)]
         else:
             owned = [(self.sharded_param, self.fqn, list(self.fulls))]
         for param, fqn, fulls in owned:
@@ -681,7 +791,8 @@ class FlatParam(FSDPParam):
                 continue
             before = param.grad
             grads = fulls[0].grads
-            is_its_own = self.owns_wholes and before is None and len(grads) == 1 and grads[0].dtype == param.dtype
+            is_whole = self.owns_wholes and fulls[0].tp_spec is None  # a DTensor's may be a pending sum
+            is_its_own = is_whole and before is None and len(grads) == 1 and grads[0].dtype == param.dtype
             param.grad = grads[0] if is_its_own else Unreduced.of(param, fqn)
             yield Shown(param, param.grad, before, fulls)
 
@@ -696,8 +807,8 @@ class FlatParam(FSDPParam):
             self._add(self.sharded_param, local_grad, lease)
             return
         for part, piece in zip(self.parts, self.pieces_of(local_grad), strict=True):
-            if part.original.requires_grad and piece.numel():
-                self._add(part.original, piece, lease)
+            if part.held.requires_grad and piece.numel():
+                self._add(part.held, piece, lease)
 
     def _add(self, param: nn.Parameter, grad: torch.Tensor, lease: object) -> None:
         if param.grad is not None:
@@ -707,6 +818,18 @@ class FlatParam(FSDPParam):
         if self.grad_dtype is not None:
             param.grad.data = grad.to(self.grad_dtype)
         param.grad._workbench_lease = lease  # type: ignore[attr-defined]
+
+    def grads_by_groups(
+        self, param: nn.Parameter, grad: torch.Tensor
+    ) -> Iterator[tuple[tuple[dist.ProcessGroup, ...], torch.Tensor]]:
+        """Yield a gradient of one of :attr:`owned`, or its pieces, each with the :attr:`Part.tp_groups` of its part."""
+        if not self.is_tensor_parallel:
+            yield (), grad
+        elif self.use_orig_params:
+            yield next(part.tp_groups for part in self.parts if part.held is param), grad
+        else:
+            pairs = zip(self.parts, self.pieces_of(grad), strict=True)
+            yield from ((part.tp_groups, piece) for part, piece in pairs if piece.numel())
 
     # ---- what is known of it
 
@@ -725,11 +848,11 @@ class FlatParam(FSDPParam):
         grads = [None] * len(self.parts) if slot_grad is None else self.pieces_of(slot_grad)
         for part, full, piece, grad in zip(self.parts, self.fulls, self._pieces, grads, strict=True):
             found[part.fqn] = ParamTensors(
-                shard=part.original if self.use_orig_params else piece,
+                shard=part.held if self.use_orig_params else piece,
                 shard_rank=rank,
-                full=full.param if full.is_open else None,
+                full=local_tensor(full.param) if full.is_open else None,
                 full_grads=full.grads,
-                sharded_grad=_reduced_grad(part.original) if self.use_orig_params else grad,
+                sharded_grad=_reduced_grad(part.held) if self.use_orig_params else grad,
                 places=part.info.places,
             )
         return found
@@ -737,7 +860,7 @@ class FlatParam(FSDPParam):
     def _full_now(self) -> torch.Tensor | None:
         """Return all parts ``[numel]``, which lie end to end while they are there, as a view; None: they are not."""
         first = self.fulls[0]
-        return first.param.detach().as_strided((self.layout.numel,), (1,)) if first.is_open else None
+        return local_tensor(first.param).detach().as_strided((self.layout.numel,), (1,)) if first.is_open else None
 
     def describe(self) -> Param:
         """Return the probe's description, with the parts."""

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.holdings import check_alike, sharded_flat
-from workbench.engine.classic.state import WrapperState, wrapper_states_below
+from workbench.engine.classic.state import WrapperState, is_first, wrapper_states_below
 from workbench.engine.collectives import UnitId
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import state_of
@@ -41,7 +40,10 @@ def gather_flat(unit: FSDPParamGroup, slot: torch.Tensor) -> torch.Tensor:
 
 
 def whole_parts(unit: FSDPParamGroup, flat: FlatParam, slot: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts, in their shapes, as views, of what the ranks' ``slot`` s ``[c]`` are together; collective."""
+    """Return the parts, as :meth:`FlatParam.parts_of` does, of what the ranks' ``slot`` s are together; collective.
+
+    A slot is ``[c]``; together they are ``[F * c]``.
+    """
     return flat.parts_of(flat.layout.full_view(gather_flat(unit, slot)))
 
 
@@ -60,7 +62,7 @@ def summon_full_params(
         module: whose wrappers, itself included, do so.
         recurse: also those below it.
         writeback: keep what is changed meanwhile; each rank keeps its own piece.
-        rank0_only: only rank 0 has them.
+        rank0_only: only the first rank of each wrapper's mesh has them.
         offload_to_cpu: they are on the CPU.
         with_grads: the same for gradients; needs ``use_orig_params``.
 
@@ -89,7 +91,7 @@ def summon_full_params(
                 _whole(
                     state,
                     writeback=writeback,
-                    is_kept=not rank0_only or dist.get_rank() == 0,
+                    is_kept=not rank0_only or is_first(state),
                     device=CPU if offload_to_cpu else None,
                     with_grads=with_grads,
                 )

@@ -74,7 +74,7 @@ def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
         yield flat.fqn, flat.sharded_param, True
         return
     for part, piece in zip(flat.parts, flat.pieces_of(flat.slot), strict=True):
-        yield part.fqn, part.original, flat.owns_wholes or bool(piece.numel())
+        yield part.fqn, part.held, bool(piece.numel()) or (flat.owns_wholes and part.tp_spec is None)
 
 
 def _form(value: object) -> str:

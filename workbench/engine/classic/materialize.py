@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from workbench.engine._torch import parameter_of, set_parameter
+from workbench.engine._torch import local_of, parameter_of, set_local, set_parameter
 from workbench.engine.backends import is_of_kind
+from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.events import unit_words
 
@@ -93,15 +95,22 @@ def move(managed: Managed, device: torch.device, ignored: frozenset[int]) -> Non
     """Move parameters and buffers to where they are computed; those on the meta device stay there."""
     for _, module in managed:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if not (tensor.is_meta or id(tensor) in ignored or is_of_kind(tensor, device)):
+            if tensor.is_meta or id(tensor) in ignored or is_of_kind(tensor, device):
+                continue
+            if isinstance(tensor, DTensor):
+                set_local(tensor, local_of(tensor).detach().to(device))
+            else:
                 tensor.data = tensor.data.to(device)
 
 
 @torch.no_grad()
 def sync(managed: Managed, mesh: FSDPMeshInfo, ignored: frozenset[int]) -> None:
-    """Give every rank the parameters and buffers of the first one; collective."""
+    """Give every rank the parameters and buffers of the first one; collective.
+
+    Of what tensor parallelism has split each rank gets those of the first one that has the same part.
+    """
     for _, module in managed:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(tensor) not in ignored:
                 for axis in reversed(range(mesh.mesh.ndim)):  # within a copy, then from copy to copy
-                    dist.broadcast(tensor.detach(), group=mesh.mesh.get_group(axis), group_src=0)
+                    dist.broadcast(local_tensor(tensor).detach(), group=mesh.mesh.get_group(axis), group_src=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -12,28 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
 from workbench.engine.agreement import Agreement, Holdings, Rows, describe_state
 from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
 from workbench.engine.classic.cautions import caution
-from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.flat_param import FlatParam, Part
 from workbench.engine.classic.full_params import CPU
 from workbench.engine.classic.holdings import flats_holdings, sharded_flats
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import wrapper_states_below
-from workbench.engine.classic.state_dict import key_of
+from workbench.engine.classic.state_dict import check_local, key_of, split_over
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.tree import full_name, names_below
-from workbench.engine.undo import full_tensor, laid_out
+from workbench.engine.undo import full_tensor, state_like
 
 StateDict = dict[str, Any]
 """``{"state": {parameter: {key: value}}, "param_groups": [{"params": parameters, option: value}]}``."""
 
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 """What an optimizer is made of: parameters, or groups."""
+
+Groups = Sequence[dist.ProcessGroup | None]
+"""One after another, each from its first rank on, they take what one rank has to others; None: all ranks."""
 
 Key = int | str
 """What an optimizer's own state dict calls a parameter: its place in the groups, or with keyed optimizers a name."""
@@ -60,18 +63,22 @@ class OptimStateDicts:
           pieces where one rank has whole parameters.
         - LOCAL_STATE_DICT: the optimizer's own dict, of flat parameters or pieces.
 
+        What tensor parallelism has split is a DTensor over its axis, in SHARDED_STATE_DICT over that axis as well.
+
         Args:
             model: the root of a tree with wrappers.
             optim: made of its parameters; it may hold others of the model, which are in no wrapper.
             optim_state_dict: what ``optim.state_dict()`` says if it is not that, keyed by names or places.
-            group: whose rank 0 is meant; None: all ranks.
+            group: whose rank 0 is meant; None: all ranks, or with tensor parallelism those of the wrapper's mesh.
 
         Raises:
             ValueError: no wrapper is in the tree, wrappers differ in type, the optimizer holds a parameter that is not
                 in the model, or a tensor that is neither split as its parameter is nor one number.
+            RuntimeError: LOCAL_STATE_DICT with tensor parallelism.
         """
         settings, given = settings_of(model), optim.state_dict() if optim_state_dict is None else optim_state_dict
         config = settings.optim_state_dict_config
+        check_local(wrapper_states_below(model), settings.state_dict_type)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             moved = {key: _on(CPU if config.offload_to_cpu else None, state) for key, state in given["state"].items()}
             return {**given, "state": moved}
@@ -81,7 +88,7 @@ class OptimStateDicts:
             given,
             is_split=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
             device=CPU if config.offload_to_cpu else None,
-            is_kept=not getattr(config, "rank0_only", False) or dist.get_rank(group) == 0,
+            is_kept=not getattr(config, "rank0_only", False) or _is_first(_groups_below(model, group)),
         )
 
     @staticmethod
@@ -104,20 +111,21 @@ class OptimStateDicts:
                 with names for keys; left as it is. With ``rank0_only`` that of rank 0 counts.
             is_named_optimizer: its keys are the names of its parameters.
             load_directly: load it as well.
-            group: whose rank 0 is meant; None: all ranks.
+            group: as of :meth:`optim_state_dict`.
 
         Raises:
+            RuntimeError: LOCAL_STATE_DICT with tensor parallelism.
             ValueError: it has no ``state``, is keyed by places, has groups of other parameters, a tensor of another
                 shape than its parameter, or without ``use_orig_params`` different numbers within a flat parameter.
         """
         settings = settings_of(model)
+        check_local(wrapper_states_below(model), settings.state_dict_type)
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             result = _checked_local(model, optim, optim_state_dict)
         else:
             first = getattr(settings.optim_state_dict_config, "rank0_only", False)
-            result = _to_load(
-                model, optim, optim_state_dict, is_named=is_named_optimizer, of_first_rank=first, group=group
-            )
+            firsts = _groups_below(model, group) if first else None
+            result = to_load(model, optim, optim_state_dict, is_named=is_named_optimizer, firsts=firsts)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -132,7 +140,7 @@ class OptimStateDicts:
     ) -> StateDict:
         """Return whole tensors by names, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` only warns."""
         _warn_of_input(optim_input)
-        is_kept = not rank0_only or dist.get_rank(group) == 0
+        is_kept = not rank0_only or _is_first(_groups_below(model, group))
         return _by_names(model, optim, optim.state_dict(), is_split=False, device=CPU, is_kept=is_kept)
 
     @staticmethod
@@ -155,14 +163,14 @@ class OptimStateDicts:
         Without ``optim`` it is made of ``optim_input``, which is deprecated, or else of ``model.parameters()``.
         """
         optim = _optimizer_of(optim_input, optim)
-        return _to_load(model, optim, full_optim_state_dict)
+        return to_load(model, optim, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
     ) -> StateDict:
         """Return what an optimizer loads, of DTensors; collective."""
-        return _to_load(model, optim, sharded_optim_state_dict)
+        return to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -177,7 +185,7 @@ class OptimStateDicts:
         See :meth:`shard_full_optim_state_dict` for ``optim_input`` and ``optim``.
         """
         optim = _optimizer_of(optim_input, optim)
-        return _to_load(model, optim, full_optim_state_dict or {}, of_first_rank=True, group=group)
+        return to_load(model, optim, full_optim_state_dict or {}, firsts=_groups_below(model, group))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -359,18 +367,15 @@ def _by_names(
     return {"state": found, **({"param_groups": groups} if "param_groups" in given else {})}
 
 
-def _split_over(unit: FSDPParamGroup, device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor split along dim 0 over the ranks that share it, or of copies over all."""
-    mesh = unit.mesh_info
-    placements = (Shard(0),) if mesh.shard_mesh_dim is None else mesh.placements(Shard(0))
-    return laid_out(whole, mesh.mesh, placements, device or whole.device)
+def _split_over(unit: FSDPParamGroup, device: torch.device | None, part: Part, whole: torch.Tensor) -> torch.Tensor:
+    return split_over(unit, part, whole, device or whole.device)
 
 
-def _copied_to(device: torch.device | None, whole: torch.Tensor) -> torch.Tensor:
-    return whole.to(device or whole.device, copy=True)
+def _copied_to(device: torch.device | None, part: Part, whole: torch.Tensor) -> torch.Tensor:
+    return part.as_global(whole.to(device or whole.device, copy=True))
 
 
-def _dropped(_: torch.Tensor) -> None:
+def _dropped(_: Part, __: torch.Tensor) -> None:
     """Keep nothing."""
 
 
@@ -384,29 +389,36 @@ def _on(device: torch.device | None, state: Any) -> Any:  # noqa: ANN401 - optim
     }
 
 
-def _to_load(
+def to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     given: StateDict,
     *,
     is_named: bool = False,
-    of_first_rank: bool = False,
-    group: dist.ProcessGroup | None = None,
+    firsts: Groups | None = None,
 ) -> StateDict:
-    """Return flat or pieces' state by the optimizer's own keys; collective."""
+    """Return flat or pieces' state by the optimizer's own keys; collective.
+
+    Args:
+        model: the root of a tree with wrappers.
+        optim: made of its parameters; None: it has all, in their order.
+        given: state by the names of parameters.
+        is_named: the optimizer's keys are names too.
+        firsts: what counts is that of the rank that is the first of all these groups; None: each rank's own.
+    """
     named = Named.of(model)
     device = named.flats[0][0].device if named.flats else CPU
     fetch: Callable[[Any], Any] = partial(_gathered, device)
-    if of_first_rank:
-        given, fetch = _told_by_first(given, group), partial(_sent_by_first, device, group)
+    if firsts is not None:
+        given, fetch = _told_by_first(given, firsts), partial(_sent_by_first, device, firsts)
     keys: dict[nn.Parameter, Key] = {}
 
     def holds() -> Holdings:
         _check_by_names(given)
         keys.update(named.keys(model, optim, is_named=is_named))
-        states = {} if of_first_rank else given["state"]
+        states = given["state"] if firsts is None else {}
         rows: Rows = {str(name): _described(own) for name, own in states.items()}
-        for i, each in enumerate(() if of_first_rank else given.get("param_groups", ())):
+        for i, each in enumerate(given.get("param_groups", ()) if firsts is None else ()):
             rows[f"group {i}"] = f"{len(each['params'])} parameters"
         return Holdings(held=_groups_held(named, optim), given=rows)
 
@@ -419,7 +431,7 @@ def _to_load(
         found |= {keys[param]: own for param, own in split.items() if param in keys}
     for name, param in named.others.items():
         if name in state and param in keys:
-            found[keys[param]] = _fetched(state[name], fetch)
+            found[keys[param]] = _fetched(state[name], partial(_like, param, fetch))
     found = {keys[param]: found[keys[param]] for param in named.names if param in keys and keys[param] in found}
     known = {name for names in named.names.values() for name in names}
     found |= {key: _fetched(value, fetch) for key, value in state.items() if key not in known}
@@ -463,6 +475,10 @@ def _fetched(state: Any, fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - 
         return fetch(state)
     fetched = {key: fetch(state[key]) for key in sorted(state)}  # one after another on all ranks
     return {key: fetched[key] for key in state}
+
+
+def _like(param: nn.Parameter, fetch: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401 - any state
+    return state_like(param, fetch(value))
 
 
 def _groups_to_load(
@@ -526,15 +542,32 @@ def _gathered(device: torch.device, value: Any) -> Any:  # noqa: ANN401 - optimi
     return gather_old_shards(value, device) if is_of_old_shards(value) else value
 
 
-def _told_by_first(given: StateDict, group: dist.ProcessGroup | None) -> StateDict:
+def _groups_below(model: nn.Module, group: dist.ProcessGroup | None) -> Groups:
+    """Return the groups whose first ranks, one group after another, share what one rank has with all that need it.
+
+    With tensor parallelism each of its ranks has its own part: then it is the first one of each wrapper's mesh.
+    """
+    states = wrapper_states_below(model)
+    if group is not None or not any(state.flat is not None and state.flat.is_tensor_parallel for state in states):
+        return [group]
+    mesh = states[0].mesh
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # within a copy, then from copy to copy
+
+
+def _is_first(groups: Groups) -> bool:
+    return all(dist.get_rank(group) == 0 for group in groups)
+
+
+def _told_by_first(given: StateDict, groups: Groups) -> StateDict:
     """Return what rank 0 has; on the others with :class:`Sent` in the place of tensors."""
-    is_first = dist.get_rank(group) == 0
+    is_first = _is_first(groups)
     told: list[Any] = [None]
     given = given or {}
     if is_first:
         states = {name: _announced(state) for name, state in given.get("state", {}).items()}
         told = [{**given, "state": states} if "state" in given else given]
-    dist.broadcast_object_list(told, group_src=0, group=group)
+    for group in groups:
+        dist.broadcast_object_list(told, group_src=0, group=group)
     return given if is_first else told[0]
 
 
@@ -546,11 +579,12 @@ def _announced(state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anyth
     return Sent(state.shape, state.dtype) if state.ndim else state.cpu()
 
 
-def _sent_by_first(device: torch.device, group: dist.ProcessGroup | None, value: Any) -> Any:  # noqa: ANN401 - any
+def _sent_by_first(device: torch.device, groups: Groups, value: Any) -> Any:  # noqa: ANN401 - any
     if isinstance(value, Sent):
         value = torch.empty(value.shape, dtype=value.dtype, device=device)
     elif not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    sent: torch.Tensor = value.to(device).contiguous()
-    dist.broadcast(sent, group_src=0, group=group)
+    sent: torch.Tensor = _gathered(device, value).to(device).contiguous()
+    for group in groups:
+        dist.broadcast(sent, group_src=0, group=group)
     return sent

@@ -55,12 +55,19 @@ class Unknown:
 Known = Mapping[str, Split | Same | Unknown]
 
 
+Keep = Callable[[Part, torch.Tensor], Any]
+
+
+def _cloned(part: Part, whole: torch.Tensor) -> torch.Tensor:
+    return part.as_global(whole.clone())
+
+
 @torch.no_grad()
 def whole_states(
     unit: FSDPParamGroup,
     flat: FlatParam,
     states: Mapping[Any, State],
-    keep: Callable[[torch.Tensor], Any] = torch.clone,
+    keep: Keep = _cloned,
 ) -> list[dict[str, Any] | None]:
     """Return the state of each part, gathered, None where no rank has any; collective, one key at a time.
 
@@ -70,13 +77,14 @@ def whole_states(
         unit: sharded now.
         flat: its flat parameter.
         states: of what ``flat`` owns; a parameter without state may be missing.
-        keep: makes what is kept of a whole tensor, which may be a view.
+        keep: makes what is kept of a part's tensor, of :attr:`Part.shape`, which may be a view; without it a copy, and
+            a DTensor where tensor parallelism has split the part.
 
     Raises:
         ValueError: a tensor of a parameter that is split is neither split alike nor a number.
     """
-    if flat.owns_wholes:
-        return [_kept(states.get(part.original), keep, unit.device) for part in flat.parts]
+    if flat.owns_wholes and not flat.is_tensor_parallel:
+        return [_kept(part, states.get(part.held), keep, unit.device) for part in flat.parts]
     pieces = _states_of_pieces(flat, states)
     known = _agreed(unit, flat, [_known(flat, part, had, unit) for part, had in zip(flat.parts, pieces, strict=True)])
     found = [None if keys is None else {key: _same(v, unit) for key, v in keys.items()} for keys in known]
@@ -86,9 +94,9 @@ def whole_states(
         for piece, had in zip(flat.pieces_of(slot), pieces, strict=True):
             if had is not None and piece.numel() and isinstance(had.get(key), torch.Tensor):
                 piece.copy_(had[key].view_as(piece))
-        for whole, keys, state in zip(whole_parts(unit, flat, slot), known, found, strict=True):
+        for part, whole, keys, state in zip(flat.parts, whole_parts(unit, flat, slot), known, found, strict=True):
             if state is not None and keys is not None and keys.get(key) == Split(dtype):
-                state[key] = keep(whole)
+                state[key] = keep(part, whole)
     return [None if state is None else _as_torchs(state, numbers_first=flat.use_orig_params) for state in found]
 
 
@@ -103,12 +111,12 @@ def _as_torchs(state: dict[str, Any], *, numbers_first: bool) -> dict[str, Any]:
     return {key: state[key] for key in sorted(state, key=place)}
 
 
-def _kept(state: State | None, keep: Callable[[torch.Tensor], Any], device: torch.device) -> dict[str, Any] | None:
+def _kept(part: Part, state: State | None, keep: Keep, device: torch.device) -> dict[str, Any] | None:
     """Return a copy of what there is of a whole parameter, tensors of any shape."""
     if state is None:
         return None
     return {
-        key: keep(value.to(device)) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
+        key: keep(part, value.to(device)) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
         for key, value in state.items()
     }
 
@@ -116,7 +124,7 @@ def _kept(state: State | None, keep: Callable[[torch.Tensor], Any], device: torc
 def _states_of_pieces(flat: FlatParam, states: Mapping[Any, State]) -> list[State | None]:
     """Return what this rank has for its piece of each part."""
     if flat.use_orig_params:
-        return [states.get(part.original) for part in flat.parts]
+        return [states.get(part.held) for part in flat.parts]
     state = states.get(flat.sharded_param)
     if state is None:
         return [None] * len(flat.parts)
@@ -155,7 +163,12 @@ def _agreed(unit: FSDPParamGroup, flat: FlatParam, own: Sequence[Known | None]) 
     if unit.shard_group is not None:
         of_ranks = [None] * mesh.shard_mesh_size
         dist.all_gather_object(of_ranks, own, group=mesh.mesh.get_group(cast("int", mesh.shard_mesh_dim)))
-    return [_joined(part, flat, [known[i] for known in of_ranks]) for i, part in enumerate(flat.parts)]
+    found = [_joined(part, flat, [known[i] for known in of_ranks]) for i, part in enumerate(flat.parts)]
+    for group in dict.fromkeys(group for part in flat.parts for group in part.tp_groups):
+        of_group: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_group, found, group=group)  # without an element of a part there is no state of it
+        found = [own or next(filter(None, others), None) for own, *others in zip(found, *of_group, strict=True)]
+    return found
 
 
 def _joined(part: Part, flat: FlatParam, of_ranks: Sequence[Known | None]) -> Known | None:
@@ -196,7 +209,7 @@ def split_states(
 
     Args:
         flat: whose slots are to be filled.
-        wholes: for each part its state, None: it has none.
+        wholes: for each part its state, tensors of :attr:`Part.global_shape`; None: it has none.
         fetch: gives the value behind what ``wholes`` holds; called in the same order on all ranks.
 
     Raises:
@@ -213,11 +226,17 @@ def _split_pieces(
         found: dict[str, Any] = {}
         for key in sorted(state or ()):
             value = fetch((state or {})[key])
-            is_split = not flat.owns_wholes and _is_split(part, key, value)
-            own = flat.piece_of_full(part, value).to(piece.device) if is_split else value
-            found[key] = copy.deepcopy(own)
+            found[key] = copy.deepcopy(_own(flat, part, key, value, piece.device))
         if state is not None and piece.numel():
-            yield part.original, found
+            yield part.held, found
+
+
+def _own(flat: FlatParam, part: Part, key: str, value: Any, device: torch.device) -> Any:  # noqa: ANN401 - any
+    """Return what an optimizer of pieces has of a part's state."""
+    if flat.owns_wholes:
+        has_its_shape = isinstance(value, torch.Tensor) and value.shape == part.global_shape
+        return part.local_part(value) if has_its_shape else value
+    return flat.piece_of_full(part, part.local_part(value)).to(device) if _is_split(part, key, value) else value
 
 
 def _split_flat(
@@ -249,7 +268,7 @@ def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[A
             slot = torch.zeros_like(flat.slot, dtype=value.dtype)
         if slot.dtype != value.dtype:
             break
-        flat.pieces_of(slot)[i].copy_(flat.piece_of_full(part, value))
+        flat.pieces_of(slot)[i].copy_(flat.piece_of_full(part, part.local_part(value)))
     else:
         if slot is not None and not had:
             return slot
@@ -269,13 +288,13 @@ def _is_split(part: Part, key: str, value: object) -> bool:
     """
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False
-    if value.shape == part.shape:
+    if value.shape == part.global_shape:
         return True
     if value.numel() == 1:
         return False
     raise ValueError(
-        f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)}, the parameter {list(part.shape)}: "
-        "only state of the parameter's shape, or one number, can be split"
+        f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)}, the parameter "
+        f"{list(part.global_shape)}: only state of the parameter's shape, or one number, can be split"
     )
 
 

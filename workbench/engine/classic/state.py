@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -226,6 +227,11 @@ def wrapper_states_below(module: nn.Module) -> list[WrapperState]:
     """Return the state of every wrapper in the tree of ``module``, parents first."""
     found = (state_of(m) for m in module.modules())
     return [state for state in found if isinstance(state, WrapperState)]
+
+
+def is_first(state: WrapperState) -> bool:
+    """Return whether this rank is the first of a wrapper's mesh; with tensor parallelism there are several of these."""
+    return dist.get_rank() == int(state.mesh.mesh.flatten()[0])
 
 
 def check_idle(states: Iterable[WrapperState], what: str) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,10 +24,10 @@ from workbench.engine.classic.api import (
     StateDictSettings,
     StateDictType,
 )
-from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam
+from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam, Part
 from workbench.engine.classic.full_params import whole_parts
 from workbench.engine.classic.holdings import is_gathered, sharded_flat, sharded_flats
-from workbench.engine.classic.state import WrapperState, check_idle, wrapper_states_below
+from workbench.engine.classic.state import WrapperState, check_idle, is_first, wrapper_states_below
 from workbench.engine.flat_shard import in_own_storage
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import units_of
@@ -58,12 +57,12 @@ def settings_for(state: WrapperState) -> StateDictSettings:
     return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
 
 
-def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
-    """Yield key, whole shape and what an optimizer holds of every parameter of a flat one, for each of its places."""
+def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, Part, nn.Parameter]]:
+    """Yield key, part and what an optimizer holds of every parameter of a flat one, for each of its places."""
     for part in flat.parts:
         for module, name in part.info.places:
-            owned = part.original if flat.use_orig_params else flat.sharded_param
-            yield key_of(full_name(names, module, name)), part.shape, owned
+            owned = part.held if flat.use_orig_params else flat.sharded_param
+            yield key_of(full_name(names, module, name)), part, owned
 
 
 def named_flat(state: WrapperState) -> Iterator[tuple[str, nn.Parameter]]:
@@ -109,6 +108,7 @@ def as_saved(root: WrapperState) -> nn.Module:
 def shown(state: WrapperState) -> Iterator[None]:
     """Within the body the modules of one wrapper have what its state dict is to hold; collective, but for LOCAL."""
     check_idle([state], "state_dict")
+    check_local([state], settings_for(state).state_dict_type)
     buffers = [(module, name, module._buffers[name]) for module, name in state.original_buffer_dtypes]
     for module, name, buffer in buffers:
         if buffer is not None:
@@ -135,9 +135,42 @@ def _values(unit: FSDPParamGroup, flat: FlatParam, kind: StateDictType) -> list[
         return [None] * len(flat.parts)
     wholes = whole_parts(unit, flat, flat.slot)
     if kind is not SHARDED:
-        return [in_own_storage(whole) for whole in wholes]
+        return [*flat.as_global([in_own_storage(whole) for whole in wholes])]
+    return [split_over(unit, part, whole, flat.slot.device) for part, whole in zip(flat.parts, wholes, strict=True)]
+
+
+def split_over(unit: FSDPParamGroup, part: Part, whole: torch.Tensor, place: torch.device) -> DTensor:
+    """Return a part's tensor split along dim 0 over the ranks that share it, or of copies over all.
+
+    Collective over the ranks of tensor parallelism that have split the part: on dim 0 they split the shards then, as
+    they do with torch's wrapper.
+
+    Args:
+        unit: whose ranks.
+        part: whose parameter it is like.
+        whole: of :attr:`Part.shape`.
+        place: where shards are.
+    """
     info = unit.mesh_info
-    return [laid_out(whole, info.mesh, info.placements(Shard(0)), flat.slot.device) for whole in wholes]
+    placements = (Shard(0),) if info.shard_mesh_dim is None else info.placements(Shard(0))
+    if part.mesh is None or part.tp_spec is None:
+        return laid_out(whole, info.mesh, placements, place)
+    return laid_out(part.as_global(whole), part.mesh, (*placements, *part.tp_spec.placements), place)
+
+
+def check_local(states: Iterable[WrapperState], kind: StateDictType) -> None:
+    """Check that the state dicts of wrappers can be of a type.
+
+    Raises:
+        RuntimeError: it is LOCAL_STATE_DICT, and tensor parallelism has split a parameter of one.
+    """
+    flats = [state.flat for state in states if state.flat is not None]
+    split = next((part for flat in flats for part in flat.parts if part.tp_spec is not None), None)
+    if kind is LOCAL and split is not None:
+        raise RuntimeError(
+            f"LOCAL_STATE_DICT: parameter {split.fqn!r} is a DTensor of tensor parallelism, so that flat parameters "
+            "differ between its ranks and have no place in a checkpoint: use SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
 
 
 def own_values(state: WrapperState, prefix: str) -> dict[str, DTensor]:
@@ -158,7 +191,7 @@ def is_kept(state: WrapperState) -> bool:
     config = settings_for(state).state_dict_config
     if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
         return True
-    return dist.get_rank() == int(state.mesh.mesh.flatten()[0])
+    return is_first(state)
 
 
 def finish(state: WrapperState, made: MutableMapping[str, Any], prefix: str) -> None:
@@ -259,16 +292,23 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
         flat.slot[: flat.own_numel].copy_(_local(value))
         flat.stand_in([None] * len(flat.parts))
     else:
-        for key, _, owned in keys_of(names_below([state.wrapper]), flat):
+        for key, part, owned in keys_of(names_below([state.wrapper]), flat):
             value = state_dict.get(prefix + key)
             if value is owned:
                 del state_dict[prefix + key]
-            elif isinstance(value, DTensor):
-                state_dict[prefix + key] = full_tensor(value)
-            elif value is not None and is_of_old_shards(value):
-                state_dict[prefix + key] = gather_old_shards(value, unit.device)
-        flat.stand_in(_own_pieces(flat))
+            elif isinstance(value, torch.Tensor):
+                state_dict[prefix + key] = _to_load(part, value, unit.device)
+        flat.stand_in(flat.as_global(_own_pieces(flat)))
     state.is_loading = True
+
+
+def _to_load(part: Part, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a value of a state dict as the module of its parameter takes it: whole, or split by tensor parallelism."""
+    if is_of_old_shards(value):
+        value = gather_old_shards(value, device)
+    if part.tp_spec is not None:
+        return part.as_global(part.local_part(value))
+    return full_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _own_pieces(flat: FlatParam) -> list[torch.Tensor]:
@@ -297,8 +337,8 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) ->
     """Check that the wrappers in the tree of ``module`` can take ``state_dict``.
 
     Raises:
-        RuntimeError: a value has not the shape of its parameter; a LOCAL_STATE_DICT is of another sharding, or lacks a
-            wrapper.
+        RuntimeError: a value has not the shape of its parameter; a LOCAL_STATE_DICT is of another sharding, lacks a
+            wrapper, or is of parameters that tensor parallelism has split.
     """
     names = names_below([module])
     wrong: list[str] = []
@@ -306,11 +346,12 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) ->
         flat = state.flat
         if flat is None:
             continue
+        check_local([state], settings_for(state).state_dict_type)
         if settings_for(state).state_dict_type is LOCAL:
             _check_flat(flat, prefix + key_of(full_name(names, state.wrapper, FLAT_PARAM)), state_dict)
             continue
-        for key, shape, owned in keys_of(names, flat):
-            value = state_dict.get(prefix + key)
+        for key, part, owned in keys_of(names, flat):
+            value, shape = state_dict.get(prefix + key), part.global_shape
             if isinstance(value, torch.Tensor) and value is not owned and value.shape != shape:
                 wrong.append(f"{prefix + key!r} has shape {list(value.shape)} and its parameter {list(shape)}")
     if wrong:

@@ -104,7 +104,8 @@ def plain_copy(
     plains = [_plain_params(unit, flat) for unit, flat in flats]
     for (_, flat), params in zip(flats, plains, strict=True):
         mapping |= _plain_of(list(flat.owned), params)
-        memo |= {id(part.original): param for part, param in zip(flat.parts, params, strict=True)}
+        for part, param in zip(flat.parts, params, strict=True):
+            memo |= {id(part.original): param, id(part.held): param}
         memo |= {id(form): form for form in flat.unreadable()}
 
     def make() -> nn.Module:
@@ -145,7 +146,7 @@ def _rewrapped(
     states: States = {}
     for _, flat in flats:
         if flat.use_orig_params:
-            mapping |= {part.original: (part.original,) for part in flat.parts}
+            mapping |= {part.original: (part.held,) for part in flat.parts}
         else:
             check_in_one_group([(part.fqn, part.original) for part in flat.parts], optimizer)
             mapping |= {part.original: () for part in flat.parts} | {flat.parts[0].original: (flat.sharded_param,)}
@@ -188,7 +189,7 @@ def _agreed(
 
 
 def _whole_grads(unit: FSDPParamGroup, flat: FlatParam) -> list[torch.Tensor | None]:
-    """Return the gradient of each part; None where no rank has any."""
+    """Return the gradient of each part, as its parameter will be; None where no rank has any."""
     grads = {param: {"grad": param.grad} for param in flat.owned if param.grad is not None}
     return [None if found is None else found["grad"] for found in whole_states(unit, flat, grads)]
 
@@ -215,8 +216,8 @@ def _plain_of(owned: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]) -> M
 def _plain_params(unit: FSDPParamGroup, flat: FlatParam) -> list[nn.Parameter]:
     wholes, grads = whole_parts(unit, flat, flat.slot), _whole_grads(unit, flat)
     params = []
-    for whole, grad, trains in zip(wholes, grads, flat.trains, strict=True):
-        params.append(nn.Parameter(whole.clone(), requires_grad=trains))
+    for part, whole, grad, trains in zip(flat.parts, wholes, grads, flat.trains, strict=True):
+        params.append(nn.Parameter(part.as_global(whole.clone()), requires_grad=trains))
         params[-1].grad = grad
     return params
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, tell_checkpoints
 from workbench.engine.classic import comm_hooks, materialize
@@ -36,7 +36,7 @@ from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
 from workbench.engine.classic.optim_state import OptimStateDicts
 from workbench.engine.classic.settings import settings_of
-from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, wrapper_states_below
+from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, flat_of, wrapper_states_below
 from workbench.engine.classic.state_dict import (
     as_saved,
     begin_load,
@@ -51,7 +51,9 @@ from workbench.engine.classic.state_dict import (
     with_versions,
 )
 from workbench.engine.classic.wrap import Policy, WrapPolicy, auto_wrap
+from workbench.engine.dtensor_param import joined_with_tp
 from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
+from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import ParamModuleInfo, check_uniform
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
@@ -66,6 +68,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     Forward and backward, gradients and recording are those of ``fully_shard``: one all-gather before the module's
     forward and one before its backward, one reduce-scatter after it. Make the optimizer after wrapping.
+
+    Parameters may be DTensors of tensor parallelism, on an axis beside those of ``device_mesh`` in one mesh: the flat
+    parameter holds this rank's part of them, and modules compute with DTensors as without the wrapper.
 
     Args:
         module: what is wrapped; changed in place.
@@ -82,15 +87,17 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         sync_module_states: begin with the parameters and buffers of the first rank.
         forward_prefetch: gather for the forward that came next in the last iteration while this one computes.
         limit_all_gathers: must be a bool; at most one unit is ever gathered ahead.
-        use_orig_params: leave the original parameters on the modules and to the optimizer, each as this rank's piece.
+        use_orig_params: leave the original parameters on the modules and to the optimizer, each as this rank's piece;
+            a plain parameter in the place of one that tensor parallelism has split.
         ignored_states: parameters, or modules, that are left alone.
         device_mesh: a 1-D mesh in the place of ``process_group``; 2-D (repeat, shard) for the hybrid strategies.
 
     Raises:
         TypeError: an argument of another type than it takes.
         ValueError: parameters of several dtypes in one unit, or without ``use_orig_params`` trained and frozen ones; a
-            scalar or non-contiguous parameter; one that is sharded or tied to one of another unit; arguments that do
-            not go together.
+            scalar or non-contiguous parameter; one that is sharded or tied to one of another unit; a DTensor that is
+            not of tensor parallelism, or on a mesh without a common one with ``device_mesh``; arguments that do not go
+            together.
         RuntimeError: ``torch.distributed`` is not initialised.
 
     What was not wrapped before the call raised is as it was.
@@ -157,7 +164,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             "ignored_states": ignored.params,
             "device_mesh": mesh.mesh,
         }
-        _check_plain(_managed(module, ignored), ignored)
+        _check_laid_out(_managed(module, ignored), ignored, mesh)
         materialize.check(_managed(module, ignored), param_init_fn, ignored.ids)
         if auto_wrap_policy is not None:
             auto_wrap(
@@ -352,7 +359,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
         Names and dtypes are those of the model that is not wrapped. With FULL_STATE_DICT values are whole, and in
         memory of their own. With SHARDED_STATE_DICT they are DTensors, split along dim 0, also where no device mesh was
-        given (torch's wrapper gives a ShardedTensor there, which is deprecated). With LOCAL_STATE_DICT each wrapper has
+        given (torch's wrapper gives a ShardedTensor there, which is deprecated). What tensor parallelism has split
+        stays so in FULL_STATE_DICT, a DTensor over its axis; SHARDED_STATE_DICT has a DTensor over that axis as well,
+        and LOCAL_STATE_DICT is refused. With LOCAL_STATE_DICT each wrapper has
         one ``_flat_param``, a DTensor ``[numel]`` of all its parameters, and it is the wrapper's own memory. With the
         strategy NO_SHARD values are whole in any case; where there is one rank, SHARDED_STATE_DICT has no DTensors.
         Within ``summon_full_params`` the parameters that the modules have there are taken.
@@ -364,7 +373,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             keep_vars: leave values as they are, rather than detach them.
 
         Raises:
-            RuntimeError: an iteration is under way.
+            RuntimeError: an iteration is under way; LOCAL_STATE_DICT with tensor parallelism.
             RanksDisagreeError: it is on some ranks only.
         """
         if args:
@@ -457,6 +466,8 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, over the whole model, is at most ``max_norm``; collective.
 
+        What tensor parallelism has split counts with all its parts; see :func:`clip_grad_norm`.
+
         Args:
             max_norm: highest norm that is left as it is.
             norm_type: p of the p-norm; ``inf``: the largest element.
@@ -471,9 +482,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         self._check_root("clip_grad_norm_")
         check_alike(wrapper_states_below(self), "clip_grad_norm_", grads=True)
         units = units_of(self._state._states)
-        meshes = {param: unit.mesh_info for unit in units for flat in unit.fsdp_params for param in flat.owned}
+        flats = {param: flat for flat in map(flat_of, units) for param in flat.owned}
         device = self._state._comm_ctx.device
-        return clip_grad_norm(list(self.parameters()), meshes, float(max_norm), float(norm_type), device)
+        return clip_grad_norm(list(self.parameters()), flats, float(max_norm), float(norm_type), device)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
         """Let ``hook`` reduce gradients, in all wrappers, instead of the engine; it divides by itself.
@@ -518,15 +529,22 @@ def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]
     return [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]  # with all in them
 
 
-def _check_plain(managed: Sequence[tuple[str, nn.Module]], ignored: Ignored) -> None:
-    """Check that none of the parameters of modules, given with their paths, is a DTensor; ValueError if one is."""
-    infos = _get_param_module_infos(managed, ignored.ids)
-    wrong = next((info.path for param, info in infos if isinstance(param, DTensor)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"parameter {wrong!r} is a DTensor, of tensor parallelism perhaps, which a flat parameter cannot hold: "
-            "use workbench.engine.fully_shard, which takes DTensors, or leave it out with ignored_states"
-        )
+def _check_laid_out(managed: Sequence[tuple[str, nn.Module]], ignored: Ignored, mesh: FSDPMeshInfo) -> None:
+    """Check the DTensors among the parameters of modules, given with their paths.
+
+    Raises:
+        ValueError: one is not of tensor parallelism, which splits or repeats along the axes of another mesh.
+    """
+    for param, info in _get_param_module_infos(managed, ignored.ids):
+        if not isinstance(param, DTensor):
+            continue
+        wrong = next((each for each in param.placements if type(each) not in {Shard, Replicate}), None)
+        if wrong is not None:
+            raise ValueError(
+                f"parameter {info.path!r} is a DTensor with the placement {wrong!r}; a flat parameter takes Shard and "
+                "Replicate, as tensor parallelism has them: redistribute it first, or leave it out with ignored_states"
+            )
+        joined_with_tp(info.path, param, mesh)
 
 
 def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPrecision) -> UnitPolicy:
