@@ -193,7 +193,7 @@ def units_of(reshard: bool | None) -> dict[str, tuple]:
         model = shard_net(make_net(**NET), reshard_after_forward=reshard)
         before = [(u.name, u.root) for u in record.units.values()]
         model(batch(0, 0))
-    assert before == [("", -1)] * 3
+    assert before == [("blocks.0", -1), ("blocks.1", -1), ("", -1)]
     return record.units
 
 

@@ -190,9 +190,9 @@ BEGINS = {
     kept_param_in_an_operation: KEPT,
     own_forward: "parameter 'embed.weight' is sharded; call the module of unit 'embed', on which fully_shard was called"
     ", or compute between its unshard() and reshard()\n(torch: ",
-    inner_module: "parameter 'up.weight' is sharded; call the module of unit '(root)', on which fully_shard was called"
-    ", not the Linear in it, or compute between its unshard() and reshard() (likewise up.bias)\n(torch: ",
-    shown_in_a_cell: "RuntimeError: parameter 'up.weight' is sharded; call the module of unit '(root)', ",
+    inner_module: "parameter 'block.up.weight' is sharded; call the module of unit 'block', on which fully_shard was "
+    "called, not the Linear in it, or compute between its unshard() and reshard() (likewise block.up.bias)\n(torch: ",
+    shown_in_a_cell: "RuntimeError: parameter 'block.up.weight' is sharded; call the module of unit 'block', ",
     helper: "parameter 'embed.weight' is sharded; call the module of unit '(root)', ",
     within: "parameter 'embed.weight' was resharded within the forward of its unit '(root)', by a backward or a "
     "reshard() in there; do that after the forward\n(torch: ",
