@@ -23,7 +23,8 @@ BESIDE := parity against_torch same_script names first_iteration gradients roots
 OTHER_PARTS := call checkpoint checkpointing state_dict optimizers meta_init mesh_dims tensor_parallel pipelining software
 CLASSIC := api wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state checkpoints
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE) $(OTHER_PARTS)) \
-  $(CLASSIC:%=tests/engine/classic/test_%.py) $(patsubst %,tests/runtime/test_%.py,recovery meshes gate)
+  $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
+  $(patsubst %,tests/runtime/test_%.py,recovery meshes)
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once

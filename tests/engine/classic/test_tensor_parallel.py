@@ -243,6 +243,7 @@ def some_are_frozen() -> None:
     assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in plain.parameters()]
 
 
+@pytest.mark.exhaustive
 def test_it_recomputes_prefetches_evaluates_offloads_and_freezes():
     cases: dict[Any, Callable[[], None]] = {pieces: partial(trains_alike, pieces) for pieces in EITHER}
     run_cases(4, {**cases, "frozen": some_are_frozen})
@@ -399,6 +400,7 @@ def goes_on(kind: str, uneven: bool, options: dict[str, Any]) -> None:
                 whole_of(again)
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_bit_by_bit_from_every_state_dict():
     cases = {
         ("Full", False): {},
@@ -523,6 +525,7 @@ def saves_and_loads(folder: Path) -> None:
         loads(folder / kind, saved, None if kind == "copies" else losses)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Detected:UserWarning")
 def test_checkpoints_go_from_every_way_of_sharding_to_every_other(tmp_path):
     run_ranks(4, saves_and_loads, tmp_path)
@@ -568,6 +571,7 @@ def goes_on_from_the_first(mesh: Mesh, use_orig_params: bool) -> None:
     torch.testing.assert_close(whole_of(found), whole_of(expected), **SAME)
 
 
+@pytest.mark.exhaustive
 def test_what_one_rank_has_comes_to_all_and_options_are_kept():
     cases = itertools.product((every_option, goes_on_from_the_first), (FSDP_TP, HSDP[1]), EITHER)
     run_cases(4, {(each.__name__, mesh, pieces): partial(each, mesh, pieces) for each, mesh, pieces in cases})
@@ -680,6 +684,7 @@ def goes_there_and_back() -> None:
         torch.testing.assert_close(whole(model), whole(reference))
 
 
+@pytest.mark.exhaustive
 def test_what_tensor_parallelism_made_is_back():
     run_cases(4, {case.__name__: case for case in (is_undone, goes_there_and_back)})
 
