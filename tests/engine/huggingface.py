@@ -25,6 +25,13 @@ CAUSAL = {
     "pad_token_id": 0,
 }
 
+PLUGIN = {
+    "auto_wrap_policy": "transformer_based_wrap",
+    "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
+    "cpu_ram_efficient_loading": False,
+}
+"""What Accelerate's plugin is told of the Llama, with either API."""
+
 
 def transformers() -> ModuleType:
     """The package, imported with its network switched off."""

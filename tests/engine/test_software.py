@@ -80,9 +80,7 @@ def accelerated(checkpointing: bool) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
+            **huggingface.PLUGIN,
             activation_checkpointing=checkpointing,
         )
         accelerator = Accelerator(cpu=True)

@@ -88,7 +88,7 @@ class Work:
 
 @contextmanager
 def counting():
-    """Count what is done within; whoever measures coverage does not see it."""
+    """Count the work of the body; a coverage measurement leaves it out."""
     Work.codes = Work.numbers = 0
 
     def step(frame, event, _):

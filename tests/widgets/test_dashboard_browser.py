@@ -170,8 +170,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chr
 @pytest.mark.parametrize(("width", "rows"), [(300, [1, 2, 1]), (500, [1, 3]), (800, [1, 3]), (880, [4]), (1280, [4])])
 def test_its_cards_are_all_in_a_row_or_the_ranks_above_the_others(shown, width, rows):
     page, _ = shown
-    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
-    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    give_width(page, width)
     tops = page.evaluate("[...document.querySelectorAll('.fw-card')].map((card) => card.getBoundingClientRect().top)")
     assert [tops.count(top) for top in sorted(set(tops))] == rows
 
@@ -179,8 +178,7 @@ def test_its_cards_are_all_in_a_row_or_the_ranks_above_the_others(shown, width, 
 @pytest.mark.parametrize("width", [500, 880, 1050, 1280])
 def test_the_straggler_is_read_whole_in_its_card(shown, width):
     page, _ = shown
-    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
-    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    give_width(page, width)
     late = slowest(np.array([(15, 98_800_000)], [("straggler", "<i2"), ("spread_ns", "<i8")])[0])
     page.evaluate("(late) => { view.late = late; view.follow(); view.draw(); }", late)
     page.wait_for_function("(late) => view.frame === 0 && view.lateNote.textContent === late", arg=late)
@@ -242,6 +240,12 @@ def test_a_curve_ends_where_its_numbers_do(shown, losses, at, line, dots):
     assert page.evaluate(LINE, [joined("panels.js"), losses, at]) == {"line": line, "dots": dots}
 
 
+def give_width(page, width):
+    """Let the dashboard be so many pixels wide, in its own style."""
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+
+
 LONGEST = """(names) => {
     const pen = document.createElement("canvas").getContext("2d");
     pen.font = `12px ${getComputedStyle(view.root).fontFamily}`;
@@ -252,8 +256,7 @@ LONGEST = """(names) => {
 @pytest.mark.parametrize("width", [300, 500, 900])
 def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     page, _ = shown
-    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
-    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    give_width(page, width)
     page.wait_for_function("(width) => view.timeline.stats().plot.width < width", arg=width - 60)
     longest = page.evaluate(LONGEST, [name for name, _ in TRACKS])
     assert 60 < longest < page.evaluate("view.timeline.stats().plot.left") - 10
@@ -268,8 +271,7 @@ PEAK = """() => {
 @pytest.mark.parametrize("width", [300, 360, 900])
 def test_the_peak_is_said_whole(shown, width):
     page, _ = shown
-    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
-    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    give_width(page, width)
     assert page.evaluate("[place.scrollWidth, view.root.offsetWidth]") == [width, width]
     said = page.evaluate(PEAK)
     assert said["text"].startswith("peak ")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import default_store
@@ -204,16 +205,16 @@ def _group_over(units: Iterable[FSDPParamGroup]) -> tuple[CommGroup | None, bool
 
     The group is None for one rank. Experts, for example, lie on some of the ranks only.
     """
-    sets: set[tuple[int, ...]] = set()
+    meshes: dict[int, DeviceMesh] = {}  # by id, as units share them and reading one takes long
     known: dict[tuple[int, ...], CommGroup] = {}
     device_type = "cpu"
     for unit in units:
         info = unit.mesh_info
         device_type = info.mesh.device_type
-        meshes = [info.spmd_mesh or info.mesh, *(mesh for param in unit.fsdp_params for mesh in param.meshes)]
-        for mesh in {id(mesh): mesh for mesh in meshes}.values():
-            sets.add(tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())))
+        own = [info.spmd_mesh or info.mesh, *(mesh for param in unit.fsdp_params for mesh in param.meshes)]
+        meshes |= {id(mesh): mesh for mesh in own}
         known |= {group.ranks: group for group in (info.shard_group, info.replicate_group) if group is not None}
+    sets = {tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())) for mesh in meshes.values()}
     ranks = tuple(sorted(set().union(*sets)))
     if len(ranks) < 2:
         return None, True

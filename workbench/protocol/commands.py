@@ -372,7 +372,7 @@ class Sharded:
         policy: how units are kept and computed, a phrase each; nothing for what is the plain way.
         optimizers: optimizers that go on with its parameters.
         unmanaged: what the engine does not manage.
-        chosen: classes whose modules became units without being named, maybe none; None: they were named.
+        chosen: classes that were wrapped because the command named none; None if it named some.
     """
 
     model: str

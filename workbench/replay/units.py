@@ -70,10 +70,23 @@ def unmanaged_notes(header: Header) -> tuple[str, ...]:
     """Return what the engine does not manage in the sharded models, and what to do, a sentence each."""
     buffers = differing([{each.name: each.crc32 for each in info.buffers} for info in header.ranks])
     hooks = [name for names in _by_model(header.hooks).values() for name in names]
+    return unmanaged_sentences(_by_model(header.unmanaged), hooks, _by_model(buffers))
+
+
+def unmanaged_sentences(
+    params: Mapping[str, Sequence[str]], hooks: Sequence[str], buffers: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Return a sentence for the parameters of each model, one for all hooks, and one for each model's buffers.
+
+    Args:
+        params: in no unit, by model as for :func:`unmanaged_words`; a model without any may be there.
+        hooks: sharded parameters that have one which is never called.
+        buffers: that differ between ranks, by model likewise.
+    """
     return (
-        *(unmanaged_words(model, params) for model, params in _by_model(header.unmanaged).items()),
+        *(unmanaged_words(model, names) for model, names in params.items() if names),
         *([hooks_words(hooks)] if hooks else []),
-        *(buffers_words(model, names) for model, names in _by_model(buffers).items()),
+        *(buffers_words(model, names) for model, names in buffers.items() if names),
     )
 
 

@@ -34,7 +34,7 @@ from workbench.protocol.commands import (
 from workbench.protocol.messages import ModelInfo
 from workbench.protocol.policy import policy_words
 from workbench.replay.alike import label, ranges
-from workbench.replay.units import buffers_words, by_number, differing, hooks_words, listed, unmanaged_words
+from workbench.replay.units import by_number, differing, listed, unmanaged_sentences
 from workbench.reports.clocks import clock_words
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header, HostClock
@@ -251,7 +251,7 @@ class ShardReport(Report):
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         policy: how they are kept and computed, a phrase each; none where it is the plain way.
         notes: what is likely not meant, and what to do, a sentence each.
-        chosen: classes whose modules became units without being named, maybe none; None: they were named.
+        chosen: classes that were wrapped because the command named none; None if it named some.
     """
 
     model: str
@@ -644,14 +644,7 @@ def _notes(model: str, by_rank: Sequence[Unmanaged]) -> tuple[str, ...]:
     """Say what of ``model`` (its name on the ranks, or empty) nothing averages, calls, or keeps equal on them."""
     params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
     buffers = differing([rank.buffers for rank in by_rank])
-    notes = []
-    if params:
-        notes.append(unmanaged_words(model, tuple(params)))
-    if hooks:
-        notes.append(hooks_words(tuple(hooks)))
-    if buffers:
-        notes.append(buffers_words(model, buffers))
-    return tuple(notes)
+    return unmanaged_sentences({model: tuple(params)}, tuple(hooks), {model: buffers})
 
 
 @says(Unshard)

@@ -40,7 +40,7 @@ class Progress:
 
     @property
     def left_ns(self) -> float | None:
-        """Nanoseconds that the steps that are left take at the pace of the last one; None: unknown, or none is left."""
+        """Nanoseconds for the remaining steps at the last one's pace; None before the first step and after the last."""
         return None if self.step_ns is None or self.done >= self.total else self.step_ns * (self.total - self.done)
 
 

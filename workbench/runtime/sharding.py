@@ -302,7 +302,7 @@ def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[
 
 
 def mesh_beside_tp(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that a model is sharded over if tensor parallelism has split it as well; None: it has not.
+    """Return the mesh that a model is sharded over, or None if tensor parallelism has not split it as well.
 
     A cell has made it together with that of tensor parallelism; the meshes of commands hold all ranks.
     """
@@ -414,7 +414,7 @@ def find_sharded(name: str) -> nn.Module:
 
 
 def _check_fits(command: Shard | Reshard, shard_size: int, world_size: int | None = None) -> None:
-    """Raise UsageError unless ``command`` fits so many ranks; None: all."""
+    """Raise UsageError unless ``command`` fits so many ranks; by default all."""
     try:
         command.check_fits(world_size or dist.get_world_size(), shard_size)
     except ValueError as error:

@@ -54,9 +54,7 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
+        **huggingface.PLUGIN,
         use_orig_params=use_orig_params,
         state_dict_type=kind,
         backward_prefetch="BACKWARD_PRE",

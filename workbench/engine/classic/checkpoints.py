@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.engine.classic.api import StateDictSettings, StateDictType
-from workbench.engine.classic.meshes import HYBRID
-from workbench.engine.classic.optim_state import Groups, Named, OptimStateDicts, StateDict, to_load
+from workbench.engine.classic.meshes import HYBRID, Route, route_over
+from workbench.engine.classic.optim_state import Named, OptimStateDicts, StateDict, to_load
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import WrapperState, wrapper_states_below
 
@@ -77,14 +77,14 @@ class Checkpoints:
             ]
             given = {**given, "param_groups": groups}
         is_first_ranks = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
-        return to_load(model, optim, given, firsts=_groups_of_all(model) if is_first_ranks else None)
+        return to_load(model, optim, given, route=_route_to_all(model) if is_first_ranks else None)
 
 
-def _groups_of_all(model: nn.Module) -> Groups:
-    """Return the groups from whose first rank all ranks get what is whole: also those of tensor parallelism."""
+def _route_to_all(model: nn.Module) -> Route:
+    """Return the route from one rank to all, those of tensor parallelism included."""
     flats = [state.flat for state in wrapper_states_below(model) if state.flat is not None]
     mesh = next((mesh for flat in flats for mesh in flat.meshes), None)
-    return [_first_holder(model)] if mesh is None else [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+    return [_first_holder(model)] if mesh is None else route_over(mesh)
 
 
 def _first_holder(model: nn.Module) -> dist.ProcessGroup | None:

@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.flat_param import FlatParam, TPGroups
 from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
-
-Groups = tuple[dist.ProcessGroup, ...]
-"""Of ranks that tensor parallelism has given different elements; none where it has split nothing."""
 
 
 @torch.no_grad()
@@ -45,7 +42,7 @@ def clip_grad_norm(
         the norm before, a scalar; of the largest dtype of the gradients.
     """
     # in the same order on all ranks, whether or not there are gradients
-    by_mesh: dict[FSDPMeshInfo, dict[Groups, list[torch.Tensor]]] = {}
+    by_mesh: dict[FSDPMeshInfo, dict[TPGroups, list[torch.Tensor]]] = {}
     for flat in flats.values():
         by_mesh.setdefault(flat.mesh_info, {}).update({part.tp_groups: [] for part in flat.parts})
     others: list[torch.Tensor] = []
@@ -83,7 +80,7 @@ def _whole(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(
-    grads: Mapping[Groups, Sequence[torch.Tensor]], norm_type: float, device: torch.device, mesh: FSDPMeshInfo
+    grads: Mapping[TPGroups, Sequence[torch.Tensor]], norm_type: float, device: torch.device, mesh: FSDPMeshInfo
 ) -> list[torch.Tensor]:
     """Return the norms of ``grads`` over the ranks that share one copy; collective.
 

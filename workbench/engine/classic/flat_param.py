@@ -53,6 +53,9 @@ from workbench.engine.refusal import is_sharded
 from workbench.engine.undo import laid_out
 from workbench.events import FlatPart, Param, ParamTensors, within
 
+TPGroups = tuple[dist.ProcessGroup, ...]
+"""Groups of ranks that hold different elements of a parameter, which tensor parallelism has split over them."""
+
 FLAT_PARAM = "_flat_param"
 """What the module in a wrapper calls its flat parameter."""
 
@@ -235,7 +238,7 @@ class Part:
         shape: what the flat parameter has of it: its own shape, or that of this rank's part in tensor parallelism.
         global_shape: its own.
         fqn: name from the root, or from the wrapped module until the root is known.
-        tp_spec: how tensor parallelism has split it; None: it has not.
+        tp_spec: how tensor parallelism has split it; None if it has not.
         mesh: the mesh of the wrapper joined with that of tensor parallelism; None without.
     """
 
@@ -300,7 +303,7 @@ class Part:
         return local_of(laid_out(value, self.tp_spec.mesh, self.tp_spec.placements, value.device))
 
     @property
-    def tp_groups(self) -> tuple[dist.ProcessGroup, ...]:
+    def tp_groups(self) -> TPGroups:
         """The groups of ranks that have different elements of it, because tensor parallelism has split it."""
         spec = self.tp_spec
         if spec is None:
@@ -819,9 +822,7 @@ class FlatParam(FSDPParam):
             param.grad.data = grad.to(self.grad_dtype)
         param.grad._workbench_lease = lease  # type: ignore[attr-defined]
 
-    def grads_by_groups(
-        self, param: nn.Parameter, grad: torch.Tensor
-    ) -> Iterator[tuple[tuple[dist.ProcessGroup, ...], torch.Tensor]]:
+    def grads_by_groups(self, param: nn.Parameter, grad: torch.Tensor) -> Iterator[tuple[TPGroups, torch.Tensor]]:
         """Yield a gradient of one of :attr:`owned`, or its pieces, each with the :attr:`Part.tp_groups` of its part."""
         if not self.is_tensor_parallel:
             yield (), grad

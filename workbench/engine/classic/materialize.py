@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of, parameter_of, set_local, set_parameter
 from workbench.engine.backends import is_of_kind
+from workbench.engine.classic.meshes import route_over
 from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.events import unit_words
@@ -112,5 +113,5 @@ def sync(managed: Managed, mesh: FSDPMeshInfo, ignored: frozenset[int]) -> None:
     for _, module in managed:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(tensor) not in ignored:
-                for axis in reversed(range(mesh.mesh.ndim)):  # within a copy, then from copy to copy
-                    dist.broadcast(local_tensor(tensor).detach(), group=mesh.mesh.get_group(axis), group_src=0)
+                for group in route_over(mesh.mesh):
+                    dist.broadcast(local_tensor(tensor).detach(), group=group, group_src=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -15,6 +16,9 @@ from workbench.engine.classic.api import ShardingStrategy
 from workbench.engine.mesh import FSDPMeshInfo, HSDPMeshInfo, ReplicatedMeshInfo, mesh_info
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
+
+Route = Sequence[dist.ProcessGroup | None]
+"""Groups, one after another: each one's first rank sends to the others what it has by then; None: all ranks."""
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -54,6 +58,11 @@ def mesh_for(
     if strategy is ShardingStrategy.NO_SHARD:
         return ReplicatedMeshInfo(device_mesh, replicate_mesh_dim=0)
     return mesh_info(device_mesh)
+
+
+def route_over(mesh: DeviceMesh) -> Route:
+    """Return the route from the first rank of a mesh to all: within a copy, then from copy to copy."""
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
 def _mesh_of(strategy: ShardingStrategy, given: object, kind: str) -> DeviceMesh:

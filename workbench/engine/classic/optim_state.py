@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from workbench.engine.classic.cautions import caution
 from workbench.engine.classic.flat_param import FlatParam, Part
 from workbench.engine.classic.full_params import CPU
 from workbench.engine.classic.holdings import flats_holdings, sharded_flats
+from workbench.engine.classic.meshes import Route, route_over
 from workbench.engine.classic.part_states import split_states, whole_states
 from workbench.engine.classic.settings import settings_of
 from workbench.engine.classic.state import wrapper_states_below
@@ -34,9 +35,6 @@ StateDict = dict[str, Any]
 
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 """What an optimizer is made of: parameters, or groups."""
-
-Groups = Sequence[dist.ProcessGroup | None]
-"""One after another, each from its first rank on, they take what one rank has to others; None: all ranks."""
 
 Key = int | str
 """What an optimizer's own state dict calls a parameter: its place in the groups, or with keyed optimizers a name."""
@@ -69,7 +67,7 @@ class OptimStateDicts:
             model: the root of a tree with wrappers.
             optim: made of its parameters; it may hold others of the model, which are in no wrapper.
             optim_state_dict: what ``optim.state_dict()`` says if it is not that, keyed by names or places.
-            group: whose rank 0 is meant; None: all ranks, or with tensor parallelism those of the wrapper's mesh.
+            group: whose rank 0 is meant; None: that of all ranks, under tensor parallelism that of the wrapper's mesh.
 
         Raises:
             ValueError: no wrapper is in the tree, wrappers differ in type, the optimizer holds a parameter that is not
@@ -88,7 +86,7 @@ class OptimStateDicts:
             given,
             is_split=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
             device=CPU if config.offload_to_cpu else None,
-            is_kept=not getattr(config, "rank0_only", False) or _is_first(_groups_below(model, group)),
+            is_kept=not getattr(config, "rank0_only", False) or _is_first(_route_below(model, group)),
         )
 
     @staticmethod
@@ -124,8 +122,8 @@ class OptimStateDicts:
             result = _checked_local(model, optim, optim_state_dict)
         else:
             first = getattr(settings.optim_state_dict_config, "rank0_only", False)
-            firsts = _groups_below(model, group) if first else None
-            result = to_load(model, optim, optim_state_dict, is_named=is_named_optimizer, firsts=firsts)
+            route = _route_below(model, group) if first else None
+            result = to_load(model, optim, optim_state_dict, is_named=is_named_optimizer, route=route)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -140,7 +138,7 @@ class OptimStateDicts:
     ) -> StateDict:
         """Return whole tensors by names, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` only warns."""
         _warn_of_input(optim_input)
-        is_kept = not rank0_only or _is_first(_groups_below(model, group))
+        is_kept = not rank0_only or _is_first(_route_below(model, group))
         return _by_names(model, optim, optim.state_dict(), is_split=False, device=CPU, is_kept=is_kept)
 
     @staticmethod
@@ -185,7 +183,7 @@ class OptimStateDicts:
         See :meth:`shard_full_optim_state_dict` for ``optim_input`` and ``optim``.
         """
         optim = _optimizer_of(optim_input, optim)
-        return to_load(model, optim, full_optim_state_dict or {}, firsts=_groups_below(model, group))
+        return to_load(model, optim, full_optim_state_dict or {}, route=_route_below(model, group))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -395,30 +393,30 @@ def to_load(
     given: StateDict,
     *,
     is_named: bool = False,
-    firsts: Groups | None = None,
+    route: Route | None = None,
 ) -> StateDict:
     """Return flat or pieces' state by the optimizer's own keys; collective.
 
     Args:
         model: the root of a tree with wrappers.
-        optim: made of its parameters; None: it has all, in their order.
+        optim: made of its parameters; None: as one of all of them, in their order.
         given: state by the names of parameters.
         is_named: the optimizer's keys are names too.
-        firsts: what counts is that of the rank that is the first of all these groups; None: each rank's own.
+        route: ranks load what its first rank was given; None: each rank loads its own.
     """
     named = Named.of(model)
     device = named.flats[0][0].device if named.flats else CPU
     fetch: Callable[[Any], Any] = partial(_gathered, device)
-    if firsts is not None:
-        given, fetch = _told_by_first(given, firsts), partial(_sent_by_first, device, firsts)
+    if route is not None:
+        given, fetch = _told_by_first(given, route), partial(_sent_by_first, device, route)
     keys: dict[nn.Parameter, Key] = {}
 
     def holds() -> Holdings:
         _check_by_names(given)
         keys.update(named.keys(model, optim, is_named=is_named))
-        states = given["state"] if firsts is None else {}
+        states = given["state"] if route is None else {}
         rows: Rows = {str(name): _described(own) for name, own in states.items()}
-        for i, each in enumerate(given.get("param_groups", ()) if firsts is None else ()):
+        for i, each in enumerate(given.get("param_groups", ()) if route is None else ()):
             rows[f"group {i}"] = f"{len(each['params'])} parameters"
         return Holdings(held=_groups_held(named, optim), given=rows)
 
@@ -542,31 +540,31 @@ def _gathered(device: torch.device, value: Any) -> Any:  # noqa: ANN401 - optimi
     return gather_old_shards(value, device) if is_of_old_shards(value) else value
 
 
-def _groups_below(model: nn.Module, group: dist.ProcessGroup | None) -> Groups:
-    """Return the groups whose first ranks, one group after another, share what one rank has with all that need it.
+def _route_below(model: nn.Module, group: dist.ProcessGroup | None) -> Route:
+    """Return the route from one rank to all that need what it has.
 
-    With tensor parallelism each of its ranks has its own part: then it is the first one of each wrapper's mesh.
+    Under tensor parallelism each of its ranks has a part of its own: the route begins at the first rank of the
+    wrappers' mesh.
     """
     states = wrapper_states_below(model)
     if group is not None or not any(state.flat is not None and state.flat.is_tensor_parallel for state in states):
         return [group]
-    mesh = states[0].mesh
-    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]  # within a copy, then from copy to copy
+    return route_over(states[0].mesh)
 
 
-def _is_first(groups: Groups) -> bool:
-    return all(dist.get_rank(group) == 0 for group in groups)
+def _is_first(route: Route) -> bool:
+    return all(dist.get_rank(group) == 0 for group in route)
 
 
-def _told_by_first(given: StateDict, groups: Groups) -> StateDict:
+def _told_by_first(given: StateDict, route: Route) -> StateDict:
     """Return what rank 0 has; on the others with :class:`Sent` in the place of tensors."""
-    is_first = _is_first(groups)
+    is_first = _is_first(route)
     told: list[Any] = [None]
     given = given or {}
     if is_first:
         states = {name: _announced(state) for name, state in given.get("state", {}).items()}
         told = [{**given, "state": states} if "state" in given else given]
-    for group in groups:
+    for group in route:
         dist.broadcast_object_list(told, group_src=0, group=group)
     return given if is_first else told[0]
 
@@ -579,12 +577,12 @@ def _announced(state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anyth
     return Sent(state.shape, state.dtype) if state.ndim else state.cpu()
 
 
-def _sent_by_first(device: torch.device, groups: Groups, value: Any) -> Any:  # noqa: ANN401 - any
+def _sent_by_first(device: torch.device, route: Route, value: Any) -> Any:  # noqa: ANN401 - any
     if isinstance(value, Sent):
         value = torch.empty(value.shape, dtype=value.dtype, device=device)
     elif not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     sent: torch.Tensor = _gathered(device, value).to(device).contiguous()
-    for group in groups:
+    for group in route:
         dist.broadcast(sent, group_src=0, group=group)
     return sent

@@ -209,7 +209,7 @@ def split_states(
 
     Args:
         flat: whose slots are to be filled.
-        wholes: for each part its state, tensors of :attr:`Part.global_shape`; None: it has none.
+        wholes: the state of each part, its tensors of :attr:`Part.global_shape`; None for a part without state.
         fetch: gives the value behind what ``wholes`` holds; called in the same order on all ranks.
 
     Raises:
