@@ -33,7 +33,7 @@ TESTS_OF = $(OTHER_TESTS) $(if $(filter $(lastword $(OTHER_TORCH)),$*),$(NEWEST_
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
 
-WHOLE := $(if $(CI),-m "")# in CI all tests, elsewhere those that are not marked `exhaustive`
+WHOLE := $(if $(CI),-m "")# in CI all tests, elsewhere those that are not marked `exhaustive` or `thorough`
 SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
 export PYTHONDONTWRITEBYTECODE :=# tests start hundreds of Pythons: each would compile all sources again
 PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/*)
@@ -88,7 +88,7 @@ test: lint
 test-torch: $(OTHER_TORCH:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/installed
-	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) --hypothesis-profile=few $(TESTS_OF)
+	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) -m "not exhaustive" --hypothesis-profile=few $(TESTS_OF)
 
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --cov --cov-report=term

@@ -13,12 +13,12 @@ pairs_and_rest = pytest.mark.parametrize("part", ["pairs", pytest.param("rest", 
 
 
 def quick(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
-    """Return ``values`` for ``parametrize``: those that are not ``chosen`` run with ``-m exhaustive`` only."""
+    """Return ``values`` for ``parametrize``: those that are not ``chosen`` run with ``-m thorough`` only."""
     return [value if value in chosen else _left_to_ci(value) for value in values]
 
 
 def _left_to_ci(value: Any) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.thorough)
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Row]:

@@ -12,6 +12,23 @@ from tests.engine.ranks import ON_GPUS, POOL
 from workbench.engine import groups, probe, waits
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What two ranks show is left to CI on four: these cost twice as much."""
+    sizes: dict[str, set[int]] = {}
+    on_ranks = [item for item in items if isinstance(item, pytest.Function) and _world_size(item)]
+    for item in on_ranks:
+        sizes.setdefault(item.nodeid.partition("[")[0], set()).add(_world_size(item))
+    for item in on_ranks:
+        if _world_size(item) > 2 in sizes[item.nodeid.partition("[")[0]]:
+            item.add_marker(pytest.mark.thorough)
+
+
+def _world_size(item: pytest.Function) -> int:
+    """Return on how many ranks a test runs that is parametrized by it, else 0."""
+    size = item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0
+    return size if isinstance(size, int) else 0
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
     yield

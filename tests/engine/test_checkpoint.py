@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards
 from tests.engine.ranks import run_ranks
+from tests.pairwise import quick
 from workbench.engine import fully_shard
 
 BEFORE, AFTER = range(2), range(2, 4)  # steps before and after the checkpoint
@@ -141,7 +142,7 @@ def checkpoints(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[float
     return folders, expected
 
 
-@pytest.fixture(scope="module", params=[(4, "1-D"), (4, "HSDP"), (2, "1-D"), (1, "1-D")], ids=str)
+@pytest.fixture(scope="module", params=quick([(4, "1-D"), (4, "HSDP"), (2, "1-D"), (1, "1-D")], [(2, "1-D")]), ids=str)
 def gone_on(request, checkpoints) -> list[dict[tuple[str, str], list[float]]]:
     """What :func:`go_on_from_each` returns on each rank of a mesh."""
     world_size, kind = request.param

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.engine.both import shard_net_with
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
+from tests.pairwise import quick
 from workbench import engine
 
 NUM_ITERATIONS = 2
@@ -42,7 +43,7 @@ def ours(shape: tuple[int, ...], choice: str) -> list[tuple[dict[str, int], int]
         return count(engine, shape)
 
 
-@pytest.fixture(scope="module", params=[(1,), (2,), (4,), (2, 2)], ids=str)
+@pytest.fixture(scope="module", params=quick([(1,), (2,), (4,), (2, 2)], [(1,), (2,)]), ids=str)
 def measured(request) -> tuple[tuple[int, ...], list[list[tuple[dict[str, int], int]]]]:
     """A mesh's shape, and what each rank counts of torch's own on it: no choice of ours has a part in that."""
     return request.param, run_ranks(math.prod(request.param), count, fsdp, request.param)

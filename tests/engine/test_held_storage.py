@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.engine.ranks import in_turn, run_ranks
+from tests.pairwise import quick
 from workbench.engine import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -256,7 +257,7 @@ PUTS = (assigned, assigned_one_by_one, one_assigned, set_anew, swapped)
 
 
 @COMMS
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", quick([1, 2], [1]))
 def test_memory_that_the_user_has_put_in_place_is_where_training_goes_on(world_size, over):
     cases = {
         f"{put.__name__}, after {after} steps": lambda p=put, a=after: put_in_place(p, on_meta=False, after=a)

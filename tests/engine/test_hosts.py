@@ -24,6 +24,7 @@ from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from tests.engine.test_shared_comm import begin, drop_some
 from tests.engine.test_waits import FakeWork
+from tests.pairwise import quick
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, StepAborted, groups
 from workbench.engine.backends import hosts, shared_memory
@@ -128,8 +129,8 @@ def sum_over_hosts(num_hosts: int, num_local: int, numel: int, dtype: torch.dtyp
 
 @on_hosts
 @pytest.mark.parametrize("at_once", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", [(2, 2), (2, 2, 2), (3, 3)])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], [torch.float32]))
+@pytest.mark.parametrize("counts", quick([(2, 2), (2, 2, 2), (3, 3)], [(2, 2)]))
 def test_they_gather_all_and_sum_within_hosts_first(network, counts, dtype, at_once):
     numels = [1000, 7, 0, 1, 4097, 64, 64, 64]
     size = sum(counts)
@@ -255,7 +256,7 @@ def trained(**options: object) -> tuple[set[str], list[float]]:
 @pytest.mark.parametrize(
     ("counts", "name"), [((2, 2), PER_HOST), ((2, 2, 2), PER_HOST), ((3, 1), "gloo"), ((1, 1, 1), "gloo")]
 )
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("reshard", quick([None, False], [None]))
 def test_training_equals_an_unsharded_copys(network, counts, name, reshard):
     for names, _ in run_on(seats(network, *counts), functools.partial(trained, reshard_after_forward=reshard)):
         assert names == {name}
@@ -276,6 +277,7 @@ def trained_in_bf16() -> list[torch.Tensor]:
     return [p.to_local().detach().clone() for model in models for p in model.parameters()]
 
 
+@pytest.mark.thorough
 @on_hosts
 def test_models_that_take_turns_train_as_over_gloo(network, monkeypatch):
     ours = run_on(seats(network, 2, 2), trained_in_bf16)
@@ -284,6 +286,7 @@ def test_models_that_take_turns_train_as_over_gloo(network, monkeypatch):
         torch.testing.assert_close(rank, over_gloo)
 
 
+@pytest.mark.thorough
 @on_hosts
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1)])
 def test_links_that_are_slow_and_lose_frames_change_no_number(network, counts):
@@ -363,14 +366,17 @@ def issued(num_copies: int) -> list[tuple[Kind, tuple[int, ...], int, str]]:
 @on_hosts
 @pytest.mark.parametrize(
     ("counts", "choice", "num_copies"),
-    [
-        ((2, 2), "", 1),
-        ((2, 2, 2), "", 1),
-        ((2, 2), "gloo", 1),
-        ((3, 1), "", 1),
-        ((2, 2, 2), "default", 1),
-        ((2, 2, 2), "", 3),
-    ],
+    quick(
+        [
+            ((2, 2), "", 1),
+            ((2, 2, 2), "", 1),
+            ((2, 2), "gloo", 1),
+            ((3, 1), "", 1),
+            ((2, 2, 2), "default", 1),
+            ((2, 2, 2), "", 3),
+        ],
+        [((2, 2), "", 1)],
+    ),
 )
 def test_what_crosses_between_hosts_is_what_the_formula_says(network, monkeypatch, counts, choice, num_copies):
     if choice:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.both import CLOSE
 from tests.engine.parity import average_grads
 from tests.engine.ranks import run_cases, run_ranks
+from tests.pairwise import quick
 from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.explain import explain
@@ -145,6 +146,7 @@ def table() -> list[tuple[tuple, str, str, str]]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_loss_can_be_any_tensor_made_inside():
     for rank in run_ranks(2, table):
         wrong = [row for row in rank if row[2] == "differs" or (row[2] == "raised" and row[1] != "raised")]
@@ -371,7 +373,7 @@ def uses(policy: str, units: tuple[str, ...], use: Callable) -> tuple[str, str, 
     return (*results, "same" if is_same(grads_of(ours), expected(base, ordinary)) else "differs")
 
 
-@pytest.mark.parametrize("policy", ["kept", "resharded"])
+@pytest.mark.parametrize("policy", quick(["kept", "resharded"], ["resharded"]))
 def test_backwards_of_any_kind_give_torchs_gradients_or_say_what_is_missing(policy):
     cases = {(use.__name__, units): partial(uses, policy, units, use) for use in USES for units in ((), ("l2",))}
     for rank in run_cases(2, cases):

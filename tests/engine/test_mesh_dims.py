@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.engine.both import APIS, newer_torch
 from tests.engine.models import adamw
 from tests.engine.ranks import on_one_rank, run_ranks
+from tests.pairwise import quick
 from workbench.engine import DataParallelMeshDims, fully_shard
 
 DIM, HIDDEN, ROWS = 6, 20, 4  # 20 rows: halves, and halves of halves, are even; of 6 rows four ranks have 2, 2, 2, 0
@@ -123,7 +124,7 @@ def beside_torchs(case: str) -> None:
 @newer_torch
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # CommDebugMode's, which follows modules
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # torch's own says it
-@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("case", quick(MESHES, ["one axis", "hybrid", "replicas alone"]))
 def test_three_steps_beside_torchs_and_the_plain_model(case):
     run_ranks(math.prod(MESHES[case][0].values()), beside_torchs, case)
 
@@ -143,6 +144,7 @@ def undone() -> None:
         assert torch.equal(a.full_tensor(), b[1].full_tensor())
 
 
+@pytest.mark.thorough
 def test_unsharded_again_the_parameters_are_dtensors_on_the_whole_mesh():
     run_ranks(4, undone)
 
@@ -247,6 +249,7 @@ def as_torchtitan() -> None:
         assert_same(a, b)
 
 
+@pytest.mark.thorough
 @newer_torch
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # torch's own says it
 def test_the_calls_of_torchtitan_train_as_with_torchs_engine():

@@ -13,6 +13,7 @@ from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
+from tests.pairwise import quick
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.state import states_below, units_of
@@ -80,7 +81,7 @@ def test_offloading_changes_no_bit(world_size, policy):
     run_ranks(world_size, same_bits, policy, PRECISIONS["fp32"], None, False)
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["with sync", "without sync"])
+@pytest.mark.parametrize("sync", quick([True, False], [True]), ids=["with sync", "without sync"])
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 def test_nor_does_it_with_accumulation_and_other_precisions(precision, sync):
     run_ranks(2, same_bits, CPUOffloadPolicy(), precision, sync, False)

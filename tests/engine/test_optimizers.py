@@ -167,6 +167,7 @@ def twice_from_the_start(reshard: bool | None) -> list[list[float]]:
     return runs
 
 
+@pytest.mark.thorough
 def test_two_runs_and_all_policies_are_bit_identical():
     runs = [run for reshard in (None, True, False) for run in run_ranks(4, twice_from_the_start, reshard)[0]]
     assert all(run == runs[0] for run in runs[1:])

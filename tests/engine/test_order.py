@@ -528,6 +528,7 @@ def test_two_ranks_that_part_are_told_and_go_on_after_a_rebuild(how, num_before)
     check_told(run_ranks(2, differ, how, num_before), how)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "num_before"), [("swapped", 2), ("unequal", 0), ("no backward", 2)])
 def test_four_ranks_too(how, num_before):
     check_told(run_ranks(4, differ, how, num_before), how)

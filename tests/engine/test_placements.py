@@ -17,6 +17,7 @@ from tests.engine.comparison import train_both
 from tests.engine.models import Net, adamw, make_net
 from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank, simulating
 from tests.engine.test_errors import fingerprint
+from tests.pairwise import quick
 from workbench.engine import ShardPlacementResult, fully_shard
 from workbench.engine.mesh import FSDPMeshInfo, HSDPMeshInfo
 
@@ -191,7 +192,7 @@ def assert_each_on_its_mesh(sharded: nn.Module, plain: nn.Module, meshes: dict[s
             torch.testing.assert_close(s.grad.full_tensor(), p.grad)
 
 
-@pytest.mark.parametrize("own_unit", [False, True])
+@pytest.mark.parametrize("own_unit", quick([False, True], [True]))
 @pytest.mark.parametrize("per_group", [1, 2])
 def test_experts_on_a_smaller_mesh(per_group, own_unit):
     for rank, meshes in enumerate(run_ranks(4, experts, per_group, 0, own_unit)):

@@ -135,6 +135,7 @@ def test_training_goes_on_bit_identically_with_the_same_parameters(world_size, c
     run_ranks(world_size, changed_midway, change)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [{"wrap": is_linear}, {"reshard_after_forward": 2}], ids=["wrap", "split in twos"])
 def test_training_goes_on_bit_identically_on_four_ranks_with_empty_shards(change):
     run_ranks(4, changed_midway, change)
@@ -596,6 +597,7 @@ def tensor_parallel() -> None:
     loss_of_split(model, 3, dp).backward()
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_models_keep_their_placements_and_get_them_back():
     run_ranks(4, tensor_parallel)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.engine import huggingface
 from tests.engine.both import newer_torch
 from tests.engine.ranks import run_ranks
+from tests.pairwise import quick
 from workbench import engine
 from workbench.ports import LOOPBACK
 
@@ -94,7 +95,7 @@ def accelerated(checkpointing: bool) -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", quick([False, True], [True]))
 def test_accelerate_trains_as_with_torchs_engine(checkpointing):
     run_ranks(2, accelerated, checkpointing)
 

@@ -134,6 +134,7 @@ def test_fsdp_with_tensor_parallelism_equals_the_plain_model():
     run_cases(4, {reshard: partial(three_steps, *FSDP_TP, reshard) for reshard in (None, True, False)})
 
 
+@pytest.mark.thorough
 def test_hsdp_with_tensor_parallelism_equals_the_plain_model():
     run_cases(4, {shape: partial(three_steps, HSDP_TP, shape) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1))})
 

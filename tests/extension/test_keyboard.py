@@ -13,7 +13,7 @@ from tests.integration.model import UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.thorough,
     pytest.mark.browser,
     pytest.mark.lasting_browser,
     pytest.mark.cluster,

@@ -12,7 +12,7 @@ from tests.notebooks.lab import jupyterlab, opened, write_notebook
 from workbench.views import VIEWS
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.thorough,
     pytest.mark.browser,
     pytest.mark.lasting_browser,
     pytest.mark.cluster,

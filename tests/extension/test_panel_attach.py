@@ -14,7 +14,7 @@ from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.thorough,
     pytest.mark.browser,
     pytest.mark.lasting_browser,
     pytest.mark.cluster,

@@ -191,7 +191,7 @@ def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(w
     say(wb, "unshard model")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_in_a_step_is_named_and_the_others_are_free():
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)

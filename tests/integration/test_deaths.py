@@ -81,7 +81,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
             assert bench.trace.num_rows == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.thorough
 def test_while_a_rank_lives_a_start_says_who_died_and_what_to_do():
     with Workbench(2, device="cpu") as bench:
         os.kill(bench.status().ranks[1].pid, signal.SIGKILL)

@@ -6,7 +6,7 @@ from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.thorough,
     pytest.mark.browser,
     pytest.mark.lasting_browser,
     pytest.mark.cluster,

@@ -7,7 +7,7 @@ import pytest
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.thorough,
     pytest.mark.browser,
     pytest.mark.lasting_browser,
     pytest.mark.cluster,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.engine.models import Block, adamw, loss_of
+from tests.pairwise import quick
 from tests.runtime.job import execute, namespace, prepare, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
@@ -70,7 +71,7 @@ def plainly():
     return execute(Step(count=3))["losses"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", quick(POLICIES, ["full", "grad, pieces", "offload"]))
 def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
     policy = POLICIES[name]
     num_ranks = 4 if "mesh" in policy else 2
@@ -250,7 +251,7 @@ def test_where_nothing_is_split_a_shard_is_all_of_it(num_ranks):
         assert piece.full.why == "not needed now; nothing of it is split: the shard is all of it"
 
 
-@pytest.mark.parametrize("name", ["full", "grad, pieces", "copies", "half precision", "hybrid"])
+@pytest.mark.parametrize("name", quick(["full", "grad, pieces", "copies", "half precision", "hybrid"], ["full"]))
 def test_a_step_is_that_of_an_unsharded_copy_and_training_goes_on_as_if_there_was_none(name):
     num_ranks = 4 if "mesh" in POLICIES[name] else 2
     for with_it, without in zip(
@@ -376,6 +377,7 @@ def reshards_by_plan():
     return found
 
 
+@pytest.mark.thorough
 def test_what_a_reshard_from_and_to_classic_comes_to_is_told_before():
     for found in run(4, reshards_by_plan):
         for (told, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
@@ -441,7 +443,7 @@ def test_a_reshard_that_is_interrupted_leaves_the_model_sharded_as_before(api, p
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("orig_params", [False, True])
+@pytest.mark.parametrize("orig_params", quick([False, True], [False]))
 def test_a_model_goes_from_one_api_to_the_other_and_trains_as_if_it_had_not(orig_params):
     for losses, expected in zip(run(2, there_and_back, orig_params), run(2, straight), strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
@@ -570,6 +572,7 @@ def in_parallel(orig_params):
     return losses, verified, found, model, trace.header.units[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("orig_params", [False, True])
 def test_what_tensor_parallelism_has_split_is_verified_and_said_to_be_a_part(orig_params):
     own, whole = 2 * 8 + 12 * 8 + 12 + 8 * 12 + 8, 2 * 8 + 24 * 8 + 24 + 8 * 24 + 8
@@ -617,6 +620,7 @@ def changed_in_parallel(changes):
     return losses, planned_and_made, [type(param).__name__ for param in ns["model"].parameters()]
 
 
+@pytest.mark.thorough
 def test_a_model_that_tensor_parallelism_has_split_is_sharded_in_another_way_over_the_same_mesh():
     for losses, planned_and_made, kinds in run(4, changed_in_parallel, PARALLEL):
         assert losses == sorted(losses, reverse=True)

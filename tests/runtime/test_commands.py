@@ -70,6 +70,7 @@ def loaded_by_a_first_shard():
     return sorted(set(sys.modules) - before)
 
 
+@pytest.mark.thorough
 def test_what_sharding_needs_is_loaded_before_ranks_are_forked():
     """In a process of its own: other tests load more than the ranks' module does."""
     code = "from tests.runtime import job, test_commands as t; print(*job.run(2, t.loaded_by_a_first_shard))"

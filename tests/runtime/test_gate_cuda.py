@@ -66,6 +66,7 @@ def main(device):
         rank_module.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_a_rank_that_stops_in_backward_has_waited_for_its_device(device):
     code = f"from tests.runtime.test_gate_cuda import main; main({device!r})"  # CUDA cannot be used in a forked child

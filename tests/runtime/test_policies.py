@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch.distributed.tensor import DTensor
 
+from tests.pairwise import quick
 from tests.runtime.job import assert_refused, drain, execute, namespace, prepare, run
 from workbench.engine import FSDPModule
 from workbench.events import Category, Kind
@@ -84,7 +85,7 @@ def plainly(num_ranks):
     return trained("plain") if num_ranks == ranks_for({}) else run(num_ranks, train, {})
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", quick(POLICIES, ["plain", "kept", "mixed precision", "offload"]))
 def test_a_policy_trains_is_recorded_as_its_closed_form_says_and_verifies(name):
     policy = POLICIES[name]
     num_ranks = ranks_for(policy)

@@ -138,6 +138,7 @@ def second_relay(source: Path, target: Path) -> None:
     dcp.save(state, checkpoint_id=target)
 
 
+@pytest.mark.thorough
 def test_from_four_ranks_to_two_to_one_to_fully_shard_and_back(tmp_path):
     """Each in another way: strategy, precision, offload, flat parameters or pieces."""
     first, *_ = run_ranks(

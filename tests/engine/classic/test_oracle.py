@@ -17,6 +17,7 @@ from tests.engine import huggingface as hf
 from tests.engine.classic.wrapped import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
 from tests.engine.models import Block, adamw, batch, loss_of, make_net
 from tests.engine.ranks import in_turn, run_ranks
+from tests.pairwise import quick
 
 BF16 = torch.bfloat16
 SMALL = functools.partial(make_net, dim=8, num_blocks=2)
@@ -197,6 +198,7 @@ def every_model():
     run_all(models())
 
 
+@pytest.mark.thorough
 def test_models_of_all_kinds_train_as_with_torchs_wrapper():
     run_ranks(2, every_model)
 
@@ -227,7 +229,7 @@ def imported_once():
     hf.transformers()  # a rank is forked: it has the package already
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
+@pytest.mark.parametrize("name", quick(["Llama", "GPT-2", "T5"], ["GPT-2"]))
 @pytest.mark.usefixtures("imported_once")
 def test_models_of_huggingface_train_as_with_torchs_wrapper(name):
     run_ranks(2, trains_huggingface, name)

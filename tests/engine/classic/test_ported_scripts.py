@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from importlib import import_module
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -352,6 +353,7 @@ def test_a_network_of_convolutions_with_batch_norms_trains_and_is_saved_as_with_
     run_ranks(2, digits_are)
 
 
+@pytest.mark.thorough
 def test_a_transformer_is_clipped_saved_loaded_and_trained_on_as_with_torchs():
     run_ranks(2, languages_are)
 

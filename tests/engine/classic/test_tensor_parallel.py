@@ -148,6 +148,7 @@ def every_way() -> Iterator[tuple[Any, Callable[[], None]]]:
     yield "one unit", partial(trains_as_torchs, FSDP_TP, "FULL_SHARD", make, auto_wrap_policy=None)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_it_trains_as_torchs_wrapper():
     run_cases(4, dict(every_way()))
@@ -184,6 +185,7 @@ def trains_as_plain(mesh: Mesh, use_orig_params: bool, make_model: Callable[[], 
     torch.testing.assert_close({name: whole_of(states[name]) for name in expected}, expected)
 
 
+@pytest.mark.thorough
 def test_it_trains_and_clips_as_a_plain_model():
     cases = {
         (mesh, pieces, each.__name__): partial(trains_as_plain, mesh, pieces, each)
@@ -320,6 +322,7 @@ def partly_empty(use_orig_params: bool, strategy: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_rank_of_tensor_parallelism_may_have_nothing_of_a_parameter():
     run_cases(4, {case: partial(partly_empty, *case) for case in itertools.product(EITHER, ("FULL_SHARD", "NO_SHARD"))})
 
@@ -364,6 +367,7 @@ def as_torchs(mesh: Mesh, use_orig_params: bool) -> None:
             torch.testing.assert_close(whole_of(states), whole_of(others))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_state_dicts_are_torchs():
     cases = (FSDP_TP, False), (FSDP_TP, True), (HSDP[1], False)
@@ -428,6 +432,7 @@ def takes_whole_values() -> None:
         torch.testing.assert_close(whole(model), whole(plain), **SAME)
 
 
+@pytest.mark.thorough
 def test_it_loads_what_a_plain_model_has():
     run_ranks(4, takes_whole_values)
 
@@ -619,6 +624,7 @@ def summons() -> None:
         train(model, optimizer, dp, range(1, 3))
 
 
+@pytest.mark.thorough
 def test_whole_parameters_are_those_of_tensor_parallelism():
     run_ranks(4, summons)
 
@@ -730,6 +736,7 @@ def is_replaced() -> None:
         loss_of(model, 1, dp)
 
 
+@pytest.mark.thorough
 def test_it_is_converted_and_its_parameters_are_replaced():
     run_cases(4, {case.__name__: case for case in (is_changed, is_replaced)})
 
@@ -842,6 +849,7 @@ def disagrees() -> None:
         train(model, optimizer, dp, range(1))
 
 
+@pytest.mark.thorough
 def test_what_only_some_ranks_have_is_gathered_by_none():
     run_ranks(4, disagrees)
 
