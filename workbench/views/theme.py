@@ -41,6 +41,12 @@ CLEAR = "rgba(0,0,0,0)"
 WRONG = "#d6336c"
 """What differs from what was expected, and nothing else in a table."""
 
+ERROR_TEXT = (
+    "color-mix(in srgb, var(--jp-error-color1, var(--vscode-errorForeground, #d32f2f)) 75%, "
+    "var(--jp-ui-font-color1, currentcolor))"
+)
+"""CSS: the colour of what went wrong in text. JupyterLab's own red is legible on its light pages alone."""
+
 NARROWEST = 600
 """Pixels that a page is wide for which figures are made, or more; how they are on others: :mod:`.narrow`."""
 
