@@ -328,7 +328,7 @@ NAN, INF = float("nan"), float("inf")
     ("losses", "said"),
     [
         ([(1.0, 2.0), (1.0, 2.0)], ""),
-        ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on on every rank"),
+        ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on, on every rank"),
         ([(1.0, 2.0, 3.0), (1.0, NAN, 3.0)], "loss is NaN in step 6, first on rank 1"),
         ([(INF, INF), (1.0, 2.0)], "loss is infinite from step 5 on, first on rank 0"),
         ([None, (1.0, NAN)], "loss is NaN from step 6 on, first on rank 1"),

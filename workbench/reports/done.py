@@ -39,7 +39,7 @@ from workbench.reports.clocks import clock_words
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header, HostClock
 from workbench.views import VIEWS
-from workbench.views.theme import ERROR_TEXT, format_bytes, format_duration, format_loss, plural
+from workbench.views.theme import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
@@ -290,7 +290,7 @@ class ShardReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the units and the bytes before and after."""
         whole = max(self.bytes_unsharded, 1)
-        kept = [f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest]
+        kept = [f"{format_bytes(n)} ({format_share(n / whole)})" for n in self.bytes_at_rest]
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", listed(self.units)),
@@ -722,8 +722,10 @@ def _not_finite(by_rank: Sequence[Stepped]) -> str:
         return ""
     kind = "NaN" if any(math.isnan(loss) for loss in steps[first].values()) else "infinite"
     number = by_rank[0].first_step + first
-    begin = f"loss is {kind} from step {number} on" if all(steps[first:]) else f"loss is {kind} in step {number}"
-    return begin + _first_on(list(steps[first]), len(by_rank))
+    where = _first_on(list(steps[first]), len(by_rank))
+    if not all(steps[first:]):
+        return f"loss is {kind} in step {number}{where}"
+    return f"loss is {kind} from step {number} on, {where.lstrip(', ')}"
 
 
 def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:

@@ -191,6 +191,11 @@ def format_loss(loss: float, spec: str = ".4g") -> str:
     return "NaN" if math.isnan(loss) else format(loss, spec)
 
 
+def format_share(part: float, digits: int = 0) -> str:
+    """Return a part of a whole in per cent: ``0.41`` -> ``"41%"``; ``digits``: after the point."""
+    return f"{part:.{digits}%}"
+
+
 def _three_digits(number: float) -> str:
     size = abs(number)
     return f"{number:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
