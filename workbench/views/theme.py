@@ -247,6 +247,7 @@ _TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: of letters,
 _TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # width of a letter, in the mean: of its size; pixels
 _EMPTY_LETTER = 9.2  # pixels, where there is nothing else
 _BESIDE_TITLE = 24  # pixels
+_UNBROKEN = "\u00a0"  # a space at which no line ends: a dot between two sentences stays with the first
 _FIRST_OF_MANY = 12  # pixels: the first line of several is so much higher than the only one
 
 
@@ -261,7 +262,9 @@ def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str
     size = _SMALL_TITLE_SIZE if width < _SMALL_PAGE else _TITLE_SIZE
     room = width - _BESIDE_TITLE
     titles = textwrap.wrap(title, int(room / (size * _TITLE_LETTER)), break_on_hyphens=False)
-    subtitles = textwrap.wrap(subtitle, int(room / _SUBTITLE_LETTER), break_on_hyphens=False)
+    subtitles = textwrap.wrap(
+        subtitle.replace(" ·", f"{_UNBROKEN}·"), int(room / _SUBTITLE_LETTER), break_on_hyphens=False
+    )
     found: dict[str, Any] = {
         "text": _lines(titles),
         "font": {"size": size},
@@ -335,7 +338,7 @@ def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
 
 
 def _lines(lines: list[str]) -> str:
-    return "<br>".join(escape(line) for line in lines)
+    return "<br>".join(escape(line.replace(_UNBROKEN, " ")) for line in lines)
 
 
 def empty(sentence: str, title: str = "") -> go.Figure:
