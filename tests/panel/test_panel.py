@@ -350,7 +350,7 @@ def test_a_reshard_is_tried_as_well(started):
     [
         (
             {"word": "shard", "model": "model", "wrap": ["Blcok"]},
-            "the model holds no Blcok; its classes are: Block (2)",
+            "the model has no module of class Blcok; its classes are: Block (2)",
         ),
         ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
         ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
