@@ -277,7 +277,7 @@ export interface Ending {
   readonly line: string;
   /** its result or its error. */
   readonly text: string;
-  /** whether it failed or was given up. */
+  /** whether it failed or was given up, or its report has a problem, such as a loss that is NaN. */
   readonly is_error: boolean;
 }
 
