@@ -78,7 +78,7 @@ def test_wrong_lines_say_what_is_right(line, says):
 
 
 def test_help_of_eval_and_its_names():
-    with pytest.raises(HelpAsked, match="the raw rest of the line"):
+    with pytest.raises(HelpAsked, match="the rest of the line as typed"):
         parse_line("eval --help")
     assert parse_line("eval {who} -t {who}", {"who": "0,3"}.__getitem__) == Evaluate("{who}", (0, 3))
 
