@@ -7,6 +7,7 @@ import pytest
 
 from tests.integration.keys import Pressing
 from tests.integration.model import CELL, fresh_cell
+from tests.pairwise import quick
 from tests.views.figures import subtitle
 from tests.waiting import wait_until
 from workbench import Workbench
@@ -83,7 +84,7 @@ def assert_all_at_one_event(report):
     assert len({p.held.place for p in report.stop.positions.values()}) == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ("full", "none")))
 def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, strategy):
     fresh(wb, strategy)
     first = wb.step(1)
@@ -103,7 +104,7 @@ def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed
 
 
 @pytest.mark.parametrize("event", ["forward.end:blocks.1", "backward:blocks.1", "optimizer", "a collective"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ("full", "none")))
 def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, event):
     fresh(wb, strategy)
     first = wb.step(2)
@@ -190,6 +191,7 @@ def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(w
     say(wb, "unshard model")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_in_a_step_is_named_and_the_others_are_free():
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)
